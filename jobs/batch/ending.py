@@ -1,14 +1,9 @@
 """Cancel a running batch, and remove from Redis and disk what an ended one no longer needs."""
 
-import contextlib
 import time
-from typing import Any
-
-import redis
 
 from jobs.batch.retention import tidy
 from jobs.protocol.states import CANCELLABLE, END_STATES
-from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.tasks import wake
 
@@ -33,21 +28,10 @@ def clean_up(queue: Queue, batch: str) -> None:
 
     Does nothing while it runs, or is just begun again.
     """
-    if queue.batch_fields(batch).state in END_STATES:
-        queue.remove_unfinished(batch)  # lines that Redis takes for unfinished
-    with queue.redis.pipeline() as pipeline, contextlib.suppress(redis.WatchError):
-        pipeline.watch(keys.batch(batch))  # type: ignore[no-untyped-call]
-        record: Any = pipeline.hmget(keys.batch(batch), "state", "root", "tenant")
-        state, root, tenant = (value.decode() if value is not None else "" for value in record)
-        if state not in END_STATES:
-            return
-        if root:
-            tidy(root)
-        pipeline.multi()
-        pipeline.srem(keys.ACTIVE, batch)
-        pipeline.srem(keys.open_batches(tenant), batch)
-        pipeline.hset(keys.batch(batch), "result_bytes", 0)  # of results that go with the end
-        pipeline.expire(keys.batch(batch), queue.settings.ended_batch_seconds)
-        names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models)
-        pipeline.unlink(*(name(batch) for name in names))
-        pipeline.execute()
+    fields = queue.batch_fields(batch)
+    if fields.state not in END_STATES:
+        return
+    queue.remove_unfinished(batch)  # lines that Redis takes for unfinished
+    if fields.root:
+        tidy(fields.root)
+    queue.clean(batch, fields)

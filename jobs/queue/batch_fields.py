@@ -60,6 +60,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
 class BatchFields(BatchStatus, frozen=True, kw_only=True):
     """All fields of a record."""
 
+    token: str = ""  # of the last transition
     owner: str = ""  # as in the manifest, which names the record that may work on it
     tenant: str = ""
     root: str = ""  # the batch's folder

@@ -242,6 +242,12 @@ class BatchQueue(QueueBase):
         while int(self._scripts.call("cancel", ["batch", MAX_ITEMS, batch])) > 0:
             pass
 
+    def clean(self, batch: str, fields: BatchFields) -> None:
+        """Remove all of a batch that ended but its record, which is kept for some days, unless the
+        record is no longer what was read.
+        """
+        self._scripts.call("clean", [batch, fields.token, fields.tenant, self.settings.ended_batch_seconds])
+
     def forget(self, batch: str) -> None:
         """Remove every key of a batch; continue where a killed call stopped.
 

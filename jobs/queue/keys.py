@@ -44,7 +44,7 @@ PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, FIL
 
 
 def batch(batch_id: str) -> str:
-    """Hash: the fields of `batch_fields.BatchFields`, and token, of the last transition.
+    """Hash: the fields of `batch_fields.BatchFields`.
 
     Also used_tokens by used_lines, which finished since the record was made: what a line of this
     batch costs.

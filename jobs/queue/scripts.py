@@ -68,8 +68,9 @@ class Scripts:
         return persistently(lambda: self._run(text, digest, arguments), self._retry_seconds)
 
     def _run(self, text: str, digest: str, arguments: list[Any]) -> Any:
+        execute: Callable[..., Any] = self._client.execute_command  # `evalsha` looks at each argument
         try:
-            return self._client.evalsha(digest, 1, keys.LEASES, *arguments)
+            return execute("EVALSHA", digest, 1, keys.LEASES, *arguments)
         except redis.exceptions.NoScriptError:
             return self._client.eval(text, 1, keys.LEASES, *arguments)
 

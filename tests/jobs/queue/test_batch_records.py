@@ -26,7 +26,8 @@ class TestTransition:
         assert queue.transition("batch_a", ["validating"], "in_progress", {"total": 4})
         assert not queue.transition("batch_a", ["validating"], "failed")
         found = queue.batch_fields("batch_a")
-        assert found == BatchFields(state="in_progress", total=4, root="/store/a", heartbeat=found.heartbeat)
+        of_the_call = {"heartbeat": found.heartbeat, "token": found.token}
+        assert found == BatchFields(state="in_progress", total=4, root="/store/a", **of_the_call)  # type: ignore[arg-type]
         assert queue.batches() == ["batch_a"]
 
     def test_of_another_generation_changes_nothing(self, queue: Queue) -> None:
@@ -202,6 +203,21 @@ def test_low_water_is_reported_once_for_each_crossing(queue: Queue) -> None:
     assert reports() == 1
     queue.claim("w1", 3, 9, models=[MODEL])
     assert reports() == 1
+
+
+@pytest.mark.parametrize("moved_on", [False, True])
+def test_an_ended_batch_is_cleaned_unless_it_was_begun_again(
+    queue: Queue, redis_client: redis.Redis, moved_on: bool
+) -> None:
+    start_batch(queue, "batch_a", 1)
+    queue.activate("batch_a")
+    queue.transition("batch_a", ["in_progress"], "completed")
+    read = queue.batch_fields("batch_a")
+    if moved_on:
+        queue.transition("batch_a", ["completed"], "in_progress")
+    queue.clean("batch_a", read)
+    assert [redis_client.exists(keys.bodies("batch_a")), len(queue.active_batches())] == [moved_on, moved_on]
+    assert (redis_client.ttl(keys.batch("batch_a")) > 0) is not moved_on
 
 
 def test_forget_leaves_nothing(queue: Queue, redis_client: redis.Redis) -> None:

@@ -107,6 +107,9 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     answers += [call("admit", queue.admit, "key_a", 2)[:2] for _ in range(3)]
     answers += [queue.token_totals(), call("transition", queue.transition, "batch_a", ["in_progress"], "cancelling")]
     call("cancel", queue.remove_unfinished, "batch_a")
+    queue.create_batch("batch_c", 0, tenant="t", state="failed")
+    queue.activate("batch_c")
+    call("clean", queue.clean, "batch_c", queue.batch_fields("batch_c"))
     return answers
 
 

@@ -1,0 +1,15 @@
+#!lua flags=allow-oom
+-- Leaves nothing of a batch that ended but its record.
+-- ARGV: batch, token of the record's last transition, tenant, seconds to keep the record
+-- Returns 1, or 0, changing nothing, when the record moved on.
+
+local batch, tenant = ARGV[1], ARGV[3]
+if redis.call('HGET', key.batch(batch), 'token') ~= ARGV[2] then
+  return 0
+end
+redis.call('SREM', key.ACTIVE, batch)
+redis.call('SREM', key.open_batches(tenant), batch)
+redis.call('HSET', key.batch(batch), 'result_bytes', 0) -- of results that go with the end
+redis.call('EXPIRE', key.batch(batch), ARGV[4])
+redis.call('UNLINK', key.bodies(batch), key.results(batch), key.done(batch), key.parts(batch), key.batch_models(batch))
+return 1
