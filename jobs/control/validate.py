@@ -39,7 +39,8 @@ def validate(held: Slice) -> None:
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
     progress = restore_progress(held.queue, held.manifest, held.check_current)
-    held.move("in_progress", {"total": manifest.total, "line_models": manifest.models, "cursor": 0, **progress})
+    plan = {"total": manifest.total, "line_models": manifest.models, "queued_tokens": manifest.queued_tokens}
+    held.move("in_progress", {**plan, "cursor": 0, **progress})
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
 
 
@@ -131,11 +132,11 @@ def _token_problems(held: Slice, size: int) -> list[LineProblem]:
     """
     spec = held.manifest.spec
     held.manifest.queued_tokens = own = -(-size // _BYTES_PER_TOKEN)
-    # Before the others are looked at, so that of two at once one sees the other
-    held.note({"queued_tokens": own})
     most = spec.queued_tokens
     if most is None:
         return []
+    # Before the others are looked at, so that of two at once one sees the other
+    held.note({"queued_tokens": own})
     others = sum(tokens for batch, tokens in held.queue.open_tokens(spec.tenant).items() if batch != held.batch)
     if own + others <= most:
         return []
