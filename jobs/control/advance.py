@@ -84,9 +84,9 @@ def advance(held: Slice) -> bool:
         held.check_current()
         fed = feed(held, progress, min(deadline, time.monotonic() + FEED_SECONDS))
         drained = drain(held, progress)
-        while drained and time.monotonic() < deadline and drain(held, progress):
-            pass
         fields = held.record()
+        while drained and fields.result_bytes and time.monotonic() < deadline and drain(held, progress):
+            fields = held.record()
         if fields.all_done and not fields.result_bytes:
             _progress.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})
@@ -129,7 +129,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     progress.measure(fields.finished)
     window = max(_WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS))
     models = _feeding(queue, fields)
-    if not models or min(ready_lengths(queue, batch, models).values()) > window // 2:
+    if not models or (shortest := min(ready_lengths(queue, batch, models).values())) > window // 2:
         return False
     if fields.cursor >= fields.total:
         held.note({"cursor": 0, "restored": True, "open_models": fields.passed_over, "passed_over": []})
@@ -137,13 +137,9 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     cursor, total = fields.cursor, fields.total
     done = _lines_to_pass_over(held, progress) if fields.restored else Bitmap()
     most_bytes = _window_bytes(queue)
-    start = cursor
+    start, size = cursor, fields.body_bytes
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest, buffered=False) as source:
-        while (
-            cursor < total
-            and min(ready_lengths(queue, batch, models).values()) < window
-            and queue.window_bytes(batch) < most_bytes
-        ):
+        while cursor < total and shortest < window and size < most_bytes:
             held.check_current()
             entries = read_plan(plan, cursor, MAX_ITEMS)
             if not entries:
@@ -153,13 +149,17 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
             if not queue.ingest(batch, rows, cursor, cursor + taken):
                 break
             cursor += taken
-            if time.monotonic() >= deadline:
+            if cursor == total or time.monotonic() >= deadline:
                 break
+            shortest, size = min(ready_lengths(queue, batch, models).values()), queue.window_bytes(batch)
     if cursor > start:
-        # At this length the next claim asks for another slice; half of what fits, where large
-        # bodies fill the window early.
-        lengths = [length for length in ready_lengths(queue, batch, models).values() if length]
-        held.note({"low_water": min(window, *lengths) // 2 if lengths else 0})
+        # At this length the next claim asks for another slice, if there is more; half of what
+        # fits, where large bodies fill the window early.
+        more = cursor < total or bool(held.fields.passed_over)
+        lengths = [length for length in ready_lengths(queue, batch, models).values() if length] if more else []
+        low_water = min(window, *lengths) // 2 if lengths else 0
+        if low_water != fields.low_water:
+            held.note({"low_water": low_water})
     return cursor > start
 
 
@@ -249,14 +249,14 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
         for line, _ in results:
             stored.add(line)
         save_stored(held.root, manifest.parts, stored)
-    if not queue.drained(batch, part.name, [line for line, _ in results]):  # Redis went back since
+    stored_fields = progress_fields(manifest)
+    if not queue.drained(batch, part.name, [line for line, _ in results], stored_fields):  # Redis went back since
         _restore(held)
         return True
     progress.settled, progress.drained_at = part.name, time.monotonic()
     if compacted:
         drop_unlisted(held.root, manifest.parts)
         queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
-    held.note(progress_fields(manifest))
     return True
 
 

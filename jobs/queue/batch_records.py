@@ -133,8 +133,9 @@ class BatchQueue(QueueBase):
         lines = sorted((int(line), value) for line, value in found.items())[:limit]
         return [(line, unpack_result(value)) for line, value in lines]
 
-    def drained(self, batch: str, part: str, lines: Sequence[int]) -> bool:
-        """Register a part that lasts on disk and remove its lines' results, at once.
+    def drained(self, batch: str, part: str, lines: Sequence[int], fields: Mapping[str, Any] | None = None) -> bool:
+        """Register a part that lasts on disk, remove its lines' results, and set `fields` of the
+        record, at once.
 
         True when the part is registered, by this call or an earlier one. False, changing nothing,
         when one of the lines has no result any more: another part holds it, and this one must not
@@ -142,7 +143,8 @@ class BatchQueue(QueueBase):
         """
         if len(lines) > MAX_PART_LINES:
             raise ValueError(f"{len(lines)} lines in one part, at most {MAX_PART_LINES}")
-        return bool(self._scripts.call("drained", [batch, part, self.settings.undrained_bytes, *lines]))
+        head = [batch, part, self.settings.undrained_bytes, len(lines)]
+        return bool(self._scripts.call("drained", [*head, *lines, *flat(written(fields or {}).items())]))
 
     def restore(self, batch: str, part: str, lines: int, outcomes: Iterable[tuple[int, bool]]) -> None:
         """Make the lines of a part on disk done, each with whether it succeeded, and then register
