@@ -263,5 +263,6 @@ class BatchQueue(QueueBase):
         names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.batch_tokens)
         self._command("UNLINK", *(name(batch) for name in names))
         self._command("ZREM", keys.WATCHED, batch)
+        self._command("ZREM", keys.WAITING_BATCHES, batch)
         self._command("SREM", keys.BATCHES, batch)
         self._command("SREM", keys.ACTIVE, batch)

@@ -5,7 +5,8 @@ for a job costs more than all else that a small batch needs.
 """
 
 import contextlib
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple
 
 import redis
 import rq.executions
@@ -29,27 +30,28 @@ _FAILURE_TTL = 3600
 
 def hand_out(queue: Queue, batch: str) -> None:
     """Have a process take the batch. May be repeated."""
-    queue.commands([["ZADD", keys.WAITING_BATCHES, "NX", queue.now(), batch]])
+    queue.redis.zadd(keys.WAITING_BATCHES, {batch: time.time()}, nx=True)
     ask_for_process(queue)
 
 
 def ask_for_process(queue: Queue) -> None:
     """Enqueue RQ's job while a batch waits, unless one is enqueued."""
     jobs = _jobs(queue.rq)
-    if waiting_batches(queue) and not jobs.count:
+    if queue.redis.exists(keys.WAITING_BATCHES) and not jobs.count:
         jobs.enqueue_call(FUNCTION, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL)
 
 
 def take_batches(queue: Queue, count: int) -> list[str]:
     """Remove and return the `count` batches that waited longest, for this process."""
-    (found,) = queue.commands([["ZPOPMIN", keys.WAITING_BATCHES, count]])
+    found: Any = queue.redis.zpopmin(keys.WAITING_BATCHES, count)
     ask_for_process(queue)
     return [batch.decode() for batch, _ in found]
 
 
 def waiting_batches(queue: Queue) -> set[str]:
     """Return the batches that no process has taken yet."""
-    return {batch.decode() for batch in queue.commands([["ZRANGE", keys.WAITING_BATCHES, 0, -1]])[0]}
+    found: Any = queue.redis.zrange(keys.WAITING_BATCHES, 0, -1)
+    return set(map(bytes.decode, found))
 
 
 def wake(client: redis.Redis, batch: str) -> None:

@@ -30,21 +30,18 @@ def test_a_worker_is_healthy_once_it_is_ready_and_until_it_ends(redis_url: str) 
 
 
 def test_a_control_plane_is_healthy_while_all_of_its_processes_are(redis_url: str) -> None:
-    assert "takes jobs of advance and bulk" in run_pipeline("health", "jobs", redis_url=redis_url).stderr
+    assert "takes batches" in run_pipeline("health", "jobs", redis_url=redis_url).stderr
     plane = ControlPlane(redis_url)
     try:
-        plane.start("advance", "bulk")
+        plane.start("driver")
         wait_until(
             lambda: "no ticker leads" in run_pipeline("health", "jobs", redis_url=redis_url).stderr,
             60,
-            "both RQ workers",
+            "the RQ worker",
         )
         plane.start("ticker")
         wait_until(lambda: run_pipeline("health", "jobs", redis_url=redis_url).returncode == 0, 60, "a leader")
-        assert (
-            control_plane_fault(Queue(connect(redis_url)), "elsewhere")
-            == "no process on elsewhere takes jobs of advance and bulk"
-        )
+        assert control_plane_fault(Queue(connect(redis_url)), "elsewhere") == "no process on elsewhere takes batches"
     finally:
         for name in list(plane.processes):
             plane.kill(name)

@@ -8,6 +8,7 @@ if redis.call('HGET', key.batch(batch), 'token') ~= ARGV[2] then
   return 0
 end
 redis.call('SREM', key.ACTIVE, batch)
+redis.call('ZREM', key.WAITING_BATCHES, batch)
 redis.call('SREM', key.open_batches(tenant), batch)
 redis.call('HSET', key.batch(batch), 'result_bytes', 0) -- of results that go with the end
 redis.call('EXPIRE', key.batch(batch), ARGV[4])

@@ -117,7 +117,7 @@ def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, tmp_path: Path) 
     assert (queue.open_batches(""), queue.listed_batches("", None, 9)) == ([], [])
 
 
-@pytest.mark.parametrize("refused", ["ZADD", "SADD", "EVALSHA", "enqueue"])
+@pytest.mark.parametrize("refused", ["ZADD", "SADD", "EVALSHA", "hand_out"])
 def test_a_redis_that_fills_up_while_a_batch_is_made(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
@@ -128,16 +128,16 @@ def test_a_redis_that_fills_up_while_a_batch_is_made(
     store = store_of(redis_client, tmp_path)
     new = BatchSubmission(input_file_id=put(store, lines_of(3)), endpoint=CHAT, completion_window="24h", seconds=60.0)
     queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0.0))
-    owner: Any = register_module if refused == "enqueue" else redis.Redis
-    real = getattr(owner, name := "enqueue" if refused == "enqueue" else "execute_command")
+    owner: Any = register_module if refused == "hand_out" else redis.Redis
+    real = getattr(owner, name := "hand_out" if refused == "hand_out" else "execute_command")
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        if refused == "enqueue" or (refused in arguments and (refused != "EVALSHA" or "validating" in arguments)):
+        if refused == "hand_out" or (refused in arguments and (refused != "EVALSHA" or "validating" in arguments)):
             raise redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
         return real(*arguments, **options)
 
     monkeypatch.setattr(owner, name, refuse)
-    if refused == "enqueue":
+    if refused == "hand_out":
         record = submit_batch(queue, store, new)
         check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id, failing(3)), 3)
         return
@@ -150,7 +150,7 @@ def test_a_redis_that_fills_up_while_a_batch_is_made(
 
 
 @pytest.mark.parametrize(
-    "point", ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "enqueue"]
+    "point", ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "hand_out"]
 )
 @pytest.mark.parametrize("after", [False, True])
 def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
@@ -161,7 +161,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
     tick(leader)
     (tmp_path / "store" / "batches").mkdir()
-    owners = {"mkdir": Path, "link": os, "save_manifest": register_module, "enqueue": register_module}
+    owners = {"mkdir": Path, "link": os, "save_manifest": register_module, "hand_out": register_module}
     owner: Any = owners.get(point, Queue)
     real = getattr(owner, point)
 
@@ -174,7 +174,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
         patch.setattr(owner, point, die)
         with pytest.raises(Killed):
             submit_file(redis_client, tmp_path, file_id)
-    monkeypatch.setattr(leader, "_next_sweep", 0.0)  # a minute later
+    monkeypatch.setattr(leader.upkeep, "_next_sweep", 0.0)  # a minute later
     tick(leader)
     tick(leader)
     durable = list((tmp_path / "store").glob("batches/*/manifest.json"))
@@ -187,7 +187,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
 
 def points_in_order(point: str, after: bool) -> int:
     """When a kill comes."""
-    order = ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "enqueue"]
+    order = ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "hand_out"]
     return 2 * order.index(point) + after
 
 
