@@ -6,11 +6,12 @@ and looks after all its batches each second. Its key in Redis says that it is al
 gone, the ticker hands its batches to another process.
 """
 
+import contextlib
 import logging
 import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import redis
 from jobs.control.advance import needs_slice
 from jobs.control.runner import Next, Runner
 from jobs.control.slices import BEAT_SECONDS
-from jobs.control.turns import Turns
+from jobs.control.turns import Turn, Turns
 from jobs.protocol.states import JOBS
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
@@ -29,8 +30,11 @@ from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.streams import FIRST_ID
 from jobs.queue.tasks import hand_out, take_batches
 
-ALIVE_SECONDS = 4
-"""The driver's key lasts this long beyond its last heartbeat."""
+ALIVE_SECONDS = 5
+"""The driver's key lasts this long."""
+STUCK_SECONDS = 2.0
+"""Without a check for this long, a slice waits for a disk that does not answer."""
+MOST_STUCK = 500
 LARGE_BYTES = 4 * 1024 * 1024
 """To validate an input of more takes memory, of some 100 bytes a line."""
 
@@ -49,12 +53,16 @@ class _Lane(NamedTuple):
     is_large: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class _Driven:
     batch: str
     lane: _Lane
     wanted: bool = False  # a slice is to run, or to run again
-    running: bool = False
+    turn: Turn | None = None  # of the slice that runs
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.turn is not None and self.turn.unchecked_seconds > STUCK_SECONDS
 
 
 _MOST = {False: 64, True: 8}
@@ -75,12 +83,13 @@ class Driver:
         self._changed = threading.Condition()
         self._batches: dict[str, _Driven] = {}
         self._waiting: dict[_Lane, deque[_Driven]] = {}  # in the order in which they asked
-        self._running = Counter[_Lane]()
+        self._running: set[_Driven] = set()
         self._last_id = FIRST_ID
+        self._ended = threading.Event()
 
     def start(self) -> None:
         """Begin to send heartbeats, and to listen to what asks for slices."""
-        for body in (self._beat, self._listen):
+        for body in (self._stay_alive, self._beat, self._listen):
             threading.Thread(target=body, name=body.__name__, daemon=True).start()
 
     def take_batches(self) -> None:
@@ -98,8 +107,9 @@ class Driver:
         """
         self.stopping.set()
         with self._changed:
-            self._changed.wait_for(lambda: not self._running.total(), _STOP_SECONDS)
+            self._changed.wait_for(lambda: not self._running, _STOP_SECONDS)
             batches = sorted(self._batches)
+            self._ended.set()
         self.queue.redis.ping()
         last = Runner(self.queue, driver=self.name)
         for batch in batches:
@@ -127,7 +137,7 @@ class Driver:
 
     def _ask_for_slice(self, driven: _Driven) -> None:
         """Run a slice as soon as the others of its lane leave room for it; `_changed` is held."""
-        if not driven.wanted and not driven.running:
+        if not driven.wanted and driven not in self._running:
             self._waiting.setdefault(driven.lane, deque()).append(driven)
         driven.wanted = True
         self._begin_slices()
@@ -138,18 +148,23 @@ class Driver:
             driven = self._waiting[lane].popleft()
             if not self._waiting[lane]:
                 del self._waiting[lane]
-            driven.wanted, driven.running = False, True
-            self._running[lane] += 1
-            threading.Thread(target=self._run_slice, args=(driven,), name=driven.batch, daemon=True).start()
+            driven.wanted, driven.turn = False, Turn(lane.tenant, driven.batch)
+            self._running.add(driven)
+            threading.Thread(target=self._run_slice, args=(driven, driven.turn), name=driven.batch, daemon=True).start()
 
     def _has_room(self, lane: _Lane) -> bool:
-        running = sum(count for other, count in self._running.items() if other.is_large == lane.is_large)
-        return running < _MOST[lane.is_large] and self._running[lane] < _MOST_OF_TENANT[lane.is_large]
+        """Stuck slices take no room, until they are too many, but for those of large inputs."""
+        may_be_stuck = not lane.is_large and len(self._running) < MOST_STUCK
+        others = [
+            one for one in self._running if one.lane.is_large == lane.is_large and not (may_be_stuck and one.is_stuck)
+        ]
+        of_tenant = sum(one.lane == lane for one in others)
+        return len(others) < _MOST[lane.is_large] and of_tenant < _MOST_OF_TENANT[lane.is_large]
 
-    def _run_slice(self, driven: _Driven) -> None:
-        turn = self._turns.take(driven.lane.tenant, driven.batch)
+    def _run_slice(self, driven: _Driven, turn: Turn) -> None:
         following: Next = "wait"
         try:
+            self._turns.take(turn)
             following = self._runner.run(driven.batch, lambda: self._turns.pass_on(turn))
         finally:
             self._turns.end(turn)
@@ -157,10 +172,8 @@ class Driver:
                 self._end_slice(driven, following)
 
     def _end_slice(self, driven: _Driven, following: Next) -> None:
-        driven.running = False
-        self._running[driven.lane] -= 1
-        if not self._running[driven.lane]:
-            del self._running[driven.lane]
+        self._running.remove(driven)
+        driven.turn = None
         if following == "again":  # it is validated
             driven.lane = driven.lane._replace(is_large=False)
         if driven.wanted or following == "again":
@@ -171,21 +184,24 @@ class Driver:
         self._begin_slices()
         self._changed.notify_all()
 
-    def _beat(self) -> None:
-        while True:
-            try:
+    def _stay_alive(self) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(*_AWAY):
                 self.queue.redis.set(keys.driver(self.name), 1, ex=ALIVE_SECONDS)
+            self._ended.wait(BEAT_SECONDS)
+
+    def _beat(self) -> None:
+        """Send heartbeats of slices, by which versions before this one see that they live."""
+        while not self._ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(*_AWAY):
                 self._runner.send_heartbeats()
-            except _AWAY as error:
-                logger.debug("Redis unavailable; the next heartbeat follows: %s", error)
-            time.sleep(BEAT_SECONDS)
 
     def _listen(self) -> None:
         """Run slices as claims and commits ask for them, and where one is needed that nothing asked
         for: Redis may lose that.
         """
         look_at = 0.0
-        while True:
+        while not self._ended.is_set():
             try:
                 left = max(0.0, look_at - time.monotonic())
                 self._wake(self._messages(left) if left else ())
@@ -212,7 +228,8 @@ class Driver:
 
     def _look_after_all(self) -> None:
         with self._changed:
-            idle = [driven.batch for driven in self._batches.values() if not driven.running]
+            idle = [driven.batch for driven in self._batches.values() if driven not in self._running]
+            self._begin_slices()  # one that runs may be stuck now
         for batch, fields in self.queue.statuses(idle).items():
             if fields.driver != self.name or fields.state != "in_progress" or needs_slice(self.queue, batch, fields):
                 self._wake([batch])

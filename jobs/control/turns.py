@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from jobs.control.served_time import ServedTime
 
-AT_ONCE = 4
+AT_ONCE = 2
 TURN_SECONDS = 0.05
-OVERRUN_SECONDS = 0.2
+OVERRUN_SECONDS = 0.1
 """After this time without a check a turn is not counted any more."""
 
 _POLL_SECONDS = 0.05
@@ -28,6 +28,11 @@ class Turn:
     began: float = 0.0  # monotonic seconds
     granted: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def unchecked_seconds(self) -> float:
+        """Return for how long the job has its turn without a check; 0 while it waits for one."""
+        return time.monotonic() - self.began if self.granted.is_set() else 0.0
+
 
 class Turns:
     """The turns of one process. Thread-safe."""
@@ -39,14 +44,12 @@ class Turns:
         self._running: set[Turn] = set()
         self._waiting: list[Turn] = []
 
-    def take(self, tenant: str, batch: str) -> Turn:
-        """Return a turn, once one is free; while the process stops, at once."""
-        turn = Turn(tenant, batch)
+    def take(self, turn: Turn) -> None:
+        """Wait until the turn is granted, which it is at once while the process stops."""
         with self._lock:
             self._waiting.append(turn)
             self._grant()
         self._wait_for(turn)
-        return turn
 
     def pass_on(self, turn: Turn) -> None:
         """Let others have a turn that lasted long enough, and wait for the next one."""

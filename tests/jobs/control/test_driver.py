@@ -75,6 +75,22 @@ def test_a_tenant_has_some_slices_at_once_and_leaves_room_for_others(
     wait_until(lambda: set(first) <= set(stuck.begun), 60, "the rest to begin")
 
 
+def test_slices_that_are_stuck_take_no_room_of_others(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
+) -> None:
+    stuck, one = Stuck(monkeypatch), drivers()
+    monkeypatch.setattr(driver, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(driver, "MOST_STUCK", 2 * _MOST_OF_TENANT[False])
+    make_batches(redis_client, tmp_path, 3 * _MOST_OF_TENANT[False], tenant="first")
+    take_all(one)
+    one.start()
+    wait_until(lambda: len(stuck.begun) == 2 * _MOST_OF_TENANT[False], 60, "as many as may be stuck")
+    one.stopping.set()
+    stuck.end.set()
+    one.stop()
+    assert len(stuck.begun) == 2 * _MOST_OF_TENANT[False]
+
+
 def test_large_inputs_are_validated_a_few_at_a_time(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
 ) -> None:
@@ -132,7 +148,7 @@ def test_a_stop_drains_and_hands_the_batches_over(
     take_all(one)
     one.start()
     wait_until(lambda: queue.batch_fields(batch).state == "in_progress", 60, "it is validated")
-    wait_until(lambda: not one._running.total(), 60, "no slice runs")
+    wait_until(lambda: not one._running, 60, "no slice runs")
     one.stopping.set()
     assert answer_all(redis_client, most=2) == 2
     one.stop()

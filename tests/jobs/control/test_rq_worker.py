@@ -267,7 +267,11 @@ def test_another_application_of_rq_keeps_its_jobs_where_ours_have_their_own_data
     with control_plane(redis_url), Answering(redis_url), connect(redis_url, db=3) as ours:
         batch = create_batch(redis_client, spec_of(write_input(tmp_path / "in.jsonl", 5))).id
         assert wait_for_batch(redis_client, batch, timeout=60).completed == 5
-        assert control_plane_fault(Queue(redis_client), socket.gethostname()) is None
+        wait_until(
+            lambda: control_plane_fault(Queue(redis_client), socket.gethostname()) is None,
+            60,
+            "a healthy control plane",
+        )
         assert other.get_job_ids() == [theirs.id]
         assert {key for key in redis_client.scan_iter("rq:*") if batch.encode() in key or b"worker" in key} == set()
         assert {key.partition(b":")[0] for key in ours.scan_iter()} == {b"rq"}

@@ -35,9 +35,11 @@ class Job:
         self._thread.start()
 
     def _run(self) -> None:
-        self.turn = self._shared.take(*self._names)
+        turn = Turn(*self._names)
+        self._shared.take(turn)
+        self.turn = turn
         self._end.wait(600)
-        self._shared.end(self.turn)
+        self._shared.end(turn)
 
     def end(self) -> None:
         self._end.set()
@@ -74,7 +76,8 @@ def test_the_least_served_tenant_is_next_then_its_least_served_batch(stopping: t
 
 def test_a_job_passes_its_turn_on_at_a_check_and_gets_another(stopping: threading.Event) -> None:
     shared = Turns(stopping)
-    mine = shared.take("mine", "first")
+    mine = Turn("mine", "first")
+    shared.take(mine)
     shared.pass_on(mine)
     other = Job(shared, "other", "second")
     waiting(shared, 1)
@@ -92,14 +95,14 @@ def test_a_job_that_comes_to_no_check_holds_up_no_other(
 ) -> None:
     monkeypatch.setattr(turns, "OVERRUN_SECONDS", 0.05)
     shared = Turns(stopping)
-    shared.take("stuck", "first")
+    shared.take(Turn("stuck", "first"))
     has_turn(other := Job(shared, "other", "second"))
     other.end()
 
 
 def test_all_that_wait_go_on_when_the_process_stops(stopping: threading.Event) -> None:
     shared = Turns(stopping)
-    shared.take("mine", "first")
+    shared.take(Turn("mine", "first"))
     jobs = [Job(shared, "mine", str(number)) for number in range(3)]
     waiting(shared, 3)
     stopping.set()
