@@ -57,7 +57,8 @@ async def authorize(
     request.state.caller = caller
     if caller.key_id is not None and caller.requests_per_minute is not None:
         await queue_reachable(request)
-        admission = await run_in(LIVE, state.queue.admit, caller.key_id, caller.requests_per_minute)
+        admitting = run_in(LIVE, state.queue.admit, caller.key_id, caller.requests_per_minute)
+        admission = await state.fleet.unless_away(admitting)
         request.state.headers = _rate_headers(admission, caller.requests_per_minute)
         if not admission.admitted:
             raise ApiError(

@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import redis
 
 from api.threads import run_in
 from jobs.protocol import fields
@@ -14,6 +17,8 @@ from jobs.queue.connection import twin
 from jobs.queue.registry import ModelRecord, WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
+
+T = TypeVar("T")
 
 _FRESH_SECONDS = 1.0
 """How long one reading, or its failure, is the answer for all."""
@@ -50,39 +55,73 @@ class Fleet:
     """The registry, read at most once a second, and by one thread: calls that wait share a reading.
 
     A reading hardly retries. A call that waits for a Redis that is away uses no thread and no lock.
+    All are refused once it has been away for as long as one call retries; those that come later
+    wait for one reading.
     """
 
     def __init__(self, queue: Queue, expected: Sequence[str] = ()) -> None:
         """`expected` are models that count as loading while no worker has registered them."""
         self.short_retry_queue = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
         client = twin(queue.redis, socket_timeout=_PROBE_SECONDS, socket_connect_timeout=_PROBE_SECONDS)
-        self._registry = Queue(client, self.short_retry_queue.settings)
+        self.probe_queue = Queue(client, self.short_retry_queue.settings)
         self._timeout = max(queue.settings.redis_retry_seconds, _FRESH_SECONDS)
         self._expected = expected
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
         self._began = -math.inf
+        self._watched = 0  # calls that wait in `unless_away`
+        self._watch: asyncio.Task[None] | None = None
+        self._away_since = math.inf  # when the first of the readings began that have all failed
 
     def close(self) -> None:
         """Close what the readings use."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.short_retry_queue.close()
-        self._registry.close()
-        self._registry.redis.close()
+        self.probe_queue.close()
+        self.probe_queue.redis.close()
 
     async def snapshot(self, fresh: bool = False) -> Snapshot:
         """What is served; `fresh` reads anew.
 
-        Raise `QueueUnavailable` when Redis stays away for longer than one call retries.
+        Raise `QueueUnavailable` once Redis has been away for longer than one call retries.
         """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout_at(max(min(self._away_since, now) + self._timeout, now + _PROBE_SECONDS)):
                 while True:
                     with contextlib.suppress(QueueUnavailable):
                         return await self._shared(fresh)
-                    await asyncio.sleep(self._began + _FRESH_SECONDS - asyncio.get_running_loop().time())
+                    await asyncio.sleep(self._began + _FRESH_SECONDS - loop.time())
         except TimeoutError:
             raise QueueUnavailable(f"the registry could not be read for {self._timeout:g} s") from None
+
+    async def unless_away(self, work: Awaitable[T]) -> T:
+        """The outcome of `work`, which asks Redis, unless that is away for longer than one call
+        retries.
+
+        Then raise `QueueUnavailable`, at once for all that wait: what still waits for a thread is
+        dropped, what has one goes on.
+        """
+        task = asyncio.ensure_future(work)
+        self._watched += 1
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._until_away())
+        try:
+            await asyncio.wait({task, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise QueueUnavailable("Redis went away during the call")
+        finally:
+            self._watched -= 1
+            task.cancel()
+
+    async def _until_away(self) -> None:
+        with contextlib.suppress(QueueUnavailable, redis.RedisError):
+            await asyncio.sleep(_FRESH_SECONDS / 2)
+            while self._watched:
+                await self.snapshot()
+                await asyncio.sleep(_FRESH_SECONDS / 2)
 
     async def probe(self) -> Snapshot:
         """What is served, for probes. Raise `QueueUnavailable` after `_PROBE_SECONDS` at most."""
@@ -113,7 +152,10 @@ class Fleet:
                 await asyncio.wait({self._reading})
                 continue
             self._began = loop.time()
-            self._reading = asyncio.ensure_future(run_in(self._thread, self._read))
+            self._away_since = min(self._away_since, self._began)
+            self._reading = asyncio.ensure_future(self._read())
+            # Else a failure that no call waits for is logged with its traceback
+            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         return await asyncio.shield(self._reading)
 
     @property
@@ -121,9 +163,14 @@ class Fleet:
         reading = self._reading
         return reading is not None and reading.done() and reading.exception() is not None
 
-    def _read(self) -> Snapshot:
-        models = {record.name: record for record in self._registry.models()}
-        return Snapshot(self._registry.workers(), models, self._expected)
+    async def _read(self) -> Snapshot:
+        snapshot = await run_in(self._thread, self._read_now)
+        self._away_since = math.inf
+        return snapshot
+
+    def _read_now(self) -> Snapshot:
+        models = {record.name: record for record in self.probe_queue.models()}
+        return Snapshot(self.probe_queue.workers(), models, self._expected)
 
 
 def not_served(model: str, snapshot: Snapshot) -> ApiError:

@@ -1,10 +1,13 @@
 """What the routes of one API process share."""
 
+import inspect
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 
 from api.fleet import Fleet
 from api.reader import Reader
@@ -57,3 +60,20 @@ async def queue_reachable(request: Request) -> None:
     Raises `QueueUnavailable`.
     """
     await state_of(request).fleet.snapshot()
+
+
+class BlockingRoute(APIRoute):
+    """A route that is refused with the others where Redis goes away while its function, if a plain
+    one, waits for Redis in a thread, or for a thread.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The framework's, which is not waited for then."""
+        handle = super().get_route_handler()
+        if inspect.iscoroutinefunction(self.endpoint):
+            return handle
+
+        async def unless_away(request: Request) -> Response:
+            return await state_of(request).fleet.unless_away(handle(request))
+
+        return unless_away

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from api.http.multipart import FormPart, MultipartReader
 from api.http.request_body import chunks_of
-from api.settings import ApiSettings
+from api.state import ApiState
 from jobs.protocol import fields
 from jobs.protocol.lines import decode_json
 from jobs.protocol.results import ApiError
@@ -24,7 +24,6 @@ from jobs.store.file_store import (
     MIN_EXPIRY_SECONDS,
     PURPOSES,
     FileRecord,
-    FileStore,
     Upload,
 )
 from jobs.store.input_formats import content_problem, name_problem
@@ -56,10 +55,12 @@ _WRITERS = ThreadPoolExecutor(8, "upload")
 _FIELDS = ("purpose", EXPIRY, ANCHOR, SECONDS)
 
 
-async def receive_file(request: Request, files: FileStore, settings: ApiSettings, tenant: str) -> FileRecord:
-    """Store the file of a form. Raise `ApiError`, `StoreError`, and `ClientDisconnect`."""
+async def receive_file(request: Request, state: ApiState, tenant: str) -> FileRecord:
+    """Store the file of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, and
+    `ClientDisconnect`.
+    """
     reader = MultipartReader(request.headers.get("content-type", ""))
-    form = _Form(files, settings, tenant, _announced(request))
+    form = _Form(state, tenant, _announced(request))
     try:
         form.check_size()
         async for chunk in chunks_of(request):
@@ -73,22 +74,24 @@ async def receive_file(request: Request, files: FileStore, settings: ApiSettings
         form.close()  # here: of a server that stops, a thread that was asked now may never run
         raise
     finally:
-        await _on_disk(form.close)
+        if form.upload is not None:
+            await _on_disk(form.close)
 
 
 class _Form:
     """The parts that came so far."""
 
-    def __init__(self, files: FileStore, settings: ApiSettings, tenant: str, announced: int) -> None:
+    def __init__(self, state: ApiState, tenant: str, announced: int) -> None:
         self.received = 0  # of the body, in bytes
-        self._files = files
-        self._settings = settings
+        self.upload: Upload | None = None
+        self._files = state.files
+        self._settings = state.settings
+        self._unless_away = state.fleet.unless_away
         self._tenant = tenant
         self._announced = announced
         self._fields: dict[str, bytes] = {}
         self._part = FormPart("", None)
         self._filename = ""
-        self._upload: Upload | None = None
         self._buffer = bytearray()
         self._size = 0
 
@@ -125,25 +128,26 @@ class _Form:
     async def commit(self) -> FileRecord:
         """The file as it is stored, once the form is whole."""
         self._part = FormPart("", None)
-        if self._upload is None:
+        if (upload := self.upload) is None:
             fields.missing("file")
         self._check_fields()
         if "purpose" not in self._fields:
             fields.missing("purpose")
         self.check_size()
         await self._write()
-        self._upload.purpose = self._text("purpose")
-        if self._upload.purpose == "batch":
-            _check_format(content_problem(self._filename, self._upload.head, self._size))
+        upload.purpose = self._text("purpose")
+        if upload.purpose == "batch":
+            _check_format(content_problem(self._filename, upload.head, self._size))
         elif not self._size:
             fields.fail("Invalid 'file': the file is empty.", "file", "empty_file")
-        self._upload.expires_seconds = self._expires_seconds()
-        return await _on_disk(self._upload.commit)
+        upload.expires_seconds = self._expires_seconds()
+        self.upload = None  # its thread closes it, also where that is not waited for
+        return await self._unless_away(asyncio.shield(_on_disk(_commit, upload)))
 
     def close(self) -> None:
         """Drop what was not committed."""
-        if self._upload is not None:
-            self._upload.close()
+        if self.upload is not None:
+            self.upload.close()
 
     async def _begin(self, part: FormPart) -> None:
         self._part = part
@@ -155,17 +159,18 @@ class _Form:
             self._fields[part.name] = b""
         if part.name != "file":
             return
-        if self._upload is not None:
+        if self.upload is not None:
             fields.fail("'file' is given twice: one upload is one file.", "file", "invalid_value")
         self._filename = _base_name(part.filename)
         self._check_fields()
         self.check_size()
-        self._upload = await _on_disk(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
+        beginning = _on_disk(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
+        self.upload = await self._unless_away(beginning)
 
     async def _write(self) -> None:
         data, self._buffer = bytes(self._buffer), bytearray()
-        if self._upload is not None:
-            await _on_disk(self._upload.write, data)
+        if self.upload is not None:
+            await _on_disk(self.upload.write, data)
 
     def _limit(self) -> int:
         """What the file may have; the most that any may, while its purpose is unknown."""
@@ -209,6 +214,11 @@ class _Form:
 
     def _text(self, name: str) -> str:
         return self._fields[name].decode("utf-8", "replace")
+
+
+def _commit(upload: Upload) -> FileRecord:
+    with upload:
+        return upload.commit()
 
 
 async def _on_disk(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:

@@ -49,9 +49,9 @@ async def stream(request: Request, batch_id: str) -> Response:
     """
     state = state_of(request)
     after = last_event_id(request)
-    record = await run_in_threadpool(find_batch, state, caller_of(request).tenant, batch_id)
-    follower = Follower(state, record)
-    await follower.begin()
+    finding = run_in_threadpool(find_batch, state, caller_of(request).tenant, batch_id)
+    follower = Follower(state, await state.fleet.unless_away(finding))
+    await state.fleet.unless_away(follower.begin())
     return EventStream(to_the_end(follower.events(after)), state.settings.ping_seconds, follower.close)
 
 

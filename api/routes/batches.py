@@ -1,5 +1,6 @@
 """`/v1/batches`: create, list, look at, cancel."""
 
+import logging
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -15,7 +16,7 @@ from api.http.pages import PageOf, envelope, not_after, query_integer
 from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.settings import ApiSettings
-from api.state import ApiState, queue_reachable, state_of
+from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.uploads import EXPIRY_SCHEMA, read_expiry
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
@@ -26,6 +27,7 @@ from jobs.protocol.results import ApiError
 from jobs.protocol.validation import decode_body
 from jobs.protocol.value_types import or_null
 from jobs.protocol.windows import window_seconds
+from jobs.queue.scripts import QueueFull, QueueUnavailable
 
 _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
@@ -60,7 +62,17 @@ _PAGE = [
     ),
 ]
 
-router = APIRouter(dependencies=[Depends(queue_reachable)])
+# Clients that try again by themselves would make a second one
+_UNCERTAIN = ApiError(
+    503,
+    "The queue went out of reach while the batch was made, so it may exist: look at your batches in a minute, before"
+    " you try again.",
+    "server_error",
+    code="queue_unavailable",
+)
+
+logger = logging.getLogger(__name__)
+router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
 
 
 @router.post("/v1/batches", responses={200: {"model": Batch}}, openapi_extra=_BODY)
@@ -69,7 +81,15 @@ async def create_batch(request: Request) -> Response:
     validated.
     """
     raw = await read_body(request, _MAX_BODY)
-    return json_response(await run_in_threadpool(_create, state_of(request), caller_of(request), raw))
+    state = state_of(request)
+    try:
+        creating = run_in_threadpool(_create, state, caller_of(request), raw)
+        return json_response(await state.fleet.unless_away(creating))
+    except QueueFull:
+        raise
+    except QueueUnavailable as error:
+        logger.warning("answering 503 to a batch that may have been made: %s", error)
+        return error_response(_UNCERTAIN, {"retry-after": "1", "x-should-retry": "false"})
 
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})

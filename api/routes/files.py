@@ -16,7 +16,7 @@ from api.http.errors import error_response
 from api.http.openapi import query
 from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
 from api.http.responses import json_response
-from api.state import queue_reachable, state_of
+from api.state import BlockingRoute, queue_reachable, state_of
 from api.uploads import ANCHOR, EXPIRY, EXPIRY_SCHEMA, SECONDS, receive_file
 from jobs.batch.completion_log import read_log
 from jobs.batch.manifest import Manifest, load_manifest
@@ -29,7 +29,7 @@ from jobs.store.storage import StoreError, named
 
 _MAX_LIMIT = 10_000
 
-router = APIRouter()
+router = APIRouter(route_class=BlockingRoute)
 _IN_QUEUE = [Depends(queue_reachable)]  # reading a file asks the disk alone
 
 _FORM = {
@@ -98,7 +98,7 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 async def upload_file(request: Request) -> Response:
     """Store a file; its parts may come in any order."""
     state = state_of(request)
-    return json_response(_as_openai(await receive_file(request, state.files, state.settings, _tenant(request))))
+    return json_response(_as_openai(await receive_file(request, state, _tenant(request))))
 
 
 @router.get(

@@ -45,10 +45,14 @@ async def stream(request: Request, name: str) -> Response:
     state = state_of(request)
     key = _parse_key(name)
     after = last_event_id(request) or FIRST_ID
-    if not await state.is_of(caller_of(request).tenant, key) or not await state.knows(key):
+    if not await state.fleet.unless_away(_is_readable(state, caller_of(request).tenant, key)):
         message = f"No request {fields.shown(name)} is running, and no stream of it is kept."
         raise ApiError(404, message, "not_found_error", code="stream_not_found")
     return EventStream(to_the_end(_events(state, key, after)), state.settings.ping_seconds)
+
+
+async def _is_readable(state: ApiState, tenant: str, key: RequestKey) -> bool:
+    return await state.is_of(tenant, key) and await state.knows(key)
 
 
 async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator[bytes]:

@@ -1,11 +1,14 @@
 """A Redis that stays away for longer than the API waits."""
 
 import contextlib
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -27,6 +30,9 @@ CALLS = 24
 POLLS = 60  # more than there are threads for them
 PROBE = 4.0  # twice as long as a probe may take
 LONGEST = 12.0  # for calls that wait together; one after the other they take PERIOD * CALLS
+UPLOADS = 2
+CREATES = 50  # more than the framework has threads
+THREADS = 40  # that it has
 
 
 @pytest.fixture
@@ -118,6 +124,63 @@ def test_calls_that_come_together_are_refused_together(
         wait_until(lambda: http.get("/health").status_code == 200, 60, "probes to be")
 
 
+def test_no_call_waits_for_its_own_connection_or_a_thread(
+    machine: RedisMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections give up after ten minutes here. Batches and files are being made as Redis hangs:
+    they exist, whole, once it is back, and no client was invited to make a batch again.
+    """
+    settings = ApiSettings(
+        redis_url=f"{machine.url}?socket_timeout=600", file_store=str(tmp_path), redis_retry_seconds=PERIOD
+    )
+    reached, disk, sync = threading.Semaphore(0), threading.Event(), os.fsync
+
+    def late_sync(descriptor: int) -> None:
+        reached.release()
+        assert disk.wait(120)
+        sync(descriptor)
+
+    with running_api(settings) as url, ThreadPoolExecutor(2 * CREATES) as threads, plain_client(url) as http:
+        form: dict[str, Any] = {"files": {"file": ("in.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+        file = http.post("/v1/files", **form).json()["id"]
+        new = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = http.post("/v1/batches", json=new).json()["id"]
+        monkeypatch.setattr(os, "fsync", late_sync)
+        calls = [threads.submit(_ask, url, "POST", "/v1/batches", json=new) for _ in range(CREATES)]
+        calls += [threads.submit(_ask, url, "POST", "/v1/files", **form) for _ in range(UPLOADS)]
+        for _ in range(THREADS + UPLOADS):
+            assert reached.acquire(timeout=60)
+        with hung(machine):
+            disk.set()
+            calls += [threads.submit(_ask, url, *call) for call in _routes(batch) for _ in range(2)]
+            refused = [call.result() for call in calls]
+            assert _ask(url, "GET", f"/v1/files/{file}/content").content == b"{}\n"
+            repeated = _ask(url, "POST", "/v1/batches", json=new)
+        for answer in [*refused, repeated]:
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.request
+        uncertain = [answer for answer in refused if answer.headers.get("x-should-retry") == "false"]
+        assert len(uncertain) >= THREADS
+        assert {(one.request.method, one.request.url.path) for one in uncertain} == {("POST", "/v1/batches")}
+        assert "x-should-retry" not in repeated.headers  # refused before anything was done
+        wait_until(lambda: http.get("/health").status_code == 200, 60, "probes to be answered again")
+        wait_until(lambda: len(_listed(http, "batches")) == 1 + THREADS, 60, "the batches that were being made")
+        wait_until(lambda: len(_listed(http, "files")) == 1 + UPLOADS, 60, "the files that were")
+        assert {http.get(f"/v1/files/{one['id']}/content").content for one in _listed(http, "files")} == {b"{}\n"}
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.proof
+def test_calls_during_a_long_outage_wait_for_one_reading(machine: RedisMachine, tmp_path: Path) -> None:
+    patience = 10.0
+    settings = ApiSettings(redis_url=machine.url, file_store=str(tmp_path), redis_retry_seconds=patience)
+    with running_api(settings) as url, hung(machine):
+        assert _poll(url).status_code == 503
+        began = time.monotonic()
+        assert _poll(url).status_code == 503
+        assert time.monotonic() - began < patience
+
+
 def test_a_moment_without_redis_is_no_failed_probe(
     api_url: str, machine: RedisMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +203,24 @@ def test_a_call_outlasts_a_redis_that_is_away_for_less(
             wait_until(lambda: http.get("/health").status_code == 503, 60, "the reading before to be too old")
             assert not call.done()
         assert call.result().status_code == 200
+
+
+def _routes(batch: str) -> list[tuple[str, str]]:
+    """Calls of every kind that ask Redis, less those that the reading of the registry answers."""
+    unknown = f"/v1/files/file-{24 * '0'}"
+    reads = ["/v1/batches", f"/v1/batches/{batch}", f"/v1/batches/{batch}/stream", f"/v1/streams/{batch}/0"]
+    reads += ["/v1/files", unknown, f"{unknown}/content", "/metrics"]
+    writes = [("POST", f"/v1/batches/{batch}/cancel"), ("DELETE", unknown)]
+    return [("GET", path) for path in reads] + writes
+
+
+def _listed(http: httpx.Client, name: str) -> list[dict[str, Any]]:
+    return list(http.get(f"/v1/{name}", params={"limit": 100}).json()["data"])
+
+
+def _ask(url: str, method: str, path: str, **options: Any) -> httpx.Response:
+    with plain_client(url) as http:
+        return http.request(method, path, **options)
 
 
 def _poll(url: str) -> httpx.Response:
