@@ -12,13 +12,19 @@ import itertools
 import logging
 import secrets
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import redis
 
-from jobs.batch.bitmap import Bitmap
+from jobs.batch.batch_folder import (
+    BatchRefused,
+    InputChanged,
+    check_locations,
+    running_in,
+    taken_up,
+    with_absolute_locations,
+)
 from jobs.batch.ending import begin_cancel
 from jobs.batch.lost import end_lost, why_lost
 from jobs.batch.manifest import (
@@ -31,32 +37,16 @@ from jobs.batch.manifest import (
     progress_fields,
     unmark_cancelled,
 )
-from jobs.batch.parts import drop_unlisted, merge_parts, write_records
-from jobs.batch.plan import PLAN_NAME
-from jobs.batch.recovery import repair
+from jobs.batch.parts import drop_unlisted
 from jobs.batch.register import register
-from jobs.batch.source import is_whole
-from jobs.errors import JobsError
 from jobs.protocol.results import Usage
-from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, EndState, State
+from jobs.protocol.states import CANCELLABLE, END_STATES, EndState, State
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import persistently
 from jobs.queue.settings import QueueSettings
-from jobs.store.storage import (
-    Busy,
-    StoreError,
-    absolute,
-    exclusive,
-    join,
-    local_path,
-    make_folder,
-    open_input,
-    sha256_of,
-    size_of,
-    sweep,
-)
+from jobs.store.storage import Busy, StoreError, exclusive, sweep
 
 __all__ = [
     "BatchRecord",
@@ -73,23 +63,12 @@ __all__ = [
 ]
 
 _PATIENCE_SECONDS = 5.0
-_COMPRESSED = (".gz", ".zst")
 _UNREADABLE = LineProblem(
     "errors_unavailable", "The list of what is wrong with the input file cannot be read just now."
 )
 _LOST = LineProblem("batch_lost", "The files of this batch are gone from the server, so it cannot be finished.")
 
 logger = logging.getLogger(__name__)
-
-
-class BatchRefused(JobsError):
-    """The batch cannot be made; the text is one sentence."""
-
-    exit_code = 2
-
-
-class InputChanged(BatchRefused):
-    """The folder holds results of another input, or of other settings."""
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,17 +122,17 @@ def create_batch(
     is. The manifest is on disk before the record is in Redis. Raises `BatchRefused` (`InputChanged`
     when the root belongs to another input), `Busy` and `StoreError`.
     """
-    spec = _with_absolute_locations(spec)
-    _check_locations(spec)
+    spec = with_absolute_locations(spec)
+    check_locations(spec)
     queue = Queue(client)
     # Asked first without the lock, which a long job of its own may hold
-    if running := _running(queue, spec, retry_failed):
+    if running := running_in(queue, spec, retry_failed):
         return get_batch(client, running)
     with exclusive(spec.root, _PATIENCE_SECONDS):
-        if running := _running(queue, spec, retry_failed):
+        if running := running_in(queue, spec, retry_failed):
             return get_batch(client, running)
         found = load_manifest(spec.root)
-        manifest = _taken_up(found, spec, retry_failed, queue.now()) if found is not None else None
+        manifest = taken_up(found, spec, retry_failed, queue.now()) if found is not None else None
         if manifest is None:
             identity = batch_id or (found.batch_id if found is not None else f"batch_{secrets.token_hex(12)}")
             manifest = Manifest(batch_id=identity, created_at=queue.now(), spec=spec)
@@ -317,106 +296,3 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     if record.state not in ("cancelling", "cancelled"):
         unmark_cancelled(record.spec.root)
     return record
-
-
-def _with_absolute_locations(spec: BatchSpec) -> BatchSpec:
-    names = [name for name in ("input", "root", "output", "error_output") if getattr(spec, name) is not None]
-    return msgspec.structs.replace(spec, **{name: absolute(getattr(spec, name)) for name in names})
-
-
-def _check_locations(spec: BatchSpec) -> None:
-    """What can be known to be wrong before anything runs. Raises `BatchRefused`."""
-    if local_path(spec.root) is None:
-        raise BatchRefused(f"the batch's folder {spec.root} is remote: it must be on a file system that has locks")
-    try:
-        if size_of(spec.input) is None:
-            raise BatchRefused(f"there is no file {spec.input}")
-        open_input(spec.input).close()
-        make_folder(spec.root)
-        for location in filter(None, (spec.output, spec.error_output)):
-            _check_output(location, spec.input)
-    except StoreError as error:
-        raise BatchRefused(str(error)) from error
-
-
-def _check_output(location: str, source: str) -> None:
-    path = local_path(location)
-    if location.lower().endswith(_COMPRESSED):
-        raise BatchRefused(f"the output {location} cannot be compressed: name a .jsonl or .parquet file")
-    if path is None:
-        return
-    if path.is_dir():
-        raise BatchRefused(f"the output {location} is a folder")
-    if path.resolve() == (local_path(source) or Path()).resolve():
-        raise BatchRefused(f"the output {location} is the input itself")
-    make_folder(str(path.parent))
-    probe = path.with_name(f".{path.name}.probe")
-    try:
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise BatchRefused(f"cannot write {location}: {error.strerror}") from error
-
-
-def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
-    """The id of the batch in the root while the queue works on it; a record that a killed start was
-    about to remove does not count.
-
-    Raises `BatchRefused` if that is not what is asked for.
-    """
-    found = load_manifest(spec.root)
-    if found is None or queue.batch_fields(found.batch_id).state not in JOBS:
-        return None
-    _check_same(found, spec)
-    if retry_failed:
-        raise BatchRefused(
-            f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended"
-        )
-    return found.batch_id
-
-
-def _check_same(found: Manifest, spec: BatchSpec) -> None:
-    """Raise `InputChanged` if results in the folder would not fit what is asked now."""
-    size = size_of(spec.input)
-    if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
-        raise InputChanged(
-            f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output"
-        )
-    for name in ("default_model", "endpoint", "seed"):
-        before, now = getattr(found.spec, name), getattr(spec, name)
-        if before != now:
-            raise InputChanged(
-                f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
-            )
-
-
-def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -> Manifest | None:
-    """The manifest to go on with; None if nothing in the folder is worth keeping."""
-    if not found.parts:
-        return None
-    _check_same(found, spec)
-    manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
-    repair(manifest)
-    _drop_failures(manifest, 400 if retry_failed else 500)
-    plan = join(spec.root, PLAN_NAME)
-    served = spec.models is None or set(found.models) <= set(spec.models)
-    planned = found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
-    if not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
-        manifest.plan_sha256 = None
-    manifest.timestamps = {}
-    manifest.enter("validating")
-    return manifest
-
-
-def _drop_failures(manifest: Manifest, status: int) -> None:
-    """Take results of `status` and above out of the parts, so that their lines run again."""
-    root = manifest.spec.root
-    failed = Bitmap()
-    for record in merge_parts(root, manifest.parts):
-        if record.result.status >= status:
-            failed.add(record.line)
-    if not failed.bits:
-        return
-    kept = (record for record in merge_parts(root, manifest.parts) if record.line not in failed)
-    manifest.next_part += 1
-    manifest.parts = [write_records(root, f"{manifest.next_part:06d}-kept", kept)]
