@@ -2,9 +2,9 @@
 does, drawn from a seed.
 
 Batches of questions with known answers, and live calls beside them, run through the real control
-plane, workers and API (`load.py`). Every few seconds something is killed, stopped, cut off, filled,
-emptied or set to another time (`killers.py`), and whatever ended is started again, as a supervisor
-would. At the end every answer must be there once and right, and nothing may be left over
+plane, workers and API (`load.py`). Every few seconds something is killed, stopped, slowed, cut off,
+filled, emptied or set to another time (`killers.py`), and what ended is started again, as a
+supervisor would. At the end every answer must be there once and right, and nothing may be left over
 (`verdict.py`). With `--sentinel`, Redis is a pair of servers that fails over (`failovers.py`).
 """
 

@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import redis
 
@@ -14,9 +15,11 @@ from jobs.queue.scripts import persistently
 from tests.chaos.load import ChaosLoad
 from tests.support.fleet import LocalFleet, Member
 from tests.support.processes import descendants, send_all
+from tests.support.slow_folders import SlowFolders
 
-CONTROL_PLANE = {"advance": "--queue advance", "bulk": "--queue bulk", "ticker": "jobs.control.ticker"}
+CONTROL_PLANE = ("jobs.control.rq_worker", "jobs.control.ticker")
 LONG_OUTAGE = 30.0
+MOST_SLOW_SECONDS = 12.0
 MEND_SECONDS = 10.0  # in which a connection that an earlier failure broke is made anew
 
 
@@ -159,9 +162,12 @@ def kill_control_plane(killers: Killers) -> str:
     return "all of it"
 
 
-def kill_control_process(killers: Killers) -> str:
-    name, part = killers.rng.choice(sorted(CONTROL_PLANE.items()))
-    os.kill(next(iter(killers.fleet.members["jobs"].below(part))), signal.SIGKILL)
+def kill_control_process(killers: Killers) -> str | None:
+    running = [(name, pid) for name in CONTROL_PLANE for pid in killers.fleet.members["jobs"].below(name)]
+    if not running:
+        return None
+    name, pid = killers.rng.choice(running)
+    os.kill(pid, signal.SIGKILL)
     return name
 
 
@@ -289,6 +295,25 @@ def lose_folder(killers: Killers) -> str | None:
     return killers.load.lose_folder(killers.rng)
 
 
+def slow_inputs(killers: Killers) -> str:
+    seconds = killers.rng.choice([0.02, 0.2, 1.0])
+    return _disturb_inputs(killers, f"{seconds} s a call", lambda folders, one: folders.slow(one, seconds))
+
+
+def block_inputs(killers: Killers) -> str:
+    return _disturb_inputs(killers, "no answer", SlowFolders.block)
+
+
+def _disturb_inputs(killers: Killers, what: str, disturb: Callable[[SlowFolders, Path], None]) -> str:
+    """Some of the folders that batches under way, and the next one, are read from."""
+    found, seconds = killers.load.input_folders, killers.rng.uniform(1.0, MOST_SLOW_SECONDS)
+    chosen = killers.rng.sample(found, killers.rng.randint(1, len(found)))
+    for folder in chosen:
+        disturb(killers.fleet.slow_folders, folder)
+    killers.later(seconds, lambda: killers.fleet.slow_folders.release(*chosen))
+    return f"{what} for {seconds:.1f} s in {', '.join(folder.name for folder in chosen)}"
+
+
 def set_clock(killers: Killers) -> str:
     clocks = {"redis": killers.fleet.redis.clock, **killers.fleet.clocks}
     name, seconds = killers.rng.choice(sorted(clocks)), killers.rng.choice([-60.0, 60.0])
@@ -321,4 +346,6 @@ KINDS = [
     Kind("clock set by a minute", 2, set_clock),
     Kind("file store not mounted", 2, unmount_store),
     Kind("folder of a batch removed", 1, lose_folder),
+    Kind("input folders slow", 2, slow_inputs),
+    Kind("input folders blocked", 2, block_inputs),
 ]

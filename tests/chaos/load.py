@@ -121,6 +121,12 @@ class ChaosLoad:
         """Batches that have not ended, as last seen."""
         return [f"{batch.spec.root}: {batch.record}" for batch in self.batches if self._is_unfinished(batch)]
 
+    @property
+    def input_folders(self) -> list[Path]:
+        """Those of the batches that have not ended, and of the next one."""
+        numbers = [number for number, batch in enumerate(self.batches) if self._is_unfinished(batch)]
+        return [self._folder(number) for number in (*numbers, len(self.batches))]
+
     def stop(self) -> None:
         """No more batches and calls; those that are there go on to their end."""
         self._stopping.set()
@@ -202,7 +208,7 @@ class ChaosLoad:
 
     def _write_batch(self) -> SubmittedBatch:
         number = len(self.batches)
-        folder = self._fleet.folder / f"batch-{number}"
+        folder = self._folder(number)
         folder.mkdir()
         source, output = folder / "requests.jsonl", folder / "results.jsonl"
         answers = []
@@ -228,6 +234,9 @@ class ChaosLoad:
         )
         cancel_at = self._rng.randrange(len(answers)) if number % CANCELLED == 1 else None
         return SubmittedBatch(source, output, spec, answers, cancel_at)
+
+    def _folder(self, number: int) -> Path:
+        return self._fleet.folder / f"batch-{number}"
 
     @staticmethod
     def _is_unfinished(batch: SubmittedBatch) -> bool:

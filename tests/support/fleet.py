@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import httpx
@@ -30,6 +31,8 @@ from tests.support.lossy_proxy import LossyProxy
 from tests.support.ports import reserved_port
 from tests.support.processes import catches, command_line, descendants
 from tests.support.redis_machine import RedisMachine
+from tests.support.shims import joined
+from tests.support.slow_folders import SlowFolders
 from tests.support.waiting import wait_until
 
 START_SECONDS = 120.0
@@ -137,10 +140,12 @@ class LocalFleet:
         self.client = connect(url)
         self.queue = Queue(self.client, settings)
         self.clocks: dict[str, Clock] = {}
+        self.slow_folders = SlowFolders(folder / "slow-folders")
+        """As the control plane sees them."""
         self.members: dict[str, Member] = {}
         stack.callback(self.kill)
         queue_flags = ("--lease-seconds", lease_seconds, "--stream-interval", stream_interval)
-        self._add("jobs", url, "jobs", "--file-store", self.store, *queue_flags)
+        self._add("jobs", url, "jobs", "--file-store", self.store, *queue_flags, preload=self.slow_folders.environment)
         self.api_url = None
         if api:
             port = stack.enter_context(reserved_port())
@@ -238,10 +243,12 @@ class LocalFleet:
         for member in self.members.values():
             wait_until(lambda member=member: not member.is_running, STOP_SECONDS, f"the end of {member.name}")
 
-    def _add(self, name: str, redis_url: str, *arguments: object) -> None:
+    def _add(
+        self, name: str, redis_url: str, *arguments: object, preload: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         clock = self.clocks[name] = Clock(self.folder / f"{name}.clock")
         settings = {"REDIS_RETRY_SECONDS": str(PATIENCE_SECONDS), "LOST_BATCH_SECONDS": str(LOST_BATCH_SECONDS)}
-        environment = command_environment(redis_url, {**clock.environment, **settings})
+        environment = command_environment(redis_url, joined(clock.environment, preload, settings))
         self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
 
 
