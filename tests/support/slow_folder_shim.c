@@ -58,7 +58,7 @@ static void wait_for(const char *path) {
         if (pause > 0)
             sleep_for(pause);
         while (folder->pause < 0)
-            sleep_for(SECOND / 200);
+            sleep_for(SECOND / 50);
         __atomic_sub_fetch(&folder->waiting, 1, __ATOMIC_SEQ_CST);
     }
     errno = saved;
