@@ -26,7 +26,7 @@ from jobs.store.storage import AtomicWriter, join, sweep_beside
 _FLUSH_BYTES = 1 << 18
 _ROWS = 2048
 _ROWS_BYTES = 1 << 26
-_CHECK_LINES = 2048
+_CHECK_LINES = 256
 _WHY_UNANSWERED = {
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),

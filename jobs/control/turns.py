@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jobs.control.served_time import ServedTime
 
 AT_ONCE = 2
-TURN_SECONDS = 0.05
+TURN_SECONDS = 0.02
 OVERRUN_SECONDS = 0.1
 """After this time without a check a turn is not counted any more."""
 
