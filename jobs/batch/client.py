@@ -186,7 +186,11 @@ def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> Batc
     if not fields.spec or not fields.exists:
         return None
     spec = msgspec.json.decode(fields.spec, type=BatchSpec)
-    fields = _as_on_disk(batch_id, fields)
+    return record_of(batch_id, spec, _as_on_disk(batch_id, fields), held, waiting)
+
+
+def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0, waiting: int = 0) -> BatchRecord:
+    """Return a batch of which so many lines are in Redis, and so many of these wait."""
     readable = fields.output or (fields.logged_lines > 0 and fields.state not in END_STATES)
     return BatchRecord(
         id=batch_id,

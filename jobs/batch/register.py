@@ -11,6 +11,7 @@ import redis
 from jobs.batch.ending import clean_up
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, progress_fields, save_manifest
 from jobs.protocol.states import END_STATES, State
+from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import passing_reason
 from jobs.queue.tasks import hand_out
@@ -19,9 +20,9 @@ from jobs.store.storage import StoreError, size_of
 logger = logging.getLogger(__name__)
 
 
-def register(queue: Queue, manifest: Manifest) -> None:
-    """Make the record that the manifest describes and hand it out; for the holder of
-    `storage.exclusive`.
+def register(queue: Queue, manifest: Manifest) -> BatchFields:
+    """Make the record that the manifest describes, which this returns, and hand the batch out; for
+    the holder of `storage.exclusive`.
 
     A running batch comes back as `validating`: that job finds the plan made, counts what the parts
     hold, and goes on.
@@ -33,26 +34,23 @@ def register(queue: Queue, manifest: Manifest) -> None:
         manifest.generation += 1
         manifest.owner = secrets.token_hex(8)
         save_manifest(manifest)
-    fields = _record(manifest)
-    if manifest.spec.of_api:
-        queue.list_batch(manifest.spec.tenant, manifest.batch_id)
-    if state not in END_STATES and manifest.spec.of_api:
-        queue.open_batch(manifest.spec.tenant, manifest.batch_id, None)
+    tenant, fields = manifest.spec.tenant, _record(manifest)
     # Before there is a record, so that no kill leaves a record without a batch in `ACTIVE`
-    if state not in END_STATES:
-        queue.activate(manifest.batch_id)
+    queue.announce(tenant, manifest.batch_id, listed=manifest.spec.of_api, runs=state not in END_STATES)
     total = manifest.total if manifest.plan_sha256 is not None else 0
-    if not queue.create_batch(manifest.batch_id, total, tenant=manifest.spec.tenant, state=state, fields=fields):
-        return
+    made = BatchFields().changed({"state": state, "tenant": tenant, "total": total, **fields})
+    if not queue.create_batch(manifest.batch_id, total, tenant=tenant, state=state, fields=fields):
+        return made
     if state in END_STATES:
         clean_up(queue, manifest.batch_id)
-        return
+        return made
     try:
         hand_out(queue, manifest.batch_id)
     except redis.RedisError as error:  # the batch exists; the ticker hands it out later
         if passing_reason(error) is None:
             raise
         logger.warning("Redis refused to hand out batch %s; the ticker does it later: %s", manifest.batch_id, error)
+    return made
 
 
 def _state_after(manifest: Manifest) -> State:
@@ -73,11 +71,12 @@ def _input_bytes(manifest: Manifest) -> int:
 
 
 def _record(manifest: Manifest) -> dict[str, Any]:
-    spec = manifest.spec
+    spec, window = manifest.spec, manifest.spec.completion_window_seconds
+    expires = {} if window is None else {"expires": manifest.created_at + window}
     fields: dict[str, Any] = {
         "root": spec.root,
-        "spec": msgspec.json.encode(spec),
-        "timestamps": {"created": manifest.created_at, **manifest.timestamps},
+        "spec": msgspec.json.encode(spec).decode(),
+        "timestamps": {"created": manifest.created_at, **expires, **manifest.timestamps},
         "generation": manifest.generation,
         "owner": manifest.owner,
         "outcome": manifest.outcome,
@@ -86,8 +85,6 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "line_models": manifest.models,
         **progress_fields(manifest),
     }
-    if spec.completion_window_seconds is not None:
-        fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
     if manifest.state in END_STATES:
         fields |= end_fields(manifest)
     return fields

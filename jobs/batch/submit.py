@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch
+from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, record_of
 from jobs.batch.manifest import Manifest
 from jobs.batch.register import register
 from jobs.batch.result_files import result_locations
@@ -83,7 +83,7 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
         make_folder(str(root.parent))
         root.mkdir()
         sync_folder(root.parent)
-    manifest.spec = _spec(queue, files, new, root)
+    manifest.spec = _spec(files, new, root, manifest.created_at)
     if not manifest.spec.input:
         message = (
             f"Cannot find file {fields.shown(new.input_file_id)}, or organization {new.tenant or 'default'} does not"
@@ -94,11 +94,10 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
         # The ticker looks into every folder after a start of Redis
         with exclusive(str(root), _PATIENCE_SECONDS):
             try:
-                register(queue, manifest)
+                return record_of(manifest.batch_id, manifest.spec, register(queue, manifest))
             except (StoreError, QueueFull):
                 shutil.rmtree(root, ignore_errors=True)  # while no process can take it up
                 raise
-            return get_batch(queue.redis, manifest.batch_id)
     except Busy as error:
         raise StoreError(str(error)) from error
 
@@ -120,10 +119,10 @@ def _gone(queue: Queue, tenant: str) -> list[str]:
     ]
 
 
-def _spec(queue: Queue, files: FileStore, new: BatchSubmission, root: Path) -> BatchSpec:
+def _spec(files: FileStore, new: BatchSubmission, root: Path, now: float) -> BatchSpec:
     """`input` is empty where the input file cannot be used. Raises `StoreError`."""
     source = _take_input(files, new, root)
-    output_file_id, error_file_id = (new_id(FILE, queue.now()) for _ in range(2))
+    output_file_id, error_file_id = (new_id(FILE, now) for _ in range(2))
     output, error_output = result_locations(files, output_file_id, error_file_id, source)
     return BatchSpec(
         input=source,

@@ -77,10 +77,6 @@ class BatchQueue(QueueBase):
             rows = pipeline.execute()
         return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
 
-    def activate(self, batch: str) -> None:
-        """Make the ticker supervise a batch, until `clean_up` or `forget`."""
-        self._command("SADD", keys.ACTIVE, batch)
-
     def batches(self) -> list[str]:
         """Ids of all batches that have a record."""
         return list(self.states())
@@ -220,9 +216,16 @@ class BatchQueue(QueueBase):
         """Take batches out of the open ones."""
         self._command("SREM", keys.open_batches(tenant), *batches)
 
-    def list_batch(self, tenant: str, batch: str) -> None:
-        """Show a batch in the tenant's listing."""
-        self._command("ZADD", keys.batch_index(tenant), 0, batch)
+    def announce(self, tenant: str, batch: str, *, listed: bool, runs: bool) -> None:
+        """Make known a batch that gets its record next: in the tenant's listing, and, while it
+        `runs`, to the ticker and among the tenant's open batches.
+        """
+        commands: list[tuple[Any, ...]] = [("ZADD", keys.batch_index(tenant), 0, batch)] if listed else []
+        if runs and listed:
+            commands.append(("SADD", keys.open_batches(tenant), batch))
+        if runs:
+            commands.append(("SADD", keys.ACTIVE, batch))
+        self.commands(commands)
 
     def unlist_batch(self, tenant: str, batch: str) -> None:
         """Take a batch out of the listing."""

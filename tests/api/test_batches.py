@@ -16,6 +16,7 @@ from openai.types import Batch
 from api.settings import ApiSettings
 from jobs.batch import submit as submit_module
 from jobs.batch.client import cancel_batch, get_batch
+from jobs.batch.manifest import Manifest
 from jobs.batch.rebuild import rebuild_all
 from jobs.control import advance, finalize, runner
 from jobs.control.ticker import Ticker
@@ -96,15 +97,17 @@ def test_a_new_batch_is_shown_as_it_was_made(
     """Also where the control plane is faster than the answer."""
     serve(redis_client, "m")
     monkeypatch.setattr(runner, "_PATIENCE_SECONDS", 0.0)
-    read = submit_module.get_batch
+    register = submit_module.register
 
-    def late(connection: redis.Redis, batch: str) -> Any:
-        step(connection, batch)
-        return read(connection, batch)
+    def late(queue: Queue, manifest: Manifest) -> Any:
+        made = register(queue, manifest)
+        step(redis_client, manifest.batch_id)
+        return made
 
-    monkeypatch.setattr(submit_module, "get_batch", late)
+    monkeypatch.setattr(submit_module, "register", late)
     batch = create(client, lines_of(1))
     assert (batch.status, batch.in_progress_at) == ("validating", None)
+    assert batch == client.batches.retrieve(batch.id)
     assert step(redis_client, batch.id).state == "in_progress"
 
 

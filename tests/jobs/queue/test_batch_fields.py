@@ -38,8 +38,8 @@ def test_a_changed_record_keeps_the_times_that_are_not_named() -> None:
 def test_what_the_control_plane_reads_of_active_batches(queue: Queue) -> None:
     fields = {"timestamps": {"created": 1.0}, "expires_at": 9.0, "passed_over": ["m"], "spec": "{}"}
     queue.create_batch("batch_a", 3, fields=fields)
-    queue.activate("batch_a")
-    queue.activate("batch_gone")
+    queue.announce("", "batch_a", listed=False, runs=True)
+    queue.announce("", "batch_gone", listed=False, runs=True)
     found = queue.active_batches()
     whole = queue.batch_fields("batch_a")
     assert found.keys() == {"batch_a", "batch_gone"}

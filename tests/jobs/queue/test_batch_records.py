@@ -210,7 +210,7 @@ def test_an_ended_batch_is_cleaned_unless_it_was_begun_again(
     queue: Queue, redis_client: redis.Redis, moved_on: bool
 ) -> None:
     start_batch(queue, "batch_a", 1)
-    queue.activate("batch_a")
+    queue.announce("", "batch_a", listed=False, runs=True)
     queue.transition("batch_a", ["in_progress"], "completed")
     read = queue.batch_fields("batch_a")
     if moved_on:

@@ -108,7 +108,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     answers += [queue.token_totals(), call("transition", queue.transition, "batch_a", ["in_progress"], "cancelling")]
     call("cancel", queue.remove_unfinished, "batch_a")
     queue.create_batch("batch_c", 0, tenant="t", state="failed")
-    queue.activate("batch_c")
+    queue.announce("", "batch_c", listed=False, runs=True)
     call("clean", queue.clean, "batch_c", queue.batch_fields("batch_c"))
     return answers
 
