@@ -51,9 +51,15 @@ def store_error(message: str, error: OSError) -> StoreError:
 
 def local_path(location: str) -> Path | None:
     """The path behind a location, or None if it is not on this machine's file system."""
+    path = _local(location)
+    return None if path is None else Path(path)
+
+
+def _local(location: str) -> str | None:
+    """The same as text: a `Path` takes longer to make than some of its uses."""
     if location.startswith("file://"):
-        return Path(unquote(urlsplit(location).path))
-    return None if "://" in location else Path(location)
+        return unquote(urlsplit(location).path)
+    return None if "://" in location else location
 
 
 def absolute(location: str) -> str:
@@ -68,7 +74,7 @@ def join(root: str, *names: str) -> str:
 
 def open_input(location: str, buffered: bool = True) -> BinaryIO:
     """A seekable reader. Raises `StoreError`."""
-    path = local_path(location)
+    path = _local(location)
     with named("cannot read", location):
         if path is not None:
             return open(path, "rb", buffering=_BUFFER if buffered else 0)
@@ -87,14 +93,14 @@ def stamp_of(location: str) -> tuple[int, int] | None:
     """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there
     is none. Raises `StoreError`.
     """
-    path = local_path(location)
+    path = _local(location)
     with named("cannot read", location):
         if path is None:
             filesystem, inside = _remote(location)
             info = filesystem.get_file_info(inside)
             return (int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
         try:
-            status = path.stat()
+            status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
@@ -138,10 +144,12 @@ def list_names(location: str) -> list[str]:
 
     Raises `StoreError`.
     """
-    path = local_path(location)
+    path = _local(location)
     with named("cannot list", location):
         if path is not None:
-            return sorted(os.listdir(path)) if path.is_dir() else []
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return sorted(os.listdir(path))
+            return []
         from pyarrow.fs import FileSelector
 
         filesystem, inside = _remote(location)
@@ -150,10 +158,11 @@ def list_names(location: str) -> list[str]:
 
 def delete(location: str) -> None:
     """Remove a file that may be gone already. Raise `StoreError`."""
-    path = local_path(location)
+    path = _local(location)
     with named("cannot remove", location):
         if path is not None:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         elif size_of(location) is not None:
             filesystem, inside = _remote(location)
             filesystem.delete_file(inside)
@@ -171,11 +180,13 @@ class AtomicWriter:
         self.location = location
         self.bytes = 0
         self._digest = hashlib.sha256()
-        self._path = local_path(location)
+        self._path = _local(location)
         self._open = True
         with named("cannot write", location):
             if self._path is not None:
-                self._temporary = _scratch_for(self._path, scratch) / f".{self._path.name}.{os.getpid()}.tmp"
+                self._folder, name = os.path.split(self._path)
+                folder = _scratch_for(self._folder, scratch)
+                self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
                 # Closed by `commit` or `close`.
                 self._file: Any = open(self._temporary, "wb", buffering=_BUFFER)  # noqa: SIM115
             else:
@@ -208,7 +219,7 @@ class AtomicWriter:
                 os.fsync(self._file.fileno())
                 self._file.close()
                 os.replace(self._temporary, self._path)
-                sync_folder(self._path.parent)
+                sync_folder(self._folder or ".")
         self._open = False
 
     def close(self) -> None:
@@ -220,7 +231,7 @@ class AtomicWriter:
             self._file.close()  # a remote stream publishes what it has, under the temporary name
         with contextlib.suppress(OSError):
             if self._path is not None:
-                self._temporary.unlink(missing_ok=True)
+                os.unlink(self._temporary)
             else:
                 self._filesystem.delete_file(self._remote_temporary)
 
@@ -256,7 +267,7 @@ def link(source: str, location: str) -> None:
             writer.commit()
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: str | Path) -> None:
     """Make a rename in the folder durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -279,11 +290,11 @@ def exclusive(root: str, patience: float, lock: str = ".lock") -> Iterator[None]
     Raise `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has
     no such lock.
     """
-    path = local_path(root)
+    path = _local(root)
     if path is None:
         raise StoreError(f"{root} is remote: a batch's folder must be on a file system that has locks")
     with named("cannot write to", root):
-        handle = os.open(path / lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(os.path.join(path, lock), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(handle, root, time.monotonic() + patience)
         yield
@@ -320,12 +331,12 @@ def sweep_beside(location: str) -> None:
             delete(join(folder, found))
 
 
-def _scratch_for(path: Path, scratch: str | None) -> Path:
-    """`scratch` if a file can be renamed from there to `path`, else the folder of `path`."""
-    folder = None if scratch is None else local_path(scratch)
-    if folder is None or folder.parent != path.parent or folder.stat().st_dev != path.parent.stat().st_dev:
-        return path.parent
-    return folder
+def _scratch_for(folder: str, scratch: str | None) -> str:
+    """`scratch` if it is a folder in `folder` from which files can be renamed, else `folder`."""
+    found = None if scratch is None else _local(scratch)
+    if found is None or os.path.dirname(found) != folder or os.stat(found).st_dev != os.stat(folder).st_dev:
+        return folder
+    return found
 
 
 @contextlib.contextmanager
