@@ -69,8 +69,7 @@ end
 -- {name, model, request} of what this claim gives, then with fence, attempt and tries
 local items, bytes = {}, 0
 
-local function take(name, model)
-  local request = request_of(name)
+local function take(name, model, request)
   if request then
     items[#items + 1] = {name = name, model = model, request = request}
     bytes = bytes + #request
@@ -109,17 +108,17 @@ local function lease_all()
   redis.call('SADD', key.held(worker), unpack(names))
 end
 
--- The mean cost of a finished line of the batch in tokens; an estimate while few have finished.
-local function cost_of_a_line(batch, used_lines, used_tokens)
+-- The mean cost of a finished line of the batch in tokens; an estimate by the size of its lines
+-- while few have finished.
+local function cost_of_a_line(used_lines, used_tokens, size)
   if used_lines >= QUANTUM then
     return math.max(1, used_tokens / used_lines)
   end
-  local bytes = tonumber(redis.call('HGET', key.batch(batch), 'body_bytes') or 0)
-  return bytes / math.max(1, redis.call('HLEN', key.bodies(batch))) / BYTES_PER_TOKEN + GUESSED_OUTPUT
+  return size / BYTES_PER_TOKEN + GUESSED_OUTPUT
 end
 
--- The least served tenant's least served batch that may run, with its tenant, low water and cost of
--- a line; or nil. A batch that may not run is taken out; `drained` brings it back.
+-- The least served tenant's least served batch that may run, with its tenant, low water, and cost
+-- and bytes of a line; or nil. A batch that may not run is taken out; `drained` brings it back.
 local function next_batch(model)
   while true do
     local tenant = redis.call('ZRANGE', key.tenants(model), 0, 0)[1]
@@ -128,13 +127,13 @@ local function next_batch(model)
     end
     local batch = redis.call('ZRANGE', key.ring(model, tenant), 0, 0)[1]
     if batch then
-      local state, undrained, low_water, used_lines, used_tokens = unpack(
-        redis.call('HMGET', key.batch(batch), 'state', 'result_bytes', 'low_water', 'used_lines', 'used_tokens')
-      )
+      local state, undrained, low_water, used_lines, used_tokens, bytes_of_all = unpack(redis.call('HMGET',
+        key.batch(batch), 'state', 'result_bytes', 'low_water', 'used_lines', 'used_tokens', 'body_bytes'))
       local may_run = state == 'in_progress' and tonumber(undrained or 0) <= most_undrained
       if may_run and redis.call('EXISTS', key.ready(batch, model)) == 1 then
-        local cost = cost_of_a_line(batch, tonumber(used_lines or 0), tonumber(used_tokens or 0))
-        return batch, tenant, tonumber(low_water or 0), cost
+        local size = tonumber(bytes_of_all or 0) / math.max(1, redis.call('HLEN', key.bodies(batch)))
+        local cost = cost_of_a_line(tonumber(used_lines or 0), tonumber(used_tokens or 0), size)
+        return batch, tenant, tonumber(low_water or 0), cost, math.max(1, size)
       end
     end
     leave(batch or '', model, tenant)
@@ -142,17 +141,17 @@ local function next_batch(model)
 end
 
 local function take_lines(model, most)
-  local batch, tenant, low_water, cost = next_batch(model)
+  local batch, tenant, low_water, cost, size = next_batch(model)
   if not batch then
     return 0
   end
   local ready = key.ready(batch, model)
-  local taken = 0
-  for _, line in ipairs(redis.call('LRANGE', ready, 0, math.min(most, QUANTUM) - 1)) do
-    if not is_enough() then
-      take(batch .. '/' .. line, model)
-      taken = taken + 1
-    end
+  local room = math.ceil((enough_bytes - bytes) / size)
+  local lines, taken = redis.call('LRANGE', ready, 0, math.min(most, QUANTUM, room) - 1), 0
+  local requests = redis.call('HMGET', key.bodies(batch), unpack(lines))
+  while taken < #lines and not is_enough() do
+    taken = taken + 1
+    take(batch .. '/' .. lines[taken], model, requests[taken])
   end
   redis.call('LPOP', ready, taken)
   local service = math.ceil(taken * cost)
@@ -207,7 +206,7 @@ local function take_live(models, most)
       if not name then
         break
       end
-      take(name, model)
+      take(name, model, request_of(name))
       taken = taken + 1
     end
   end
@@ -235,7 +234,7 @@ local function take_quarantined(models, most)
       for _, name in ipairs(redis.call('ZRANGEBYSCORE', key.quarantined(model), group, group, 'LIMIT', 0, most)) do
         if not is_enough() then
           remove_from_quarantine(model, {name})
-          take(name, model)
+          take(name, model, request_of(name))
         end
       end
       return

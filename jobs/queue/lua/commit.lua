@@ -8,15 +8,20 @@
 -- Returns the names for which nothing was stored: the worker does not hold them under that fence.
 
 local worker, generated, keep = ARGV[1], tonumber(ARGV[2]), {seconds = ARGV[3], bytes = ARGV[4]}
-local lost, items, names, seen = {}, {}, {}, {}
+local named, fences = {}, {}
 count_generated(worker, generated)
 for i = 5, #ARGV, 10 do
-  local name, fence, before, total, chunks, reply_to, succeeded, prompt_tokens, tokens, result =
-    unpack(ARGV, i, i + 9)
-  local held = not seen[name] and holds(worker, name, fence)
-  if held and not (is_live(name) and take_if_tokens_are_missing(worker, name, fence, before)) then
-    seen[name] = true
-    names[#names + 1] = name
+  named[#named + 1], fences[#fences + 1] = ARGV[i], ARGV[i + 1]
+end
+local held = #named > 0 and which_held(worker, named, fences) or {}
+local lost, items, released, seen = {}, {}, {}, {}
+for i, name in ipairs(named) do
+  local _, fence, before, total, chunks, reply_to, succeeded, prompt_tokens, tokens, result =
+    unpack(ARGV, 10 * i - 5, 10 * i + 4)
+  local taken = held[i] and not seen[name]
+  seen[name] = seen[name] or held[i]
+  if taken and not (is_live(name) and take_if_tokens_are_missing(worker, name, fence, before)) then
+    released[#released + 1] = name
     items[#items + 1] = {
       name = name, succeeded = succeeded == '1', prompt_tokens = tonumber(prompt_tokens), tokens = tonumber(tokens),
       result = result, reply_to = reply_to, total = total, chunks = chunks,
@@ -25,8 +30,8 @@ for i = 5, #ARGV, 10 do
     lost[#lost + 1] = name
   end
 end
-if #names > 0 then
-  release(worker, unpack(names))
+if #released > 0 then
+  release(worker, unpack(released))
   finish(items, keep)
 end
 wake_for_quarantine()

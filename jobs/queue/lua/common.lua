@@ -24,7 +24,7 @@ end
 
 -- A number as Redis expects it; Lua's own text form loses digits above 1e14.
 local function digits(number)
-  return string.format('%.0f', number)
+  return string.format('%d', number)
 end
 
 local function split(name)
@@ -66,6 +66,16 @@ local function holds(worker, name, fence)
     return true, tonumber(attempt), model
   end
   return false
+end
+
+-- For each of the requests whether `worker` holds it under this very fence.
+local function which_held(worker, names, fences)
+  local found = {}
+  for i, lease in ipairs(redis.call('HMGET', key.LEASE, unpack(names))) do
+    local fence, holder = string.match(lease or '', '^(%d+) %d+ (%S+) ')
+    found[i] = fence == fences[i] and holder == worker
+  end
+  return found
 end
 
 -- Ends a worker's leases on the named requests.
@@ -410,8 +420,18 @@ local function take_if_tokens_are_missing(worker, name, fence, before)
   return true
 end
 
+local watched -- how many requests and batches are watched, once this call has counted them
+
+local function count_watched()
+  watched = watched or redis.call('ZCARD', key.WATCHED)
+  return watched
+end
+
 -- Which of the requests a client watches, themselves or with their batch: a table of names.
 local function watched_of(names)
+  if count_watched() == 0 then
+    return {}
+  end
   local targets, batches = {}, {}
   for i, name in ipairs(names) do
     targets[i] = name
@@ -431,13 +451,7 @@ local function watched_of(names)
   return found
 end
 
-local watched -- how many requests and batches are watched, once this call has counted them
 local unread = {} -- batches that this call found without a stream of their own: no client reads them
-
-local function count_watched()
-  watched = watched or redis.call('ZCARD', key.WATCHED)
-  return watched
-end
 
 -- Adds an entry to the stream of a batch, if there is one: about a request of it, or, without a
 -- name, that its state changed.
@@ -487,13 +501,18 @@ local function record_results(batch, items)
   if redis.call('EXISTS', key.batch(batch)) == 0 then
     return 0
   end
-  local lines, results = {}, {}
+  local lines, sets, results = {}, {}, {}
   local delivered = 0
+  local bodies = key.bodies(batch)
   local moves = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0}
   for i, item in ipairs(items) do
     lines[i] = item.line
-    moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', key.bodies(batch), item.line)
-    if redis.call('SETBIT', key.done(batch), item.line, 1) == 0 then
+    sets[4 * i - 3], sets[4 * i - 2], sets[4 * i - 1], sets[4 * i] = 'SET', 'u1', item.line, '1'
+    moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', bodies, item.line)
+  end
+  local was_done = redis.call('BITFIELD', key.done(batch), unpack(sets))
+  for i, item in ipairs(items) do
+    if was_done[i] == 0 then
       results[#results + 1] = item.line
       results[#results + 1] = item.result
       moves.result_bytes = moves.result_bytes + #item.result
@@ -504,7 +523,7 @@ local function record_results(batch, items)
       delivered = delivered + item.tokens
     end
   end
-  redis.call('HDEL', key.bodies(batch), unpack(lines))
+  redis.call('HDEL', bodies, unpack(lines))
   for name, by in pairs(moves) do
     redis.call('HINCRBY', key.batch(batch), name, by)
   end

@@ -1,6 +1,6 @@
 #!lua
 -- Adds lines to a batch's ready list and moves its cursor; a repeat finds the cursor moved.
--- ARGV: batch, cursor before, cursor after, then (line, model, request) each
+-- ARGV: batch, cursor before, cursor after, then (line, model, request) each, no line twice
 -- Returns 1 when the cursor is at "after", 0 when it is elsewhere or the batch is not in progress.
 
 local batch, before, after = ARGV[1], ARGV[2], ARGV[3]
@@ -11,21 +11,37 @@ end
 if record[2] ~= before then
   return record[2] == after and 1 or 0
 end
-local bytes, added = 0, {}
+redis.call('HSET', key.batch(batch), 'cursor', after)
+local lines, reads = {}, {}
 for i = 4, #ARGV, 3 do
-  local line, model, request = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  local is_done = redis.call('GETBIT', key.done(batch), line) == 1
-  if not is_done and redis.call('HSETNX', key.bodies(batch), line, request) == 1 then
-    redis.call('RPUSH', key.ready(batch, model), line)
+  local count = #lines
+  lines[count + 1] = ARGV[i]
+  reads[3 * count + 1], reads[3 * count + 2], reads[3 * count + 3] = 'GET', 'u1', ARGV[i]
+end
+if #lines == 0 then
+  return 1
+end
+local present = redis.call('HMGET', key.bodies(batch), unpack(lines))
+local done = redis.call('BITFIELD_RO', key.done(batch), unpack(reads))
+local bodies, bytes, added = {}, 0, {}
+for i, line in ipairs(lines) do
+  local model, request = ARGV[3 * i + 2], ARGV[3 * i + 3]
+  if not present[i] and done[i] == 0 then
+    bodies[#bodies + 1] = line
+    bodies[#bodies + 1] = request
     bytes = bytes + #request
-    added[model] = (added[model] or 0) + 1
+    added[model] = added[model] or {}
+    table.insert(added[model], line)
   end
 end
-redis.call('HSET', key.batch(batch), 'cursor', after)
-redis.call('HINCRBY', key.batch(batch), 'body_bytes', bytes)
-for model, count in pairs(added) do
+if #bodies > 0 then
+  redis.call('HSET', key.bodies(batch), unpack(bodies))
+  redis.call('HINCRBY', key.batch(batch), 'body_bytes', bytes)
+end
+for model, new in pairs(added) do
+  redis.call('RPUSH', key.ready(batch, model), unpack(new))
   redis.call('SADD', key.batch_models(batch), model)
   enlist(batch, model)
-  wake_workers(model, count, false)
+  wake_workers(model, #new, false)
 end
 return 1
