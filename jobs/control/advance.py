@@ -35,10 +35,11 @@ FEED_SECONDS = 0.25
 DRAIN_SECONDS = 1.0
 """Results wait at least this long for more of them, unless there are many or they are the last."""
 
-_DRAIN_BYTES = 4 * 1024 * 1024
+_DRAIN_BYTES = 2 * 1024 * 1024
 _CHUNK_BYTES = 2 * 1024 * 1024
 _WINDOW_SECONDS = 20.0
 _WINDOW_LINES = 4096  # at least, whatever the rate
+_MOST_WINDOW_LINES = 32_768  # at most: as many as Redis hands out in some 2 s
 _ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one window
 _SMALLEST_WINDOW = 256 * 1024
 _MOST_REMEMBERED = 10_000
@@ -127,7 +128,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     queue, batch = held.queue, held.batch
     fields = held.record()
     progress.measure(fields.finished)
-    window = max(_WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS))
+    window = min(max(_WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS)), _MOST_WINDOW_LINES)
     models = _feeding(queue, fields)
     if not models or (shortest := min(ready_lengths(queue, batch, models).values())) > window // 2:
         return False

@@ -15,6 +15,7 @@ local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
 local MOST_CALLS = 500 -- waiting live calls that one script moves, or drops: more would hold up the server
 local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so long, whatever its size
+local DRAIN_BYTES = 2 * 1024 * 1024 -- a batch's results that are worth a drain before the next tick
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()
@@ -529,8 +530,11 @@ local function record_results(batch, items)
   end
   if #results > 0 then
     redis.call('HSET', key.results(batch), unpack(results))
-    local counts = redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed')
-    if tonumber(counts[1]) == tonumber(counts[2]) + tonumber(counts[3]) then
+    local total, completed, failed, undrained = unpack(
+      redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed', 'result_bytes')
+    )
+    local is_much = tonumber(undrained) >= DRAIN_BYTES and undrained - moves.result_bytes < DRAIN_BYTES
+    if is_much or tonumber(total) == completed + failed then
       notify(key.JOBS_CONTROL, 'batch', batch)
     end
   end

@@ -150,7 +150,9 @@ def test_a_redis_that_fills_up_while_a_batch_is_made(
     assert redis_client.smembers(keys.ACTIVE) == set()
 
 
-@pytest.mark.parametrize("point", ["open_batch", "mkdir", "link", "save_manifest", "announce", "transition", "hand_out"])
+@pytest.mark.parametrize(
+    "point", ["open_batch", "mkdir", "link", "save_manifest", "announce", "transition", "hand_out"]
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool

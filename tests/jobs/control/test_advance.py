@@ -4,6 +4,7 @@ a line.
 
 import json
 import logging
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,44 @@ def test_a_claim_that_runs_the_list_low_asks_for_a_slice(
     assert [message.batch for message in queue.control_messages("jobs", "0-0", 0)] == [batch]
     assert advance.feed_needed(queue, batch, queue.batch_fields(batch))
     assert step(redis_client, batch).waiting >= 100
+
+
+def test_a_fast_fleet_does_not_widen_the_window_beyond_its_most(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advance, "_WINDOW_LINES", 100)
+    monkeypatch.setattr(advance, "_MOST_WINDOW_LINES", 200)
+    monkeypatch.setattr(advance, "MAX_ITEMS", 50)
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 1000)).id
+    step(redis_client, batch)
+    assert step(redis_client, batch).waiting == 100
+    answer_all(redis_client, most=60)
+    advance._progress[batch].rate = 1e9
+    assert 200 <= step(redis_client, batch).waiting < 250
+
+
+def test_results_that_pile_up_ask_for_a_slice(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drains them, though the last drain was a moment ago."""
+    monkeypatch.setattr(advance, "DRAIN_SECONDS", math.inf)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"".join(chat_line(f"c{n}", "x" * 50_000) for n in range(200)))
+    batch = begin(redis_client, source).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    queue = Queue(redis_client)
+    before = len(queue.control_messages("jobs", "0-0", 0))
+    for _ in range(9):
+        assert len(queue.control_messages("jobs", "0-0", 0)) == before
+        assert answer_all(redis_client, most=5) == 5
+        if queue.batch_fields(batch).result_bytes > 2 * 2**20:
+            break
+    assert len(queue.control_messages("jobs", "0-0", 0)) == before + 1
+    answer_all(redis_client, most=5)
+    assert len(queue.control_messages("jobs", "0-0", 0)) == before + 1
+    step(redis_client, batch)
+    assert queue.batch_fields(batch).result_bytes == 0
 
 
 def test_lines_of_an_unserved_model_do_not_hold_up_the_others(
