@@ -202,8 +202,10 @@ class AtomicWriter:
 
     def write(self, data: bytes) -> int:
         """Appends; returns the number of bytes, as files do."""
-        with named("cannot write", self.location):
+        try:  # without `named`, which takes longer than to write a line
             self._file.write(data)
+        except OSError as error:
+            raise store_error(f"cannot write {self.location}", error) from error
         self._digest.update(data)
         self.bytes += len(data)
         return len(data)
