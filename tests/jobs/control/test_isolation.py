@@ -269,10 +269,12 @@ def test_slow_input_folders(tenants: Tenants, count: int, seconds: float, whole:
 def test_many_small_batches_of_one_tenant(tenants: Tenants, count: int) -> None:
     @contextmanager
     def flood(tenants: Tenants) -> Iterator[Callable[[], bool]]:
-        sources = [tenants.write(10, "m") for _ in range(count)]
+        folder = tenants.new_folder()
+        tenants.folders.block(folder)  # until all are there
+        for _ in range(count):
+            tenants.create(tenants.write(10, "m", folder))
         with Answering(tenants.url, models=("m",)):
-            for source in sources:
-                tenants.create(source)
+            tenants.folders.release()
             yield lambda: tenants.states() != {"completed"}
 
     check_isolated(tenants, f"{count} small batches queued at once", flood)
