@@ -3,6 +3,7 @@ and nothing left behind.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_what_an_ended_batch_needs_no_more_is_gone(redis_client: redis.Redis, tm
     assert kept == {".lock", "manifest.json", "input.jsonl", "lines.index", "completed.jsonl", "completed.index"}
     assert list((Path(ended.spec.root) / "parts").iterdir()) == []
     assert Queue(redis_client).open_batches("") == []
+
+
+def test_a_small_batch_waits_for_the_disk_no_more_often_than_its_promises_need(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(handle) or fsync(handle))
+    ended = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(10)).id)
+    assert (ended.completed, ended.failed) == (10, 0)
+    assert len(synced) <= 35  # 9 of them for the store and the upload
 
 
 @pytest.mark.parametrize("seconds", [None, 7200])
