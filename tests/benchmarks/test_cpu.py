@@ -254,4 +254,4 @@ def test_every_scenario_of_the_control_plane_runs(tmp_path: Path) -> None:
     assert figures["control-plane-lines"]["lines"] == 500
     assert figures["control-plane-file"]["lines"] == 3000
     assert figures["control-plane-batches"]["batches"] == 10
-    assert {"advance", "bulk", "ticker", "Redis"} <= set(figures["control-plane-file"]["processor_us_per_line"])
+    assert {"rq workers", "ticker", "Redis"} <= set(figures["control-plane-file"]["processor_us_per_line"])

@@ -336,9 +336,9 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
                 "pipeline api",
                 "core_process",
                 "pipeline api",
-                "--queue advance",
+                "jobs.control.rq_worker",
                 "pipeline worker",
-                "--queue bulk",
+                "jobs.control.rq_worker",
                 "jobs.control.ticker",
             ]
             sure_cuts = 0

@@ -123,7 +123,7 @@ class Memory:
     def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet
         pids = [pid for member in fleet.members.values() for pid in (member.pid, *descendants(member.pid))]
-        self._processes = {short_name(pid): pid for pid in [*pids, fleet.redis.pid]}
+        self._processes = {f"{short_name(pid)} {pid}": pid for pid in [*pids, fleet.redis.pid]}
         self._samples: dict[str, list[tuple[float, int]]] = defaultdict(list)
 
     def sample(self, progress: float) -> None:
@@ -139,7 +139,7 @@ class Memory:
     def report(self) -> str:
         rows = sorted(self._levels().items())
         return "\n".join(
-            f"{name:<28} {then / 2**20:8.1f} MB then, {now / 2**20:8.1f} MB at the end" for name, (then, now) in rows
+            f"{name:<34} {then / 2**20:8.1f} MB then, {now / 2**20:8.1f} MB at the end" for name, (then, now) in rows
         )
 
     def _levels(self) -> dict[str, tuple[int, int]]:
@@ -153,8 +153,7 @@ def short_name(pid: int) -> str:
     """A process by what it runs."""
     words = command_line(pid).split()
     known = (
-        "--queue advance",
-        "--queue bulk",
+        "jobs.control.rq_worker",
         "jobs.control.ticker",
         "core_process",
         "pipeline worker",

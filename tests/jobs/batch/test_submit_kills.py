@@ -90,7 +90,7 @@ def test_kills_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
         reader.start()
         until = time.monotonic() + 10
         while time.monotonic() < until or (reader.looks <= 100 and reader.is_alive()):
-            name = rng.choice(["advance", "bulk", "ticker", "advance", "bulk"])
+            name = rng.choice(["driver", "twin", "ticker", "driver", "twin"])
             plane.kill(name)
             plane.start(name)
             if rng.random() < 0.4:
