@@ -180,20 +180,27 @@ def test_stuck_jobs_in_every_state(tenants: Tenants, count: int, whole: bool) ->
     check_isolated(tenants, f"{count} jobs stuck in each state", stuck)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.proof)])
-def test_many_stuck_validations(tenants: Tenants, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "lines"),
+    [
+        (20, 10),
+        pytest.param(100, 10, marks=pytest.mark.proof),
+        pytest.param(40, 40_000, marks=pytest.mark.proof),
+    ],
+)
+def test_many_stuck_validations(tenants: Tenants, count: int, lines: int) -> None:
     @contextmanager
     def stuck(tenants: Tenants) -> Iterator[Callable[[], bool]]:
-        folder = tenants.new_folder()
-        tenants.folders.block(folder)
+        source = tenants.write(lines, "m")
+        tenants.folders.block(source)
         for _ in range(count):
-            tenants.create(tenants.write(10, "m", folder))
-        wait_until(lambda: tenants.folders.waiting(folder), PATIENCE, "a job to be stuck")
+            tenants.create(source)
+        wait_until(lambda: tenants.folders.waiting(source), PATIENCE, "a job to be stuck")
         yield lambda: True
         assert tenants.states() == {"validating"}
         tenants.folders.release()
 
-    check_isolated(tenants, f"{count} stuck validations", stuck)
+    check_isolated(tenants, f"{count} stuck validations of {lines} lines", stuck)
 
 
 @pytest.mark.parametrize("lines", [20_000, pytest.param(150_000, marks=pytest.mark.proof)])
