@@ -26,6 +26,10 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.timeout(900)
 
 LIMIT_SECONDS = 1.0
+SLOWEST_ALONE = 0.2
+"""Where a small batch takes longer without trouble, the machine is slow or busy, and the limit
+grows with that.
+"""
 ROUNDS = 3  # of the whole, of which the best counts: what a busy machine does to a time is to add
 SMALL_ONES = 5
 PATIENCE = 60.0
@@ -140,7 +144,7 @@ def check_isolated(tenants: Tenants, what: str, trouble: Trouble) -> None:
         assert beside, "the trouble was over before a small batch began"
         delays.append(max(beside) - median(alone))
         print(f"{what}: {_listed(beside)} s beside it, {_listed(alone)} s without: {delays[-1]:+.2f} s")
-        if delays[-1] < LIMIT_SECONDS:
+        if delays[-1] < LIMIT_SECONDS * max(1.0, median(alone) / SLOWEST_ALONE):
             return
     raise AssertionError(f"{what}: a small batch is delayed by {min(delays):.2f} s")
 
