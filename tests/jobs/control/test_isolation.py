@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.timeout(900)
 
 LIMIT_SECONDS = 1.0
-SLOWEST_ALONE = 0.2
+SLOWEST_ALONE = 0.1
 """Where a small batch takes longer without trouble, the machine is slow or busy, and the limit
 grows with that.
 """
