@@ -9,12 +9,14 @@ import msgspec
 import redis
 
 from jobs.batch.ending import clean_up
+from jobs.batch.input_files import InputError, format_of
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, progress_fields, save_manifest
 from jobs.protocol.states import END_STATES, State
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import passing_reason
 from jobs.queue.tasks import hand_out
+from jobs.store.input_formats import JSONL
 from jobs.store.storage import StoreError, size_of
 
 logger = logging.getLogger(__name__)
@@ -63,10 +65,11 @@ def _state_after(manifest: Manifest) -> State:
 
 
 def _input_bytes(manifest: Manifest) -> int:
-    """Return the size of the batch's input, 0 where it is unknown."""
-    if manifest.input_bytes is None and manifest.spec.input:
-        with contextlib.suppress(StoreError):
-            return size_of(manifest.spec.input) or 0
+    """Return the size of the batch's input, 0 where it is unknown, or packed."""
+    location = manifest.spec.input
+    if manifest.plan_sha256 is None and location:
+        with contextlib.suppress(StoreError, InputError):
+            return (size_of(location) or 0) if format_of(location) == JSONL else 0
     return manifest.input_bytes or 0
 
 

@@ -83,11 +83,11 @@ def advance(held: Slice) -> bool:
     progress = _progress.setdefault(held.batch, BatchProgress())
     while True:
         held.check_current()
+        drained = drain(held, progress)  # first, since a full Redis takes no lines
+        while drained and held.record().result_bytes and time.monotonic() < deadline and drain(held, progress):
+            pass
         fed = feed(held, progress, min(deadline, time.monotonic() + FEED_SECONDS))
-        drained = drain(held, progress)
         fields = held.record()
-        while drained and fields.result_bytes and time.monotonic() < deadline and drain(held, progress):
-            fields = held.record()
         if fields.all_done and not fields.result_bytes:
             _progress.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})

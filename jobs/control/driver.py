@@ -2,8 +2,8 @@
 
 A job of RQ makes a process take batches; their records name it from then on. The process runs
 slices of the batch's jobs, each in a thread of its own, whenever a claim or a commit asks for one,
-and looks after all its batches each second. Its key in Redis says that it is alive: when that has
-gone, the ticker hands its batches to another process.
+and looks at all records each second for what nothing asked for. Its key in Redis says that it is
+alive: when that has gone, the ticker hands its batches to another process.
 """
 
 import contextlib
@@ -11,20 +11,18 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import redis
 
 from jobs.control.advance import needs_slice
 from jobs.control.runner import Next, Runner
+from jobs.control.slice_queue import Driven, SliceQueue
 from jobs.control.slices import BEAT_SECONDS
 from jobs.control.turns import Turn, Turns
 from jobs.protocol.states import JOBS
 from jobs.queue import keys
-from jobs.queue.batch_fields import BatchFields
+from jobs.queue.batch_fields import BatchFields, BatchStatus
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.streams import FIRST_ID
@@ -32,42 +30,17 @@ from jobs.queue.tasks import hand_out, take_batches
 
 ALIVE_SECONDS = 5
 """The driver's key lasts this long."""
-STUCK_SECONDS = 2.0
-"""Without a check for this long, a slice waits for a disk that does not answer."""
-MOST_STUCK = 500
 LARGE_BYTES = 4 * 1024 * 1024
 """To validate an input of more takes memory, of some 100 bytes a line."""
 
 _TAKEN_AT_ONCE = 16
 _LOOK_SECONDS = 1.0
 _GATHER_SECONDS = 0.004  # between two reads of what asks for slices
-_STOP_SECONDS = 5.0
-_AWAY = (redis.RedisError, QueueUnavailable)
+_LONGEST_PAUSE_SECONDS = 8.0  # after failures in a row
+_STOP_SECONDS = 5.0  # for slices to end, and again for drains
+_HUNG_SECONDS = 60.0  # of a look, after which this process counts as dead
+_REDIS_ERRORS = (redis.RedisError, QueueUnavailable)
 logger = logging.getLogger(__name__)
-
-
-class _Lane(NamedTuple):
-    """Slices that share a limit."""
-
-    tenant: str
-    is_large: bool
-
-
-@dataclass(eq=False)
-class _Driven:
-    batch: str
-    lane: _Lane
-    wanted: bool = False  # a slice is to run, or to run again
-    turn: Turn | None = None  # of the slice that runs
-
-    @property
-    def is_stuck(self) -> bool:
-        return self.turn is not None and self.turn.unchecked_seconds > STUCK_SECONDS
-
-
-_MOST = {False: 64, True: 8}
-_MOST_OF_TENANT = {False: 16, True: 4}
-"""Slices at once, in all and of one tenant: more than compute, since many may wait for disks."""
 
 
 class Driver:
@@ -81,24 +54,33 @@ class Driver:
         self._runner = Runner(queue, self.name, self.stopping)
         self._turns = Turns(self.stopping)
         self._changed = threading.Condition()
-        self._batches: dict[str, _Driven] = {}
-        self._waiting: dict[_Lane, deque[_Driven]] = {}  # in the order in which they asked
-        self._running: set[_Driven] = set()
+        self._batches: dict[str, Driven] = {}
+        self._slices = SliceQueue(self._turns.served)
         self._last_id = FIRST_ID
+        self._look_at = 0.0  # monotonic seconds
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin to send heartbeats, and to listen to what asks for slices."""
-        for body in (self._stay_alive, self._beat, self._listen):
-            threading.Thread(target=body, name=body.__name__, daemon=True).start()
+        """Say that this process is alive, and listen to what asks for slices."""
+        self._look_at = time.monotonic()
+        bodies = (self._stay_alive, self._send_heartbeats, self._listen)
+        for body in (*(self._repeated(body) for body in bodies), self._turns.watch):
+            threading.Thread(target=body, daemon=True).start()
 
     def take_batches(self) -> None:
         """Drive some of the batches that wait from now on."""
         try:
-            for batch in take_batches(self.queue, _TAKEN_AT_ONCE):
+            batches = take_batches(self.queue, _TAKEN_AT_ONCE)
+        except _REDIS_ERRORS as error:
+            logger.warning("Redis unavailable; what waits is handed out again: %s", error)
+            return
+        for batch in batches:
+            try:
                 self._adopt(batch)
-        except _AWAY as error:
-            logger.warning("Redis unavailable; the ticker hands out what waits again: %s", error)
+            except _REDIS_ERRORS as error:
+                logger.warning("batch %s: Redis unavailable; it is handed out again: %s", batch, error)
+            except Exception:
+                logger.exception("batch %s: internal error; it is handed out again", batch)
 
     def stop(self) -> None:
         """End the slices, drain what finished, and hand the batches to other processes.
@@ -106,18 +88,20 @@ class Driver:
         Raises what Redis raises, at once where it does not answer.
         """
         self.stopping.set()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, _STOP_SECONDS)
-            batches = sorted(self._batches)
+        self._turns.grant()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._slices.running, _STOP_SECONDS)
+                stuck = {driven.batch for driven in self._slices.running}
+            self.queue.redis.ping()
+            drains = threading.Thread(target=self._drain, args=(sorted(self._batches.keys() - stuck),), daemon=True)
+            drains.start()
+            drains.join(_STOP_SECONDS)
+            for batch in sorted(self._batches):
+                self._hand_over(batch)
+            self.queue.redis.delete(keys.driver(self.name))
+        finally:
             self._ended.set()
-        self.queue.redis.ping()
-        last = Runner(self.queue, driver=self.name)
-        for batch in batches:
-            last.drain(batch)
-            fields = self.queue.batch_fields(batch)
-            if fields.driver == self.name and self._name_driver(batch, fields, ""):
-                hand_out(self.queue, batch)
-        self.queue.redis.delete(keys.driver(self.name))
 
     def _adopt(self, batch: str) -> None:
         """Drive a batch unless it has ended, or a process that is alive drives it."""
@@ -127,42 +111,38 @@ class Driver:
         if fields.driver not in ("", self.name) and self.queue.redis.exists(keys.driver(fields.driver)):
             return
         if self._name_driver(batch, fields, self.name):
-            is_large = fields.state == "validating" and not 0 < fields.input_bytes <= LARGE_BYTES
             with self._changed:
-                lane = _Lane(fields.tenant, is_large)
-                self._ask_for_slice(self._batches.setdefault(batch, _Driven(batch, lane)))
+                driven = self._batches.setdefault(batch, Driven(batch, fields.tenant, is_large(fields)))
+                self._slices.ask_for(driven)
+                self._begin_slices()
 
     def _name_driver(self, batch: str, fields: BatchFields, driver: str) -> bool:
         return self.queue.transition(batch, [fields.state], fields.state, {"driver": driver}, fields.generation)
 
-    def _ask_for_slice(self, driven: _Driven) -> None:
-        """Run a slice as soon as the others of its lane leave room for it; `_changed` is held."""
-        if not driven.wanted and driven not in self._running:
-            self._waiting.setdefault(driven.lane, deque()).append(driven)
-        driven.wanted = True
-        self._begin_slices()
+    def _drain(self, batches: list[str]) -> None:
+        last = Runner(self.queue, self.name)
+        with contextlib.suppress(*_REDIS_ERRORS):
+            for batch, fields in self.queue.statuses(batches).items():
+                if fields.result_bytes:
+                    last.drain(batch)
+
+    def _hand_over(self, batch: str) -> None:
+        fields = self.queue.batch_fields(batch)
+        if fields.driver == self.name and self._name_driver(batch, fields, ""):
+            hand_out(self.queue, batch)
 
     def _begin_slices(self) -> None:
-        while not self.stopping.is_set() and (able := [lane for lane in self._waiting if self._has_room(lane)]):
-            lane = min(able, key=lambda lane: self._turns.served(lane.tenant))
-            driven = self._waiting[lane].popleft()
-            if not self._waiting[lane]:
-                del self._waiting[lane]
-            driven.wanted, driven.turn = False, Turn(lane.tenant, driven.batch)
-            self._running.add(driven)
-            threading.Thread(target=self._run_slice, args=(driven, driven.turn), name=driven.batch, daemon=True).start()
+        while not self.stopping.is_set() and (driven := self._slices.begin_next()) is not None:
+            turn = driven.turn = Turn(driven.tenant, driven.batch)
+            try:
+                threading.Thread(target=self._run_slice, args=(driven, turn), name=driven.batch, daemon=True).start()
+            except RuntimeError as error:
+                logger.error("batch %s: no thread for a slice, which begins later: %s", driven.batch, error)
+                self._slices.end(driven)
+                return
 
-    def _has_room(self, lane: _Lane) -> bool:
-        """Stuck slices take no room, until they are too many, but for those of large inputs."""
-        may_be_stuck = not lane.is_large and len(self._running) < MOST_STUCK
-        others = [
-            one for one in self._running if one.lane.is_large == lane.is_large and not (may_be_stuck and one.is_stuck)
-        ]
-        of_tenant = sum(one.lane == lane for one in others)
-        return len(others) < _MOST[lane.is_large] and of_tenant < _MOST_OF_TENANT[lane.is_large]
-
-    def _run_slice(self, driven: _Driven, turn: Turn) -> None:
-        following: Next = "wait"
+    def _run_slice(self, driven: Driven, turn: Turn) -> None:
+        following: Next = "retry"
         try:
             self._turns.take(turn)
             following = self._runner.run(driven.batch, lambda: self._turns.pass_on(turn))
@@ -171,46 +151,58 @@ class Driver:
             with self._changed:
                 self._end_slice(driven, following)
 
-    def _end_slice(self, driven: _Driven, following: Next) -> None:
-        self._running.remove(driven)
-        driven.turn = None
-        if following == "again":  # it is validated
-            driven.lane = driven.lane._replace(is_large=False)
-        if driven.wanted or following == "again":
-            driven.wanted = False
-            self._ask_for_slice(driven)
+    def _end_slice(self, driven: Driven, following: Next) -> None:
+        self._slices.end(driven)
+        driven.pause = min(max(_LOOK_SECONDS, 2 * driven.pause), _LONGEST_PAUSE_SECONDS) if following == "retry" else 0
+        driven.not_before = time.monotonic() + driven.pause
+        if following == "again" and driven.is_large:  # it is validated
+            self._slices.make_small(driven)
+        if driven.is_wanted or following == "again":
+            self._slices.ask_for(driven)
         elif following == "drop":
             del self._batches[driven.batch]
         self._begin_slices()
         self._changed.notify_all()
 
-    def _stay_alive(self) -> None:
-        while not self._ended.is_set():
-            with contextlib.suppress(*_AWAY):
-                self.queue.redis.set(keys.driver(self.name), 1, ex=ALIVE_SECONDS)
-            self._ended.wait(BEAT_SECONDS)
+    def _repeated(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats `body` until the process ends, whatever it raises."""
 
-    def _beat(self) -> None:
-        """Send heartbeats of slices, by which versions before this one see that they live."""
-        while not self._ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(*_AWAY):
-                self._runner.send_heartbeats()
+        def run() -> None:
+            while not self._ended.is_set():
+                try:
+                    body()
+                except _REDIS_ERRORS as error:
+                    logger.debug("Redis unavailable; batches go on when it answers: %s", error)
+                    self._ended.wait(_LOOK_SECONDS / 2)
+                except Exception:
+                    logger.exception("internal error; batches go on after a pause")
+                    self._ended.wait(_LOOK_SECONDS)
+
+        return run
+
+    def _stay_alive(self) -> None:
+        name = keys.driver(self.name)
+        is_hung = time.monotonic() - self._look_at > _HUNG_SECONDS
+        # A server that is full lets no key be made, but makes one last
+        if not is_hung and not self.queue.redis.expire(name, ALIVE_SECONDS):
+            self.queue.redis.set(name, 1, ex=ALIVE_SECONDS)
+        self._ended.wait(BEAT_SECONDS)
+
+    def _send_heartbeats(self) -> None:
+        """Send those of the slices, by which version 0.1.0 sees that they live."""
+        self._runner.send_heartbeats()
+        self._ended.wait(BEAT_SECONDS)
 
     def _listen(self) -> None:
         """Run slices as claims and commits ask for them, and where one is needed that nothing asked
         for: Redis may lose that.
         """
-        look_at = 0.0
-        while not self._ended.is_set():
-            try:
-                left = max(0.0, look_at - time.monotonic())
-                self._wake(self._messages(left) if left else ())
-                if time.monotonic() >= look_at:
-                    look_at = time.monotonic() + _LOOK_SECONDS
-                    self._look_after_all()
-            except _AWAY as error:
-                logger.debug("Redis unavailable; batches go on when it answers: %s", error)
-                time.sleep(_LOOK_SECONDS / 2)
+        left = self._look_at - time.monotonic()
+        if left > 0:
+            self._ask_for(self._messages(left))
+        else:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._look_after_all()
 
     def _messages(self, seconds: float) -> set[str]:
         """Wait for batches that ask for a slice."""
@@ -220,16 +212,33 @@ class Driver:
             time.sleep(_GATHER_SECONDS)
         return {message.batch for message in messages if message.kind == "batch"}
 
-    def _wake(self, batches: Iterable[str]) -> None:
+    def _ask_for(self, batches: Iterable[str]) -> None:
         with self._changed:
             for batch in batches:
                 if (driven := self._batches.get(batch)) is not None:
-                    self._ask_for_slice(driven)
+                    self._slices.ask_for(driven)
+            self._begin_slices()
 
     def _look_after_all(self) -> None:
+        records, now = self.queue.active_batches(), time.monotonic()
         with self._changed:
-            idle = [driven.batch for driven in self._batches.values() if driven not in self._running]
-            self._begin_slices()  # one that runs may be stuck now
-        for batch, fields in self.queue.statuses(idle).items():
-            if fields.driver != self.name or fields.state != "in_progress" or needs_slice(self.queue, batch, fields):
-                self._wake([batch])
+            for driven in self._slices.note_stuck():
+                self._turns.count(driven.tenant, now - driven.turn.began if driven.turn else 0.0)
+            known = dict(self._batches)
+        for batch, fields in records.items():
+            if fields.driver == self.name and fields.state in JOBS and batch not in known:
+                self._adopt(batch)  # Redis went back, or its reply was lost
+        due = [driven for driven in known.values() if driven.not_before <= now and not driven.turn]
+        self._ask_for([driven.batch for driven in due if self._is_due(driven, records.get(driven.batch))])
+
+    def _is_due(self, driven: Driven, fields: BatchStatus | None) -> bool:
+        state = "" if fields is None or fields.driver != self.name else fields.state
+        with self._changed:
+            if driven.is_large and state != "validating" and driven not in self._slices.running:
+                self._slices.make_small(driven)
+        return fields is None or state != "in_progress" or needs_slice(self.queue, driven.batch, fields)
+
+
+def is_large(fields: BatchFields) -> bool:
+    """Return whether the batch is yet to be validated, and its input large or of unknown size."""
+    return fields.state == "validating" and not 0 < fields.input_bytes <= LARGE_BYTES

@@ -22,8 +22,8 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import Busy, StoreError
 
-Next = Literal["again", "wait", "drop"]
-"""What follows a slice: another one at once, another one when it is asked for, or none."""
+Next = Literal["again", "wait", "retry", "drop"]
+"""What follows a slice: another one at once, when it is asked for, after a pause, or none."""
 
 WORK: dict[JobName, Callable[[Slice], object]] = {"validate": validate, "advance": advance, "finalize": finalize}
 
@@ -81,6 +81,7 @@ class Runner:
             return self._after_superseded(batch)
         except (Stopping, Busy):
             logger.debug("batch %s: another process works on it, or this one stops", batch)
+            return "wait"
         except (QueueUnavailable, redis.RedisError) as error:
             logger.warning("batch %s: Redis unavailable; the job runs again when it answers: %s", batch, error)
         except (StoreError, InputError) as error:
@@ -91,7 +92,7 @@ class Runner:
             self._note_problem(batch, f"internal error: {error!r}")
         finally:
             self._held.pop(batch, None)
-        return "wait"
+        return "retry"
 
     def _after_superseded(self, batch: str) -> Next:
         with contextlib.suppress(QueueUnavailable, redis.RedisError):

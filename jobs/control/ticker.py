@@ -19,6 +19,7 @@ from typing import Any
 
 import redis
 
+from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.runner import Runner
 from jobs.control.upkeep import Upkeep
 from jobs.errors import JobsError
@@ -87,15 +88,16 @@ class Ticker:
         self._queue = queue
         self._client = queue.redis
         self._leads = False
+        self._upkeep_thread = threading.Thread(target=self._run_upkeep, daemon=True)
         self._token = secrets.token_hex(16)
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
         self._orphans: dict[Execution, float] = {}  # what RQ takes for running, since when (monotonic seconds)
         self._seen = ""  # the last batch that the tick before had time for
 
     def run(self) -> None:
-        """Lead whenever it can, until the process is ordered to end."""
-        ended = threading.Event()
-        threading.Thread(target=self._run_upkeep, args=(ended,), name="upkeep", daemon=True).start()
+        """Lead whenever it can, until the process is ordered to end. Raises what Redis raises."""
+        if not self._upkeep_thread.is_alive():
+            self._upkeep_thread.start()
         try:
             while not _stopping.is_set():
                 self._leads = self.lead()
@@ -103,7 +105,7 @@ class Ticker:
                     self.tick()
                 _stopping.wait(TICK_SECONDS)
         finally:
-            ended.set()
+            self._leads = False
 
     def lead(self) -> bool:
         """Take or keep the lead.
@@ -144,11 +146,15 @@ class Ticker:
         except (redis.RedisError, QueueUnavailable) as error:
             logger.warning("failed to drain finished lines from a full Redis: %s", error)
 
-    def _run_upkeep(self, ended: threading.Event) -> None:
-        while not ended.wait(TICK_SECONDS):
-            if self._leads:
-                with contextlib.suppress(redis.RedisError, QueueUnavailable):  # the tick meets it too
+    def _run_upkeep(self) -> None:
+        while not _stopping.wait(TICK_SECONDS):
+            try:
+                if self._leads:
                     self.upkeep.run_once()
+            except (redis.RedisError, QueueUnavailable) as error:
+                logger.debug("Redis unavailable; the upkeep goes on when it answers: %s", error)
+            except Exception:
+                logger.exception("internal error of the upkeep, which goes on")
 
     def _look_after_all(self, now: float) -> None:
         """Go on at the next tick where a moment was not enough: thousands of windows may close at
@@ -170,10 +176,13 @@ class Ticker:
                 break
 
     def _look_for_drivers(self, records: dict[str, BatchStatus]) -> None:
-        """Note which drivers have no key, and since when: one that lives sets it again soon."""
+        """Note which drivers have no key, and since when: a live one sets it again within a second.
+
+        A key that lasts too long is from before the clock of Redis was set back.
+        """
         now, named = time.monotonic(), sorted({fields.driver for fields in records.values()} - {""})
-        found = self._queue.commands(("EXISTS", keys.driver(driver)) for driver in named)
-        gone = (driver for driver, exists in zip(named, found, strict=True) if not exists)
+        left = self._queue.commands(("TTL", keys.driver(driver)) for driver in named)
+        gone = (driver for driver, seconds in zip(named, left, strict=True) if not 0 <= seconds <= ALIVE_SECONDS)
         self._gone = {driver: self._gone.get(driver, now) for driver in gone}
 
     def _forget_orphans(self) -> None:

@@ -2,7 +2,7 @@
 
 Python runs one thread at a time, so each job that computes slows down all others. A job takes a
 turn, and passes it on at its checks while others wait. One that comes to no check, since it waits
-for a disk, is no longer counted; it waits for its next turn when it comes to one.
+for a disk or for Redis, is soon not counted any more; at its next check it waits for another turn.
 """
 
 import threading
@@ -16,7 +16,9 @@ TURN_SECONDS = 0.02
 OVERRUN_SECONDS = 0.1
 """After this time without a check a turn is not counted any more."""
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.03
+_IDLE_SECONDS = 1.0
+_WAITED_SHARE = 0.1  # of the time waited makes up for as much time served
 
 
 @dataclass(eq=False)
@@ -25,7 +27,7 @@ class Turn:
 
     tenant: str
     batch: str
-    began: float = 0.0  # monotonic seconds
+    began: float = 0.0  # monotonic seconds; of the wait for it, while that lasts
     granted: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -43,13 +45,13 @@ class Turns:
         self._tenants, self._batches = ServedTime(), ServedTime()
         self._running: set[Turn] = set()
         self._waiting: list[Turn] = []
+        self._asked = threading.Event()  # some may wait
 
     def take(self, turn: Turn) -> None:
         """Wait until the turn is granted, which it is at once while the process stops."""
         with self._lock:
-            self._waiting.append(turn)
-            self._grant()
-        self._wait_for(turn)
+            self._ask(turn)
+        turn.granted.wait()
 
     def pass_on(self, turn: Turn) -> None:
         """Let others have a turn that lasted long enough, and wait for the next one."""
@@ -62,9 +64,8 @@ class Turns:
                 return
             self._running.discard(turn)
             turn.granted.clear()
-            self._waiting.append(turn)
-            self._grant()
-        self._wait_for(turn)
+            self._ask(turn)
+        turn.granted.wait()
 
     def end(self, turn: Turn) -> None:
         """Give the turn up."""
@@ -77,10 +78,29 @@ class Turns:
         """Return how much of this process' time a tenant had lately, in seconds."""
         return self._tenants.of(tenant)
 
-    def _wait_for(self, turn: Turn) -> None:
-        while not turn.granted.wait(_POLL_SECONDS):
-            with self._lock:
-                self._grant()  # one that runs may have overrun meanwhile
+    def count(self, tenant: str, seconds: float) -> None:
+        """Count what a tenant used beside its turns."""
+        with self._lock:
+            self._tenants.add(tenant, seconds)
+
+    def watch(self) -> None:
+        """Grant turns in place of those that overrun, until the process stops; the body of a
+        thread.
+        """
+        while not self._stopping.is_set():
+            if self._asked.wait(_IDLE_SECONDS):
+                time.sleep(_POLL_SECONDS)
+                self.grant()
+
+    def grant(self) -> None:
+        """Grant what may be granted now: all turns, once the process stops."""
+        with self._lock:
+            self._grant()
+
+    def _ask(self, turn: Turn) -> None:
+        turn.began = time.monotonic()
+        self._waiting.append(turn)
+        self._grant()
 
     def _grant(self) -> None:
         now = time.monotonic()
@@ -92,9 +112,11 @@ class Turns:
             self._running.add(turn)
             turn.granted.set()
             free -= 1
+        (self._asked.set if self._waiting else self._asked.clear)()
 
     def _served_of(self, turn: Turn) -> tuple[float, float]:
-        return self._tenants.of(turn.tenant), self._batches.of(turn.batch)
+        waited = _WAITED_SHARE * (time.monotonic() - turn.began)  # so that new batches do not always go first
+        return self._tenants.of(turn.tenant), self._batches.of(turn.batch) - waited
 
     def _count(self, turn: Turn) -> None:
         seconds = min(time.monotonic() - turn.began, OVERRUN_SECONDS)

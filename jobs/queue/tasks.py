@@ -26,6 +26,7 @@ FUNCTION = "jobs.drive.run"
 _OLD_QUEUES = ("advance", "bulk")  # of 0.1.0
 _OLD_IDS = ("validate-", "advance-", "finalize-")
 _FAILURE_TTL = 3600
+_CONTROL_SECONDS = 600
 
 
 def hand_out(queue: Queue, batch: str) -> None:
@@ -55,12 +56,20 @@ def waiting_batches(queue: Queue) -> set[str]:
 
 
 def wake(client: redis.Redis, batch: str) -> None:
-    """Ask the batch's driver for a slice, as a claim does at low water."""
-    client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
+    """Ask the batch's driver for a slice, as a claim does at low water; where Redis refuses, the
+    driver finds that it is due.
+    """
+    name = keys.control(keys.JOBS_CONTROL)
+    with contextlib.suppress(redis.RedisError), client.pipeline(transaction=False) as pipeline:
+        pipeline.xadd(name, {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
+        pipeline.expire(name, _CONTROL_SECONDS)
+        pipeline.execute()
 
 
 def drop_old_jobs(client: redis.Redis) -> None:
-    """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew."""
+    """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew, also those that a
+    process of it works on, which the lock of their folders keeps apart.
+    """
     for name in _OLD_QUEUES:
         jobs = _jobs(client, name)
         for job in jobs.get_job_ids():

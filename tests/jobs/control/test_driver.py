@@ -1,23 +1,26 @@
-"""A process drives the batches that it took, some slices at a time, and hands them over when it
-stops.
+"""A process drives the batches that its records name, whatever Redis lost, and hands them over when
+it stops.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
+from jobs.batch.client import cancel_batch, get_batch
 from jobs.control import driver, runner
-from jobs.control.driver import _MOST, _MOST_OF_TENANT, Driver
+from jobs.control.driver import Driver
+from jobs.control.slice_queue import MOST_OF_TENANT
 from jobs.control.slices import Slice
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
-from jobs.queue.tasks import hand_out, waiting_batches
+from jobs.queue.tasks import hand_out, take_batches, waiting_batches
 from tests.support.batch_steps import answer_all, begin, step
-from tests.support.control_plane import write_input
-from tests.support.waiting import wait_until
+from tests.support.control_plane import Answering, write_input
+from tests.support.waiting import wait_for_end, wait_until
 
 
 @pytest.fixture
@@ -32,20 +35,30 @@ def drivers(redis_client: redis.Redis) -> Iterator[Callable[[], Driver]]:
     yield make
     for one in made:
         one.stopping.set()
+        one._turns.grant()
+        one._ended.set()
 
 
-class Stuck:
-    """Slices that begin and do not end before they are told to."""
+class Held:
+    """Validations that wait, before they do anything, until they are released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
-        self.end = threading.Event()
-        monkeypatch.setattr(driver.Runner, "run", self._run)
+        self.released = threading.Event()
+        self._real = runner.WORK["validate"]
+        monkeypatch.setitem(runner.WORK, "validate", self._wait)
 
-    def _run(self, batch: str, pause: object) -> str:
-        self.begun.append(batch)
-        self.end.wait(600)
-        return "wait"
+    def _wait(self, held: Slice) -> object:
+        self.begun.append(held.batch)
+        self.released.wait(600)
+        return self._real(held)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    found = Held(monkeypatch)
+    yield found
+    found.released.set()
 
 
 def make_batches(client: redis.Redis, folder: Path, count: int, **options: object) -> list[str]:
@@ -60,73 +73,13 @@ def take_all(one: Driver) -> None:
         one.take_batches()
 
 
-def test_a_tenant_has_some_slices_at_once_and_leaves_room_for_others(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
-) -> None:
-    stuck, one = Stuck(monkeypatch), drivers()
-    first = make_batches(redis_client, tmp_path, _MOST_OF_TENANT[False] + 3, tenant="first")
-    take_all(one)
-    wait_until(lambda: len(stuck.begun) == _MOST_OF_TENANT[False], 60, "all that may begin")
-    (second,) = make_batches(redis_client, tmp_path, 1, tenant="second")
-    take_all(one)
-    wait_until(lambda: second in stuck.begun, 60, "the other tenant's to begin")
-    assert len(stuck.begun) == _MOST_OF_TENANT[False] + 1
-    stuck.end.set()
-    wait_until(lambda: set(first) <= set(stuck.begun), 60, "the rest to begin")
-
-
-def test_slices_that_are_stuck_take_no_room_of_others(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
-) -> None:
-    stuck, one = Stuck(monkeypatch), drivers()
-    monkeypatch.setattr(driver, "STUCK_SECONDS", 0.05)
-    monkeypatch.setattr(driver, "MOST_STUCK", 2 * _MOST_OF_TENANT[False])
-    make_batches(redis_client, tmp_path, 3 * _MOST_OF_TENANT[False], tenant="first")
-    take_all(one)
-    one.start()
-    wait_until(lambda: len(stuck.begun) == 2 * _MOST_OF_TENANT[False], 60, "as many as may be stuck")
-    one.stopping.set()
-    stuck.end.set()
-    one.stop()
-    assert len(stuck.begun) == 2 * _MOST_OF_TENANT[False]
-
-
-def test_large_inputs_are_validated_a_few_at_a_time(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
-) -> None:
-    stuck, one = Stuck(monkeypatch), drivers()
-    monkeypatch.setattr(driver, "LARGE_BYTES", 1)
-    tenants = -(-_MOST[True] // _MOST_OF_TENANT[True])
-    for number in range(tenants + 1):
-        make_batches(redis_client, tmp_path, _MOST_OF_TENANT[True] + 1, tenant=f"t{number}")
-    take_all(one)
-    wait_until(lambda: len(stuck.begun) == _MOST[True], 60, "all that may begin")
-    monkeypatch.setattr(driver, "LARGE_BYTES", 1 << 30)
-    (small,) = make_batches(redis_client, tmp_path, 1, tenant="small")
-    take_all(one)
-    wait_until(lambda: small in stuck.begun, 60, "the small one to begin")
-    assert len(stuck.begun) == _MOST[True] + 1
-    stuck.end.set()
-
-
-def test_what_asks_for_a_slice_while_one_runs_gets_one_more(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
-) -> None:
-    stuck, one = Stuck(monkeypatch), drivers()
-    (batch,) = make_batches(redis_client, tmp_path, 1)
-    take_all(one)
-    wait_until(lambda: stuck.begun == [batch], 60, "its slice to begin")
-    for _ in range(3):
-        one._wake([batch, "unknown"])
-    assert stuck.begun == [batch]
-    stuck.end.set()
-    wait_until(lambda: stuck.begun == [batch] * 2, 60, "one more")
+def ended(client: redis.Redis, batch: str) -> Callable[[], bool]:
+    return lambda: get_batch(client, batch).ended
 
 
 def test_a_batch_of_a_process_that_lives_is_left_to_it(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
+    redis_client: redis.Redis, tmp_path: Path, held: Held, drivers: Callable[[], Driver]
 ) -> None:
-    Stuck(monkeypatch)
     queue, one, two, three = Queue(redis_client), drivers(), drivers(), drivers()
     (batch,) = make_batches(redis_client, tmp_path, 1)
     one.take_batches()
@@ -140,21 +93,139 @@ def test_a_batch_of_a_process_that_lives_is_left_to_it(
     assert queue.batch_fields(batch).driver == three.name
 
 
+def test_a_process_goes_on_with_what_only_the_record_says_that_it_drives(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, drivers: Callable[[], Driver]
+) -> None:
+    """The reply to its taking was lost, or Redis went back to a moment before the batch ended."""
+    one = drivers()
+    (batch,) = make_batches(redis_client, tmp_path, 1)
+    assert take_batches(one.queue, 9) == [batch]
+    redis_client.hset(keys.batch(batch), "driver", one.name)
+    one.start()
+    with Answering(redis_url):
+        wait_until(ended(redis_client, batch), 60, "the end")
+
+
+def test_a_thread_that_cannot_begin_costs_its_batch_a_moment(
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    drivers: Callable[[], Driver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, real, refused = drivers(), threading.Thread.start, list[str]()
+    (batch,) = make_batches(redis_client, tmp_path, 1)
+    one.start()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == batch and not refused:
+            refused.append(batch)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Answering(redis_url):
+        take_all(one)
+        wait_until(ended(redis_client, batch), 60, "the end")
+    assert refused == [batch]
+
+
+def test_an_error_that_nobody_expected_ends_no_thread_of_the_process(
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    drivers: Callable[[], Driver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, real, raised = drivers(), driver.needs_slice, threading.Event()
+
+    def fail_once(*arguments: object) -> bool:
+        if not raised.is_set():
+            raised.set()
+            raise ValueError("a record of another kind")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(driver, "needs_slice", fail_once)
+    (batch,) = make_batches(redis_client, tmp_path, 1)
+    take_all(one)
+    one.start()
+    wait_until(raised.is_set, 60, "the error")
+    redis_client.delete(keys.control(keys.JOBS_CONTROL))
+    assert answer_all(redis_client) == 3
+    redis_client.delete(keys.control(keys.JOBS_CONTROL))  # what asked for a slice is lost
+    wait_until(ended(redis_client, batch), 60, "the end")
+
+
+def test_a_cancelled_batch_does_not_wait_for_large_ones(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    held: Held,
+    drivers: Callable[[], Driver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "LARGE_BYTES", 1)
+    one, most = drivers(), MOST_OF_TENANT[True]
+    batches = make_batches(redis_client, tmp_path, most + 1)
+    one.start()
+    take_all(one)
+    wait_until(lambda: len(held.begun) == most, 60, "all that may begin")
+    (left,) = set(batches) - set(held.begun)
+    cancel_batch(redis_client, left)
+    wait_until(ended(redis_client, left), 60, "the end of the cancelled one")
+    assert len(held.begun) == most
+
+
+def test_what_fails_again_and_again_is_tried_ever_less(
+    redis_client: redis.Redis, tmp_path: Path, drivers: Callable[[], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, tries = drivers(), list[float]()
+
+    def fail(held: Slice) -> None:
+        tries.append(time.monotonic())
+        raise OSError("the disk is broken")
+
+    monkeypatch.setitem(runner.WORK, "validate", fail)
+    (batch,) = make_batches(redis_client, tmp_path, 1)
+    take_all(one)
+    one.start()
+    wait_until(lambda: len(tries) == 3, 60, "some tries")
+    assert tries[1] - tries[0] >= 1.0
+    assert tries[2] - tries[1] >= 2.0
+    assert "the disk is broken" in str(get_batch(redis_client, batch).problem)
+
+
 def test_a_stop_drains_and_hands_the_batches_over(
     redis_client: redis.Redis, tmp_path: Path, drivers: Callable[[], Driver]
 ) -> None:
     queue, one = Queue(redis_client), drivers()
     (batch,) = make_batches(redis_client, tmp_path, 1)
     take_all(one)
-    one.start()
     wait_until(lambda: queue.batch_fields(batch).state == "in_progress", 60, "it is validated")
-    wait_until(lambda: not one._running, 60, "no slice runs")
+    wait_until(lambda: not one._slices.running, 60, "no slice runs")
     one.stopping.set()
     assert answer_all(redis_client, most=2) == 2
     one.stop()
     assert queue.results(batch) == []
     assert (queue.batch_fields(batch).driver, waiting_batches(queue)) == ("", {batch})
     assert queue.batch_fields(batch).generation == 1
+
+
+def test_a_stop_waits_for_no_slice_that_is_stuck(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    held: Held,
+    drivers: Callable[[], Driver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "_STOP_SECONDS", 0.1)
+    queue, one = Queue(redis_client), drivers()
+    batches = make_batches(redis_client, tmp_path, MOST_OF_TENANT[False] + 2)
+    one.start()
+    take_all(one)
+    wait_until(lambda: len(held.begun) == MOST_OF_TENANT[False], 60, "all that may begin")
+    wait_for_end(one.stop, 60, "the stop")
+    assert waiting_batches(queue) == set(batches)
+    assert {queue.batch_fields(batch).driver for batch in batches} == {""}
 
 
 def test_a_slice_that_the_cancel_of_its_batch_ended_is_followed_by_one_that_ends_it(

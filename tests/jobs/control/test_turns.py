@@ -95,6 +95,7 @@ def test_a_job_that_comes_to_no_check_holds_up_no_other(
 ) -> None:
     monkeypatch.setattr(turns, "OVERRUN_SECONDS", 0.05)
     shared = Turns(stopping)
+    threading.Thread(target=shared.watch, daemon=True).start()
     shared.take(Turn("stuck", "first"))
     has_turn(other := Job(shared, "other", "second"))
     other.end()
@@ -106,6 +107,7 @@ def test_all_that_wait_go_on_when_the_process_stops(stopping: threading.Event) -
     jobs = [Job(shared, "mine", str(number)) for number in range(3)]
     waiting(shared, 3)
     stopping.set()
+    shared.grant()
     for job in jobs:
         has_turn(job)
         job.end()
