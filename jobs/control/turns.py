@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 from jobs.control.served_time import ServedTime
 
-AT_ONCE = 2
+AT_ONCE = 4
+LONG_AT_ONCE = 2
+LONG_SECONDS = 0.1
+"""Of its own turns, after which a slice is long. Shorter ones mostly wait for Redis and disks."""
 TURN_SECONDS = 0.02
 OVERRUN_SECONDS = 0.1
 """After this time without a check a turn is not counted any more."""
@@ -28,7 +31,13 @@ class Turn:
     tenant: str
     batch: str
     began: float = 0.0  # monotonic seconds; of the wait for it, while that lasts
+    used: float = 0.0  # seconds
     granted: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the slice has computed for long."""
+        return self.used >= LONG_SECONDS
 
     @property
     def unchecked_seconds(self) -> float:
@@ -103,16 +112,23 @@ class Turns:
         self._grant()
 
     def _grant(self) -> None:
-        now = time.monotonic()
-        free = AT_ONCE - sum(now - turn.began < OVERRUN_SECONDS for turn in self._running)
-        while self._waiting and (free > 0 or self._stopping.is_set()):
-            turn = min(self._waiting, key=self._served_of)
+        while able := self._grantable():
+            turn = min(able, key=self._served_of)
             self._waiting.remove(turn)
-            turn.began = now
+            turn.began = time.monotonic()
             self._running.add(turn)
             turn.granted.set()
-            free -= 1
         (self._asked.set if self._waiting else self._asked.clear)()
+
+    def _grantable(self) -> list[Turn]:
+        if self._stopping.is_set():
+            return list(self._waiting)
+        now = time.monotonic()
+        counted = [turn for turn in self._running if now - turn.began < OVERRUN_SECONDS]
+        if len(counted) >= AT_ONCE:
+            return []
+        may_be_long = sum(turn.is_long for turn in counted) < LONG_AT_ONCE
+        return [turn for turn in self._waiting if may_be_long or not turn.is_long]
 
     def _served_of(self, turn: Turn) -> tuple[float, float]:
         waited = _WAITED_SHARE * (time.monotonic() - turn.began)  # so that new batches do not always go first
@@ -122,3 +138,4 @@ class Turns:
         seconds = min(time.monotonic() - turn.began, OVERRUN_SECONDS)
         self._tenants.add(turn.tenant, seconds)
         self._batches.add(turn.batch, seconds)
+        turn.used += seconds

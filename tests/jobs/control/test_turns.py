@@ -27,17 +27,16 @@ def one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 class Job:
     """A thread that takes a turn, and ends it when it is told to."""
 
-    def __init__(self, shared: Turns, tenant: str, batch: str) -> None:
-        self._shared, self._names = shared, (tenant, batch)
+    def __init__(self, shared: Turns, tenant: str, batch: str, used: float = 0.0) -> None:
+        self._shared, self._asked = shared, Turn(tenant, batch, used=used)
         self.turn: Turn | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        turn = Turn(*self._names)
-        self._shared.take(turn)
-        self.turn = turn
+        self._shared.take(self._asked)
+        self.turn = turn = self._asked
         self._end.wait(600)
         self._shared.end(turn)
 
@@ -99,6 +98,24 @@ def test_a_job_that_comes_to_no_check_holds_up_no_other(
     shared.take(Turn("stuck", "first"))
     has_turn(other := Job(shared, "other", "second"))
     other.end()
+
+
+def test_short_slices_leave_long_ones_some_turns_and_get_more(
+    stopping: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "AT_ONCE", 3)
+    monkeypatch.setattr(turns, "LONG_AT_ONCE", 1)
+    shared = Turns(stopping)
+    shared.take(Turn("long", "first", used=9.0))
+    second = Job(shared, "long", "second", used=9.0)
+    waiting(shared, 1)
+    short = [Job(shared, "short", str(number)) for number in range(2)]
+    for job in short:
+        has_turn(job)
+    assert second.turn is None
+    for job in short:
+        job.end()
+    assert second.turn is None
 
 
 def test_all_that_wait_go_on_when_the_process_stops(stopping: threading.Event) -> None:
