@@ -40,6 +40,11 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert sorted(name for name in named if f"def {name}(" not in tests) == []
 
 
+def test_the_changelog_has_a_heading_for_each_version() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings == ["Unreleased", "0.1.0"]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_prose_has_at_most_100_columns(page: str) -> None:
     """Tables, code blocks and lines with a link may be wider."""

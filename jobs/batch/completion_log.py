@@ -56,7 +56,8 @@ def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
     Raise `StoreError`.
     """
     remove_log(root)
-    link(output, join(root, LOG_NAME))
+    with named("cannot write", join(root, LOG_NAME)):
+        link(output, join(root, LOG_NAME))
     index, size = bytearray(), 0
     with open_input(output) as file:
         for line, content in zip(lines, file, strict=True):

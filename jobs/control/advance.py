@@ -246,7 +246,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     count_results(manifest, (result for _, result in results))
     compacted = compact(held)
     save_manifest(manifest)
-    if not are_small([part.bytes]):
+    if compacted or not are_small([part.bytes]):
         for line, _ in results:
             stored.add(line)
         save_stored(held.root, manifest.parts, stored)

@@ -137,7 +137,7 @@ def api_alive(api_id: str) -> str:
 
 
 def driver(name: str) -> str:
-    """Lasts as long as the process of the control plane sends heartbeats, and for some seconds."""
+    """Lasts some seconds longer than the process of the control plane, which sets it again."""
     return f"{{q}}:driver:{name}"
 
 

@@ -184,7 +184,8 @@ class AtomicWriter:
         self._open = True
         with named("cannot write", location):
             if self._path is not None:
-                self._folder, name = os.path.split(self._path)
+                folder, name = os.path.split(self._path)
+                self._folder = folder or "."
                 folder = _scratch_for(self._folder, scratch)
                 self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
                 # Closed by `commit` or `close`.
@@ -221,7 +222,7 @@ class AtomicWriter:
                 os.fsync(self._file.fileno())
                 self._file.close()
                 os.replace(self._temporary, self._path)
-                sync_folder(self._folder or ".")
+                sync_folder(self._folder)
         self._open = False
 
     def close(self) -> None:
