@@ -2,11 +2,15 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 from tests.chaos.killers import KINDS, Killers, Kind
 from tests.support.sentinel_fleet import SentinelFleet
 from tests.support.sentinels import SentinelSet, ServerProcess
+
+FAILOVER_SECONDS = 10.0
+"""Sentinels that took an order have another master within this time."""
 
 _NEEDS_ONE_SERVER = ("Redis", "memory", "disk", "repl", "clock", "worker cut off")
 """How the names of the kinds begin that break the one server, or the proxies before it."""
@@ -35,15 +39,25 @@ class SentinelKillers(Killers):
     def fail_over_by_order(self) -> str:
         before = self.sentinels.master
         self.sentinels.order_failover()
-        return self._failing_over(before, lambda: None)
+        return self._failing_over(before, lambda: None, self.sentinels.order_failover)
 
-    def _failing_over(self, before: ServerProcess, mend: Callable[[], None]) -> str:
-        """What the new master lacks is lost, from now until the old one is a replica."""
+    def _failing_over(
+        self, before: ServerProcess, mend: Callable[[], None], again: Callable[[], object] = lambda: None
+    ) -> str:
+        """What the new master lacks is lost, from now until the old one is a replica.
+
+        `again` repeats an order, which Sentinels may give up after the machine stood still.
+        """
         self.load.note_loss()
         self.redis_is_broken = True
+        ordered_at = time.monotonic()
 
         def look() -> None:
+            nonlocal ordered_at
             if self.sentinels.master is before:
+                if time.monotonic() - ordered_at > FAILOVER_SECONDS:
+                    ordered_at = time.monotonic()
+                    again()
                 self.later(0.2, look)
             else:
                 self.later(self.longer_than_a_lease(), come_back)
