@@ -16,10 +16,11 @@ from jobs.control import finalize, slices
 from jobs.control.ticker import Ticker
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
-from tests.support.batch_steps import answer_all, begin, step, tick
-from tests.support.control_plane import failing
+from tests.support.batch_steps import answer_all, begin, step, tick, wait_for_batch
+from tests.support.control_plane import Answering, control_plane, failing, write_input
 from tests.support.integrity import faults
 from tests.support.kills import Killed
+from tests.support.rollback import EarlierRedis
 from tests.support.store_batches import (
     check_every_line_once,
     finished,
@@ -29,6 +30,7 @@ from tests.support.store_batches import (
     submit,
     under_way,
 )
+from tests.support.waiting import wait_until
 
 
 def roll_back(client: redis.Redis, saved: dict[bytes, tuple[bytes, int]]) -> None:
@@ -198,3 +200,27 @@ def test_a_cancel_that_came_too_late_is_forgotten(
     redis_client.flushall()
     rebuild_all(Queue(redis_client), str(tmp_path / "store"))
     assert get_batch(redis_client, record.id).state == "completed"
+
+
+@pytest.mark.parametrize("end", ["completed", "cancelled"])
+def test_processes_that_live_on_bring_a_batch_to_its_end_again(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, end: str
+) -> None:
+    """They took it for ended, and its record names one of them."""
+    with control_plane(redis_url):
+        batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 50)).id
+        wait_until(lambda: get_batch(redis_client, batch).state == "in_progress", 60, "the batch to run")
+        earlier = EarlierRedis(redis_client)
+        if end == "cancelled":
+            cancel_batch(redis_client, batch)
+        else:
+            with Answering(redis_url):
+                wait_for_batch(redis_client, batch, 60)
+        ended = wait_for_batch(redis_client, batch, 60)
+        wait_until(lambda: not redis_client.exists(keys.ACTIVE), 60, "its keys to be removed")
+        earlier.restore()
+        wait_until(lambda: not redis_client.exists(keys.ACTIVE), 60, "its keys to be removed again")
+    again = get_batch(redis_client, batch)
+    assert Queue(redis_client).batch_fields(batch).state == again.state == end
+    assert (again.completed, again.failed) == (ended.completed, ended.failed)
+    assert faults(redis_client) == []
