@@ -1,5 +1,6 @@
 """Workers and models that the queue knows."""
 
+import hashlib
 import threading
 from typing import Literal
 
@@ -46,12 +47,13 @@ class ModelRecord(msgspec.Struct):
 class Registry(QueueBase):
     """Records of workers last three leases beyond their last `renew`; those of models stay.
 
-    A record that did not arrive is written again by the next `renew`.
+    A record that did not arrive, or that Redis lost, is written again by the next `renew`.
     """
 
     def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
         super().__init__(client, settings)
         self._records: dict[str, WorkerRecord] = {}
+        self._digests: dict[str, str] = {}  # of the records as they were written last
         self._unwritten: set[str] = set()
         self._writing = threading.Lock()  # so that an older record never replaces a newer one
 
@@ -72,7 +74,9 @@ class Registry(QueueBase):
         models = [ModelRecord(name, record.max_model_len, urls, record.started, record.tasks) for name in record.models]
         named = [value for model in models for value in (model.name, pack(model))]
         lasts = int(STOPPED_SECONDS * 1000) if record.state == "stopped" else 3 * self._lease_ms
-        self._scripts.call("register", [record.id, lasts, pack(record), int(ready), *named])
+        packed = pack(record)
+        self._digests[record.id] = hashlib.sha1(packed, usedforsecurity=False).hexdigest()
+        self._scripts.call("register", [record.id, lasts, packed, int(ready), *named])
         self._unwritten.discard(record.id)
 
     def workers(self) -> list[WorkerRecord]:
@@ -98,6 +102,7 @@ class Registry(QueueBase):
         """Once this returns, it is not written again and not being written."""
         with self._writing:
             self._records.pop(worker, None)
+            self._digests.pop(worker, None)
 
     def _register_again(self, worker: str) -> None:
         """A server that came back empty, or a long stop, loses the record; the next renewal

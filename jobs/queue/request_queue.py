@@ -128,7 +128,9 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         """
         lost: list[bytes] = []
         for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
-            known, *more = self._scripts.call("renew", [worker, self._lease_ms, generated, *flat(group)])
+            known, *more = self._scripts.call(
+                "renew", [worker, self._lease_ms, generated, self._digests.get(worker, ""), *flat(group)]
+            )
             lost += more
             if not known or worker in self._unwritten:
                 self._register_again(worker)

@@ -19,6 +19,7 @@ from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
 from jobs.queue.streams import FIRST_ID, ControlMessage
 from tests.support.requests import MODEL, delta, finished, pass_time, request, start_batch, token_ids_in
+from tests.support.rollback import EarlierRedis
 
 
 def record(worker: str = "w1", state: str = "ready", models: list[str] | None = None) -> WorkerRecord:
@@ -30,6 +31,15 @@ def orders(queue: Queue, worker: str, after: str = FIRST_ID) -> list[ControlMess
 
 
 class TestWorkers:
+    def test_a_state_that_redis_lost_is_written_again(self, queue: Queue, redis_client: redis.Redis) -> None:
+        queue.register_worker(record(state="initializing"))
+        earlier = EarlierRedis(redis_client)
+        queue.register_worker(record(state="ready"))
+        earlier.restore()
+        queue.renew("w1", [])
+        assert [worker.state for worker in queue.workers()] == ["ready"]
+        assert [model.name for model in queue.models()] == [MODEL]
+
     def test_states_are_seen_until_it_goes(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.register_worker(record(state="loading"))
         assert [worker.state for worker in queue.workers()] == ["loading"]
