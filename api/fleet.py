@@ -6,8 +6,9 @@ import math
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import anyio
 import redis
 
 from api.threads import run_in
@@ -97,13 +98,15 @@ class Fleet:
             raise QueueUnavailable(f"the registry could not be read for {self._timeout:g} s") from None
 
     async def unless_away(self, work: Awaitable[T]) -> T:
-        """The outcome of `work`, which asks Redis, unless that is away for longer than one call
-        retries.
+        """Return the outcome of `work`, which asks Redis, unless that is away for longer than one
+        call retries.
 
         Then raise `QueueUnavailable`, at once for all that wait: what still waits for a thread is
-        dropped, what has one goes on.
+        dropped, what has one goes on and counts among those that have one.
         """
-        task = asyncio.ensure_future(work)
+        scope = anyio.CancelScope()  # a thread of the framework outlasts that, and not `Task.cancel`
+        task = asyncio.create_task(_within(scope, work))
+        task.add_done_callback(_noted)
         self._watched += 1
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._until_away())
@@ -114,7 +117,7 @@ class Fleet:
             raise QueueUnavailable("Redis went away during the call")
         finally:
             self._watched -= 1
-            task.cancel()
+            scope.cancel()
 
     async def _until_away(self) -> None:
         with contextlib.suppress(QueueUnavailable, redis.RedisError):
@@ -154,8 +157,7 @@ class Fleet:
             self._began = loop.time()
             self._away_since = min(self._away_since, self._began)
             self._reading = asyncio.ensure_future(self._read())
-            # Else a failure that no call waits for is logged with its traceback
-            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
+            self._reading.add_done_callback(_noted)
         return await asyncio.shield(self._reading)
 
     @property
@@ -171,6 +173,18 @@ class Fleet:
     def _read_now(self) -> Snapshot:
         models = {record.name: record for record in self.probe_queue.models()}
         return Snapshot(self.probe_queue.workers(), models, self._expected)
+
+
+async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
+    with scope:
+        return await work
+    raise QueueUnavailable("Redis went away during the call")
+
+
+def _noted(work: asyncio.Future[Any]) -> None:
+    """Take note of a failure that no call may wait for, which is else logged with its traceback."""
+    if not work.cancelled():
+        work.exception()
 
 
 def not_served(model: str, snapshot: Snapshot) -> ApiError:

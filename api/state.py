@@ -64,11 +64,11 @@ async def queue_reachable(request: Request) -> None:
 
 class BlockingRoute(APIRoute):
     """A route that is refused with the others where Redis goes away while its function, if a plain
-    one, waits for Redis in a thread, or for a thread.
+    one, is in a thread or waits for one.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The framework's, which is not waited for then."""
+        """Return the framework's handler, which is not waited for then."""
         handle = super().get_route_handler()
         if inspect.iscoroutinefunction(self.endpoint):
             return handle

@@ -33,6 +33,7 @@ LONGEST = 12.0  # for calls that wait together; one after the other they take PE
 UPLOADS = 2
 CREATES = 50  # more than the framework has threads
 THREADS = 40  # that it has
+UNKNOWN = f"/v1/files/file-{24 * '0'}"
 
 
 @pytest.fixture
@@ -154,7 +155,6 @@ def test_no_call_waits_for_its_own_connection_or_a_thread(
             disk.set()
             calls += [threads.submit(_ask, url, *call) for call in _routes(batch) for _ in range(2)]
             refused = [call.result() for call in calls]
-            assert _ask(url, "GET", f"/v1/files/{file}/content").content == b"{}\n"
             repeated = _ask(url, "POST", "/v1/batches", json=new)
         for answer in [*refused, repeated]:
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.request
@@ -168,6 +168,24 @@ def test_no_call_waits_for_its_own_connection_or_a_thread(
         assert {http.get(f"/v1/files/{one['id']}/content").content for one in _listed(http, "files")} == {b"{}\n"}
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_calls_that_are_refused_keep_their_threads(machine: RedisMachine, tmp_path: Path) -> None:
+    """However many come while Redis hangs, no more threads hang with it than the framework has."""
+    settings = ApiSettings(
+        redis_url=f"{machine.url}?socket_timeout=600", file_store=str(tmp_path), redis_retry_seconds=PERIOD
+    )
+    with running_api(settings) as url, ThreadPoolExecutor(CREATES) as callers, plain_client(url) as http:
+        form: dict[str, Any] = {"files": {"file": ("in.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+        content = f"/v1/files/{http.post('/v1/files', **form).json()['id']}/content"
+        before = _framework_threads()
+        with hung(machine):
+            assert http.get(content).content == b"{}\n"
+            for _ in range(2):
+                answers = list(callers.map(lambda _: _ask(url, "GET", UNKNOWN), range(CREATES)))
+                assert {answer.status_code for answer in answers} == {503}
+                assert len(_framework_threads() - before) <= THREADS
+        wait_until(lambda: http.get(content).status_code == 200, 60, "a thread to be free again")
 
 
 @pytest.mark.proof
@@ -207,11 +225,14 @@ def test_a_call_outlasts_a_redis_that_is_away_for_less(
 
 def _routes(batch: str) -> list[tuple[str, str]]:
     """Calls of every kind that ask Redis, less those that the reading of the registry answers."""
-    unknown = f"/v1/files/file-{24 * '0'}"
     reads = ["/v1/batches", f"/v1/batches/{batch}", f"/v1/batches/{batch}/stream", f"/v1/streams/{batch}/0"]
-    reads += ["/v1/files", unknown, f"{unknown}/content", "/metrics"]
-    writes = [("POST", f"/v1/batches/{batch}/cancel"), ("DELETE", unknown)]
+    reads += ["/v1/files", UNKNOWN, f"{UNKNOWN}/content", "/metrics"]
+    writes = [("POST", f"/v1/batches/{batch}/cancel"), ("DELETE", UNKNOWN)]
     return [("GET", path) for path in reads] + writes
+
+
+def _framework_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "AnyIO" in thread.name}
 
 
 def _listed(http: httpx.Client, name: str) -> list[dict[str, Any]]:
