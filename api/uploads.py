@@ -13,12 +13,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
+from api.http.errors import MayExist
 from api.http.multipart import FormPart, MultipartReader
 from api.http.request_body import chunks_of
 from api.state import ApiState
 from jobs.protocol import fields
 from jobs.protocol.lines import decode_json
 from jobs.protocol.results import ApiError
+from jobs.queue.scripts import QueueUnavailable
 from jobs.store.file_store import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
@@ -56,7 +58,7 @@ _FIELDS = ("purpose", EXPIRY, ANCHOR, SECONDS)
 
 
 async def receive_file(request: Request, state: ApiState, tenant: str) -> FileRecord:
-    """Store the file of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, and
+    """Store the file of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, `MayExist`, and
     `ClientDisconnect`.
     """
     reader = MultipartReader(request.headers.get("content-type", ""))
@@ -142,7 +144,13 @@ class _Form:
             fields.fail("Invalid 'file': the file is empty.", "file", "empty_file")
         upload.expires_seconds = self._expires_seconds()
         self.upload = None  # its thread closes it, also where that is not waited for
-        return await self._unless_away(asyncio.shield(_on_disk(_commit, upload)))
+        committing = asyncio.ensure_future(_on_disk(_commit, upload))
+        try:
+            return await self._unless_away(asyncio.shield(committing))
+        except QueueUnavailable as error:
+            if committing.done():
+                return committing.result()
+            raise MayExist from error
 
     def close(self) -> None:
         """Drop what was not committed."""
@@ -164,8 +172,13 @@ class _Form:
         self._filename = _base_name(part.filename)
         self._check_fields()
         self.check_size()
-        beginning = _on_disk(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
-        self.upload = await self._unless_away(beginning)
+        begin = partial(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
+        beginning = asyncio.ensure_future(_on_disk(begin))
+        try:
+            self.upload = await self._unless_away(asyncio.shield(beginning))
+        except BaseException:
+            beginning.add_done_callback(_abandon)  # its thread goes on
+            raise
 
     async def _write(self) -> None:
         data, self._buffer = bytes(self._buffer), bytearray()
@@ -214,6 +227,11 @@ class _Form:
 
     def _text(self, name: str) -> str:
         return self._fields[name].decode("utf-8", "replace")
+
+
+def _abandon(beginning: asyncio.Future[Upload]) -> None:
+    if not beginning.cancelled() and beginning.exception() is None:
+        _WRITERS.submit(beginning.result().close)
 
 
 def _commit(upload: Upload) -> FileRecord:

@@ -1,6 +1,6 @@
 """`/v1/batches`: create, list, look at, cancel."""
 
-import logging
+import threading
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -10,7 +10,7 @@ from openai.types import Batch
 
 from api.auth import Caller, caller_of
 from api.batch_objects import batch_object, find_batch
-from api.http.errors import error_response
+from api.http.errors import MayExist, error_response
 from api.http.openapi import json_body, query
 from api.http.pages import PageOf, envelope, not_after, query_integer
 from api.http.request_body import read_body
@@ -62,16 +62,6 @@ _PAGE = [
     ),
 ]
 
-# Clients that try again by themselves would make a second one
-_UNCERTAIN = ApiError(
-    503,
-    "The queue went out of reach while the batch was made, so it may exist: look at your batches in a minute, before"
-    " you try again.",
-    "server_error",
-    code="queue_unavailable",
-)
-
-logger = logging.getLogger(__name__)
 router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
 
 
@@ -82,14 +72,16 @@ async def create_batch(request: Request) -> Response:
     """
     raw = await read_body(request, _MAX_BODY)
     state = state_of(request)
+    begun = threading.Event()
     try:
-        creating = run_in_threadpool(_create, state, caller_of(request), raw)
+        creating = run_in_threadpool(_create, state, caller_of(request), raw, begun)
         return json_response(await state.fleet.unless_away(creating))
     except QueueFull:
         raise
     except QueueUnavailable as error:
-        logger.warning("answering 503 to a batch that may have been made: %s", error)
-        return error_response(_UNCERTAIN, {"retry-after": "1", "x-should-retry": "false"})
+        if not begun.is_set():
+            raise
+        raise MayExist from error
 
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
@@ -145,7 +137,8 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
     )
 
 
-def _create(state: ApiState, caller: Caller, raw: bytes) -> dict[str, Any]:
+def _create(state: ApiState, caller: Caller, raw: bytes, begun: threading.Event) -> dict[str, Any]:
+    begun.set()
     new = read_new_batch(decode_body(raw), caller, state.settings)
     try:
         return batch_object(submit_batch(state.queue, state.files, new))

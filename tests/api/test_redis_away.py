@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
+from jobs.store.file_store import FileStore, Upload
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import official_client, plain_client, running_api
 from tests.support.redis_machine import RedisMachine, running_redis_machine
@@ -129,7 +131,7 @@ def test_no_call_waits_for_its_own_connection_or_a_thread(
     machine: RedisMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Connections give up after ten minutes here. Batches and files are being made as Redis hangs:
-    they exist, whole, once it is back, and no client was invited to make a batch again.
+    they exist, whole, once it is back, and no client was invited to make one of them again.
     """
     settings = ApiSettings(
         redis_url=f"{machine.url}?socket_timeout=600", file_store=str(tmp_path), redis_retry_seconds=PERIOD
@@ -158,9 +160,10 @@ def test_no_call_waits_for_its_own_connection_or_a_thread(
             repeated = _ask(url, "POST", "/v1/batches", json=new)
         for answer in [*refused, repeated]:
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.request
-        uncertain = [answer for answer in refused if answer.headers.get("x-should-retry") == "false"]
-        assert len(uncertain) >= THREADS
-        assert {(one.request.method, one.request.url.path) for one in uncertain} == {("POST", "/v1/batches")}
+        uncertain = [answer.request for answer in refused if answer.headers.get("x-should-retry") == "false"]
+        made = Counter((request.method, request.url.path) for request in uncertain)
+        # Others never had a thread
+        assert made == {("POST", "/v1/batches"): THREADS, ("POST", "/v1/files"): UPLOADS}
         assert "x-should-retry" not in repeated.headers  # refused before anything was done
         wait_until(lambda: http.get("/health").status_code == 200, 60, "probes to be answered again")
         wait_until(lambda: len(_listed(http, "batches")) == 1 + THREADS, 60, "the batches that were being made")
@@ -168,6 +171,35 @@ def test_no_call_waits_for_its_own_connection_or_a_thread(
         assert {http.get(f"/v1/files/{one['id']}/content").content for one in _listed(http, "files")} == {b"{}\n"}
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_uploads_that_are_refused_as_they_begin_leave_nothing(
+    machine: RedisMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ApiSettings(
+        redis_url=f"{machine.url}?socket_timeout=600", file_store=str(tmp_path), redis_retry_seconds=PERIOD
+    )
+    reached, away, begun, begin = threading.Semaphore(0), threading.Event(), threading.Semaphore(0), FileStore.begin
+
+    def late_begin(store: FileStore, **options: Any) -> Upload:
+        reached.release()
+        assert away.wait(120)
+        upload = begin(store, **options)
+        begun.release()
+        return upload
+
+    with running_api(settings) as url, ThreadPoolExecutor(UPLOADS) as callers, plain_client(url) as http:
+        form: dict[str, Any] = {"files": {"file": ("in.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+        file = http.post("/v1/files", **form).json()["id"]
+        monkeypatch.setattr(FileStore, "begin", late_begin)
+        calls = [callers.submit(_ask, url, "POST", "/v1/files", **form) for _ in range(UPLOADS)]
+        assert all(reached.acquire(timeout=60) for _ in calls)
+        with hung(machine):
+            away.set()
+            answers = [call.result() for call in calls]
+        assert {(answer.status_code, "x-should-retry" in answer.headers) for answer in answers} == {(503, False)}
+        assert all(begun.acquire(timeout=60) for _ in calls)
+        wait_until(lambda: os.listdir(tmp_path / "files") == [file], 60, "what they began to be removed")
 
 
 def test_calls_that_are_refused_keep_their_threads(machine: RedisMachine, tmp_path: Path) -> None:
