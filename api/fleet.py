@@ -69,10 +69,11 @@ class Fleet:
         self._expected = expected
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
-        self._began = -math.inf
+        self._began = self._ended = -math.inf
         self._watched = 0  # calls that wait in `unless_away`
         self._watch: asyncio.Task[None] | None = None
-        self._away_since = math.inf  # when the first of the readings began that have all failed
+        # When the first of the readings began that have all failed, one soon after the other
+        self._away_since = math.inf
 
     def close(self) -> None:
         """Close what the readings use."""
@@ -89,7 +90,7 @@ class Fleet:
         loop = asyncio.get_running_loop()
         now = loop.time()
         try:
-            async with asyncio.timeout_at(max(min(self._away_since, now) + self._timeout, now + _PROBE_SECONDS)):
+            async with asyncio.timeout_at(max(self._away_from(now) + self._timeout, now + _PROBE_SECONDS)):
                 while True:
                     with contextlib.suppress(QueueUnavailable):
                         return await self._shared(fresh)
@@ -155,10 +156,16 @@ class Fleet:
                 await asyncio.wait({self._reading})
                 continue
             self._began = loop.time()
-            self._away_since = min(self._away_since, self._began)
+            self._away_since = self._away_from(self._began)
             self._reading = asyncio.ensure_future(self._read())
             self._reading.add_done_callback(_noted)
         return await asyncio.shield(self._reading)
+
+    def _away_from(self, now: float) -> float:
+        """Return since when Redis is away if it is `now`: nobody saw the end of one long ago."""
+        reads = self._reading is not None and not self._reading.done()
+        recent = reads or now - self._ended <= _FRESH_SECONDS + _PROBE_SECONDS
+        return min(self._away_since, now) if recent else now
 
     @property
     def _failed(self) -> bool:
@@ -166,7 +173,10 @@ class Fleet:
         return reading is not None and reading.done() and reading.exception() is not None
 
     async def _read(self) -> Snapshot:
-        snapshot = await run_in(self._thread, self._read_now)
+        try:
+            snapshot = await run_in(self._thread, self._read_now)
+        finally:
+            self._ended = asyncio.get_running_loop().time()
         self._away_since = math.inf
         return snapshot
 

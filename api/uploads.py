@@ -58,7 +58,7 @@ _FIELDS = ("purpose", EXPIRY, ANCHOR, SECONDS)
 
 
 async def receive_file(request: Request, state: ApiState, tenant: str) -> FileRecord:
-    """Store the file of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, `MayExist`, and
+    """Store the file of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, and
     `ClientDisconnect`.
     """
     reader = MultipartReader(request.headers.get("content-type", ""))
@@ -150,7 +150,7 @@ class _Form:
         except QueueUnavailable as error:
             if committing.done():
                 return committing.result()
-            raise MayExist from error
+            raise MayExist(str(error)) from error
 
     def close(self) -> None:
         """Drop what was not committed."""

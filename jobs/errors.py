@@ -6,6 +6,7 @@
       ServerError           no Redis server, or one that cannot be used
       QueueUnavailable      Redis cannot answer now
         QueueFull           it has no memory left
+        MayExist            what an API call makes may be there
       StoreError            a file cannot be read or written
         StoreFull           there is no room for it
         StoreAway           its folder is not mounted, or another one

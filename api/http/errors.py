@@ -25,9 +25,24 @@ from jobs.store.storage import StoreError, StoreFull
 
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
+
+class MayExist(QueueUnavailable):
+    """The queue went out of reach while a call made something, which may be there now or later.
+
+    Clients that try again by themselves would make a second one.
+    """
+
+    retry = False
+
+
 # Code and message; the class says the status, and whether to retry
 _ANSWERS: dict[type, tuple[str, str]] = {
     QueueUnavailable: ("queue_unavailable", "The queue is out of reach at the moment; try again."),
+    MayExist: (
+        "queue_unavailable",
+        "The queue went out of reach during the call, so what it makes may exist: look for it in a minute, before you"
+        " try again.",
+    ),
     QueueFull: ("queue_unavailable", "The queue has no room for more at the moment; try again."),
     StoreError: ("file_store_unavailable", "The file store cannot be used at the moment."),
     StoreAway: (
@@ -42,13 +57,6 @@ _ANSWERS: dict[type, tuple[str, str]] = {
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "5"}}
 
 logger = logging.getLogger(__name__)
-
-
-class MayExist(Exception):
-    """The queue went out of reach while a call made something, which may be there now or later.
-
-    Clients that try again by themselves would make a second one.
-    """
 
 
 class Stoppable:
@@ -83,7 +91,6 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     for kind in (redis.RedisError, *_ANSWERS):
         app.add_exception_handler(kind, _unavailable)
-    app.add_exception_handler(MayExist, _may_exist)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -143,16 +150,6 @@ async def _unavailable(_request: Request, error: Exception) -> Response:
     logger.log(level, "answering %d %s: %s", answer.status, answer.code, error)
     retry = getattr(error, "retry", True)
     return error_response(answer, {"retry-after": "1"} if retry else {"x-should-retry": "false"})
-
-
-async def _may_exist(request: Request, error: Exception) -> Response:
-    logger.warning("answering 503 to a call that may have been done: %s", error.__cause__)
-    message = (
-        "The queue went out of reach during the call, so what it makes may exist: look at"
-        f" GET {request.url.path} in a minute, before you try again."
-    )
-    answer = ApiError(503, message, "server_error", code="queue_unavailable")
-    return error_response(answer, {"retry-after": "1", "x-should-retry": "false"})
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:

@@ -81,7 +81,7 @@ async def create_batch(request: Request) -> Response:
     except QueueUnavailable as error:
         if not begun.is_set():
             raise
-        raise MayExist from error
+        raise MayExist(str(error)) from error
 
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
