@@ -15,6 +15,7 @@ import redis
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.retention import forget_output
 from jobs.control import runner, ticker, upkeep
+from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
 from jobs.queue import keys
@@ -146,6 +147,22 @@ def test_the_batch_of_a_process_that_died_goes_to_another_under_a_new_generation
     leader.tick()
     assert (queue.batch_fields(batch).generation, waiting_batches(queue)) == (2, {batch})
     assert run_to_end(redis_client, batch).completed == 5
+
+
+def test_a_key_that_lasts_longer_than_any_driver_sets_it_is_no_sign_of_life(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of Redis was set back by an hour, and the process was killed then."""
+    monkeypatch.setattr(ticker, "GONE_SECONDS", -1.0)
+    batch, queue = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id, Queue(redis_client)
+    redis_client.hset(keys.batch(batch), "driver", "first")
+    leader = Ticker(queue)
+    redis_client.set(keys.driver("first"), 1, ex=ALIVE_SECONDS)
+    leader.tick()
+    assert queue.batch_fields(batch).generation == 1
+    redis_client.set(keys.driver("first"), 1, ex=ALIVE_SECONDS + 3600)
+    leader.tick()
+    assert queue.batch_fields(batch).generation == 2
 
 
 def test_a_driver_whose_key_comes_back_lives(
