@@ -1,12 +1,13 @@
 """Writes what pages quote of the files of results: `python -m benchmarks.pages`.
 
 Between its marks, the README gets the table of goals, and `docs/performance.md` the tables of a
-step's parts and of batch sizes; the plot is drawn anew. A test holds that what is committed is what
-the committed results give.
+step's parts, of batch sizes and of the control plane; the plot is drawn anew. A test holds that
+what is committed is what the committed results give.
 """
 
 from pathlib import Path
 
+from benchmarks.control_table import SCENARIOS, control_table
 from benchmarks.goals import figures_of, table
 from benchmarks.plot import plot
 from benchmarks.profile_table import profile_table, sizes_table
@@ -33,6 +34,8 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
     for name, make in (("step-profile-gpt2-124m", profile_table), ("batch-sizes", sizes_table)):
         figures = figures_of(name, results)
         performance = between_marks(performance, name, make(figures) if figures else "Not measured yet.\n")
+    control = {scenario: figures_of(f"control-plane-{scenario}", results) for scenario in SCENARIOS}
+    performance = between_marks(performance, "control-plane", control_table(control))
     readme = between_marks((ROOT / README).read_text(), "goals", table(results))
     return {PLOT: plot(results), README: readme, PERFORMANCE: performance}
 
