@@ -20,8 +20,8 @@ endif
 LANES := engine queue workers pipeline models
 MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels tests/benchmarks tests/tools
 ENGINE_TESTS := tests/workers/engine tests/workers/text
-QUEUE_TESTS := tests/jobs tests/api
-WORKER_TESTS := tests/workers tests/contract
+QUEUE_TESTS := tests/jobs tests/contract
+WORKER_TESTS := tests/workers tests/api
 MATRIX_TESTS ?= tests/jobs tests/api
 
 .PHONY: demo test again proof $(LANES:%=test-%) $(LANES:%=proof-%) chaos faults matrix coverage docs lint bench bench-full bench-gpu clean
