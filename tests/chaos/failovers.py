@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 from tests.chaos.killers import KINDS, Killers, Kind
 from tests.support.sentinel_fleet import SentinelFleet
-from tests.support.sentinels import SentinelSet, ServerProcess
-
-FAILOVER_SECONDS = 10.0
-"""Sentinels that took an order have another master within this time."""
+from tests.support.sentinels import FAILOVER_SECONDS, SentinelSet, ServerProcess
 
 _NEEDS_ONE_SERVER = ("Redis", "memory", "disk", "repl", "clock", "worker cut off")
 """How the names of the kinds begin that break the one server, or the proxies before it."""
