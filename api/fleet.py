@@ -162,7 +162,10 @@ class Fleet:
         return await asyncio.shield(self._reading)
 
     def _away_from(self, now: float) -> float:
-        """Return since when Redis is away if it is `now`: nobody saw the end of one long ago."""
+        """Return since when Redis has been away, if it is away at `now`.
+
+        Failed readings of some time ago belong to an outage that may have ended since.
+        """
         reads = self._reading is not None and not self._reading.done()
         recent = reads or now - self._ended <= _FRESH_SECONDS + _PROBE_SECONDS
         return min(self._away_since, now) if recent else now

@@ -239,7 +239,7 @@ def test_calls_during_a_long_outage_wait_for_one_reading(machine: RedisMachine, 
 def test_an_outage_is_not_as_old_as_the_one_before(
     machine: RedisMachine, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody asked between the two, so no reading says that there are two."""
+    """Redis is not read between the two, so no reading tells them apart."""
     monkeypatch.setattr("api.fleet._PROBE_SECONDS", 0.3)
 
     async def a_day_apart() -> None:

@@ -130,7 +130,7 @@ def tenants(plane: Tenants) -> Iterator[Tenants]:
 
 
 Trouble = Callable[[Tenants], AbstractContextManager[Callable[[], bool]]]
-"""Makes it; yields what tells whether it lasts."""
+"""A context that makes the trouble, and yields a function that returns whether it lasts."""
 
 
 def check_isolated(tenants: Tenants, what: str, trouble: Trouble) -> None:

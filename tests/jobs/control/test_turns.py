@@ -25,7 +25,7 @@ def one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Job:
-    """A thread that takes a turn, and ends it when it is told to."""
+    """A thread that takes a turn, which `end` gives up."""
 
     def __init__(self, shared: Turns, tenant: str, batch: str, used: float = 0.0) -> None:
         self._shared, self._asked = shared, Turn(tenant, batch, used=used)
