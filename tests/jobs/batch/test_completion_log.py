@@ -30,7 +30,7 @@ from jobs.store.file_store import FileStore
 from jobs.store.storage import StoreError
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing
-from tests.support.kills import Killed
+from tests.support.kills import Killed, killed_at
 from tests.support.store_batches import content_of, lines_of, log_of, manifest_of, store_of, submit
 
 
@@ -204,17 +204,8 @@ def test_the_output_of_lines_that_were_drained_at_once_is_their_log(
     record = drained_at_once(redis_client, tmp_path)
     owners = {"log_output": finalize, "publish_result_files": finalize, "adopt_log": result_files}
     owner: Any = owners.get(point, completion_log if point in ("link", "_append") else slices)
-    real = getattr(owner, point)
-
-    def die(*arguments: Any, **options: Any) -> Any:
-        if after:
-            real(*arguments, **options)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, point, die)
-        with pytest.raises(Killed):
-            step(redis_client, record.id)
+    with killed_at(monkeypatch, owner, point, after):
+        step(redis_client, record.id)
     if point == "clean_up":
         Ticker(Queue(redis_client)).tick()
     ended = get_batch(redis_client, record.id) if point == "clean_up" else run_to_end(redis_client, record.id)

@@ -30,7 +30,7 @@ from jobs.store.storage import StoreError, StoreFull
 from tests.support.batch_steps import run_to_end, step, tick
 from tests.support.control_plane import chat_line, failing
 from tests.support.integrity import faults
-from tests.support.kills import Killed
+from tests.support.kills import killed_at
 from tests.support.store_batches import (
     check_every_line_once,
     content_of,
@@ -164,17 +164,8 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     (tmp_path / "store" / "batches").mkdir()
     owners = {"mkdir": Path, "link": os, "save_manifest": register_module, "hand_out": register_module}
     owner: Any = owners.get(point, Queue)
-    real = getattr(owner, point)
-
-    def die(*arguments: Any, **options: Any) -> Any:
-        if after:
-            real(*arguments, **options)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, point, die)
-        with pytest.raises(Killed):
-            submit_file(redis_client, tmp_path, file_id)
+    with killed_at(monkeypatch, owner, point, after):
+        submit_file(redis_client, tmp_path, file_id)
     monkeypatch.setattr(leader.upkeep, "_next_sweep", 0.0)  # a minute later
     tick(leader)
     tick(leader)

@@ -22,7 +22,7 @@ from jobs.store.file_store import FileStore
 from jobs.store.storage import AtomicWriter, StoreError
 from tests.support.batch_steps import run_to_end, step, tick
 from tests.support.control_plane import failing
-from tests.support.kills import Killed
+from tests.support.kills import killed_at
 from tests.support.store_batches import (
     check_every_line_once,
     content_of,
@@ -103,19 +103,10 @@ def test_finalize_killed_anywhere_writes_the_same(
         "tidy": ending,
     }
     owner: Any = owners.get(point, slices)
-    real = getattr(owner, point)
-
-    def die(*arguments: Any, **options: Any) -> Any:
-        if point == "transition" and "completed" not in arguments:
-            return real(*arguments, **options)
-        if after:
-            real(*arguments, **options)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, point, die)
-        with pytest.raises(Killed):
-            step(redis_client, record.id)
+    with killed_at(
+        monkeypatch, owner, point, after, lambda arguments: point != "transition" or "completed" in arguments
+    ):
+        step(redis_client, record.id)
     if emptied:
         redis_client.flushall()
         serve(redis_client, "m")
