@@ -93,6 +93,24 @@ class Claim(msgspec.Struct):
     engine_crashes: int = 0  # engine cores that died with this request in flight
 
 
+class ToolCallDelta(msgspec.Struct, array_like=True):
+    """The next piece of a tool call; its first piece has id and name."""
+
+    index: int  # of the call in its answer
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+class ParsedDelta(msgspec.Struct, array_like=True):
+    """What parsers of reasoning and of tool calls read from the text up to one token."""
+
+    tokens: int  # output tokens of the choice that were read for it
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
+
+
 class TokenChunk(msgspec.Struct, array_like=True):
     """The next tokens of one choice, and the text they gave."""
 
@@ -106,6 +124,8 @@ class TokenChunk(msgspec.Struct, array_like=True):
     prompt_logprobs: list[PositionLogprobs] | None = None
     # With a choice's first chunk: tokens of the prompt in the prefix cache of its first worker
     cached_tokens: int = 0
+    # Of a choice whose text is parsed: what its deltas show in place of `text`, token by token
+    parsed: list[ParsedDelta] | None = None
 
     def event(self) -> dict[str, Any]:
         """Return the text that it adds to its choice, and its position there, as readers get it."""

@@ -10,7 +10,7 @@ import msgspec
 
 from jobs.errors import JobsError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorType = Literal["invalid_request_error", "not_found_error", "server_error", "rate_limit_error"]
 
 
@@ -20,6 +20,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    reasoning_tokens: int | None = None  # of the completion; None where no parser looks for them
 
     def as_openai(self) -> dict[str, Any]:
         """The `usage` object of a response."""
@@ -51,6 +52,22 @@ class PositionLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     top: list[TokenLogprob]
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool that an answer asks for."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ParsedMessage(msgspec.Struct, frozen=True):
+    """What parsers of reasoning and of tool calls read from an answer's text."""
+
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
 class Choice(msgspec.Struct, frozen=True):
     """One answer of a response, whole."""
 
@@ -60,6 +77,9 @@ class Choice(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None  # the stop string or token id that ended it
     logprobs: list[PositionLogprobs] | None = None  # of `text`'s tokens, when asked for
     prompt_logprobs: list[PositionLogprobs] | None = None  # vLLM's field, when asked for
+    message: ParsedMessage | None = None  # of a chat whose text was parsed
+    token_ids: list[int] | None = None  # of the answer, when asked for
+    prompt_token_ids: list[int] | None = None  # when asked for
 
 
 class Result(msgspec.Struct, frozen=True):

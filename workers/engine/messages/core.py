@@ -110,6 +110,21 @@ asks for.
 """
 
 
+class OutputGuide(msgspec.Struct, frozen=True):
+    """What a request's output must be made of.
+
+    `grammar` is one of llguidance's, in its JSON form; "" allows everything. It begins behind
+    `reasoning_end`, a text that ends the reasoning; where that is "", or was in the prompt
+    (`in_reasoning` false), at once. After `reasoning_budget` tokens of reasoning its end is
+    enforced; -1 for no budget.
+    """
+
+    grammar: str = ""
+    reasoning_end: str = ""
+    in_reasoning: bool = False
+    reasoning_budget: int = -1
+
+
 class EngineRequest(msgspec.Struct):
     """One sequence to generate.
 
@@ -131,6 +146,16 @@ class EngineRequest(msgspec.Struct):
     batch_id: str = ""
     stop_strings: bool = False
     arrived: float = 0.0
+    guide: OutputGuide | None = None
+
+
+class SetVocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
+    """The bytes of each token, by id; it comes before the first request that has a guide.
+
+    Those of special tokens, and of ids that no text has, are empty.
+    """
+
+    tokens: list[bytes]
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True):
@@ -279,5 +304,5 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
 
-ToCore = AddRequests | AbortRequests | Shutdown
+ToCore = SetVocabulary | AddRequests | AbortRequests | Shutdown
 FromCore = Ready | Failed | StepOutput

@@ -1,0 +1,1 @@
+"""Readers of what models write by convention: calls of tools, and reasoning before the answer."""
