@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
-class ToolCallPiece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
     """The next piece of a tool call; its first piece has the name."""
 
     index: int  # of the call in its answer
