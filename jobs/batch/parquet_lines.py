@@ -21,7 +21,7 @@ from jobs.protocol import fields
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.lines import decode_json
-from jobs.protocol.parameters import FILE_COLUMNS
+from jobs.protocol.parameters import FILE_COLUMNS, JSON_COLUMNS
 from jobs.store.storage import StoreError, open_input
 
 _ROWS = 64  # at once, all of them in memory
@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 20
 _SHOWN_COLUMNS = 20
 _SHOWN_CHARACTERS = 1000
 _LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
-_BODY_COLUMNS = ("model", *FILE_COLUMNS, "response_format", "user")
+_BODY_COLUMNS = ("model", *FILE_COLUMNS, "user")
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def _line_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body_of(row: dict[str, Any]) -> dict[str, Any]:
-    body = {name: row[name] for name in _BODY_COLUMNS if name in row}
+    body = {name: _parsed(row[name]) if name in JSON_COLUMNS else row[name] for name in _BODY_COLUMNS if name in row}
     if "messages" in row:
         body["messages"] = _parsed(row["messages"])
     elif "prompt" in row:

@@ -1,6 +1,7 @@
 """Reading a call's body with errors that name the exact parameter, in OpenAI's words."""
 
 import math
+import re
 from collections.abc import Callable, Sized
 from typing import Any, NoReturn, TypeVar
 
@@ -10,6 +11,11 @@ Read = TypeVar("Read")
 Default = TypeVar("Default")
 
 INT32 = 2**31 - 1
+MOST_NAME = 64
+NAME: dict[str, Any] = {"type": "string", "pattern": f"^[a-zA-Z0-9_-]{{1,{MOST_NAME}}}$"}
+"""What `name` takes, as a JSON Schema."""
+
+_NAME = re.compile("[a-zA-Z0-9_-]+")
 _MOST_SHOWN = 100  # characters of a bad value that an error repeats
 _NAMES: dict[type, str] = {
     str: "a string",
@@ -92,6 +98,18 @@ def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str
     return value
 
 
+def name(value: Any, param: str) -> str:
+    """The name of a function or of a schema, as OpenAI has it."""
+    if not _NAME.fullmatch(text(value, param, MOST_NAME, least=1)):
+        fail(
+            f"Invalid '{param}': string does not match pattern. Expected a string that matches the pattern"
+            " '^[a-zA-Z0-9_-]+$'.",
+            param,
+            "invalid_value",
+        )
+    return str(value)
+
+
 def boolean(value: Any, param: str) -> bool:
     """True or false."""
     if not isinstance(value, bool):
@@ -134,10 +152,18 @@ def array(value: Any, param: str, most: int | None = None, least: int = 0) -> li
     return value
 
 
-def mapping(value: Any, param: str) -> dict[str, Any]:
-    """An object."""
+def mapping(value: Any, param: str, most: int | None = None) -> dict[str, Any]:
+    """An object of at most `most` properties."""
     if not isinstance(value, dict):
         wrong_type(value, "an object", param)
+    if most is not None and len(value) > most:
+        expected = f"Expected an object with at most {most} properties"
+        fail(
+            f"Invalid '{param}': too many properties. {expected}, but got an object with {len(value)} properties"
+            " instead.",
+            param,
+            "object_above_max_properties",
+        )
     return value
 
 

@@ -13,13 +13,18 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from jobs.protocol import fields
+from jobs.protocol.output_format import FORMATS, WHITESPACE, OutputFormat, settle_format
+from jobs.protocol.template_variables import EFFORTS, TemplateVariables, settle_effort
+from jobs.protocol.tools import ToolChoices, Tools, settle_tools
 from jobs.protocol.value_types import (
     BiasByToken,
     Boolean,
+    Budget,
     Integer,
     Number,
-    PlainText,
+    OneOf,
     Schema,
+    StreamDetails,
     StreamOptions,
     Strings,
     TokenIds,
@@ -36,6 +41,11 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 _ANSWERS = Integer(1, 128)
 _LIKELIEST = Integer(0, 20)
 _INT64 = 2**63 - 1
+
+
+def _for_chats(*neutral: Any) -> Unsupported:
+    """Return the type of a chat's parameter in completions."""
+    return Unsupported(neutral, "is for chats.")
 
 
 @dataclass(frozen=True)
@@ -150,37 +160,83 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
             "lower runs first inside a worker, among live calls and among batch lines; vLLM's meaning",
         ),
     ] = 0
+    # The next eight give `Call.output_format`, and are not set in a call
+    response_format: Annotated[
+        OutputFormat | None,
+        Parameter(FORMATS["response_format"], "the form of the answer; a schema is kept to, `strict` or not"),
+    ] = None
+    structured_outputs: Annotated[
+        OutputFormat | None,
+        Parameter(FORMATS["structured_outputs"], "the same, with `whitespace_pattern` and `disable_any_whitespace`"),
+    ] = None
+    structural_tag: Annotated[
+        OutputFormat | None, Parameter(FORMATS["structural_tag"], "as in `structured_outputs`")
+    ] = None
+    guided_json: Annotated[OutputFormat | None, Parameter(FORMATS["guided_json"], "the answer's schema")] = None
+    guided_regex: Annotated[OutputFormat | None, Parameter(FORMATS["guided_regex"], "what the answer matches")] = None
+    guided_choice: Annotated[OutputFormat | None, Parameter(FORMATS["guided_choice"], "the answer is one of them")] = (
+        None
+    )
+    guided_grammar: Annotated[OutputFormat | None, Parameter(FORMATS["guided_grammar"], "what the answer follows")] = (
+        None
+    )
+    guided_whitespace_pattern: Annotated[
+        str | None, Parameter(WHITESPACE, "what may be between the tokens of JSON: a regular expression")
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]], Parameter(Unsupported(why="is for chats."), "what the answer may call", Tools())
+    ] = []
+    tool_choice: Annotated[
+        str,
+        Parameter(_for_chats("none", "auto"), "whether it calls a tool, and which", ToolChoices(), "auto with `tools`"),
+    ] = "none"
+    parallel_tool_calls: Annotated[bool, Parameter(Boolean(), "the answer may call several tools")] = True
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Parameter(_for_chats({}), "variables of the chat template", TemplateVariables())
+    ] = {}
+    reasoning_effort: Annotated[
+        str | None,
+        Parameter(_for_chats(), "a variable of the chat template; none: `enable_thinking` is false", OneOf(EFFORTS)),
+    ] = None
+    include_reasoning: Annotated[
+        bool, Parameter(_for_chats(True), "false: the answer leaves its reasoning out", Boolean())
+    ] = True
+    thinking_token_budget: Annotated[
+        int | None,
+        Parameter(_for_chats(), "tokens of reasoning at most; -1: as many as the answer may have", Budget()),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool, Parameter(_for_chats(True), "the prompt ends where an answer begins", Boolean())
+    ] = True
+    continue_final_message: Annotated[
+        bool, Parameter(_for_chats(False), "go on with the last message, which is the assistant's", Boolean())
+    ] = False
+    return_token_ids: Annotated[
+        bool, Parameter(Boolean(), "`prompt_token_ids`, and `token_ids` of each choice, in the answer")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, Parameter(Boolean(), 'the tokens of log probabilities are written as "token_id:5"')
+    ] = False
     stream: Annotated[bool, Parameter(Boolean(), "answer with events, of a live call only", for_streams=True)] = False
     stream_options: Annotated[
-        bool,
+        StreamDetails,
         Parameter(
-            StreamOptions(), "end a stream with a chunk that contains the usage", default="none", for_streams=True
+            StreamOptions(),
+            "end a stream with a chunk that contains the usage; continuous: also give it so far with each chunk",
+            for_streams=True,
         ),
-    ] = False
+    ] = StreamDetails()
 
 
 _NOT_YET = Unsupported()
-_NO_CHOICE = Unsupported(("none", "auto"))
 UNSUPPORTED: dict[str, ValueType] = {
     "chat_template": Unsupported(
         (),
         "is code and cannot come with a request: the model's own is used, or that of the worker's --chat-template.",
     ),
-    "chat_template_kwargs": Unsupported(({},), "must be left out: a template's variables are the worker's own."),
     "logits_processors": _NOT_YET,
-    "tools": _NOT_YET,
-    "tool_choice": _NO_CHOICE,
     "functions": _NOT_YET,
-    "function_call": _NO_CHOICE,
-    "response_format": PlainText(),
-    "structured_outputs": _NOT_YET,
-    "guided_json": _NOT_YET,
-    "guided_regex": _NOT_YET,
-    "guided_choice": _NOT_YET,
-    "guided_grammar": _NOT_YET,
-    "guided_whitespace_pattern": _NOT_YET,
-    "guided_decoding_backend": _NOT_YET,
-    "structural_tag": _NOT_YET,
+    "function_call": Unsupported(("none", "auto")),
     "suffix": _NOT_YET,
     "audio": _NOT_YET,
     "modalities": must_be(["text"]),
@@ -193,21 +249,14 @@ UNSUPPORTED: dict[str, ValueType] = {
     "mm_processor_kwargs": _NOT_YET,
     "truncation_side": must_be("left"),
     "reasoning": _NOT_YET,
-    "reasoning_effort": _NOT_YET,
-    "include_reasoning": must_be(True),
     "thinking": _NOT_YET,
-    "thinking_token_budget": _NOT_YET,
     "verbosity": must_be("medium"),
     "repetition_detection": _NOT_YET,
     "logprob_token_ids": _NOT_YET,
     "detokenize": must_be(True),
     "spaces_between_special_tokens": must_be(True),
-    "return_token_ids": must_be(False),
-    "return_tokens_as_token_ids": must_be(False),
     "use_beam_search": _NOT_YET,
     "length_penalty": must_be(1.0),
-    "continue_final_message": must_be(False),
-    "add_generation_prompt": must_be(True),
 }
 """Parameters that OpenAI or vLLM know and that cannot be honored here; unknown ones are ignored."""
 
@@ -232,6 +281,13 @@ FILE_COLUMNS = tuple(row.name for row in _ROWS if not row.parameter.for_streams)
 """Parameters that a line of a file can have."""
 TOKEN_ID_LISTS = tuple(row.name for row in _ROWS if isinstance(row.parameter.values, TokenIds))
 """Parameters that hold token ids, which a model may not have."""
+JSON_COLUMNS = tuple(
+    row.name
+    for row in _ROWS
+    if isinstance(row.parameter.values_of(chat=True), BiasByToken | TemplateVariables | Tools | ToolChoices)
+    or row.name in FORMATS
+)
+"""Parameters of objects, which a column of a file may hold as their text."""
 
 _TYPES: dict[bool, Mapping[str, ValueType]] = {
     chat: UNSUPPORTED
@@ -268,8 +324,15 @@ def combine(values: dict[str, Any], chat: bool) -> None:
     """
     stream, n = values.get("stream", False), values.get("n", 1)
     _limit_tokens(values, chat)
+    settle_format(values)
     if chat:
         _settle_logprobs(values)
+        settle_tools(values)
+        settle_effort(values)
+        _settle_final_message(values)
+    else:
+        for name in ("tools", "tool_choice"):
+            values.pop(name, None)
     if stream and values.get("prompt_logprobs") is not None:
         _not_streamed("The 'prompt_logprobs' parameter is", "prompt_logprobs")
     if not stream and "stream_options" in values:
@@ -303,6 +366,15 @@ def _settle_logprobs(values: dict[str, Any]) -> None:
         message = "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled."
         fields.fail(message, "top_logprobs", None)
     values["logprobs"] = count if wanted else None
+
+
+def _settle_final_message(values: dict[str, Any]) -> None:
+    if not values.get("continue_final_message", False):
+        return
+    if values.get("add_generation_prompt", False):
+        message = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
+        fields.fail(message, "continue_final_message", "invalid_value")
+    values["add_generation_prompt"] = False
 
 
 def _not_streamed(what: str, param: str) -> None:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import msgspec
-
 from jobs.protocol import fields
+from jobs.protocol.output_format import canonical_json
 from jobs.protocol.value_types import Integer, Schema
 
 MOST_MESSAGES = 10_000
@@ -12,6 +11,8 @@ MOST_SEQUENCES = 512
 """What one request may make the engine generate: prompts times the larger of `n` and `best_of`."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_REASONING = ("reasoning_content", "reasoning")  # vLLM's older and newer name
+_TEXTS = ("name", "tool_call_id", *_REASONING)  # that a message may have
 
 _TEXT: Schema = {"type": "string"}
 _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
@@ -21,23 +22,38 @@ _PARTS: Schema = {
     "maxItems": MOST_MESSAGES,
     "items": {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": _TEXT}},
 }
-_TOOL_CALLS: Schema = {"type": "array", "items": {"type": "object"}}
+_TOOL_CALLS: Schema = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["id", "type", "function"],
+        "properties": {
+            "id": _TEXT,
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name", "arguments"],
+                "properties": {"name": {"type": "string", "minLength": 1}, "arguments": _TEXT},
+            },
+        },
+    },
+}
+_BY_ASSISTANT: Schema = {"role": {"const": "assistant"}}
 _MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"enum": list(_ROLES)},
         "content": {"anyOf": [_TEXT, _PARTS, {"type": "null"}]},
-        "name": _TEXT_OR_NULL,
-        "tool_call_id": _TEXT_OR_NULL,
+        **dict.fromkeys(_TEXTS, _TEXT_OR_NULL),
         "tool_calls": {"anyOf": [_TOOL_CALLS, {"type": "null"}]},
     },
+    "if": {"properties": {"role": {"const": "tool"}}},
+    "then": {"required": ["tool_call_id"], "properties": {"tool_call_id": _TEXT}},
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
-        {
-            "required": ["tool_calls"],
-            "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
-        },
+        {"required": ["tool_calls"], "properties": _BY_ASSISTANT | {"tool_calls": {"type": "array", "minItems": 1}}},
+        *({"required": [name], "properties": _BY_ASSISTANT | {name: _TEXT}} for name in _REASONING),
     ],
 }
 MESSAGES: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE}
@@ -104,9 +120,11 @@ def _message(value: Any, param: str) -> dict[str, Any]:
     given = fields.mapping(value, param)
     role = fields.choice(fields.required(given, "role", f"{param}."), f"{param}.role", _ROLES)
     message: dict[str, Any] = {"role": role, "content": _content(given, role, f"{param}.content")}
-    for name in ("name", "tool_call_id"):
+    for name in _TEXTS:
         if given.get(name) is not None:
             message[name] = fields.text(given[name], f"{param}.{name}")
+    if role == "tool":
+        fields.required(given, "tool_call_id", f"{param}.")
     if given.get("tool_calls") is not None:
         message["tool_calls"] = _tool_calls(given["tool_calls"], f"{param}.tool_calls")
     return message
@@ -115,7 +133,9 @@ def _message(value: Any, param: str) -> dict[str, Any]:
 def _content(message: dict[str, Any], role: str, param: str) -> str:
     content = message.get("content")
     if content is None:
-        if role == "assistant" and message.get("tool_calls"):
+        if role == "assistant" and (
+            message.get("tool_calls") or any(message.get(name) is not None for name in _REASONING)
+        ):
             return ""
         fields.missing(param)
     if isinstance(content, str):
@@ -124,6 +144,10 @@ def _content(message: dict[str, Any], role: str, param: str) -> str:
         fields.wrong_type(content, "one of a string or array of objects", param)
     parts = fields.array(content, param, MOST_MESSAGES, least=1)
     return "\n".join(_text_part(part, f"{param}[{i}]") for i, part in enumerate(parts))
+
+
+def _has_reasoning(message: dict[str, Any]) -> bool:
+    return any(message.get(name) is not None for name in _REASONING)
 
 
 def _text_part(value: Any, param: str) -> str:
@@ -135,9 +159,15 @@ def _text_part(value: Any, param: str) -> str:
 def _tool_calls(value: Any, param: str) -> list[Any]:
     calls = fields.array(value, param)
     for i, call in enumerate(calls):
-        fields.mapping(call, f"{param}[{i}]")
-    try:
-        msgspec.json.encode(calls)
-    except (UnicodeEncodeError, RecursionError):
-        fields.fail(f"Invalid '{param}': it cannot be written as JSON.", param, "invalid_value")
+        _check_tool_call(fields.mapping(call, f"{param}[{i}]"), f"{param}[{i}].")
+    canonical_json(calls, param)
     return calls
+
+
+def _check_tool_call(call: dict[str, Any], prefix: str) -> None:
+    fields.text(fields.required(call, "id", prefix), f"{prefix}id")
+    fields.choice(fields.required(call, "type", prefix), f"{prefix}type", ("function",))
+    function = fields.mapping(fields.required(call, "function", prefix), f"{prefix}function")
+    prefix += "function."
+    fields.text(fields.required(function, "name", prefix), f"{prefix}name", least=1)
+    fields.text(fields.required(function, "arguments", prefix), f"{prefix}arguments")

@@ -103,9 +103,13 @@ class ToolCallDelta(msgspec.Struct, array_like=True):
 
 
 class ParsedDelta(msgspec.Struct, array_like=True):
-    """What parsers of reasoning and of tool calls read from the text up to one token."""
+    """What parsers of reasoning and of tool calls read from the text up to one token, or what they
+    still held at the end.
 
-    tokens: int  # output tokens of the choice that were read for it
+    By `tokens` readers know what they have seen: it never falls from delta to delta of a choice.
+    """
+
+    tokens: int  # output tokens of the choice that were read for it; at the end one more than all
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []
@@ -126,6 +130,9 @@ class TokenChunk(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     # Of a choice whose text is parsed: what its deltas show in place of `text`, token by token
     parsed: list[ParsedDelta] | None = None
+    # With a choice's first chunk: how many tokens its prompt has, and when asked for which
+    prompt_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
 
     def event(self) -> dict[str, Any]:
         """Return the text that it adds to its choice, and its position there, as readers get it."""

@@ -80,6 +80,7 @@ class Choice(msgspec.Struct, frozen=True):
     message: ParsedMessage | None = None  # of a chat whose text was parsed
     token_ids: list[int] | None = None  # of the answer, when asked for
     prompt_token_ids: list[int] | None = None  # when asked for
+    tokens_as_ids: bool = False  # log probabilities name tokens by their ids
 
 
 class Result(msgspec.Struct, frozen=True):

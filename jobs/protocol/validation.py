@@ -11,6 +11,7 @@ from jobs.protocol import fields
 from jobs.protocol.endpoint import Endpoint
 from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.lines import Line, body_of, decode_json
+from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.parameters import Parameters, combine, read_parameters, schemas
 from jobs.protocol.results import ApiError
 from jobs.protocol.value_types import Schema
@@ -35,13 +36,17 @@ class Call(Parameters, frozen=True, kw_only=True):
 
     `max_tokens` is that of both parameters, None for the rest of the context. `logprobs` is how
     many of the most likely tokens are given beside the answer's own, None for no log probabilities.
+    `tools` are those that may be called; `tool_choice` is "none", "auto" or "required", whichever
+    way that was asked for.
     """
 
     endpoint: Endpoint
     model: str
     prompts: Sequence[str | list[int]] = ()  # texts, or lists of token ids
-    # Role, content (a string), and name, tool_calls, tool_call_id as given
+    # Role, content (a string), and name, tool_calls, tool_call_id, reasoning_content, reasoning
     messages: Sequence[dict[str, Any]] = ()
+    output_format: OutputFormat | None = None
+    tool_name: str | None = None  # of the function that must be called
 
     @property
     def sequences(self) -> int:
@@ -51,7 +56,12 @@ class Call(Parameters, frozen=True, kw_only=True):
     @property
     def include_usage(self) -> bool:
         """Whether its stream ends with a chunk that contains the usage."""
-        return self.stream_options
+        return self.stream_options.include_usage
+
+    @property
+    def continuous_usage_stats(self) -> bool:
+        """Whether each chunk of its stream contains the usage so far."""
+        return self.include_usage and self.stream_options.continuous_usage_stats
 
 
 def check_line(
@@ -107,12 +117,14 @@ def parse_call(endpoint: str, body: Any) -> Call:
     values = read_parameters(body, found.is_chat)
     combine(values, found.is_chat)
     prompt = found.read_prompt(found.prompt_of(body), values["best_of"])
+    if values.get("continue_final_message", False):
+        _check_continued(prompt["messages"])
     return Call(endpoint=found, model=model, **prompt, **values)
 
 
 def body_schema(endpoint: str) -> Schema:
     """The bodies that `parse_call` takes, as a JSON Schema, but for parameters that contradict each
-    other.
+    other, and for JSON that is given as text.
     """
     found = ENDPOINTS[endpoint]
     return {
@@ -132,6 +144,13 @@ def decode_body(raw: bytes) -> Any:
         return decode_json(raw)
     except ValueError as error:
         raise ApiError(400, f"We could not parse the JSON body of your request: {error}.") from error
+
+
+def _check_continued(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise `ApiError` where there is no message of the assistant to go on with."""
+    if messages[-1]["role"] != "assistant":
+        message = "Invalid 'continue_final_message': the last message must be the assistant's."
+        fields.fail(message, "continue_final_message", "invalid_value")
 
 
 def _check_body(body: dict[str, Any], endpoint: str) -> None:

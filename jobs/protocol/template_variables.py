@@ -1,0 +1,74 @@
+"""Variables that a chat gives to the model's template."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jobs.protocol import fields
+from jobs.protocol.output_format import canonical_json
+from jobs.protocol.value_types import Schema
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""How much a model should reason, as templates know it."""
+
+_MOST = 64
+_PATTERN = "^[a-zA-Z][a-zA-Z0-9_]{0,63}$"
+_NAME = re.compile(_PATTERN[1:-1])
+_RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+    "raise_exception",
+    "strftime_now",
+    "self",
+    "loop",
+    "caller",
+    "varargs",
+    "kwargs",
+)
+
+
+@dataclass(frozen=True)
+class TemplateVariables:
+    """Variables by name, but for those that templates have from elsewhere."""
+
+    schema: ClassVar[Schema] = {
+        "type": "object",
+        "maxProperties": _MOST,
+        "propertyNames": {"pattern": _PATTERN, "not": {"enum": list(_RESERVED)}},
+    }
+    summary: ClassVar[str] = f"up to {_MOST} values by name"
+
+    def read(self, value: Any, param: str) -> dict[str, Any]:
+        variables = fields.mapping(value, param, _MOST)
+        for name in variables:
+            if name in _RESERVED:
+                fields.unsupported(f"{param}.{name}", "cannot be set: templates have it from elsewhere.")
+            if not _NAME.fullmatch(name):
+                why = "Expected letters, digits and underscores, with a letter first."
+                fields.fail(f"Invalid key in '{param}': {fields.shown(name)}. {why}", param, "invalid_value")
+        canonical_json(variables, param)
+        return variables
+
+
+def settle_effort(values: dict[str, Any]) -> None:
+    """Put `reasoning_effort` among the template's variables, in place; as in vLLM it also says
+    whether a model thinks at all, where the call does not.
+    """
+    if (effort := values.get("reasoning_effort")) is not None:
+        given = values.get("chat_template_kwargs", {})
+        thinks = {"enable_thinking": effort != "none"}
+        values["chat_template_kwargs"] = {**thinks, **given, "reasoning_effort": effort}

@@ -1,0 +1,151 @@
+"""The tools that a chat's answer may call, and which of them it has to."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+from jobs.protocol import fields
+from jobs.protocol.output_format import canonical_json
+from jobs.protocol.value_types import Schema
+
+MOST_TOOLS = 128
+
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+_FUNCTION: Schema = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": fields.NAME,
+        "description": _TEXT_OR_NULL,
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+_NAMED: Schema = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "minLength": 1}}}
+
+
+class ToolChoice(NamedTuple):
+    """Whether an answer calls tools, and which it may."""
+
+    mode: str  # "none", "auto" or "required"
+    name: str | None = None  # the one that it must call
+    allowed: tuple[str, ...] = ()  # those that it may; empty for all
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Functions that an answer may call, kept as given for templates."""
+
+    schema: ClassVar[Schema] = {
+        "type": "array",
+        "maxItems": MOST_TOOLS,
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+        },
+    }
+    summary: ClassVar[str] = f"up to {MOST_TOOLS} functions"
+
+    def read(self, value: Any, param: str) -> list[dict[str, Any]]:
+        tools = fields.array(value, param, MOST_TOOLS)
+        for i, tool in enumerate(tools):
+            _check_function(_member(tool, "function", f"{param}[{i}]"), f"{param}[{i}].function.")
+        canonical_json(tools, param)
+        return tools
+
+
+@dataclass(frozen=True)
+class ToolChoices:
+    """OpenAI's ways to say which tools an answer calls."""
+
+    schema: ClassVar[Schema] = {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {"type": {"const": "function"}, "function": _NAMED},
+            },
+            {
+                "type": "object",
+                "required": ["type", "allowed_tools"],
+                "properties": {
+                    "type": {"const": "allowed_tools"},
+                    "allowed_tools": {
+                        "type": "object",
+                        "required": ["mode", "tools"],
+                        "properties": {
+                            "mode": {"enum": ["auto", "required"]},
+                            "tools": {
+                                "type": "array",
+                                "minItems": 1,
+                                "maxItems": MOST_TOOLS,
+                                "items": {
+                                    "type": "object",
+                                    "required": ["type", "function"],
+                                    "properties": {"type": {"const": "function"}, "function": _NAMED},
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        ]
+    }
+    summary: ClassVar[str] = "none, auto, required, or the one to call"
+
+    def read(self, value: Any, param: str) -> ToolChoice:
+        if isinstance(value, str):
+            return ToolChoice(fields.choice(value, param, ("none", "auto", "required")))
+        if not isinstance(value, dict):
+            fields.wrong_type(value, "one of a string or an object", param)
+        if value.get("type") != "allowed_tools":
+            return ToolChoice("required", _name(value, param))
+        given, path = _member(value, "allowed_tools", param), f"{param}.allowed_tools"
+        mode = fields.choice(fields.required(given, "mode", f"{path}."), f"{path}.mode", ("auto", "required"))
+        tools = fields.array(fields.required(given, "tools", f"{path}."), f"{path}.tools", MOST_TOOLS, least=1)
+        return ToolChoice(mode, None, tuple(_name(tool, f"{path}.tools[{i}]") for i, tool in enumerate(tools)))
+
+
+def settle_tools(values: dict[str, Any]) -> None:
+    """Settle, in place, which tools a chat may call: `tools`, `tool_choice` and `tool_name`.
+
+    Raise `ApiError` 400 for a choice of tools that are not there, and for a call that must be made
+    in an answer of another form.
+    """
+    tools: list[dict[str, Any]] = values.get("tools", [])
+    choice: ToolChoice = values.pop("tool_choice", None) or ToolChoice("auto")
+    if not tools and (choice.mode == "required" or choice.allowed):
+        _refuse("'tool_choice' is only allowed when 'tools' are specified")
+    names = {tool["function"]["name"] for tool in tools}
+    for name in choice.allowed if choice.name is None else (choice.name,):
+        if name not in names:
+            _refuse(f"no function named '{fields.shown(name)}' was specified in the 'tools' parameter")
+    if choice.mode == "required" and (form := values.get("output_format")) is not None:
+        _refuse(f"it asks for a call of a tool, and '{form.param}' for an answer of another form")
+    if choice.allowed:
+        values["tools"] = [tool for tool in tools if tool["function"]["name"] in choice.allowed]
+    values |= {"tool_choice": choice.mode if tools else "none", "tool_name": choice.name}
+
+
+def _refuse(why: str) -> NoReturn:
+    fields.fail(f"Invalid value for 'tool_choice': {why}.", "tool_choice", None)
+
+
+def _check_function(function: dict[str, Any], prefix: str) -> None:
+    fields.name(fields.required(function, "name", prefix), f"{prefix}name")
+    fields.optional(function, "description", fields.text, None, prefix)
+    fields.optional(function, "parameters", fields.mapping, None, prefix)
+    fields.optional(function, "strict", fields.boolean, None, prefix)
+
+
+def _name(value: Any, param: str) -> str:
+    function = _member(value, "function", param)
+    return fields.text(fields.required(function, "name", f"{param}.function."), f"{param}.function.name", least=1)
+
+
+def _member(value: Any, kind: str, param: str) -> dict[str, Any]:
+    """Return the member of an object that its type is named after."""
+    given = fields.mapping(value, param)
+    fields.choice(fields.required(given, "type", f"{param}."), f"{param}.type", (kind,))
+    return fields.mapping(fields.required(given, kind, f"{param}."), f"{param}.{kind}")
