@@ -42,8 +42,8 @@ class Inbox:
         self._failure: Exception | None = None
         self._arrived = FIRST_ID  # the last entry that was put
         self._last_id = FIRST_ID  # the last entry that was got
-        # Tokens and characters that were got of each choice
-        self._seen: dict[int, tuple[int, int]] = {}
+        # Tokens and characters that were got of each choice, and `tokens` of its parsed deltas
+        self._seen: dict[int, tuple[int, int, int]] = {}
 
     def put(self, entry: StreamEntry) -> None:
         """Called by the reader; never waits. After a gap, `get` goes on in the request's stream."""
@@ -119,13 +119,15 @@ class Inbox:
 
     def _rest(self, chunk: TokenChunk) -> TokenChunk:
         """A server that was rolled back may say the end of a choice again, and differently cut."""
-        tokens, characters = self._seen.get(chunk.choice, (0, 0))
+        tokens, characters, parsed = self._seen.get(chunk.choice, (0, 0, -1))
         old, known = max(0, tokens - chunk.index), max(0, characters - chunk.text_offset)
+        deltas = None if chunk.parsed is None else [delta for delta in chunk.parsed if delta.tokens > parsed]
         self._seen[chunk.choice] = (
             max(tokens, chunk.index + len(chunk.token_ids)),
             max(characters, chunk.text_offset + len(chunk.text)),
+            max([parsed, *(delta.tokens for delta in deltas or ())]),
         )
-        if not old and not known:
+        if not old and not known and deltas == chunk.parsed:
             return chunk
         logprobs = None if chunk.logprobs is None else chunk.logprobs[old:]
         return TokenChunk(
@@ -135,6 +137,7 @@ class Inbox:
             chunk.text[known:],
             chunk.text_offset + known,
             logprobs,
+            parsed=deltas,
         )
 
 

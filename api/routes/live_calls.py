@@ -38,7 +38,7 @@ from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoint import AnswerHead, ChoiceEnd
 from jobs.protocol.logprobs import TextOffsets
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
-from jobs.protocol.results import ApiError, Result
+from jobs.protocol.results import ApiError, Result, Usage
 from jobs.protocol.validation import Call, decode_body, parse_call
 from jobs.queue.limits import ModelOverloaded, TooManyCalls
 from jobs.queue.request_queue import Queue
@@ -248,6 +248,7 @@ class Chunks:
         self._endpoint = call.endpoint
         self._head = AnswerHead(call.endpoint.new_id(), call.model, created)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+        self._usage: dict[int, Usage] = {}  # so far, by choice
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the chunks that carry the role, one for each answer of a chat."""
@@ -260,12 +261,10 @@ class Chunks:
         """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the
         usage.
         """
-        chunks = [
-            self._tokens(chunk) for chunk in entry.chunks if chunk.text or chunk.logprobs or chunk.prompt_logprobs
-        ]
+        chunks = [self._with_usage(shown) for chunk in entry.chunks for shown in self._tokens(chunk)]
         if entry.result is not None:
-            chunks += self._ending(entry.result)
-        return [self._with_usage(chunk) for chunk in chunks]
+            chunks += map(self._with_usage, self._ending(entry.result))
+        return chunks
 
     def _ending(self, result: Result) -> list[dict[str, Any]]:
         body = json.loads(result.body)
@@ -280,16 +279,33 @@ class Chunks:
         end = ChoiceEnd(choice["finish_reason"], choice.get("stop_reason"))
         return self._endpoint.chunk(self._head, choice["index"], self._endpoint.delta(None, ()), end)
 
-    def _tokens(self, chunk: TokenChunk) -> dict[str, Any]:
+    def _tokens(self, chunk: TokenChunk) -> list[dict[str, Any]]:
         """Add the log probabilities of its tokens; an echoed prompt's come before them."""
+        self._count(chunk)
         positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
-        delta = self._endpoint.delta(chunk.text, positions, self._offsets[chunk.choice])
-        return self._endpoint.chunk(self._head, chunk.choice, delta)
+        offsets = self._offsets[chunk.choice]
+        deltas = self._endpoint.deltas(chunk, positions, offsets, self._call.return_tokens_as_token_ids)
+        with_ids = self._call.return_token_ids and (chunk.token_ids or chunk.prompt_token_ids)
+        if with_ids:
+            deltas = deltas or [self._endpoint.delta(None, ())]
+            deltas[0]["token_ids"] = chunk.token_ids
+        shown = [self._endpoint.chunk(self._head, chunk.choice, delta) for delta in deltas]
+        if with_ids and chunk.prompt_token_ids is not None:
+            self._endpoint.add_prompt_ids(shown[0], chunk.prompt_token_ids)
+        return shown
+
+    def _count(self, chunk: TokenChunk) -> None:
+        before = self._usage.get(chunk.choice, Usage(chunk.prompt_tokens, 0, chunk.cached_tokens))
+        tokens = chunk.index + len(chunk.token_ids)
+        self._usage[chunk.choice] = Usage(before.prompt_tokens, tokens, before.cached_tokens)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """With include_usage every chunk but the last carries `usage: null`."""
-        if self._call.include_usage and "error" not in chunk:
-            chunk.setdefault("usage", None)
+        """With include_usage every chunk but the last carries `usage: null`, or with
+        continuous_usage_stats, as in vLLM, the tokens of its choice so far.
+        """
+        if self._call.include_usage and "error" not in chunk and "usage" not in chunk:
+            usage = self._usage.get(chunk["choices"][0]["index"]) if self._call.continuous_usage_stats else None
+            chunk["usage"] = None if usage is None else usage.as_openai()
         return chunk
 
 

@@ -163,6 +163,7 @@ def progress_fields(manifest: Manifest) -> dict[str, int]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
+        "reasoning_tokens": usage.reasoning_tokens or 0,
     }
 
 

@@ -110,11 +110,8 @@ def _count_again(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:
     """Add results that came to disk to the manifest's counts and usage."""
     usage = manifest.usage or Usage()
-    prompt, completion, cached = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
     for result in results:
         manifest.completed += result.succeeded
         manifest.failed += not result.succeeded
-        prompt += result.usage.prompt_tokens
-        completion += result.usage.completion_tokens
-        cached += result.usage.cached_tokens
-    manifest.usage = Usage(prompt, completion, cached)
+        usage = usage.plus(result.usage)
+    manifest.usage = usage

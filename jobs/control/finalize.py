@@ -120,7 +120,7 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
     for location in filter(None, (output, error_output)):
         sweep_beside(location)
     counts = {True: 0, False: 0}
-    usage = [0, 0, 0]
+    usage = Usage()
     with _writer(manifest, output) as good, _writer(manifest, error_output or output) as bad:
         for number, answer in enumerate(_answers(manifest)):
             if number % _CHECK_LINES == 0:
@@ -128,12 +128,7 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
             succeeded = answer.result is not None and answer.result.succeeded
             counts[succeeded] += 1
             if answer.result is not None:
-                spent = answer.result.usage
-                usage = [
-                    usage[0] + spent.prompt_tokens,
-                    usage[1] + spent.completion_tokens,
-                    usage[2] + spent.cached_tokens,
-                ]
+                usage = usage.plus(answer.result.usage)
             (good if succeeded or inline else bad).add(answer)
         with_output, with_errors = inline or counts[True] > 0, not inline and counts[False] > 0
         if with_output:
@@ -143,7 +138,7 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
     return Outcome(
         counts[True],
         counts[False],
-        Usage(*usage),
+        usage,
         output if with_output else None,
         error_output if with_errors else None,
     )

@@ -6,7 +6,9 @@ from typing import Any
 from jobs.protocol import fields
 from jobs.protocol.endpoint import AnswerHead, ChoiceEnd, Endpoint
 from jobs.protocol.logprobs import TextOffsets, chat_logprobs, prompt_logprobs
+from jobs.protocol.messages import deltas_of, message_of
 from jobs.protocol.prompts import MESSAGES, read_messages
+from jobs.protocol.requests import TokenChunk
 from jobs.protocol.results import Choice, PositionLogprobs, Usage
 
 CHAT = "/v1/chat/completions"
@@ -34,23 +36,45 @@ class ChatEndpoint(Endpoint):
         # All choices have the same prompt
         if choices and (prompt := choices[0].prompt_logprobs) is not None:
             body["prompt_logprobs"] = prompt_logprobs(prompt)
+        if choices and (token_ids := choices[0].prompt_token_ids) is not None:
+            self.add_prompt_ids(body, token_ids)
         return body
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs)
-        return {"index": choice.index, "message": message, "logprobs": logprobs}
+        logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs, choice.tokens_as_ids)
+        body = {"index": choice.index, "message": message_of(choice), "logprobs": logprobs}
+        if choice.token_ids is not None:
+            body["token_ids"] = choice.token_ids
+        return body
+
+    def add_prompt_ids(self, chunk: dict[str, Any], token_ids: list[int]) -> None:
+        chunk["prompt_token_ids"] = token_ids
 
     def opening(self) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def delta(
-        self, text: str | None, positions: Sequence[PositionLogprobs], offsets: TextOffsets | None = None
+        self,
+        text: str | None,
+        positions: Sequence[PositionLogprobs],
+        offsets: TextOffsets | None = None,
+        as_ids: bool = False,
     ) -> dict[str, Any]:
         return {
             "delta": {} if text is None else {"content": text},
-            "logprobs": chat_logprobs(positions) if positions else None,
+            "logprobs": chat_logprobs(positions, as_ids) if positions else None,
         }
+
+    def deltas(
+        self, chunk: TokenChunk, positions: Sequence[PositionLogprobs], offsets: TextOffsets, as_ids: bool
+    ) -> list[dict[str, Any]]:
+        if chunk.parsed is None:
+            return super().deltas(chunk, positions, offsets, as_ids)
+        found = [{"delta": delta, "logprobs": None} for delta in deltas_of(chunk.parsed)]
+        if positions:  # all with the first delta, like the tokens
+            first = self.delta(None, positions, offsets, as_ids)
+            found[:1] = [first | {"delta": found[0]["delta"]}] if found else [first]
+        return found
 
     def ending(self, end: ChoiceEnd | None) -> dict[str, Any]:
         return {"finish_reason": None} if end is None else end._asdict()

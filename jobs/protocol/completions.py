@@ -43,16 +43,26 @@ class CompletionsEndpoint(Endpoint):
     def choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None
         if choice.logprobs is not None:
-            logprobs = completion_logprobs(choice.logprobs, text_offsets(choice.text, choice.logprobs))
+            offsets = text_offsets(choice.text, choice.logprobs)
+            logprobs = completion_logprobs(choice.logprobs, offsets, choice.tokens_as_ids)
         body: dict[str, Any] = {"index": choice.index, "text": choice.text, "logprobs": logprobs}
         if choice.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)
+        if choice.token_ids is not None:
+            body |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt_token_ids}
         return body
 
+    def add_prompt_ids(self, chunk: dict[str, Any], token_ids: list[int]) -> None:
+        chunk["choices"][0]["prompt_token_ids"] = token_ids
+
     def delta(
-        self, text: str | None, positions: Sequence[PositionLogprobs], offsets: TextOffsets | None = None
+        self,
+        text: str | None,
+        positions: Sequence[PositionLogprobs],
+        offsets: TextOffsets | None = None,
+        as_ids: bool = False,
     ) -> dict[str, Any]:
         logprobs = None
         if positions and offsets is not None:
-            logprobs = completion_logprobs(positions, offsets.of(positions, text or ""))
+            logprobs = completion_logprobs(positions, offsets.of(positions, text or ""), as_ids)
         return {"text": text or "", "logprobs": logprobs}

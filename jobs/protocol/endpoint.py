@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from jobs.protocol import fields
 from jobs.protocol.logprobs import TextOffsets
+from jobs.protocol.requests import TokenChunk
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, Usage
 from jobs.protocol.value_types import Schema
 
@@ -77,11 +78,27 @@ class Endpoint(ABC):
 
     @abstractmethod
     def delta(
-        self, text: str | None, positions: Sequence[PositionLogprobs], offsets: TextOffsets | None = None
+        self,
+        text: str | None,
+        positions: Sequence[PositionLogprobs],
+        offsets: TextOffsets | None = None,
+        as_ids: bool = False,
     ) -> dict[str, Any]:
         """Return what a chunk's choice says of new text; None at its end. `offsets` finds where the
-        tokens begin.
+        tokens begin; with `as_ids` log probabilities name them by their ids.
         """
+
+    def deltas(
+        self, chunk: TokenChunk, positions: Sequence[PositionLogprobs], offsets: TextOffsets, as_ids: bool
+    ) -> list[dict[str, Any]]:
+        """Return what the choices of one or more chunks say of new tokens; of those that give
+        nothing to show, nothing.
+        """
+        return [self.delta(chunk.text, positions, offsets, as_ids)] if chunk.text or positions else []
+
+    @abstractmethod
+    def add_prompt_ids(self, chunk: dict[str, Any], token_ids: list[int]) -> None:
+        """Add the tokens of a choice's prompt to its first chunk."""
 
     def opening(self) -> dict[str, Any] | None:
         """Return the delta that begins each choice of a stream, if one does."""

@@ -3,12 +3,12 @@ and vLLM's for prompts.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from jobs.protocol.results import PositionLogprobs
+from jobs.protocol.results import PositionLogprobs, TokenLogprob
 
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes in the midst of a character
 _LOWEST = -9999.0  # OpenAI's word for "next to impossible"; JSON has no infinity
@@ -49,6 +49,9 @@ class _Names(dict[bytes, str]):
         made = self[token] = _name(token, "bytes:")
         return made
 
+    def of(self, token: TokenLogprob) -> str:
+        return self[token.token]
+
 
 class _Decoded(dict[bytes, str]):
     def __missing__(self, token: bytes) -> str:
@@ -56,30 +59,33 @@ class _Decoded(dict[bytes, str]):
         return made
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice."""
+def chat_logprobs(positions: Sequence[PositionLogprobs], as_ids: bool = False) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice; `as_ids` names tokens by their ids, as vLLM does."""
     texts, content = _ChatTexts(), []
     for position in positions:
         top = []
         for token in position.top:
             text, raw = texts[token.token]
-            top.append(ChatToken(text, _number(token.logprob), raw))
-        text, raw = texts[position.chosen.token]
-        content.append(ChatPosition(text, _number(position.chosen.logprob), raw, top))
+            top.append(ChatToken(_by_id(token) if as_ids else text, _number(token.logprob), raw))
+        chosen = position.chosen
+        text, raw = texts[chosen.token]
+        content.append(ChatPosition(_by_id(chosen) if as_ids else text, _number(chosen.logprob), raw, top))
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(positions: Sequence[PositionLogprobs], text_offset: list[int]) -> dict[str, Any]:
+def completion_logprobs(
+    positions: Sequence[PositionLogprobs], text_offset: list[int], as_ids: bool = False
+) -> dict[str, Any]:
     """The `logprobs` of a completion's choice; `text_offset` is where each token begins in its
-    text, in characters.
+    text, in characters. `as_ids` names tokens by their ids, as vLLM does.
     """
-    names = _Names()
+    names = _by_id if as_ids else _Names().of
     return {
         "text_offset": text_offset,
         "token_logprobs": [
             None if (logprob := position.chosen.logprob) is None else _number(logprob) for position in positions
         ],
-        "tokens": [names[position.chosen.token] for position in positions],
+        "tokens": [names(position.chosen) for position in positions],
         "top_logprobs": [_by_name(position, names) for position in positions],
     }
 
@@ -163,7 +169,7 @@ def _goes_on(text: bytes) -> bool:
     return text[:1] != b"" and text[0] in _CONTINUATION
 
 
-def _by_name(position: PositionLogprobs, names: _Names) -> dict[str, float] | None:
+def _by_name(position: PositionLogprobs, names: Callable[[TokenLogprob], str]) -> dict[str, float] | None:
     """The most likely tokens and the chosen one; of two that read the same the more likely one
     counts.
     """
@@ -171,9 +177,13 @@ def _by_name(position: PositionLogprobs, names: _Names) -> dict[str, float] | No
         return None
     found: dict[str, float] = {}
     for token in position.top:
-        found.setdefault(names[token.token], _number(token.logprob))
-    found.setdefault(names[position.chosen.token], _number(position.chosen.logprob))
+        found.setdefault(names(token), _number(token.logprob))
+    found.setdefault(names(position.chosen), _number(position.chosen.logprob))
     return found
+
+
+def _by_id(token: TokenLogprob) -> str:
+    return f"token_id:{token.token_id}"
 
 
 def _name(token: bytes, prefix: str) -> str:

@@ -24,12 +24,24 @@ class Usage(msgspec.Struct, frozen=True):
 
     def as_openai(self) -> dict[str, Any]:
         """The `usage` object of a response."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+    def plus(self, other: "Usage") -> "Usage":
+        """The tokens of both."""
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            (self.reasoning_tokens or 0) + (other.reasoning_tokens or 0),
+        )
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -74,9 +74,10 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     stored_completed: int = 0  # this and the next: lines on disk
     stored_failed: int = 0
     logged_lines: int = 0  # in the completion log
-    prompt_tokens: int = 0  # this and the next two: of the lines on disk
+    prompt_tokens: int = 0  # this and the next three: of the lines on disk
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     queued_tokens: int = 0  # an estimate, once validated
     output: str = ""  # this and the next: locations, once written
     error_output: str = ""

@@ -242,10 +242,10 @@ def _messages() -> Iterator[BadRequest]:
         ),
         (
             "tool_calls half a character",
-            message(role="assistant", tool_calls=[{"a": "\ud800"}]),
-            "messages[0].tool_calls",
+            message(role="assistant", tool_calls=[{"id": "\ud800"}]),
+            "messages[0].tool_calls[0].id",
             "invalid_value",
-            "cannot be written",
+            "surrogate",
         ),
         (
             "content nested 400 deep",

@@ -10,10 +10,13 @@ import json
 from typing import Any
 
 from tests.support.bad_bodies import BODIES
+from tests.support.bad_formats import FORMATS
 from tests.support.bad_parameters import PARAMETERS
 from tests.support.bad_request import VOCABULARY, as_json, chat, completion, message, nested
 
-BAD_REQUESTS = [request for group in (*BODIES, *PARAMETERS) for request in group()]
+BAD_REQUESTS = [request for group in (*BODIES, *PARAMETERS, *FORMATS) for request in group()]
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 _GOOD = as_json(chat())
 NOT_JSON: dict[str, bytes] = {
@@ -58,12 +61,14 @@ HOSTILE_BUT_GOOD: dict[str, dict[str, Any]] = {
     "only spaces": message(content=" " * 500),
     "every role": chat(
         messages=[
-            {"role": role, "content": "x"}
+            {"role": role, "content": "x", "tool_call_id": "c"}
             for role in ("system", "user", "assistant", "tool", "function", "developer", "user")
         ]
     ),
     "200 messages": chat(messages=[{"role": "user", "content": ""}] * 200),
-    "tool calls 400 deep": chat(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"a": nested(400)}]}]),
+    "tool calls 400 deep": chat(
+        messages=[{"role": "assistant", "tool_calls": [{**CALL, "more": nested(400)}]}, {"role": "user", "content": ""}]
+    ),
     "a key of a thousand characters": chat(**{"k" * 1000: 1}),
     "unknown nested 400 deep": chat(unknown=nested(400)),
     "dunder keys": chat(__class__={"a": 1}, __proto__={"b": 2}),
@@ -94,7 +99,9 @@ HOSTILE_BUT_GOOD: dict[str, dict[str, Any]] = {
         verbosity="medium",
         include_reasoning=True,
         spaces_between_special_tokens=True,
-        structural_tag="",
+        guided_decoding_backend="outlines",
+        chat_template_kwargs={},
+        response_format={"type": "text"},
         mm_processor_kwargs={},
         reasoning_effort=None,
     ),

@@ -1,0 +1,68 @@
+"""A chat's answer as clients read it: its message, and the deltas of a stream that make it up."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from jobs.protocol.requests import ParsedDelta
+from jobs.protocol.results import Choice, ToolCall
+
+
+class _Piece(NamedTuple):
+    kind: Literal["reasoning_content", "content", "call", "arguments"]
+    call: int  # its index; -1 for text
+    text: str
+    id: str | None = None
+
+    @property
+    def run(self) -> tuple[str, int]:
+        """Pieces side by side that have the same make one delta."""
+        return self.kind, self.call
+
+
+def message_of(choice: Choice) -> dict[str, Any]:
+    """Return the `message` of a choice; its text is the content where no parser read it."""
+    if choice.message is None:
+        return {"role": "assistant", "content": choice.text, "refusal": None}
+    found = choice.message
+    message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
+    if found.reasoning:
+        message["reasoning_content"] = found.reasoning
+    if found.tool_calls:
+        message["tool_calls"] = [_tool_call(call) for call in found.tool_calls]
+    return message
+
+
+def deltas_of(parsed: Sequence[ParsedDelta]) -> list[dict[str, Any]]:
+    """Return the `delta` of each chunk of a stream, in the order of the text.
+
+    A tool call begins with a delta of its own, which has its id and name, as OpenAI's does.
+    """
+    return [_delta(list(pieces)) for _, pieces in groupby(_pieces(parsed), key=lambda piece: piece.run)]
+
+
+def _delta(pieces: list[_Piece]) -> dict[str, Any]:
+    first, text = pieces[0], "".join(piece.text for piece in pieces)
+    if first.kind == "call":
+        function = {"name": first.text, "arguments": ""}
+        return {"tool_calls": [{"index": first.call, "id": first.id, "type": "function", "function": function}]}
+    if first.kind == "arguments":
+        return {"tool_calls": [{"index": first.call, "function": {"arguments": text}}]}
+    return {first.kind: text}
+
+
+def _pieces(parsed: Sequence[ParsedDelta]) -> Iterator[_Piece]:
+    for delta in parsed:
+        if delta.reasoning:
+            yield _Piece("reasoning_content", -1, delta.reasoning)
+        if delta.content:
+            yield _Piece("content", -1, delta.content)
+        for call in delta.tool_calls:
+            if call.name is not None:
+                yield _Piece("call", call.index, call.name, call.id)
+            if call.arguments:
+                yield _Piece("arguments", call.index, call.arguments)
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
