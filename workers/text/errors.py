@@ -5,6 +5,7 @@ TextError
   TemplateError         these messages cannot be rendered
   EncodingError         the tokenizer fails on this text
   TimeLimitError        it took too long
+  ParserError           there is no such parser of answers, or it cannot be loaded
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ class TokenizerError(TextError):
     """The tokenizer or the chat template cannot be used; one sentence that says why and what to
     do.
     """
+
+
+class ParserError(TextError):
+    """There is no such parser of answers, or it cannot be loaded; one sentence that says why."""
 
 
 class TemplateError(TextError):

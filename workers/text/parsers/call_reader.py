@@ -1,0 +1,92 @@
+"""What parsers of tool calls have in common: text that was not read yet, and what it gave."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from workers.text.parsers.base import Parsed, ToolCallPiece, ToolParser, joined_pieces
+from workers.text.parsers.json_call import JsonCall
+from workers.text.parsers.markers import Markers
+
+State = Callable[[bool], bool]  # whether no more text comes; returns whether to go on at once
+
+
+class CallReader(ToolParser):
+    """A state machine over an answer's text.
+
+    White space at either end of the content is dropped where calls follow, and so is text between
+    and behind calls unless `keeps_text_after_calls`.
+    """
+
+    keeps_text_after_calls: ClassVar[bool] = False
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._text = ""  # not read yet
+        self._read: State = self._outside
+        self._calls = 0
+        self._content: list[str] = []
+        self._space = ""  # of the content; goes out before more of it
+        self._pieces: list[ToolCallPiece] = []
+
+    def feed(self, text: str) -> Parsed:
+        """Return what is certain by now."""
+        self._text += text
+        while self._read(False):
+            pass
+        return self._take()
+
+    def finish(self) -> Parsed:
+        """Return what was kept, once no more text comes."""
+        while self._read(True):
+            pass
+        if not self._calls:
+            self._content.append(self._space)
+        return self._take()
+
+    @abstractmethod
+    def _outside(self, final: bool) -> bool:
+        """Read text that belongs to no call."""
+
+    def _until(self, markers: Markers, final: bool) -> tuple[str, str | None]:
+        """Read up to a marker, and over it; None if there is none yet."""
+        before, marker, self._text = markers.split(self._text, final)
+        return before, marker
+
+    def _say(self, text: str) -> None:
+        """Add text around calls to the content."""
+        if not self._calls or self.keeps_text_after_calls:
+            self._say_always(text)
+
+    def _say_always(self, text: str) -> None:
+        """Add to the content what looked like a call and is none."""
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        self._content.append(kept)
+
+    def _begin_call(self, name: str) -> None:
+        self._space = ""
+        self._calls += 1
+        self._pieces.append(ToolCallPiece(self._calls - 1, name=name))
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            self._pieces.append(ToolCallPiece(self._calls - 1, text))
+
+    def _pass_on(self, call: JsonCall) -> None:
+        """Pass on what is new of a call, or what turned out to be none."""
+        name, arguments = call.take()
+        if name is not None:
+            self._begin_call(name)
+        self._add_arguments(arguments)
+        if call.broken and not call.announced:
+            self._say_always(call.take_raw())
+
+    def _take(self) -> Parsed:
+        parsed = Parsed("".join(self._content), tool_calls=joined_pieces(self._pieces))
+        self._content.clear()
+        self._pieces.clear()
+        return parsed

@@ -1,0 +1,170 @@
+"""Read one call that is a JSON object with a name and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from workers.text.parsers.json_value import JsonValue, decode_string, may_begin_value, skip_space
+
+_State = Callable[[str, int], int]  # of a text and where to read on; returns where it stopped
+
+
+class JsonCall:
+    """A call's object, piece by piece.
+
+    It is `announced` once its name is whole and its arguments have begun; from then on arguments
+    are passed on as they are written. Before that it may prove `broken`: no call. Until it is
+    announced, `take_raw` has what was read.
+    """
+
+    def __init__(self, raw: str = "", keys: tuple[str, ...] = ("arguments",), lenient: bool = False) -> None:
+        """`raw` is the marker that was read before the object, `keys` what arguments go by.
+
+        With `lenient`, arguments may be left out, be null, or be JSON in a string.
+        """
+        self.complete = self.broken = self.announced = False
+        self._raw = [raw]
+        self._keys = keys
+        self._lenient = lenient
+        self._name: str | None = None
+        self._arguments: list[str] | None = None  # not taken yet; None before they begin
+        self._taken = False
+        self._key: str | None = None
+        self._value = JsonValue('"')
+        self._value_text: list[str] = []  # of a key or value that is needed whole
+        self._read: _State = self._before_object
+
+    def feed(self, text: str) -> int:
+        """Return how many characters belong to the object."""
+        position = 0
+        while position < len(text) and not (self.complete or self.broken):
+            position = self._read(text, position)
+        if not self.announced:
+            self._raw.append(text[:position])
+            self.announced = self._name is not None and self._arguments is not None
+        return position
+
+    def give_up(self) -> None:
+        """End a call that has no more text."""
+        self.broken = not self.complete
+
+    def take(self) -> tuple[str | None, str]:
+        """Return new arguments of an announced call, the first time with its name."""
+        if not self.announced or self._arguments is None:
+            return None, ""
+        name = None if self._taken else self._name
+        self._taken = True
+        arguments = "".join(self._arguments)
+        self._arguments.clear()
+        return name, arguments
+
+    def take_raw(self) -> str:
+        """Return what was read and not taken before."""
+        raw = "".join(self._raw)
+        self._raw.clear()
+        return raw
+
+    def _before_object(self, text: str, position: int) -> int:
+        return self._expect(text, position, "{", self._before_key)
+
+    def _before_key(self, text: str, position: int) -> int:
+        position = skip_space(text, position)
+        if text.startswith("}", position):
+            return self._end(position)
+        if text.startswith('"', position):
+            self._begin_value('"', self._in_key)
+            return position
+        self.broken = position < len(text)
+        return position
+
+    def _in_key(self, text: str, position: int) -> int:
+        end = self._collect(text, position)
+        if self._value.complete:
+            self._key = decode_string("".join(self._value_text))
+            self._read = self._after_key
+        return end
+
+    def _after_key(self, text: str, position: int) -> int:
+        return self._expect(text, position, ":", self._before_value)
+
+    def _before_value(self, text: str, position: int) -> int:
+        position = skip_space(text, position)
+        if position == len(text):
+            return position
+        first = text[position]
+        if may_begin_value(first):
+            self._begin_value(first, self._reader(first))
+        else:
+            self.broken = True
+        return position
+
+    def _reader(self, first: str) -> _State:
+        """Return what reads the value that begins with this character."""
+        if self._key == "name" and self._name is None:
+            return self._in_name
+        if self._key not in self._keys or self._arguments is not None:
+            return self._in_other
+        if self._lenient and first not in "{[":
+            return self._in_lenient_arguments
+        self._arguments = []
+        return self._in_arguments
+
+    def _in_name(self, text: str, position: int) -> int:
+        end = self._collect(text, position)
+        if self._value.complete:
+            self._name = decode_string("".join(self._value_text))
+            self.broken = self._name is None
+            self._read = self._after_value
+        return end
+
+    def _in_arguments(self, text: str, position: int) -> int:
+        end = self._in_other(text, position)
+        if self._arguments is not None:
+            self._arguments.append(text[position:end])
+        return end
+
+    def _in_lenient_arguments(self, text: str, position: int) -> int:
+        end = self._collect(text, position)
+        if self._value.complete:
+            value = "".join(self._value_text)
+            inner = decode_string(value)
+            self._arguments = [inner or "{}" if value.startswith('"') else value.replace("null", "{}")]
+            self._read = self._after_value
+        return end
+
+    def _in_other(self, text: str, position: int) -> int:
+        end = self._value.feed(text, position)
+        if self._value.complete:
+            self._read = self._after_value
+        return end
+
+    def _after_value(self, text: str, position: int) -> int:
+        position = skip_space(text, position)
+        if text.startswith("}", position):
+            return self._end(position)
+        return self._expect(text, position, ",", self._before_key)
+
+    def _end(self, position: int) -> int:
+        if self._arguments is None and self._lenient:
+            self._arguments = ["{}"]
+        self.complete = self._name is not None and self._arguments is not None
+        self.broken = not self.complete
+        return position + 1
+
+    def _expect(self, text: str, position: int, character: str, state: _State) -> int:
+        position = skip_space(text, position)
+        if text.startswith(character, position):
+            self._read = state
+            return position + 1
+        self.broken = position < len(text)
+        return position
+
+    def _begin_value(self, first: str, state: _State) -> None:
+        self._value = JsonValue(first)
+        self._value_text.clear()
+        self._read = state
+
+    def _collect(self, text: str, position: int) -> int:
+        end = self._value.feed(text, position)
+        self._value_text.append(text[position:end])
+        return end
