@@ -1,4 +1,4 @@
-"""The CPU's own kernels, in C, for layers and attention."""
+"""The CPU's own kernels, in C, for layers, attention and grammar masks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from workers.engine.layers.base import Ops
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.native.attention import CpuAttention
 from workers.engine.native.build import NativeUnavailable
+from workers.engine.native.draw import NativeDraw
 from workers.engine.native.library import load
 from workers.engine.native.ops import NativeOps
+from workers.engine.sampling.base import Draw
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -35,6 +37,9 @@ class CpuBackend(TorchBackend):
 
     def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
         return CpuAttention(shape, num_heads, dtype)
+
+    def draw(self, num_slots: int, vocab_size: int, device: torch.device) -> Draw:
+        return NativeDraw(num_slots, vocab_size)
 
 
 def _missing(dtype: torch.dtype) -> str | None:

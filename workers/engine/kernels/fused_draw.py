@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.cuda.staging import to_device
 from workers.engine.kernels import sampling as kernels
+from workers.engine.kernels.grammar_mask import mask_rows
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.base import Draw
+from workers.engine.sampling.grammar_mask import check_masks
 from workers.engine.sampling.limits import settled
 from workers.engine.sampling.noise import signed_seed
 from workers.engine.sampling.rows import SampledRows
@@ -43,6 +46,10 @@ class FusedDraw(Draw):
         rows = to_device(np.concatenate((slots[:, None], self._words[slots]), 1), self._table.device)
         self._table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
         self._changed.clear()  # not before: for want of memory the step may be launched again
+
+    def apply_masks(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+        check_masks(logits, rows, masks)
+        mask_rows(logits, to_device(rows, logits.device), to_device(masks, logits.device))
 
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
         where = to_device(np.stack((rows.slots, rows.indices)).astype(np.int32), logits.device)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.messages.core import SamplingParams
+from workers.engine.sampling.grammar_mask import apply_masks
 from workers.engine.sampling.rows import SampledRows
 
 
@@ -22,6 +25,10 @@ class Draw(ABC):
     @abstractmethod
     def upload(self) -> None:
         """Send what was set to where it is read."""
+
+    def apply_masks(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+        """Set what grammars rule out to minus infinity; see `grammar_mask.apply_masks`."""
+        apply_masks(logits, rows, masks)
 
     @abstractmethod
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:

@@ -91,6 +91,13 @@ VARIANTS = {
         | dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32"),
         {"kv_heads": 12, "BLOCK_SIZE": 16, "HEAD_DIM": 64, "HEADS": 16, "WIDTH": 64},
     ),
+    "masks": variant(
+        "grammar_mask",
+        "_mask_rows",
+        {"logits": "*fp32", "rows": "*i64", "masks": "*i32", **dict.fromkeys(("stride", "vocab", "words"), "i32")},
+        {"WORDS": 64},
+        loose=("words",),
+    ),
     "largest": draw("_largest", "largest best counts", "bf16", BLOCK=2048),
     "draw": draw("_draw_parts", f"{ASKED} scores drawn", "bf16", **PARTED),
     "draw float32": draw("_draw_parts", f"{ASKED} scores drawn", "fp32", **PARTED),
