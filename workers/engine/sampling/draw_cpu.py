@@ -21,6 +21,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.engine.sampling.limits import SMALLEST
 from workers.engine.sampling.noise import host_gumbel, rough_bits, token_steps, vocabulary_steps
 
 Floats = NDArray[np.float32]
@@ -33,6 +34,7 @@ _BLOCK = 4
 _FEW = 2048  # tokens whose exact noise costs less than looking for candidates
 _NARROW = 0.25  # a nucleus of less is cut out first, lest almost all candidates lie outside
 _LIST_COST = 4  # what a listed token costs, in tokens of a row that is looked at whole
+_STRIDE = 64  # of a row's tokens, one in so many is looked at to guess how many are ruled out
 _HALVINGS = 6
 _LOWEST = -16.0
 
@@ -59,6 +61,7 @@ def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) ->
 
     Rows without a limit that leaves few tokens are looked through together.
     """
+    floors = np.where(_mostly_ruled_out(z), np.maximum(floors, SMALLEST), floors)
     wide = np.nonzero((floors == -np.inf) & (top_p >= _NARROW))[0]
     part = z if len(wide) == len(z) else z[wide]
     weights = np.exp(part)
@@ -75,6 +78,15 @@ def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) ->
         tokens[row] if row in tokens else _draw_limited(z[row], float(floors[row]), float(top_p[row]), keys[row])
         for row in range(len(z))
     ]
+
+
+def _mostly_ruled_out(z: Floats) -> NDArray[np.bool_]:
+    """Of which rows a sample says that listing the tokens that are left pays, as behind a grammar's
+    mask; [r].
+    """
+    sample = z[:, ::_STRIDE]
+    few: NDArray[np.bool_] = (sample >= SMALLEST).mean(1) < 1 / _LIST_COST
+    return few
 
 
 def _draw_limited(z: Floats, floor: float, top_p: float, key: np.uint64) -> int:

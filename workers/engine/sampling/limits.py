@@ -16,6 +16,9 @@ from torch import Tensor
 from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams
 
+SMALLEST = np.finfo(np.float32).min
+"""The smallest value of a token that is not ruled out."""
+
 _ONE_TOKEN = 1e-9  # a top_p from here down keeps the largest alone, in any vocabulary
 
 AT_ONCE = 1 << 24  # logits of rows whose largest a device finds together
@@ -86,19 +89,21 @@ def smallest_on_host(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64
 
 def _kth_largest(values: NDArray[np.float32], k: int) -> float:
     """Only what lies about where a sample has its k-th largest is looked through, and all of it
-    where that was wrong.
+    where that was wrong; never what is ruled out, since many equal values are slow to partition.
     """
     sample = np.sort(values[::_STRIDE])
     share = k / len(values)
     place, width = len(sample) * (1 - share), _SPREAD * math.sqrt(len(sample) * share * (1 - share)) + 3
     low, high = int(place - width), int(place + width)
-    lowest = sample[low] if low >= 0 else -np.inf
+    lowest = max(sample[low], SMALLEST) if low >= 0 else SMALLEST
     highest = sample[high] if high < len(sample) else np.inf
     inside = values[(values >= lowest) & (values <= highest)]
     left = k - int(np.count_nonzero(values > highest))
     if not 0 < left <= len(inside):
-        inside, left = values, k
+        inside, left = values[values >= SMALLEST], k
     at = len(inside) - left
+    if at < 0:
+        return -math.inf
     return float(np.partition(inside, at)[at])
 
 

@@ -104,6 +104,10 @@ def rows_of(kind: str, number: int, vocab: int, seed: int = 0) -> Tensor:
         return logits.round()
     if kind == "holes":
         logits[:, ::3] = -torch.inf
+    if kind == "few":  # are allowed by a grammar
+        ruled_out = torch.ones(vocab, dtype=torch.bool)
+        ruled_out[torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:3]] = False
+        logits[:, ruled_out] = -torch.inf
     return logits
 
 
@@ -124,6 +128,7 @@ def test_equals_the_sorting_draw(small: None) -> None:
         ("ties", torch.float32, 1024),
         ("holes", torch.float32, 64),
         ("holes", torch.bfloat16, 1024),
+        ("few", torch.float32, 64),
     ],
 )
 def test_equals_the_sorting_draw_on_other_rows(

@@ -4,20 +4,35 @@ temperatures.
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.workers.engine.sampling.masks import mask_of
 from tests.workers.engine.sampling.plain import SampledRow, plain_token
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling import draw, draw_cpu, limits
 from workers.engine.sampling.draw import TorchDraw
+from workers.engine.sampling.grammar_mask import apply_masks
 from workers.engine.sampling.limits import nucleus_floors
 from workers.engine.sampling.rows import SampledRows
 
 VOCAB = 3000
+GRAMMAR_LIMITS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.3},
+    {"temperature": 1e-30},
+    {"top_k": 2},
+    {"top_k": 50},
+    {"top_k": 2900},
+    {"top_p": 0.9},
+    {"top_p": 0.1},
+    {"min_p": 0.1},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.01},
+]
 
 
 def sample(logits: Tensor, params: list[SamplingParams], indices: list[int] | None = None) -> list[int]:
@@ -58,6 +73,19 @@ def test_equals_the_definition(top_k: int, top_p: float) -> None:
     indices = list(range(6))
     expected = [plain_token(logits[row].double().numpy(), SampledRow([1], [1] * row, params[row])) for row in range(6)]
     assert sample(logits, params, indices) == expected
+
+
+@pytest.mark.parametrize("allowed", [1, 2, 3, 40, VOCAB - 2])
+@pytest.mark.parametrize("limits", GRAMMAR_LIMITS, ids=str)
+def test_rows_of_which_a_grammar_allows_some_tokens(limits: dict[str, Any], allowed: int) -> None:
+    """Also fewer than top_k keeps, and those that the model would hardly draw."""
+    draw = np.random.default_rng(allowed)
+    logits = random_logits(8, seed=allowed)
+    masks = np.stack([mask_of(draw.permutation(VOCAB)[:allowed], VOCAB) for _ in range(8)])
+    apply_masks(logits, np.arange(8), masks)
+    params = [SamplingParams(9, seed=seed, **limits) for seed in range(8)]
+    expected = [plain_token(logits[row].double().numpy(), SampledRow([1], [], params[row])) for row in range(8)]
+    assert sample(logits, params) == expected
 
 
 def test_mixed_rows_are_as_alone() -> None:
@@ -159,6 +187,19 @@ def test_one_row_s_large_top_k_is_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(limits, "AT_ONCE", 4 * VOCAB)
     limits.smallest_on_device(random_logits(8), np.arange(8), np.array([5, 2000, 7, 5, 5, 5, 9, 5]))
     assert found == [(4, 5), (3, 9), (1, 2000)]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 50, 20_000])
+def test_what_is_ruled_out_is_not_partitioned(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of equal values that takes a hundred times as long."""
+    partitioned: list[int] = []
+    partition = np.partition
+    monkeypatch.setattr(np, "partition", lambda a, kth: (partitioned.append(len(a)), partition(a, kth))[1])
+    z = torch.full((1, 30_000), -torch.inf)
+    z[0, [70, 7000, 20_000]] = torch.tensor([-1.0, 0.0, -2.0])
+    found = limits.smallest_on_host(z, np.array([0]), np.array([top_k]))
+    assert found.item() == {1: 0.0, 3: -2.0}.get(top_k, -np.inf)
+    assert sum(partitioned) <= 3
 
 
 def test_ties_at_the_threshold_are_all_kept() -> None:
