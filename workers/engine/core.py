@@ -7,13 +7,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from workers.engine.messages.core import AbortRequests, AddRequests, EngineRequest, Ready, Shutdown, StepOutput, ToCore
+from workers.engine.guides.compiler import GuideCompiler
+from workers.engine.guides.guide import Guide, is_void
+from workers.engine.guides.masks import MaskMaker
+from workers.engine.messages.core import (
+    AbortRequests,
+    AddRequests,
+    EngineRequest,
+    Finish,
+    Ready,
+    SetVocabulary,
+    Shutdown,
+    StepOutput,
+    ToCore,
+)
 from workers.engine.messages.errors import StepOutOfMemory
-from workers.engine.messages.step import StepPlan
+from workers.engine.messages.step import StepPlan, TokenMasks
 from workers.engine.profiling import StepTrace, mark_spans, span
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.scheduler import Scheduler
@@ -45,6 +59,10 @@ class EngineCore:
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
         self._single_token_tries = 0
+        self._guides = GuideCompiler(executor.vocab_size, executor.eos_token_ids)
+        self._masks = MaskMaker(config.threads)
+        self._retired: StepOutput | None = None  # by the launch of a guided step
+        self._serving = False
         self._trace = StepTrace(Path(config.profile), config.device) if config.profile else None
         if config.nvtx:
             mark_spans()
@@ -81,6 +99,8 @@ class EngineCore:
 
         Raises what the executor raises; the core is unusable afterwards.
         """
+        self._serving = True
+        self._guides.woken = lambda: inbox.put(AddRequests([]))
         while self._take_in(inbox):
             began = time.monotonic()
             if self._trace is not None:
@@ -96,36 +116,104 @@ class EngineCore:
             self._trace.close()
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
+        """Add requests; one with a guide waits until that is made, beside the steps of others."""
         for request in requests:
-            self.scheduler.add(request)
+            if request.guide is None or is_void(request.guide):
+                self.scheduler.add(request)
+            else:
+                self._guides.submit(request)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        self.scheduler.abort(request_ids)
+        for request_id in request_ids:
+            waiting = self._guides.abort(request_id)
+            if waiting is not None:
+                self.scheduler.refuse(waiting, Finish.ABORT)
+            else:
+                self.scheduler.abort([request_id])
+
+    def set_vocabulary(self, tokens: list[bytes]) -> None:
+        """Take the bytes of each token, which requests with a guide need."""
+        self._guides.set_vocabulary(tokens)
 
     @property
     def busy(self) -> bool:
         """Return whether a request is unfinished or a launched step not yet retired."""
-        return bool(self.scheduler.unfinished or self._launched)
+        return bool(self._has_steps or self._guides.waiting)
 
     def step(self) -> StepOutput | None:
         """Launch the next step, if one can be, and retire the oldest once more than `depth` are
         launched; return what that brought.
+
+        Where all requests wait for their guides, and no message can come meanwhile, it waits too.
         """
+        self._add_guided(wait=not (self._has_steps or self._serving))
         with span("schedule"):
             plan = self.scheduler.schedule()
         if plan is not None:
             try:
-                launched = self._executor.launch(plan)
+                launched = self._launch(plan)
             except StepOutOfMemory as error:
                 return self._handle_out_of_memory(plan, error)
             self._launched.append((plan, launched))
             self._single_token_tries = 0
             self.scheduler.token_budget = self._batch_size.fitted()
+        if self._retired is not None:
+            return self._take_retired()
         if self._launched and (plan is None or len(self._launched) > self._depth):
             return self._retire()
         if plan is None and self.scheduler.unfinished:
             raise RuntimeError(f"{self.scheduler.unfinished} requests are left and none can be scheduled")
         return self.scheduler.ended()
+
+    @property
+    def _has_steps(self) -> bool:
+        return bool(self.scheduler.unfinished or self._launched)
+
+    def _add_guided(self, wait: bool) -> None:
+        """Hand requests whose guides are made to the scheduler."""
+        for request, made in self._guides.take_made(wait):
+            if isinstance(made, Guide):
+                self.scheduler.add(request, made)
+            else:
+                self.scheduler.refuse(request, Finish.ERROR, made)
+
+    def _launch(self, plan: StepPlan) -> "LaunchedStep":
+        """Launch a step.
+
+        Masks are made beside the model's forward pass: from its beginning where all tokens before
+        are known, else once it is launched and the step before it retired.
+        """
+        if not plan.guided:
+            return self._executor.launch(plan)
+        requests = self.scheduler.guided(plan)
+        if any(request.known > len(request.tokens) + 1 for request in requests):
+            return self._executor.launch(plan, partial(self._masks_after_retiring, plan))
+        begun = self._masks.begin(self._guides.vocabulary, self._guided_rows(plan))
+        try:
+            return self._executor.launch(plan, lambda: self._checked(plan, begun()))
+        finally:
+            begun()  # nothing else may touch the guides meanwhile
+
+    def _masks_after_retiring(self, plan: StepPlan) -> TokenMasks:
+        self._retired = self._retire()
+        with span("masks"):
+            return self._checked(plan, self._masks.make(self._guides.vocabulary, self._guided_rows(plan)))
+
+    def _guided_rows(self, plan: StepPlan) -> list[tuple[int, Guide]]:
+        rows = zip(plan.guided, self.scheduler.guided(plan), strict=True)
+        return [(row, request.guide) for row, request in rows if request.guide is not None]
+
+    def _checked(self, plan: StepPlan, masks: TokenMasks) -> TokenMasks:
+        """Fail the requests whose grammar could not be followed any further."""
+        for request in self.scheduler.guided(plan):
+            failure = request.guide.failure() if request.guide is not None else ""
+            if failure:
+                self.scheduler.fail(request.id, failure)
+        return masks
+
+    def _take_retired(self) -> StepOutput | None:
+        retired, self._retired = self._retired, None
+        return retired
 
     def _retire(self) -> StepOutput:
         plan, launched = self._launched.popleft()
@@ -147,6 +235,8 @@ class EngineCore:
         elif not self._launched:
             self._single_token_tries += 1
             time.sleep(_SINGLE_TOKEN_PAUSE)  # another process may have used the memory for a moment
+        if self._retired is not None:
+            return self._take_retired()
         if self._launched:
             return self._retire()
         if self._single_token_tries >= _SINGLE_TOKEN_TRIES:
@@ -158,7 +248,7 @@ class EngineCore:
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
         """Handle all queued messages, and wait for one when idle; return False after `Shutdown`."""
-        if not self.busy and not self._handle(inbox.get()):
+        if not self._has_steps and not self._handle(inbox.get()):
             return False
         while True:
             try:
@@ -174,6 +264,8 @@ class EngineCore:
                 self.add(requests)
             case AbortRequests(request_ids):
                 self.abort(request_ids)
+            case SetVocabulary(tokens):
+                self.set_vocabulary(tokens)
             case Shutdown():
                 return False
         return True

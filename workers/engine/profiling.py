@@ -34,7 +34,7 @@ _marker: Callable[[str], AbstractContextManager[object]] | None = None
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Names what runs inside it: schedule, inputs, forward, sample, retire.
+    """Names what runs inside it: schedule, inputs, forward, masks, sample, retire.
 
     One shared object that does nothing until `mark_spans`.
     """

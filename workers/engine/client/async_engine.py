@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from workers.engine.messages.core import (
     Failed,
     FromCore,
     Ready,
+    SetVocabulary,
     Shutdown,
     Stats,
     StepOutput,
@@ -90,9 +91,15 @@ class AsyncEngine:
         config: EngineConfig,
         watchdog_timeout: WatchdogTimeout | None = None,
         launched: LaunchedCore | None = None,
+        vocabulary: Callable[[], list[bytes]] | None = None,
     ) -> None:
-        """Take the timeout that earlier cores recorded, and a core that is launched already."""
+        """Take the timeout that earlier cores recorded, and a core that is launched already.
+
+        `vocabulary` returns each token's bytes, as `SetVocabulary` has them. It is called, once,
+        when the first request with a guide is added, which without it the core refuses.
+        """
         self.config = config
+        self._vocabulary = vocabulary
         self.watchdog_timeout = watchdog_timeout or WatchdogTimeout(config.step_timeout)
         self._launched = launched
         self.stats = Stats()
@@ -158,6 +165,9 @@ class AsyncEngine:
 
     def add(self, requests: list[EngineRequest]) -> None:
         """Hand requests to the core. Raises EngineDeadError if there is none any more."""
+        if self._vocabulary is not None and any(request.guide is not None for request in requests):
+            self._send(SetVocabulary(self._vocabulary()))
+            self._vocabulary = None
         self._send(AddRequests(requests))
         self._unfinished += len(requests)
 

@@ -14,7 +14,7 @@ from workers.engine.device.rank import Rank, open_shard
 from workers.engine.device.ranks import OnDeath, Ranks, end_likewise
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig
-from workers.engine.messages.step import StepPlan, StepResult
+from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,16 @@ class Executor:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.model_config.eos_token_ids
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
         """Raise StepOutOfMemory, after which the cache holds what it held before and the step may
         be launched again, in other parts; or RankError, after which nothing can be launched any
         more.
+
+        A step with guided samples calls `masks` between the model and the draw.
         """
         with self._ranks.heard_first():
             self._ranks.send(plan)
-            return self._rank.launch(plan)
+            return self._rank.launch(plan, self._ranks.shared(masks))
 
     def retire(self, launched: LaunchedStep) -> StepResult:
         with self._ranks.heard_first():

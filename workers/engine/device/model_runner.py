@@ -19,7 +19,7 @@ from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant,
 from workers.engine.cuda.staging import ResultCopies
 from workers.engine.inputs.base import StepInputs
 from workers.engine.messages.resolved_config import ResolvedConfig
-from workers.engine.messages.step import PromptScores, StepPlan, StepResult
+from workers.engine.messages.step import MakeMasks, PromptScores, StepPlan, StepResult, TokenMasks
 from workers.engine.models.base import DecoderModel
 from workers.engine.profiling import span
 from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
@@ -93,9 +93,11 @@ class ModelRunner:
         self.inputs.stage(StepPlan(0, [], [], nothing, nothing, nothing, nothing), self.num_slots)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
         """Compute a step's tokens and samples; the sampled tokens are in the token table when the
         next launch reads it.
+
+        `masks` may retire the step before.
         """
         self._copies.make_room()
         for request in plan.added:
@@ -103,8 +105,8 @@ class ModelRunner:
             self.sampler.set(request.slot, request.sampling)
         self.sampler.upload()
         if self.graphs is None or not _decodes(plan):
-            return self._launch_eagerly(plan)
-        return self._launch_graph(plan, self.graphs)
+            return self._launch_eagerly(plan, masks)
+        return self._launch_graph(plan, self.graphs, masks)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
         """Return what came of a step. Waits for the device."""
@@ -128,29 +130,32 @@ class ModelRunner:
             return
         self._draw(inputs, hidden)
 
-    def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep:
+    def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs, masks: MakeMasks | None) -> LaunchedStep:
         rows = len(plan.slots)
         with span("inputs"):
             self.inputs.stage(plan, self.num_slots)
-        variant = GraphVariant.TOKENS if self.sampler.fits_graph(plan.slots) else GraphVariant.HIDDEN
+        fits = masks is None and self.sampler.fits_graph(plan.slots)
+        variant = GraphVariant.TOKENS if fits else GraphVariant.HIDDEN
         with span("forward"):
             graphs.run(variant, rows)
         if variant is GraphVariant.TOKENS:
             return self._towards_host(rows, None, [])
+        made = None if masks is None else masks()
         with span("sample"):
-            return self._towards_host(rows, self._sample(plan, self._hidden[:rows]), [])
+            return self._towards_host(rows, self._sample(plan, self._hidden[:rows], made), [])
 
-    def _launch_eagerly(self, plan: StepPlan) -> LaunchedStep:
+    def _launch_eagerly(self, plan: StepPlan, masks: MakeMasks | None) -> LaunchedStep:
         with span("inputs"):
             inputs = self.inputs.take(plan)
         with span("forward"):
             hidden = self._forward(inputs)
         number, sampled = len(inputs.last), None
+        made = None if masks is None else masks()
         with span("sample"):
-            if number and self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples > 0]):
+            if number and made is None and self._draws_on_device(plan):
                 self._draw(inputs, hidden[inputs.last])
             elif number:
-                sampled = self._sample(plan, hidden[inputs.last])
+                sampled = self._sample(plan, hidden[inputs.last], made)
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -160,17 +165,20 @@ class ModelRunner:
         )
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
+    def _draws_on_device(self, plan: StepPlan) -> bool:
+        return self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples > 0])
+
     def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
         """Sample rows that ask for no more than a draw; on the device alone."""
         logits = self.model.head(hidden)
         self.inputs.store(self.sampler.draw_static(logits, inputs.slots, inputs.ends, inputs.prompt_lengths))
 
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
+    def _sample(self, plan: StepPlan, hidden: Tensor, masks: TokenMasks | None) -> Sampled:
         """For hidden states [R, hidden] of the tokens that are sampled after."""
         sampled_rows, later = plan.sampled()
         slots, lengths = plan.slots[sampled_rows], (plan.starts + plan.counts)[sampled_rows] - later
         rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
-        sampled = self.sampler.sample(self.model.logits(hidden), rows)
+        sampled = self.sampler.sample(self.model.logits(hidden), rows, masks)
         self.inputs.store(sampled.tokens)
         return sampled
 
@@ -192,7 +200,10 @@ class ModelRunner:
         """
         copied = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
         parts = [part for logprobs in copied for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
-        copies, done = self._copies.start([self.inputs.result(number), *parts])
+        tokens = self.inputs.result(number)
+        if sampled is not None and sampled.without is not None:
+            tokens = tokens.masked_fill(sampled.without, -1)
+        copies, done = self._copies.start([tokens, *parts])
         for index, logprobs in enumerate(copied):
             logprobs.token_ids, logprobs.logprobs, logprobs.ranks = copies[1 + 3 * index : 4 + 3 * index]
         if sampled is None:

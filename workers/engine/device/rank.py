@@ -25,7 +25,7 @@ from workers.engine.layers.parallel import Parallel
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.messages.resolved_config import ResolvedConfig
-from workers.engine.messages.step import StepPlan, StepResult
+from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
 
@@ -134,7 +134,7 @@ class Rank:
             self.runner = ModelRunner(config, self._backend, self._decoder, num_blocks)
             self.runner.prepare()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
         """Raise StepOutOfMemory, after which the cache holds what it held before and the step may
         be launched again, in other parts.
 
@@ -142,7 +142,7 @@ class Rank:
         step, and wait for this one in vain.
         """
         try:
-            return self.runner.launch(plan)
+            return self.runner.launch(plan) if masks is None else self.runner.launch(plan, masks)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

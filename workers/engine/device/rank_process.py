@@ -2,8 +2,8 @@
 
 N is its end of a socket pair; rank 0, process PID, holds the other.
 
-Reads a `RankSetup`, then runs the step of every `PlanFrame`, until rank 0 closes its end or dies.
-Says nothing but why it has to end.
+Reads a `RankSetup`, then runs the step of every `PlanFrame`, under the masks of a `MaskFrame` where
+it has guided samples, until rank 0 closes its end or dies. Says nothing but why it has to end.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from collections import deque
 
 import msgspec
 
-from workers.engine.messages.ranks import PlanFrame, RankFailed, RankSetup
+from workers.engine.messages.ranks import MaskFrame, PlanFrame, RankFailed, RankSetup
+from workers.engine.messages.step import NO_MASKS, TokenMasks
 from workers.engine.messages.transport import FrameReader, frame
 from workers.engine.process import become_child, explains_itself, leave, sentence, settle_heap
 
@@ -53,8 +54,15 @@ def _serve(reader: FrameReader) -> None:
     settle_heap()
     launched: deque[LaunchedStep] = deque()
     plans = msgspec.msgpack.Decoder(PlanFrame)
+    mask_frames = msgspec.msgpack.Decoder(MaskFrame)
+
+    def masks() -> TokenMasks:
+        """Without any, where rank 0 has ended and the step is lost."""
+        received = reader.read(mask_frames)
+        return NO_MASKS if received is None else received.token_masks()
+
     while (message := reader.read(plans)) is not None:
-        launched.append(rank.launch(message.plan()))
+        launched.append(rank.launch(message.plan(), masks if message.guided else None))
         if len(launched) > config.depth:
             rank.retire(launched.popleft())
 

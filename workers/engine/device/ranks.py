@@ -24,9 +24,9 @@ import msgspec
 import torch
 
 from workers.engine.layers.parallel import Parallel, connected_store, listening_store
-from workers.engine.messages.ranks import PlanFrame, RankFailed, RankSetup
+from workers.engine.messages.ranks import MaskFrame, PlanFrame, RankFailed, RankSetup
 from workers.engine.messages.resolved_config import ResolvedConfig
-from workers.engine.messages.step import StepPlan
+from workers.engine.messages.step import MakeMasks, StepPlan, TokenMasks
 from workers.engine.messages.transport import FrameReader, frame
 from workers.engine.process import child_environment
 
@@ -119,11 +119,25 @@ class Ranks:
 
     def send(self, plan: StepPlan) -> None:
         """Has the other ranks run a step, which this one must run too."""
-        if not self._connections:
-            return
-        message = frame(PlanFrame.of(plan))
+        if self._connections:
+            self._send(PlanFrame.of(plan))
+
+    def shared(self, masks: MakeMasks | None) -> MakeMasks | None:
+        """Return what makes masks and has the other ranks use them too."""
+        if masks is None or not self._connections:
+            return masks
+
+        def make_and_send() -> TokenMasks:
+            made = masks()
+            self._send(MaskFrame.of(made))
+            return made
+
+        return make_and_send
+
+    def _send(self, message: PlanFrame | MaskFrame) -> None:
+        encoded = frame(message)
         for connection in self._connections:
-            connection.sendall(message)
+            connection.sendall(encoded)
 
     @contextmanager
     def heard_first(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,7 +50,7 @@ class StepPlan:
 
     A row samples after each of its last `samples[i]` tokens: none where it ends before the last
     token that its request knows, else one, at position `starts[i] + counts[i]`. More would be those
-    of a row that ends with drafts.
+    of a row that ends with drafts. Before the samples `guided` are drawn, `TokenMasks` come.
     """
 
     step: int
@@ -60,6 +61,7 @@ class StepPlan:
     counts: NDArray[np.int32]  # [N] tokens computed now, at least 1
     samples: NDArray[np.int32]  # [N] tokens sampled, at most `counts`
     prompt_scores: list[PromptScores] = field(default_factory=list)
+    guided: list[int] = field(default_factory=list)  # those of the step's samples that a guide looks at
 
     def sampled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return each sample's row, and how many of the row's samples come after it; both [R]."""
@@ -70,8 +72,29 @@ class StepPlan:
 
 
 @dataclass(slots=True)
+class TokenMasks:
+    """Which tokens may be drawn, for K of a step's samples; the others may draw any.
+
+    Bit `t % 32` of a mask's word `t // 32` is token t's; those behind the vocabulary's last token
+    have no meaning.
+    """
+
+    rows: NDArray[np.int64]  # [K], of the step's samples
+    masks: NDArray[np.int32]  # [K, vocab / 32, rounded up]
+
+
+MakeMasks = Callable[[], TokenMasks]
+"""Called once the model's work of a step is launched, before the step's tokens are drawn."""
+
+NO_MASKS = TokenMasks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
+
+
+@dataclass(slots=True)
 class StepResult:
-    """What came of one step, on the host. Log probabilities only where requested."""
+    """What came of one step, on the host. Log probabilities only where requested.
+
+    A token is -1 where a mask and what else the request asks for leave none.
+    """
 
     tokens: NDArray[np.int32]  # `samples[i]` of row i, one row behind another
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`

@@ -1,25 +1,28 @@
 """Whole-batch sampling: a step's logits become one token per row, and log probabilities for the
 rows that ask.
 
-The stages: bias, allowed tokens, stop tokens before their time and bad words, penalties,
-temperature, min_p, top-k, top-p, and the argmax of logits plus noise, which is a draw from what is
-left. A greedy row takes the argmax after the penalties. Parameters live in tables by slot, and a
-stage that no row of the step uses costs nothing: all greedy is one argmax.
+The stages: bias, allowed tokens, stop tokens before their time and bad words, penalties, masks of
+grammars, temperature, min_p, top-k, top-p, and the argmax of logits plus noise, which is a draw
+from what is left. A greedy row takes the argmax after the masks. Parameters live in tables by slot,
+but for the masks, which come with each step; a stage that no row of the step uses costs nothing:
+all greedy is one argmax.
 
-What comes after the penalties is a `Draw` of the backend's: plain torch's or, where kernels run,
+What comes after the masks is a `Draw` of the backend's: plain torch's or, where kernels run,
 theirs, which takes the same tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.step import TokenMasks
 from workers.engine.sampling.base import Draw
 from workers.engine.sampling.logit_masks import logit_stages
 from workers.engine.sampling.logprobs import AskedLogprobs, Logprobs
@@ -32,8 +35,9 @@ class Sampled:
     """What came of a step's R rows."""
 
     tokens: Tensor  # int64 [R]
-    asking: NDArray[np.int64]  # rows that `logprobs` is about
-    logprobs: Logprobs | None
+    without: Tensor | None  # bool [R], masked rows that had no token to draw; None for no row
+    asking: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # `logprobs` is about these rows
+    logprobs: Logprobs | None = None
 
 
 class Sampler:
@@ -74,14 +78,26 @@ class Sampler:
         """
         return self._draw.static(logits, slots, lengths, prompt_lengths)
 
-    def sample(self, logits: Tensor, rows: SampledRows) -> Sampled:
+    def sample(self, logits: Tensor, rows: SampledRows, masks: TokenMasks | None = None) -> Sampled:
         """Draw from contiguous float32 logits [R, vocab], which it changes."""
         if not self._staged[rows.slots].any():
-            return Sampled(self._draw.tokens(logits, rows), np.empty(0, np.int64), None)
+            return Sampled(*self._masked_draw(logits, rows, masks))
         kept = self._logprobs.keep(logits, rows)
         for stage in self._stages:
             stage.apply(logits, rows)
-        tokens = self._draw.tokens(logits, rows)
+        tokens, without = self._masked_draw(logits, rows, masks)
         if kept is None:
-            return Sampled(tokens, np.empty(0, np.int64), None)
-        return Sampled(tokens, kept.rows, kept.logprobs(tokens))
+            return Sampled(tokens, without)
+        return Sampled(tokens, without, kept.rows, kept.logprobs(tokens))
+
+    def _masked_draw(self, logits: Tensor, rows: SampledRows, masks: TokenMasks | None) -> tuple[Tensor, Tensor | None]:
+        """Return the rows' tokens, and which masked rows had none to draw."""
+        if masks is None or not masks.rows.size:
+            return self._draw.tokens(logits, rows), None
+        self._draw.apply_masks(logits, masks.rows, masks.masks)
+        tokens = self._draw.tokens(logits, rows)
+        # Whatever a draw makes of the logits, that of its token is a number, unless none was left.
+        without = ~logits.gather(1, tokens[:, None])[:, 0].isfinite()
+        masked = np.zeros(len(tokens), np.bool_)
+        masked[masks.rows] = True
+        return tokens, without & to_device(masked, logits.device)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Set
 from itertools import chain
 
+from workers.engine.guides.guide import Guide
 from workers.engine.messages.core import EngineRequest, Finish
 
 
@@ -25,6 +26,7 @@ class RequestState:
         "capacity",
         "computed",
         "finish",
+        "guide",
         "hash_at",
         "id",
         "known",
@@ -64,6 +66,7 @@ class RequestState:
         # The batch whose outputs predict its own; None if only its limit can end it
         self.batch_id = request.batch_id if self.stop_token_ids or request.stop_strings else None
         self.finish = Finish.RUNNING
+        self.guide: Guide | None = None
         self.cached_tokens = -1
         self.block_hashes: list[bytes] = []
         self.known = len(self.tokens)

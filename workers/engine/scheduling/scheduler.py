@@ -13,6 +13,9 @@ Read a step in this order:
    free once the last launched step that uses it has been retired (`slots.py`).
 5. `update` retires the oldest launched step: its tokens become known, and some requests end.
    `undo` is for a step that could not be launched.
+
+A request with a guide (`guides/`) samples under a mask. `schedule` names its samples, `update`
+advances the guide, and the request ends where the guide says so.
 """
 
 import sys
@@ -21,6 +24,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from copy import copy
 
+from workers.engine.guides.guide import Guide
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput
 from workers.engine.messages.metrics import KINDS
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
@@ -68,6 +72,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, RequestState] = {}
+        self._guided = 0  # of them
         self._launched: deque[StepBuilder] = deque()
         self._arrivals = 0
         self._step = 0
@@ -78,22 +83,36 @@ class Scheduler:
         """Requests that run or wait."""
         return len(self._requests)
 
-    def add(self, request: EngineRequest) -> None:
-        """Add a request; one that cannot run, or has nothing left to generate, ends at once."""
+    def add(self, request: EngineRequest, guide: Guide | None = None) -> None:
+        """Add a request; one that cannot run, or has nothing left to generate, ends at once.
+
+        `guide` has been advanced by what was generated before.
+        """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         self._arrivals += 1
         added = RequestState(request, self._arrivals, self.max_model_len, self._eos_token_ids)
         problem = refusal(added, self.max_model_len, self._vocab_size)
         finish, stop_token = (Finish.ERROR, -1) if problem else added.ended_by()
+        if guide is not None and guide.complete and not problem:
+            finish = Finish.STOP
         if finish:
             added.finish = finish
             self._output.end(added, stop_token, problem)
         else:
             self._requests[added.id] = added
+            if guide is not None and not guide.finished:
+                added.guide = guide
+                self._guided += 1
             if added.sampling.prompt_logprobs >= 0:
                 self._output.fresh_scores[added.id] = []
             self._queues.wait(added)
+
+    def refuse(self, request: EngineRequest, finish: Finish, error: str = "") -> None:
+        """End a request that has not been added."""
+        refused = RequestState(request, self._arrivals, self.max_model_len, self._eos_token_ids)
+        refused.finish = finish
+        self._output.end(refused, -1, error)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests at once, in any state; unknown ids are ignored."""
@@ -120,31 +139,45 @@ class Scheduler:
         self._launched.append(step)
         self._stats.steps += 1
         self._stats.computed_tokens += self.token_budget - step.budget
-        return step.build()
+        plan = step.build()
+        if self._guided:
+            plan.guided = [index for index, request in enumerate(step.sampling) if request.guide is not None]
+        return plan
+
+    def guided(self, plan: StepPlan) -> list[RequestState]:
+        """Return the requests of the guided samples of the step planned last, in their order."""
+        sampling = self._launched[-1].sampling
+        return [sampling[index] for index in plan.guided]
 
     def undo(self, plan: StepPlan) -> list[int]:
         """Undo the step planned last, which could not be launched; return its request ids.
 
         The requests have the computed tokens of before, and those that it admitted wait again.
-        Those that were preempted for it stay so.
+        Those that were preempted for it stay so, and those that have ended since are left out.
         """
         undone = self._launched.pop()
         if undone.number != plan.step:
             raise RuntimeError(f"step {plan.step} was undone in place of step {undone.number}")
         by_slot = {request.slot: request for request in self._queues.running}
-        requests = [by_slot[slot] for slot in plan.slots.tolist()]
         before = self._launched[-1].number if self._launched else self._slots.retired_step
-        for request, start, samples in zip(requests, plan.starts.tolist(), plan.samples.tolist(), strict=True):
-            self._kv_cache.truncate(request, start)
-            request.known -= samples
-            request.last_step = before
-        for scores in plan.prompt_scores:
-            requests[scores.row].next_score = scores.first
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.samples.tolist(), strict=True)
+        requests = []
+        for slot, start, samples in rows:
+            request = by_slot.get(slot)
+            if request is not None:
+                self._kv_cache.truncate(request, start)
+                request.known -= samples
+                request.last_step = before
+                requests.append(request)
+        for scores, request in zip(plan.prompt_scores, undone.scored, strict=True):
+            request.next_score = scores.first
         for request in undone.first_entries:
             request.cached_tokens = -1
             self._output.fresh_hits.pop(request.id, None)
         for added in plan.added:
-            self._queues.undo_enter(by_slot[added.slot])
+            if added.slot in by_slot:
+                self._queues.undo_enter(by_slot[added.slot])
+        self._slots.undo(plan.step, before)
         self._stats.steps -= 1
         self._stats.computed_tokens -= int(plan.counts.sum())
         return [request.id for request in requests]
@@ -164,6 +197,8 @@ class Scheduler:
         output = self._output
         if result.logprobs or launched.scored:
             output.take_logprobs(launched, result)
+        if plan.guided:
+            self._advance_guides(plan, launched, result)
         add_id, add_token = output.request_ids.append, output.token_ids.append
         for request, token in zip(launched.sampling, result.tokens.tolist(), strict=True):
             if request.finish:
@@ -183,6 +218,29 @@ class Scheduler:
     def ended(self) -> StepOutput | None:
         """Return the requests that ended without a step since the last output, if any."""
         return self._flush() if self._output.request_ids else None
+
+    def _advance_guides(self, plan: StepPlan, launched: StepBuilder, result: StepResult) -> None:
+        """Record the tokens of guided samples.
+
+        A request whose guide allows nothing more ends with its token, whatever that is.
+        """
+        for index in plan.guided:
+            request, token = launched.sampling[index], int(result.tokens[index])
+            if request.finish or request.guide is None:
+                continue
+            error = request.guide.advance(token)
+            if error:
+                self._output.logprobs.pop(request.id, None)
+                self._end(request, Finish.ERROR, error=error)
+            elif request.guide.complete:
+                request.tokens.append(token)
+                self._end(request, Finish.STOP, token=token)
+            elif request.guide.finished:
+                self._drop_guide(request)
+
+    def _drop_guide(self, request: RequestState) -> None:
+        self._guided -= request.guide is not None
+        request.guide = None
 
     def _advance(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Give requests with a slot as many of their uncomputed tokens as the budget has left.
@@ -290,6 +348,7 @@ class Scheduler:
         self, request: RequestState, finish: Finish, stop_token: int = -1, *, error: str = "", token: int | None = None
     ) -> None:
         request.finish = finish
+        self._drop_guide(request)
         del self._requests[request.id]
         self._queues.end(request)
         self._output.end(request, stop_token, error, token)

@@ -46,6 +46,16 @@ class SlotPool:
             for returning in due:
                 self._free(returning)
 
+    def undo(self, step: int, before: int) -> None:
+        """Free what was last used by a step that was not launched once `before` is retired."""
+        given_up, self.returning = self.returning, []
+        for returning in given_up:
+            returning = returning._replace(after=before) if returning.after == step else returning
+            if returning.after <= self.retired_step:
+                self._free(returning)
+            else:
+                self.returning.append(returning)
+
     def _free(self, returning: "_Returning") -> None:
         self._blocks.free(returning.blocks, returning.live)
         self.free.append(returning.slot)

@@ -1,0 +1,118 @@
+"""What may come next in one request's output."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from workers.engine.guides.vocabulary import Vocabulary
+from workers.engine.messages.core import OutputGuide
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+def is_void(spec: OutputGuide) -> bool:
+    """Return whether it allows everything at any time."""
+    return not spec.grammar and not (spec.in_reasoning and spec.reasoning_end and spec.reasoning_budget >= 0)
+
+
+class Guide:
+    """The state of an output: first, where it has one, its reasoning; then its grammar.
+
+    It is advanced by each token that the host knows. So it depends on the output alone: neither
+    preemption nor a step that is taken back changes it, and from a checkpoint it is made anew.
+    """
+
+    def __init__(
+        self, spec: OutputGuide, vocabulary: Vocabulary, matcher: LLMatcher | None, ends: Collection[int]
+    ) -> None:
+        """`matcher` is this guide's own, None where everything is allowed; `ends` are the tokens
+        that end the output.
+        """
+        self.ends = sorted(token for token in ends if 0 <= token < vocabulary.vocab_size)
+        self.matcher = matcher
+        self.complete = False
+        """Whether nothing more may come, not even the end of the text."""
+        self._vocabulary = vocabulary
+        self._marker = spec.reasoning_end.encode()
+        self._reasoning = spec.in_reasoning and bool(self._marker)
+        self._tail = b""
+        self._budget = spec.reasoning_budget
+        self._forced: list[int] = []  # tokens of the marker that are still to come
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything is allowed from now on."""
+        return not self._reasoning and self.matcher is None
+
+    @property
+    def in_grammar(self) -> bool:
+        """Whether the next token must follow the grammar."""
+        return not self._reasoning and self.matcher is not None
+
+    def forced_token(self) -> int | None:
+        """Return the only token allowed, where the reasoning has to end."""
+        if self._reasoning and not self._budget and not self._forced:
+            self._forced = self._vocabulary.spell(self._marker)
+        return self._forced[0] if self._forced else None
+
+    def replay(self, tokens: Iterable[int]) -> str:
+        """Advance by what was generated before; return what is wrong with it, in a sentence."""
+        for token in tokens:
+            if self.complete or self.advance(token):
+                return "the output so far does not follow the grammar that it should go on with"
+        return ""
+
+    def advance(self, token: int) -> str:
+        """Record the next token, -1 where none could be drawn; return why the output cannot go on,
+        in a sentence, or "".
+        """
+        if token < 0:
+            return (
+                "no token is left to go on with: the output's grammar allows none that allowed_token_ids, bad_words"
+                " and min_tokens allow too"
+            )
+        if self._reasoning:
+            return self._reason(token)
+        return self._match([token])
+
+    def may_end(self) -> bool:
+        """Return whether the grammar lets the text end here."""
+        return self.matcher is not None and self.matcher.is_accepting()
+
+    def failure(self) -> str:
+        """Return why the grammar cannot be followed any further, in a sentence, or ""."""
+        if self.matcher is None or not self.matcher.is_error():
+            return ""
+        lines = (line.strip() for line in self.matcher.get_error().splitlines())
+        return f"the output's grammar cannot be followed: {next(filter(None, lines), 'it has failed')}"
+
+    def _reason(self, token: int) -> str:
+        if token in self.ends:
+            return ""
+        if self.forced_token() is not None and self._forced.pop(0) != token:
+            return "the reasoning cannot be ended: another token was drawn than its end needs"
+        self._budget -= self._budget > 0
+        text = self._tail + self._vocabulary.tokens[token]
+        _, marker, rest = text.partition(self._marker)
+        if not marker:
+            self._tail = text[-len(self._marker) :]
+            return ""
+        self._reasoning, self._forced = False, []
+        rest = rest.lstrip()
+        return self._match_text(rest) if rest else ""
+
+    def _match_text(self, text: bytes) -> str:
+        """For what the token that ends the reasoning goes on with."""
+        tokens = self._vocabulary.spell(text)
+        return self._match(tokens) if tokens else f"no tokens make up {text!r}, which comes behind the reasoning"
+
+    def _match(self, tokens: list[int]) -> str:
+        matcher = self.matcher
+        if matcher is None or (tokens[-1] in self.ends and self.may_end()):
+            return ""
+        matcher.consume_tokens(tokens)
+        failure = self.failure()
+        self.complete = not failure and matcher.is_stopped()
+        return failure

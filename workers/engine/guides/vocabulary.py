@@ -1,0 +1,104 @@
+"""The bytes of each token, and the grammar library's view of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# A grammar that is never entered. Its option counts for all of the list.
+_NO_FORCING = b'{"name":"no_forcing","lark_grammar":"%llguidance {\\"no_forcing\\": true}\\nstart: \\"\\""}'
+
+
+class Vocabulary:
+    """`vocab_size` tokens, those of a special token and beyond `tokens` without bytes.
+
+    The library has one token more, `end`, which stands for the end of the text: in its masks that
+    bit says whether the text may end here, whatever tokens end it.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], vocab_size: int) -> None:
+        self.tokens = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
+        self.vocab_size = vocab_size
+        self.end = vocab_size
+        self.words = -(-vocab_size // 32)
+        """32-bit words of a mask."""
+        self.library_words = -(-(vocab_size + 1) // 32)
+        self._making = threading.Lock()
+
+    @property
+    def library(self) -> LLTokenizer:
+        """The library's tokenizer.
+
+        Made at the first use, which takes some tenths of a second for a large vocabulary.
+        """
+        with self._making:
+            return self._library
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """Return a matcher of a grammar at its beginning; errors are in the matcher's state.
+
+        Where a grammar leaves only one continuation the library would allow no token but the one
+        that its tokenizer begins that text with. Here every token that keeps to the text is
+        allowed, and the model chooses: the core has no tokenizer that knows better.
+        """
+        from llguidance import LLMatcher
+
+        return LLMatcher(self.library, _without_forcing(grammar), log_level=0)
+
+    def spell(self, text: bytes) -> list[int]:
+        """Return tokens that make up `text`, at each place the longest that fits; [] if there are
+        none.
+        """
+        spelled: list[int] = []
+        while text:
+            length = next((size for size in range(min(self._longest, len(text)), 0, -1) if text[:size] in self._ids), 0)
+            if not length:
+                return []
+            spelled.append(self._ids[text[:length]])
+            text = text[length:]
+        return spelled
+
+    @cached_property
+    def _library(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Tokens(self)))
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {token: number for number, token in reversed(list(enumerate(self.tokens))) if token}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
+
+class _Tokens:
+    """What the library asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = [*vocabulary.tokens, b""]
+        self.eos_token_id = vocabulary.end
+        self.special_token_ids = [number for number, token in enumerate(self.tokens) if not token]
+        self._spell = vocabulary.spell
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._spell(text)
+
+
+def _without_forcing(grammar: str) -> str:
+    if not grammar.lstrip().startswith("{"):  # in the syntax of Lark
+        grammar = msgspec.json.encode({"grammars": [{"lark_grammar": grammar}]}).decode()
+    whole = msgspec.json.decode(grammar, type=dict[str, msgspec.Raw])
+    grammars = bytes(whole["grammars"]).rstrip().removesuffix(b"]")
+    whole["grammars"] = msgspec.Raw(grammars + b"," + _NO_FORCING + b"]")
+    return msgspec.json.encode(whole).decode()
