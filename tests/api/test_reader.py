@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from api.reader import QUEUE_LENGTH, Inbox
-from jobs.protocol.requests import Claim, Delta, RequestKey, StreamEntry, TokenChunk
+from jobs.protocol.requests import Claim, Delta, ParsedDelta, RequestKey, StreamEntry, TokenChunk
 from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, finished, read_api, request, text_in, token_ids_in
 
@@ -84,6 +84,27 @@ def test_a_server_that_was_rolled_back_says_the_end_again_and_differently_cut(qu
     chunks = [TokenChunk(choice, 2, [2, 3, 4, 5], "2345", 2) for choice in range(2)]
     again = [StreamEntry(claim.key, "12-0", chunks), StreamEntry(claim.key, "12-2", [], result=last.result)]
     check(receive(queue, claim.key, [*entries, *again]), 6)
+
+
+def test_parsed_deltas_are_got_once_however_they_come_again(queue: Queue, claim: Claim) -> None:
+    """Each says of which token it is; what a parser held at the end counts as one token more."""
+    said = [ParsedDelta(1, "a"), ParsedDelta(3, "", "b"), ParsedDelta(4, "c"), ParsedDelta(5, "d")]
+
+    def entry(entry_id: str, index: int, tokens: int, *deltas: ParsedDelta, end: bool = False) -> StreamEntry:
+        chunk = TokenChunk(0, index, [7] * tokens, "", 0, parsed=list(deltas))
+        return StreamEntry(claim.key, entry_id, [chunk], result=finished(claim).result if end else None)
+
+    entries = [
+        entry("2-0", 0, 2, said[0]),
+        entry("4-0", 2, 2, *said[1:3]),
+        entry("7-0", 1, 3, said[1], said[2]),
+        entry("7-1", 4, 0, said[3]),
+        entry("8-0", 3, 1, said[2], said[3], end=True),
+    ]
+    received = receive(queue, claim.key, entries)
+    assert len(received) == len(entries)
+    assert [delta for one in received for chunk in one.chunks for delta in chunk.parsed or ()] == said
+    assert [token for one in received for token in token_ids_in(one)] == [7] * 4
 
 
 def test_a_call_that_ends_with_less_than_was_seen_still_ends(queue: Queue, claim: Claim) -> None:

@@ -16,7 +16,7 @@ from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoint import AnswerHead, ChoiceEnd, Endpoint
 from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.logprobs import TextOffsets, chat_logprobs, completion_logprobs, text_offsets
-from jobs.protocol.results import Choice, PositionLogprobs, TokenLogprob, Usage, encode_json
+from jobs.protocol.results import Choice, ParsedMessage, PositionLogprobs, TokenLogprob, ToolCall, Usage, encode_json
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=4)
 CHATS, TEXTS = ENDPOINTS[CHAT], ENDPOINTS[COMPLETIONS]
@@ -73,6 +73,72 @@ def test_completion_body() -> None:
         None,
     )
     assert parsed.usage.prompt_tokens == 7
+
+
+CALLS = [ToolCall("call_1", "f", '{"a": 1}'), ToolCall("call_2", "g", "")]
+CALLS_IN_JSON = [
+    {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+    {"id": "call_2", "type": "function", "function": {"name": "g", "arguments": ""}},
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (ParsedMessage("hello"), {"content": "hello"}),
+        (ParsedMessage("", "why"), {"content": "", "reasoning_content": "why"}),
+        (ParsedMessage("", ""), {"content": ""}),
+        (ParsedMessage(None, None, CALLS), {"content": None, "tool_calls": CALLS_IN_JSON}),
+        (
+            ParsedMessage("I call", "why", CALLS),
+            {"content": "I call", "reasoning_content": "why", "tool_calls": CALLS_IN_JSON},
+        ),
+    ],
+)
+def test_a_message_that_was_parsed(message: ParsedMessage, expected: dict[str, Any]) -> None:
+    reason = "tool_calls" if message.tool_calls else "stop"
+    body = CHATS.body(CHAT_HEAD, [Choice(0, "<the text>", reason, message=message)], USAGE)
+    found = strictly(ChatCompletion, body).choices[0]
+    assert body["choices"][0]["message"] == {"role": "assistant", "refusal": None, **expected}
+    assert (found.finish_reason, found.message.content) == (reason, message.content)
+    assert [call.function.name for call in found.message.tool_calls or []] == [call.name for call in message.tool_calls]
+
+
+def test_tokens_of_reasoning_are_counted_where_they_are_known() -> None:
+    choices = [Choice(0, "x", "stop")]
+    assert strictly(ChatCompletion, CHATS.body(CHAT_HEAD, choices, USAGE)).usage.completion_tokens_details is None
+    for count in (0, 3):
+        usage = Usage(7, 5, 4, count)
+        found = strictly(ChatCompletion, CHATS.body(CHAT_HEAD, choices, usage)).usage
+        assert (found.completion_tokens_details.reasoning_tokens, found.total_tokens) == (count, 12)
+
+
+def test_usage_adds_up() -> None:
+    assert Usage().plus(USAGE).plus(Usage(1, 2, 3, 4)) == Usage(8, 7, 7, 4)
+
+
+def test_token_ids_are_where_vllm_has_them() -> None:
+    choices = [
+        Choice(number, "x", "stop", token_ids=[5, number], prompt_token_ids=[1, 2, 3 * number]) for number in (0, 1)
+    ]
+    body = CHATS.body(CHAT_HEAD, choices, USAGE)
+    strictly(ChatCompletion, body)
+    assert [choice["token_ids"] for choice in body["choices"]] == [[5, 0], [5, 1]]
+    assert body["prompt_token_ids"] == [1, 2, 0]
+    body = TEXTS.body(TEXT_HEAD, choices, USAGE)
+    strictly(Completion, body)
+    assert [choice["token_ids"] for choice in body["choices"]] == [[5, 0], [5, 1]]
+    assert [choice["prompt_token_ids"] for choice in body["choices"]] == [[1, 2, 0], [1, 2, 3]]
+
+
+def test_tokens_of_log_probabilities_may_be_ids() -> None:
+    choice = Choice(0, "aé", "stop", logprobs=[PositionLogprobs(A, [A, HALF])], tokens_as_ids=True)
+    content = strictly(ChatCompletion, CHATS.body(CHAT_HEAD, [choice], USAGE)).choices[0].logprobs.content
+    assert [(token.token, token.bytes) for token in content] == [("token_id:5", [97])]
+    assert [top.token for top in content[0].top_logprobs] == ["token_id:5", "token_id:6"]
+    logprobs = strictly(Completion, TEXTS.body(TEXT_HEAD, [choice], USAGE)).choices[0].logprobs
+    assert (logprobs.tokens, logprobs.text_offset) == (["token_id:5"], [0])
+    assert logprobs.top_logprobs == [{"token_id:5": -0.5, "token_id:6": -1.5}]
 
 
 def test_logprobs_of_a_chat() -> None:

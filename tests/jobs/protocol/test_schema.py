@@ -21,7 +21,24 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", None)
 PART = {"type": "text", "text": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 CONTENTS = ("x", "", None, 5, [], [PART], [PART, IMAGE], ["x"], [{"type": "text"}], {})
-TOOL_CALLS = (None, [], [{}], [{"id": "a"}], ["x"], {}, "x")
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL_CALLS = (
+    None,
+    [],
+    [{}],
+    [{"id": "a"}],
+    ["x"],
+    {},
+    "x",
+    [CALL],
+    [CALL, CALL | {"type": "custom"}],
+    [CALL | {"id": None}],
+    [CALL | {"function": {"name": "", "arguments": ""}}],
+    [CALL | {"function": {"name": "f", "arguments": {}}}],
+    [CALL | {"more": 1}],
+)
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+TAG = {"begin": "a", "schema": {}, "end": "b"}
 
 
 def bounds(schema: Any, name: str) -> Iterator[Any]:
@@ -42,6 +59,57 @@ def around(values: list[Any], step: float) -> Iterator[Any]:
     return itertools.chain.from_iterable((value - step, value, value + step) for value in values)
 
 
+def formats() -> Iterator[Any]:
+    """Forms of an answer, good and bad."""
+    schemas: list[Any] = [{}, {"type": "object"}, "{}", "[]", "x", [], 5, None]
+    for schema, name in itertools.product(schemas, ("n", "a b", "n" * 65, "", None, 5)):
+        yield {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+    for key, value in (("description", 5), ("description", None), ("strict", "x"), ("strict", False), ("more", 1)):
+        yield {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, key: value}}
+    texts: list[Any] = ["a", "", 5, ["a"], [], [""], [1], None]
+    members = [("json", schemas), *((name, texts) for name in ("regex", "choice", "grammar"))]
+    for name, values in members:
+        yield from ({name: value} for value in values)
+        yield from ({name: values[0], "json_object": wanted} for wanted in (True, False, None, 1))
+    for key, value in itertools.product(
+        ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"), (None, True, False, " ", 5)
+    ):
+        yield {"json": {}, key: value}
+    yield from tags()
+
+
+def tags() -> Iterator[Any]:
+    """Structural tags, in both of their forms."""
+    structures: list[Any] = [[TAG], [TAG | {"schema": None}], [TAG | {"begin": 1}], [], None, {}, [1]]
+    for structure, triggers in itertools.product(structures, (["a"], [""], [], None)):
+        tag = {"structures": structure, "triggers": triggers}
+        yield from (tag, {"type": "structural_tag", **tag}, {"structural_tag": tag}, {"format": {}, **tag})
+    for kind, form in itertools.product(("structural_tag", "tag", None), ({}, [], None, "{}")):
+        tag = {"type": kind, "format": form}
+        yield from (tag, {"structural_tag": tag})
+
+
+def choices() -> Iterator[Any]:
+    """Choices of tools."""
+    for tool in toolboxes():
+        yield {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tool}}
+        yield from tool[:1]
+    for mode in ("required", "none", None):
+        yield {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [FUNCTION]}}
+
+
+def toolboxes() -> Iterator[Any]:
+    """Lists of tools."""
+    for name in ("f", "a.b", "f" * 64, "f" * 65, "", None, 5):
+        yield [{"type": "function", "function": {"name": name}}]
+    for key, value in (("description", 5), ("parameters", {}), ("parameters", "{}"), ("strict", None), ("strict", 1)):
+        yield [FUNCTION | {"function": {"name": "f", key: value}}]
+    for kind, value in itertools.product(("function", "custom", None), (None, {}, "f")):
+        yield [FUNCTION, {"type": kind, "function": value}]
+    for count in (2, 128, 129):
+        yield [FUNCTION] * count
+
+
 def samples() -> list[Any]:
     """Values at every bound of every parameter, and of every JSON type."""
     ranges = all_bounds("minimum", "maximum")
@@ -54,14 +122,19 @@ def samples() -> list[Any]:
     keys = ["0", "7", "007", "-1", "1.5", "x", "", "9" * 9, "9" * 10]
     objects = [{key: bias} for key in keys for bias in (1, -100, 100.5, "1", None)]
     objects += [{str(token): 1 for token in range(count)} for count in (1023, 1024, 1025)]
-    objects += [{"type": kind} for kind in ("text", "json_object", None)]
+    objects += [{"type": kind} for kind in ("text", "json_object", "json_schema", "structural_tag", "xml", None)]
+    objects += [*formats(), *choices()]
+    objects += [{name: 1} for name in ("a_1", "messages", "tools", "_a", "ä", "a" * 64, "a" * 65)]
+    objects += [{f"a{number}": number for number in range(count)} for count in (64, 65)]
     objects += [
         {"include_usage": wanted, "continuous_usage_stats": often}
         for wanted in (True, False, None, 1)
         for often in (True, False, None, "x")
     ]
-    neutral = [value for kind in UNSUPPORTED.values() for value in getattr(kind, "neutral", ())]
-    return [None, True, False, 0, "", [], {}, "none", "auto", *numbers, *texts, *lists, *objects, *neutral]
+    kinds = [*UNSUPPORTED.values(), *(row.parameter.values for row in rows())]
+    neutral = [value for kind in kinds for value in getattr(kind, "neutral", ())]
+    words = ["none", "auto", "required", "low", "max", "huge", "{", "[]", "null"]
+    return [None, True, False, 0, "", [], {}, *words, *numbers, *texts, *lists, *objects, *neutral, *toolboxes()]
 
 
 SAMPLES = samples()
@@ -108,10 +181,19 @@ def test_a_body_is_taken_where_the_schema_takes_it(endpoint: str, chosen: dict[s
     assert is_taken(endpoint, body) == is_valid(endpoint, body)
 
 
+@pytest.mark.parametrize("text", ["{}", ' {"type":\n"object"}\t', "[{}]", "x{}", "{}x", "", "{"])
+def test_a_schema_may_be_text_that_looks_like_an_object(text: str) -> None:
+    """Whether it is JSON inside is beyond a schema."""
+    for body in ({"guided_json": text}, {"structured_outputs": {"json": text}}):
+        for endpoint in ENDPOINTS:
+            assert is_taken(endpoint, good(endpoint) | body) == is_valid(endpoint, good(endpoint) | body)
+
+
 def test_messages_are_taken_where_the_schema_takes_them() -> None:
     count = 0
-    for role, content, calls, name in itertools.product(ROLES, CONTENTS, TOOL_CALLS, (None, "x", 5)):
-        message = {"role": role, "content": content, "tool_calls": calls, "name": name}
+    names = ({}, {"name": "x"}, {"name": 5}, {"tool_call_id": "x"}, {"reasoning": "x"}, {"reasoning_content": 5})
+    for role, content, calls, name in itertools.product(ROLES, CONTENTS, TOOL_CALLS, names):
+        message = {"role": role, "content": content, "tool_calls": calls, **name}
         given = {key: value for key, value in message.items() if value is not None}
         for messages in ([message], [given], [{"role": "user", "content": "x"}, given]):
             body = {"model": "m", "messages": messages}
