@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from jobs.protocol import fields
-from jobs.protocol.output_format import FORMATS, WHITESPACE, OutputFormat, settle_format
+from jobs.protocol.output_format import FORMATS, WHITESPACE, FormatText, OutputFormat, settle_format
 from jobs.protocol.template_variables import EFFORTS, TemplateVariables, settle_effort
 from jobs.protocol.tools import ToolChoices, Tools, settle_tools
 from jobs.protocol.value_types import (
@@ -281,11 +281,9 @@ FILE_COLUMNS = tuple(row.name for row in _ROWS if not row.parameter.for_streams)
 """Parameters that a line of a file can have."""
 TOKEN_ID_LISTS = tuple(row.name for row in _ROWS if isinstance(row.parameter.values, TokenIds))
 """Parameters that hold token ids, which a model may not have."""
-JSON_COLUMNS = tuple(
-    row.name
-    for row in _ROWS
-    if isinstance(row.parameter.values_of(chat=True), BiasByToken | TemplateVariables | Tools | ToolChoices)
-    or row.name in FORMATS
+JSON_COLUMNS = (
+    *(name for name, kind in FORMATS.items() if not isinstance(kind, FormatText)),
+    *("tools", "tool_choice", "chat_template_kwargs", "logit_bias"),
 )
 """Parameters of objects, which a column of a file may hold as their text."""
 

@@ -83,7 +83,7 @@ def test_tokens_of_all_lines_are_counted(ended: dict[str, Batch]) -> None:
     usage = ended["good"].usage
     assert usage is not None
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (21, 9, 30)
-    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (6, 0)
+    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (6, 3)
 
 
 def test_completions_are_served_as_well(client: openai.OpenAI, ended: dict[str, Batch]) -> None:

@@ -54,7 +54,7 @@ MESSAGE = st.fixed_dictionaries(
         "tool_calls": st.lists(st.dictionaries(TEXT, ODD, max_size=2), max_size=2),
         "tool_call_id": TEXT,
     },
-)
+).map(lambda message: {"tool_call_id": "c", **message} if message["role"] == "tool" else message)
 PROMPT = TEXT | st.lists(TEXT, min_size=1, max_size=3) | st.lists(TOKEN, min_size=1, max_size=10)
 PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 12),

@@ -60,7 +60,7 @@ def write_input(path: Path, count: int, **parameters: Any) -> Path:
 def echo(claim: Claim) -> Result:
     """Answers with what was said, so that a mix-up of lines shows."""
     body = json.loads(claim.request.body)
-    usage = Usage(7, 3, 2)
+    usage = Usage(7, 3, 2, 1)
     if claim.request.endpoint == CHAT:
         choice = Choice(0, _as_text(body["messages"][-1].get("content")), "stop")
     else:

@@ -123,6 +123,33 @@ def test_parquet_with_messages(tmp_path: Path, as_text: bool) -> None:
     assert line["body"] == {"model": "m", "stop": ["x", "y"], "messages": messages}
 
 
+def test_parquet_with_columns_of_objects_as_text(tmp_path: Path) -> None:
+    """Without the gaps that structs of different rows leave in each other."""
+    schema = {"type": "object", "properties": {"a": {"const": None}}}
+    formats = [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    choices = ["auto", {"type": "function", "function": {"name": "f"}}]
+    rows = [
+        {
+            "custom_id": f"r{number}",
+            "messages": [{"role": "user", "content": "hi"}],
+            "response_format": json.dumps(formats[number]),
+            "tools": json.dumps(tools),
+            "tool_choice": choices[number] if number == 0 else json.dumps(choices[number]),
+            "logit_bias": '{"5": 1}',
+            "guided_regex": "[0]",
+            "reasoning_effort": "low",
+        }
+        for number in range(2)
+    ]
+    bodies = [line["body"] for line in spooled(write_table(tmp_path / "in.parquet", rows))]
+    assert [body["response_format"] for body in bodies] == formats
+    assert [body["tool_choice"] for body in bodies] == choices
+    for body in bodies:
+        assert (body["tools"], body["logit_bias"]) == (tools, {"5": 1})
+        assert (body["guided_regex"], body["reasoning_effort"]) == ("[0]", "low")
+
+
 def test_parquet_with_binary_columns_holds_text(tmp_path: Path) -> None:
     rows = [{"custom_id": b"\xc3\xbc", "prompt": "grüß".encode(), "model": b"m", "stop": [b"x"]}]
     [line] = spooled(write_table(tmp_path / "in.parquet", rows))

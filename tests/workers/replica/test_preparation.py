@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from jobs.protocol.chat import CHAT
+from jobs.protocol.output_format import FORMATS
 from jobs.protocol.parameters import Parameters
 from jobs.protocol.requests import Claim, Request, RequestKey
 from tests.support.small_tokenizers import byte_level, panicking, write_folder
@@ -83,10 +84,13 @@ def test_a_tokenizer_that_panics_hurts_one_request(tmp_path: Path) -> None:
 def test_what_the_engine_does_not_take_is_known() -> None:
     """Parameters by the name of a field of `SamplingParams` are copied; a misspelt one is not."""
     here = {"include_stop_str_in_output", "skip_special_tokens", "stop", "truncate_prompt_tokens"}
-    of_the_answer = {"best_of", "echo", "n", "stream", "stream_options"}
+    of_the_answer = {"best_of", "echo", "n", "stream", "stream_options", "include_reasoning", "return_token_ids"}
+    of_the_answer |= {"return_tokens_as_token_ids", "parallel_tool_calls", "tools", "tool_choice"}
+    of_the_form = {*FORMATS, "guided_whitespace_pattern", "thinking_token_budget"}
+    of_the_prompt = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"}
     joined = {"max_completion_tokens", "priority", "top_logprobs"}
     engine = set(SamplingParams.__struct_fields__)
-    assert set(Parameters.__struct_fields__) - engine == here | of_the_answer | joined
+    assert set(Parameters.__struct_fields__) - engine == here | of_the_answer | of_the_form | of_the_prompt | joined
     assert engine - set(Parameters.__struct_fields__) == {"choice"}
 
 
