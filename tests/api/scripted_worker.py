@@ -9,18 +9,27 @@ from collections.abc import Callable, Iterable
 
 from jobs.protocol.endpoint import AnswerHead
 from jobs.protocol.endpoints import ENDPOINTS
-from jobs.protocol.requests import Claim, Delta, Finished, RequestKey, TokenChunk
-from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json, new_request_id
+from jobs.protocol.requests import Claim, Delta, Finished, ParsedDelta, RequestKey, TokenChunk
+from jobs.protocol.results import (
+    ApiError,
+    Choice,
+    ParsedMessage,
+    Result,
+    ToolCall,
+    Usage,
+    encode_json,
+    new_request_id,
+)
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 
-Answer = Iterable[str] | ApiError
+Answer = Iterable[str | ParsedDelta] | ApiError
 MODEL = "scripted"
 
 
 class ScriptedWorker:
     """Takes live calls in a thread and answers each with what `script(claim)` gives: pieces of
-    text, or an error.
+    text, what a parser made of pieces of a text, or an error.
 
     Between two pieces it waits for `step`, if that was set; `cancelled` names calls whose lease was
     lost.
@@ -71,21 +80,36 @@ class ScriptedWorker:
             return
         self.queue.publish(self.id, [Delta(claim.key, claim.fence, 0, [], reply_to, accepted=True)])
         text, index = "", 0
+        parsed: list[ParsedDelta] = []
         for piece in answer:
             while self.step is not None and not self.step.acquire(timeout=0.02):
                 if self._stopping.is_set() or self.queue.renew(self.id, [(claim.key, claim.fence)]):
                     self.cancelled.append(claim.key)
                     return
-            delta = Delta(
-                claim.key, claim.fence, index + 1, [TokenChunk(0, index, [index], piece, len(text))], reply_to
-            )
-            if self.queue.publish(self.id, [delta]):
+            if isinstance(piece, ParsedDelta):
+                parsed.append(piece)
+            shown = "?" if parsed else piece
+            chunk = TokenChunk(0, index, [index], shown, len(text), parsed=parsed[-1:] or None, prompt_tokens=7)
+            if self.queue.publish(self.id, [Delta(claim.key, claim.fence, index + 1, [chunk], reply_to)]):
                 self.cancelled.append(claim.key)
                 return
-            text, index = text + piece, index + 1
+            text, index = text + shown, index + 1
         usage = Usage(7, index, 3)
         endpoint = ENDPOINTS[claim.request.endpoint]
         head = AnswerHead(endpoint.new_id(), claim.request.model, int(claim.request.created))
-        body = endpoint.body(head, [Choice(0, text, "stop")], usage)
+        message = _message(parsed) if parsed else None
+        reason = "tool_calls" if message is not None and message.tool_calls else "stop"
+        body = endpoint.body(head, [Choice(0, text, reason, message=message)], usage)
         result = Result(200, encode_json(body), usage, new_request_id())
         self.queue.commit(self.id, [Finished(claim.key, claim.fence, result, None, reply_to)])
+
+
+def _message(parsed: list[ParsedDelta]) -> ParsedMessage:
+    """What the deltas of an answer make up."""
+    calls: dict[int, ToolCall] = {}
+    for piece in (piece for delta in parsed for piece in delta.tool_calls):
+        known = calls.get(piece.index, ToolCall(piece.id or "", piece.name or "", ""))
+        calls[piece.index] = ToolCall(known.id, known.name, known.arguments + piece.arguments)
+    content = "".join(delta.content for delta in parsed)
+    reasoning = "".join(delta.reasoning for delta in parsed)
+    return ParsedMessage(content if content or not calls else None, reasoning or None, list(calls.values()))
