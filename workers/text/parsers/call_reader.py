@@ -76,6 +76,13 @@ class CallReader(ToolParser):
         if text:
             self._pieces.append(ToolCallPiece(self._calls - 1, text))
 
+    def _feed_call(self, call: JsonCall, final: bool) -> None:
+        """Read what belongs to a call and pass it on."""
+        self._text = self._text[call.feed(self._text) :]
+        if final and not self._text:
+            call.give_up()
+        self._pass_on(call)
+
     def _pass_on(self, call: JsonCall) -> None:
         """Pass on what is new of a call, or what turned out to be none."""
         name, arguments = call.take()

@@ -127,8 +127,8 @@ class JsonCall:
         end = self._collect(text, position)
         if self._value.complete:
             value = "".join(self._value_text)
-            inner = decode_string(value)
-            self._arguments = [inner or "{}" if value.startswith('"') else value.replace("null", "{}")]
+            inner = decode_string(value) if value.startswith('"') else None
+            self._arguments = ["{}" if value == "null" else value if inner is None else inner]
             self._read = self._after_value
         return end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
@@ -24,12 +25,25 @@ def may_begin_value(character: str) -> bool:
 
 
 def decode_string(text: str) -> str | None:
-    """Return what a JSON string says, control characters allowed; None if it is not one."""
+    """Return what a JSON string says, control characters allowed; None if it is not one, or has
+    half a character.
+    """
     try:
         value = json.loads(text, strict=False)
+        value.encode()
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return str(value)
+
+
+def dump_json(value: Any) -> str:
+    """Return the JSON of a value, in UTF-8 but where it has half a character."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 class JsonValue:

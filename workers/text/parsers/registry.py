@@ -5,7 +5,11 @@ from __future__ import annotations
 from workers.text.errors import ParserError
 from workers.text.parsers.base import ToolParser
 from workers.text.parsers.hermes import HermesParser
+from workers.text.parsers.llama3_json import Llama3JsonParser
+from workers.text.parsers.mistral import MistralParser
 from workers.text.parsers.plugins import load_plugin
+from workers.text.parsers.pythonic import PythonicParser
+from workers.text.parsers.qwen3_xml import Qwen3XmlParser
 from workers.text.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 
 # vLLM's names. Qwen3 writes calls as Hermes does; Qwen3-Coder does not.
@@ -13,6 +17,12 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "qwen3": HermesParser,
     "qwen3_json": HermesParser,
+    "qwen3_coder": Qwen3XmlParser,
+    "qwen3_xml": Qwen3XmlParser,
+    "llama3_json": Llama3JsonParser,
+    "llama4_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
 }
 
 
