@@ -28,6 +28,8 @@ from workers.engine.client.async_engine import EngineDeadError, EngineStartError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.errors import WorkerError
+from workers.grammars.grammar_compiler import GrammarCompiler
+from workers.replica.grammars import Grammars
 from workers.replica.replica import Replica
 from workers.settings import WorkerSettings
 from workers.text.errors import TokenizerError
@@ -85,18 +87,29 @@ class Worker:
             loop.add_signal_handler(number, self._on_signal, number)
         await self._check_redis()
         tokenizer = _in_daemon_thread(partial(TextTokenizer.load, self.settings.tokenizer, self.settings.chat_template))
+        compiler = GrammarCompiler(partial(_vocabulary, tokenizer))
+        grammars = Grammars(compiler)
         try:
-            await self._run_replicas(tokenizer)
+            await self._run_replicas(tokenizer, grammars)
         finally:
             tokenizer.cancel()
+            await grammars.close()
+            await compiler.close()
 
-    async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
+    async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer], grammars: Grammars) -> None:
         deaths, longest_at_death, pause = Deaths(), 0, 0.0
         watchdog_timeout = WatchdogTimeout(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
             launched, self._launched = self._launched, None
             replica = Replica(
-                self.settings, self._queue, tokenizer, watchdog_timeout, self._stopping, longest_at_death, launched
+                self.settings,
+                self._queue,
+                tokenizer,
+                grammars,
+                watchdog_timeout,
+                self._stopping,
+                longest_at_death,
+                launched,
             )
             try:
                 await replica.run(pause)
@@ -141,6 +154,11 @@ class Worker:
             raise WorkerError(str(error)) from error
         except (redis.RedisError, QueueUnavailable) as error:
             raise WorkerError(f"Redis cannot be used: {error}", retry=True) from error
+
+
+async def _vocabulary(tokenizer: asyncio.Future[TextTokenizer]) -> list[bytes]:
+    loaded = await asyncio.shield(tokenizer)
+    return await _in_daemon_thread(loaded.vocabulary)
 
 
 class Deaths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.requests import Claim
 from jobs.protocol.validation import Call
 from workers.engine.messages.core import SamplingParams
@@ -35,3 +36,4 @@ class PreparedRequest:
     call: Call
     prompts: list[Prompt]  # one for chats
     tokenizer: TextTokenizer  # for the way back
+    output_format: OutputFormat | None = None  # what the answer must have the form of

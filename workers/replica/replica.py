@@ -16,6 +16,7 @@ from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
+from workers.replica.grammars import Grammars
 from workers.replica.intake import Intake
 from workers.replica.leases import Leases
 from workers.replica.orders import Orders
@@ -47,6 +48,7 @@ class Replica:
         settings: WorkerSettings,
         queue: Queue,
         tokenizer: asyncio.Future[TextTokenizer],
+        grammars: Grammars,
         watchdog_timeout: WatchdogTimeout,
         stopping: asyncio.Event,
         longest_at_death: int = 0,
@@ -76,7 +78,7 @@ class Replica:
             lambda held: loop.call_soon_threadsafe(self._on_lost, held),
         )
         self._outbox = Outbox(queue, worker, interval, self._generated, self._leases.drop, self._on_lost)
-        self._running = Running(self._engine, self._outbox, loop.time, interval)
+        self._running = Running(self._engine, self._outbox, grammars, loop.time, interval)
         self._requeue = Requeue(queue, worker, self._running, self._outbox, self._leases, stopping)
         self._orders = Orders(queue, worker, lambda orders: loop.call_soon_threadsafe(self._on_orders, orders))
         self._on_order: dict[str, Callable[[ControlMessage], None]] = {
@@ -146,6 +148,7 @@ class Replica:
         preparation = Preparation(tokenizer, models, limits)
         worker, slots = self._registration.id, info.max_num_seqs
         intake = Intake(queue, worker, models, slots, self._leases, preparation, lambda: running.load)
+        running.room_made = intake.room_made
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)
         self._on_order |= {"bell": lambda _: intake.wake(), "trial": lambda _: quarantine.make_room()}
         engine, registration, outbox = self._engine, self._registration, self._outbox

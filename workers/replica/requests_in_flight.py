@@ -4,13 +4,16 @@ that they end as.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
+
+import msgspec
 
 from jobs.protocol.endpoint import AnswerHead
 from jobs.protocol.requests import Claim, Delta, Finished, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
-from workers.engine.messages.core import EngineRequest, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, OutputGuide, TokenLogprobs
 from workers.engine.messages.metrics import KINDS
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
@@ -88,9 +91,15 @@ class RequestInFlight:
         """How many more the choice may get that may get the most."""
         return max((sequence.tokens_left for sequence in self.running.values()), default=0)
 
-    def begin(self) -> list[EngineRequest]:
-        """What the engine is to have at once."""
+    def begin(self, grammar: str = "") -> list[EngineRequest]:
+        """What the engine is to have at once; `grammar` is what each output must follow, "" for
+        none.
+        """
         added, self._at_once = self._at_once, []
+        if grammar:
+            for request in itertools.chain(added, *self.waiting.values()):
+                if not self.running[request.request_id].ended:
+                    request.guide = msgspec.structs.replace(request.guide or OutputGuide(), grammar=grammar)
         return added
 
     def follow(self, request_id: int) -> list[EngineRequest]:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -19,6 +20,7 @@ from jobs.queue.request_queue import Held
 from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
+from workers.replica.grammars import Grammar, Grammars
 from workers.replica.metrics import RequestMetrics
 from workers.replica.outbox import Outbox
 from workers.replica.prepared import PreparedRequest
@@ -50,17 +52,27 @@ class Running:
     Used from the event loop only.
     """
 
-    def __init__(self, engine: AsyncEngine, outbox: Outbox, clock: Callable[[], float], stream_interval: float) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        outbox: Outbox,
+        grammars: Grammars,
+        clock: Callable[[], float],
+        stream_interval: float,
+    ) -> None:
         self._engine = engine
         self._outbox = outbox
+        self._grammars = grammars
         self._clock = clock
         self._stream_interval = stream_interval
         self._ids = itertools.count(1)
         self._sequences: dict[int, tuple[RequestInFlight, Sequence]] = {}
         self._requests: dict[RequestKey, RequestInFlight] = {}
+        self._without_grammar: set[RequestInFlight] = set()  # their grammars are being compiled
         self._watched: dict[RequestInFlight, float] = {}  # until when, on the clock
         self._next_sweep = 0.0
         self._last_step = math.nan  # when it came, on the clock
+        self.room_made: Callable[[], None] = lambda: None  # called when requests end without a step
         self.metrics = RequestMetrics()
         self.steps = 0
         self.finished = 0
@@ -166,6 +178,10 @@ class Running:
         """All requests in flight."""
         return list(self._requests)
 
+    def keys_in_engine(self) -> list[RequestKey]:
+        """All requests in flight but those that wait for their grammars."""
+        return [key for key, request in self._requests.items() if request not in self._without_grammar]
+
     def longest(self) -> int:
         """Tokens of the longest choice, its prompt's included; 0 if there is none."""
         return max((sequence.length for _, sequence in self._sequences.values()), default=0)
@@ -252,19 +268,50 @@ class Running:
 
     def _begin(self, item: PreparedRequest, now: float) -> list[EngineRequest]:
         """What the engine is to have of a request at once; nothing if what was published is the
-        whole of it.
+        whole of it, or if its grammar is not there yet.
         """
         claim, request = item.claim, RequestInFlight(item, self._ids, now, self._stream_interval)
-        if claim.live:
-            self._outbox.accept(request.accepted())
         if not request.running:
+            self._accept(request)
             self._complete(request, request.finish())
             return []
         self._requests[claim.key] = request
         self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
         if claim.live or claim.watched:
             self._watched[request] = math.inf if claim.live else now + WATCHED_SECONDS
-        return request.begin()
+        wanted = item.output_format
+        grammar = "" if wanted is None else self._grammars.lookup(wanted)
+        if wanted is not None and grammar is None:
+            self._without_grammar.add(request)
+            self._grammars.compile(wanted, partial(self._take_grammar, request))
+            return []
+        return self._enter(request, grammar or "")
+
+    def _take_grammar(self, request: RequestInFlight, grammar: Grammar) -> None:
+        """Go on with a request whose grammar was compiled, if it is still there."""
+        if request not in self._without_grammar:
+            return
+        self._without_grammar.discard(request)
+        try:
+            self._add(self._enter(request, grammar))
+        except Exception as error:
+            self._fail(request, _unforeseen(request.claim, error))
+        if isinstance(grammar, ApiError):
+            self.room_made()
+
+    def _enter(self, request: RequestInFlight, grammar: Grammar) -> list[EngineRequest]:
+        """Accept a request and return what the engine is to have of it; end it if it cannot have a
+        grammar.
+        """
+        if isinstance(grammar, ApiError):
+            self._fail(request, grammar)
+            return []
+        self._accept(request)
+        return request.begin(grammar)
+
+    def _accept(self, request: RequestInFlight) -> None:
+        if request.claim.live:
+            self._outbox.accept(request.accepted())
 
     def _late_token(self, request_id: int, count: int, cached: int, now: float) -> list[EngineRequest]:
         """Record a choice's first token from this worker, or one after steps that gave it none;
@@ -331,11 +378,14 @@ class Running:
         self._outbox.finish(finished)
 
     def _forget(self, request: RequestInFlight) -> list[int]:
-        """Return the engine's ids of the choices that have not ended."""
+        """Return the ids of the choices that the engine has and that have not ended."""
         del self._requests[request.claim.key]
         self._watched.pop(request, None)
         for request_id in request.running:
             del self._sequences[request_id]
+        if request in self._without_grammar:
+            self._without_grammar.discard(request)
+            return []
         return list(request.running)
 
 

@@ -96,8 +96,8 @@ class Serving:
 
         If the core crashed by itself they are quarantined; what never reached it is requeued.
         """
-        running, reached = self.running, self.running.keys()
-        logger.error("%s; requests in flight: %d", error, len(reached))
+        running, reached = self.running, self.running.keys_in_engine()
+        logger.error("%s; requests in flight: %d", error, len(running.keys()))
         await self._stop_claiming()
         await self.requeue.publish(running.checkpoint(running.keys()))
         if error.by_itself:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from workers.text.errors import is_panic
+from workers.text.errors import FormatError, is_panic
 
 _WINDOW = 8  # tokens of the prompt that give the first output tokens their context
 _UNFINISHED = "\ufffd"
@@ -63,6 +63,20 @@ class DetokenizerFactory:
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes inside a text: a special token's name, b"" for unknown ids."""
         return self._full_table[token_id]
+
+    def vocabulary(self) -> list[bytes]:
+        """Return each token's bytes, by id: what it adds to any output. Those of special tokens,
+        which are not shown, and of unknown ids are empty.
+
+        Raises FormatError where a token's text depends on those beside it.
+        """
+        if self._table is None:
+            raise FormatError(
+                "The model's tokenizer has no fixed text for each token, so that its answers cannot be held to a form:"
+                " leave the form out, or use another model."
+            )
+        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return [self._table[token_id] for token_id in range(size)]
 
 
 class _TokenBytes(dict[int, bytes], ABC):

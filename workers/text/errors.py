@@ -4,6 +4,9 @@ TextError
   TokenizerError        the tokenizer or the template cannot be used
   TemplateError         these messages cannot be rendered
   EncodingError         the tokenizer fails on this text
+  FormatError           an answer cannot have the form that is asked for
+  GrammarCompilerError  the process that compiles grammars cannot be started
+    CompilerEndedError  it ended while it compiled
   TimeLimitError        it took too long
   ParserError           there is no such parser of answers, or it cannot be loaded
 """
@@ -36,6 +39,18 @@ class TemplateError(TextError):
 
 class EncodingError(TextError):
     """The tokenizer fails on this text; one sentence for the caller."""
+
+
+class FormatError(TextError):
+    """An answer cannot have the form that is asked for; one sentence for the caller."""
+
+
+class GrammarCompilerError(TextError):
+    """The process that compiles grammars cannot be started; one sentence that says why."""
+
+
+class CompilerEndedError(GrammarCompilerError):
+    """The process that compiles grammars ended while it compiled; one sentence that says how."""
 
 
 def is_panic(error: BaseException) -> bool:

@@ -113,6 +113,14 @@ class TextTokenizer:
         """
         return self._detokenizers.token_bytes(token_id)
 
+    def vocabulary(self) -> list[bytes]:
+        """Return the bytes of each token by id, empty for special tokens and unknown ids.
+
+        It takes some tenths of a second for a large vocabulary. Raises FormatError where tokens
+        have no bytes of their own.
+        """
+        return self._detokenizers.vocabulary()
+
     def decode(
         self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> str:

@@ -4,6 +4,7 @@ over a real queue, without a model.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.requests import Claim, Delta, Finished, Request, RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.validation import parse_call
 from jobs.queue.request_queue import Queue
@@ -19,6 +21,7 @@ from jobs.queue.streams import ControlMessage
 from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
 from workers.engine.messages.core import SamplingParams
+from workers.replica.grammars import Grammars
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.running import Running
 from workers.settings import DEMO_MODEL
@@ -39,6 +42,19 @@ def script(prompt: list[int], sampling: SamplingParams) -> list[int]:
     return (TOKENS[start:] + ([STOP_TOKEN] if start else [])) * 20
 
 
+class HeldCompiler:
+    """Compiles when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[OutputFormat] = []
+        self.waiting: list[asyncio.Future[str]] = []
+
+    async def compile(self, wanted: OutputFormat) -> str:
+        self.asked.append(wanted)
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        return await self.waiting[-1]
+
+
 class Bench:
     """A worker's middle: requests come from the queue and go back there; the engine is scripted,
     and time is what the test says.
@@ -48,7 +64,8 @@ class Bench:
         self.queue = queue
         self.worker = worker
         self.engine = ScriptedEngine(script)
-        self.running = Running(self.engine, self, lambda: self.now, 2.0)
+        self.compiler = HeldCompiler()
+        self.running = Running(self.engine, self, Grammars(self.compiler), lambda: self.now, 2.0)
         self.now = 100.0
         self.results: list[Finished] = []
         self.woken: list[bool] = []

@@ -1,0 +1,25 @@
+"""Compile the form of an answer as the engine core will do it, to find out whether that works."""
+
+from __future__ import annotations
+
+from jobs.protocol.output_format import OutputFormat
+from workers.engine.guides.vocabulary import Vocabulary
+from workers.grammars.explanation import explain
+from workers.grammars.formats import grammar_of
+from workers.text.errors import FormatError
+
+
+def compile_format(wanted: OutputFormat, vocabulary: Vocabulary) -> str:
+    """Return the grammar of a form, which compiles and has a first token.
+
+    Raises FormatError.
+    """
+    grammar = grammar_of(wanted)
+    matcher = vocabulary.compile(grammar)
+    if not matcher.is_error():
+        mask = matcher.compute_bitmask()
+        if not any(mask):
+            raise FormatError("No token of the model's vocabulary can begin an answer of this form.")
+    if matcher.is_error():
+        raise FormatError(explain(wanted, matcher.get_error()))
+    return grammar

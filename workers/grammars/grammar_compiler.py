@@ -1,0 +1,200 @@
+"""The worker process' side of the process that compiles grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+
+from jobs.protocol.output_format import OutputFormat
+from workers.engine.messages.core import SetVocabulary
+from workers.engine.messages.transport import frame, read_frame
+from workers.engine.process import child_environment
+from workers.grammars.messages import THREADS, Compile, Compiled
+from workers.text.errors import CompilerEndedError, FormatError, GrammarCompilerError
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 5.0
+"""How long one grammar may take to compile."""
+
+_START_SECONDS = 120.0
+
+
+class GrammarCompiler:
+    """Compiles in a process of its own, which starts with the first grammar and is replaced when a
+    grammar makes an end of it.
+
+    For one event loop, whose thread must outlive it: the process ends with that.
+    """
+
+    def __init__(self, tokens: Callable[[], Awaitable[list[bytes]]], seconds: float = SECONDS) -> None:
+        """`tokens` makes the bytes of each token of the vocabulary; it may raise FormatError."""
+        self._tokens = tokens
+        self._seconds = seconds
+        self._numbers = itertools.count(1)
+        self._process: _CompilerProcess | None = None
+        self._starting = asyncio.Lock()
+        self._turns = asyncio.Semaphore(THREADS)
+        self._isolating = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The process' id, None while there is none."""
+        return None if self._process is None or self._process.ended else self._process.pid
+
+    async def compile(self, wanted: OutputFormat) -> str:
+        """Return the grammar of a form.
+
+        Raises FormatError, also where compiling would take too long or ends the process, and
+        GrammarCompilerError. What was compiled when the process ended is compiled once more, alone.
+        """
+        async with self._turns:
+            try:
+                return await self._try(wanted)
+            except CompilerEndedError as error:
+                logger.warning("%s; compiling again what it had", error)
+        async with self._alone():
+            try:
+                return await self._try(wanted)
+            except CompilerEndedError as error:
+                logger.warning("%s", error)
+        raise FormatError("It needs too much memory, or is too deeply nested, to compile; make it smaller.")
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            await self._process.end()
+
+    async def _try(self, wanted: OutputFormat) -> str:
+        process = await self._started()
+        try:
+            async with asyncio.timeout(self._seconds):
+                compiled = await process.compile(next(self._numbers), wanted)
+        except TimeoutError:
+            logger.warning("killing the grammar compiler: a grammar takes longer than %g s", self._seconds)
+            await process.end()
+            raise FormatError(f"It takes longer than {self._seconds:g} s to compile; make it smaller.") from None
+        if compiled.error:
+            raise FormatError(compiled.error)
+        return compiled.grammar
+
+    async def _started(self) -> _CompilerProcess:
+        async with self._starting:
+            if self._process is None or self._process.ended:
+                process = _CompilerProcess()
+                self._process = process
+                await process.start(await self._tokens())
+            return self._process
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """While nothing else is compiled."""
+        async with self._isolating, AsyncExitStack() as turns:
+            for _ in range(THREADS):
+                await turns.enter_async_context(self._turns)
+            yield
+
+
+class _CompilerProcess:
+    """One such process, from its start to its end."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._killed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: dict[int, asyncio.Future[Compiled]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, None before its start."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, tokens: list[bytes]) -> None:
+        """Start it; return once it compiles. Raises GrammarCompilerError."""
+        try:
+            ours = self._launch()
+        except OSError as error:
+            self.ended = True
+            raise GrammarCompilerError(f"the grammar compiler cannot be started: {error}") from error
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._reading = asyncio.create_task(self._read(reader), name="grammars")
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._answer_to(Compiled().number, SetVocabulary(tokens))
+        except CompilerEndedError as error:
+            raise GrammarCompilerError(f"{error} when it started") from error
+        except TimeoutError:
+            raise GrammarCompilerError(f"the grammar compiler was not ready after {_START_SECONDS:g} s") from None
+        finally:
+            if self._waiting:  # it is not ready, and nothing waits for it any more
+                self._waiting.clear()
+                await self.end()
+
+    async def compile(self, number: int, wanted: OutputFormat) -> Compiled:
+        """Return what it says of a form. Raises CompilerEndedError."""
+        return await self._answer_to(number, Compile(number, wanted))
+
+    async def end(self) -> None:
+        """Kill it; return once it is gone."""
+        self._killed = True
+        if self._process is not None:
+            self._process.kill()
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+
+    async def _answer_to(self, number: int, message: msgspec.Struct) -> Compiled:
+        if self.ended:
+            raise CompilerEndedError("the grammar compiler has ended")
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame(message))
+        try:
+            return await self._waiting[number]
+        finally:
+            self._waiting.pop(number, None)
+
+    def _launch(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        command = ["-P", "-m", "workers.grammars.compiler_process", "--fd", str(theirs.fileno())]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, *command, "--parent", str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # the library prints what a caller's grammar makes it fail at
+                    env=child_environment(),
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Pass its answers on, until its end."""
+        while (message := await read_frame(reader, _DECODER)) is not None:
+            future = self._waiting.get(message.number)
+            if future is not None and not future.done():
+                future.set_result(message)
+        self.ended = True
+        self._writer.close()
+        assert self._process is not None
+        self._process.kill()
+        code = await asyncio.to_thread(self._process.wait)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(CompilerEndedError(f"the grammar compiler {how}"))
+
+
+_DECODER = msgspec.msgpack.Decoder(Compiled)

@@ -1,0 +1,141 @@
+"""A JSON Schema as llguidance takes it: nothing in it that loosens it, whitespace bounded, dates
+exact, and no way in from which there is no end.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from workers.grammars.recursion import cut_endless
+from workers.grammars.schema_walk import MAX_DEPTH, Schema, subschemas
+from workers.text.errors import FormatError
+
+WHITESPACE = r" |\n(?: {1,64}|\t{1,16})?"
+"""What may stand between the tokens of JSON by default: one space, or one line feed with an
+indentation. Without a bound a model may emit whitespace for ever.
+"""
+
+_YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_POINTER = r"(?:/(?:[^~/]|~[01])*)*"
+_PATTERNS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
+}
+"""Formats that llguidance does not have, or less exactly: it knows no leap years."""
+
+_NARROWER = {
+    "idn-email": "email",
+    "idn-hostname": "hostname",
+    "iri": "uri",
+    "iri-reference": "uri",
+    "uri-reference": "uri",
+    "uri-template": "uri",
+}
+"""Formats whose texts include all of another one."""
+
+_KNOWN_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "const", "enum")
+
+
+def prepare_schema(source: str, whitespace: str | None = None) -> dict[str, Any]:
+    """Return the schema that is to be compiled. Raises FormatError."""
+    schema = parse_json(source, "The schema")
+    if not isinstance(schema, dict | bool):
+        raise FormatError("The schema must be a JSON object or a boolean.")
+    return prepare_parsed(schema, whitespace)
+
+
+def prepare_parsed(schema: Schema, whitespace: str | None = None) -> dict[str, Any]:
+    """As `prepare_schema`, of a schema that is parsed; it is changed."""
+    if schema is False:
+        raise FormatError("The schema is false, which no JSON value can meet.")
+    root: dict[str, Any] = {} if schema is True else schema
+    nodes = subschemas(root)
+    for node in nodes:
+        _make_formats_exact(node)
+    _close_objects(nodes)
+    cut_endless(nodes, root)
+    root["x-guidance"] = _whitespace_options(whitespace)
+    return root
+
+
+def parse_json(source: str, what: str) -> Any:
+    """Return the value of a JSON text. Raises FormatError, whose sentence begins with `what`."""
+    try:
+        return json.loads(source, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise FormatError(f"{what} is nested deeper than {MAX_DEPTH} levels.") from None
+    except ValueError as error:
+        raise FormatError(f"{what} is not valid JSON: {error}.") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
+    """The only options of llguidance's that a schema has: those that it came with are gone."""
+    if whitespace == "":
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
+
+
+def _make_formats_exact(node: dict[str, Any]) -> None:
+    """Replace formats by patterns, or by others; drop those that are not known, which JSON Schema
+    calls annotations.
+    """
+    name = node.get("format")
+    if not isinstance(name, str):
+        return
+    if name in _PATTERNS:
+        del node["format"]
+        pattern = f"^(?:{_PATTERNS[name]})$"
+        if "pattern" in node:
+            node["allOf"] = [*_list(node.get("allOf")), {"pattern": pattern}]
+        else:
+            node["pattern"] = pattern
+    elif name in _NARROWER:
+        node["format"] = _NARROWER[name]
+    elif name not in _KNOWN_FORMATS:
+        del node["format"]
+
+
+def _close_objects(nodes: list[dict[str, Any]]) -> None:
+    """Allow no further properties where some are named and the schema does not say, as xgrammar and
+    OpenAI's strict mode have it; else an answer may go on for ever.
+
+    Only where nothing else speaks of the same object, which may need what is not named here.
+    """
+    for node in [] if any(map(_is_combined, nodes)) else nodes:
+        named, required = node.get("properties"), node.get("required", [])
+        if (
+            isinstance(named, dict)
+            and named
+            and isinstance(required, list)
+            and all(isinstance(name, str) and name in named for name in required)
+            and not {"additionalProperties", "patternProperties", "minProperties", *_APPLICATORS} & node.keys()
+        ):
+            node["additionalProperties"] = False
+
+
+def _is_combined(node: dict[str, Any]) -> bool:
+    """Return whether an object must meet more than one schema at this place."""
+    if len(_list(node.get("allOf"))) > 1:
+        return True
+    applied = [key for key in ("allOf", "anyOf", "oneOf", "$ref") if key in node]
+    own = {"properties", "required", "additionalProperties", "patternProperties", "minProperties"} & node.keys()
+    return len(applied) > 1 or bool(applied and own)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,71 @@
+"""Pieces of grammars in llguidance's variant of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from workers.text.errors import FormatError
+
+_UNWRITABLE = re.compile(r"([\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+)")  # in a string of Lark's
+_GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+
+
+def literal(text: str) -> str:
+    """Return what matches a text that is not empty, for rules and for terminals.
+
+    Raises FormatError for one that has no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FormatError("A text holds half a character (a lone surrogate), which no answer can have.") from None
+    return " ".join(_piece(part) for part in _UNWRITABLE.split(text) if part)
+
+
+def _piece(part: str) -> str:
+    if _UNWRITABLE.match(part):
+        return "/" + "".join(f"\\x{{{ord(character):x}}}" for character in part) + "/"
+    return json.dumps(part, ensure_ascii=False)
+
+
+def choice(texts: Iterable[str]) -> str:
+    """Return the grammar of one of some texts, in llguidance's JSON form.
+
+    They are one terminal: a rule of as many takes ten times as long to compile.
+    """
+    distinct = list(dict.fromkeys(texts))
+    alternatives = " | ".join(f"({literal(text)})" for text in distinct if text)
+    if not alternatives:
+        return grammar_text('start: ""')
+    start = "start: CHOICE?" if "" in distinct else "start: CHOICE"
+    return grammar_text(f"{start}\nCHOICE: {alternatives}")
+
+
+def grammar_text(lark: str) -> str:
+    """Return a Lark grammar in llguidance's JSON form."""
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def to_lark(grammar: str) -> str:
+    """Return a caller's grammar as Lark: it may be GBNF, as vLLM's EBNF is called elsewhere, with
+    `root ::=` for its start. Raises FormatError.
+    """
+    if not _GBNF_RULE.search(grammar):
+        return grammar
+    try:
+        return str(gbnf_to_lark(grammar))
+    except RecursionError:
+        raise FormatError("The grammar is nested too deeply.") from None
+    except Exception as error:  # the converter raises plain Exception
+        raise FormatError(f"The grammar cannot be read as EBNF: {' '.join(str(error).split())}.") from None
+
+
+def regex_terminal(pattern: str) -> str:
+    """Return a regular expression as a terminal: between slashes, those inside it escaped."""
+    start: str = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+    return start.removeprefix("start: ")
