@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.text.errors import TemplateError, TokenizerError
+import msgspec
+
+from workers.text.errors import TemplateError, TemplateTimeoutError, TokenizerError
 from workers.text.time_limit import TimeLimit, TimeLimitError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,9 @@ RENDER_SECONDS = 2.0
 """Renderings take microseconds; one that takes as long as this loops, and keeps other requests
 waiting.
 """
+
+_CUT = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Behind the content of a message that is continued, until its place in the prompt is known."""
 
 
 class ChatTemplate:
@@ -35,39 +40,83 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         origin: str = "the model",
         seconds: float = RENDER_SECONDS,
+        tool_source: str | None = None,
     ) -> None:
-        """`source` is Jinja text, `seconds` how long one rendering may take.
+        """`source` is Jinja text, `tool_source` another one for calls with tools, `seconds` how
+        long one rendering may take.
 
-        Raises TokenizerError when it does not compile.
+        Raises TokenizerError when one does not compile.
         """
-        self.source = source
         self._limit = TimeLimit(seconds)
         self._special_tokens = dict(special_tokens)
-        self._render = None if source is None else _compile(source, origin)
+        self._render = _join if source is None else _compile(source, origin)
+        self._render_tools = self._render if tool_source is None else _compile(tool_source, origin)
         if source is None:
             logger.warning("%s has no chat template: messages are joined plainly; --chat-template gives one", origin)
 
-    def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """Return the prompt's text, which ends where the assistant begins to speak.
+    def render(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **variables: Any) -> str:
+        """Return the prompt's text, which ends where the assistant begins to speak, or with the
+        content of the last message if that is continued.
 
-        Absent fields are left out of the messages.
+        Absent fields are left out of the messages. `tools` is the variable that has a model's tools
+        described.
 
         Raises TemplateError for messages that the template refuses, or that make it fail or take
         too long.
         """
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        if self._render is None:
-            return "".join(f"{message.get('content', '')}\n" for message in plain)
-        render = functools.partial(self._render, plain, **{**self._special_tokens, **variables})
+        plain = [_plain(message) for message in messages]
+        if not (continue_final_message and plain):
+            return self._run(plain, variables)
+        content = plain[-1].get("content", "")
+        return _cut_behind(content, self._run([*plain[:-1], {**plain[-1], "content": content + _CUT}], variables))
+
+    def _run(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        render = self._render_tools if variables.get("tools") else self._render
         try:
-            return self._limit.run(render)
+            return self._limit.run(functools.partial(render, messages, **{**self._special_tokens, **variables}))
         except TimeLimitError:
-            raise TemplateError(
+            raise TemplateTimeoutError(
                 f"The model's chat template takes longer than {self._limit.seconds:g} s with these messages."
             ) from None
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise TemplateError(f"The model's chat template cannot render these messages: {reason[:500]}") from error
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates read it: without absent fields, the arguments of its tool calls as
+    objects.
+    """
+    plain = {key: value for key, value in message.items() if value is not None}
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_arguments(call) for call in calls]
+    return plain
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(text or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _cut_behind(content: str, rendered: str) -> str:
+    """Return the prompt up to the content of its last message, which `_CUT` follows.
+
+    As in transformers, where the template strips the content, space before the cut goes too.
+    """
+    end = rendered.rfind(_CUT.strip())
+    if end < 0 or content.strip() not in rendered:
+        raise TemplateError("The model's chat template leaves the content of the last message out.")
+    return rendered[:end] if rendered.startswith(_CUT, end) else rendered[:end].rstrip()
+
+
+def _join(messages: list[dict[str, Any]], /, **_variables: Any) -> str:
+    return "".join(f"{message.get('content', '')}\n" for message in messages)
 
 
 def read_chat_template(given: str) -> str:

@@ -3,6 +3,7 @@
 TextError
   TokenizerError        the tokenizer or the template cannot be used
   TemplateError         these messages cannot be rendered
+    TemplateTimeoutError  it takes too long
   EncodingError         the tokenizer fails on this text
   FormatError           an answer cannot have the form that is asked for
   GrammarCompilerError  the process that compiles grammars cannot be started
@@ -35,6 +36,10 @@ class TemplateError(TextError):
     """These messages cannot be rendered with the model's chat template; one sentence for the
     caller.
     """
+
+
+class TemplateTimeoutError(TemplateError):
+    """Rendering these messages takes too long."""
 
 
 class EncodingError(TextError):

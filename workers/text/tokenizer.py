@@ -54,8 +54,11 @@ class TextTokenizer:
         config = {**files.json("special_tokens_map.json"), **files.json("tokenizer_config.json")}
         tokenizer = _read_tokenizer(source, files)
         _complete(tokenizer, config)
-        template = read_chat_template(chat_template) if chat_template is not None else _own_template(files, config)
-        return cls(tokenizer, config, ChatTemplate(template, _special_tokens(config), source))
+        own = _own_templates(files, config) if chat_template is None else {"default": read_chat_template(chat_template)}
+        template = ChatTemplate(
+            own.get("default"), _special_tokens(config), source, tool_source=own.get("tool_use") or None
+        )
+        return cls(tokenizer, config, template)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -72,7 +75,7 @@ class TextTokenizer:
         return next(([token_id] for token_id in ids if token_id is not None), [])
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """Return the prompt's text for chat messages. Raises TemplateError."""
+        """Return the prompt's text for chat messages, as the template's `render`."""
         return self.chat_template.render(messages, **variables)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
@@ -180,6 +183,7 @@ _HUB_FILES = [
     "tokenizer*",
     "special_tokens_map.json",
     "chat_template*",
+    "additional_chat_templates/*",
     "vocab.*",
     "merges.txt",
     "*.model",
@@ -253,11 +257,13 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
-def _own_template(files: _Files, config: Mapping[str, Any]) -> str | None:
-    """Return the model's own template: `chat_template.jinja` before the configuration's, and of
-    several the one named default.
+def _own_templates(files: _Files, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the model's own templates by their names, of which "default" and "tool_use" count.
+
+    Those in files go before the configuration's.
     """
-    own = files.text("chat_template.jinja") or config.get("chat_template")
-    if isinstance(own, list):
-        own = {entry["name"]: entry["template"] for entry in own}.get("default")
-    return own if isinstance(own, str) else None
+    own = config.get("chat_template")
+    named = {entry["name"]: entry["template"] for entry in own} if isinstance(own, list) else {"default": own}
+    named["default"] = files.text("chat_template.jinja") or named.get("default")
+    named["tool_use"] = files.text("additional_chat_templates/tool_use.jinja") or named.get("tool_use")
+    return {name: source for name, source in named.items() if isinstance(source, str)}

@@ -61,6 +61,14 @@ EVERYTHING = """
 {% endfor %}
 {{ [tools, documents, add_generation_prompt] }}{{ undefined_name }}{{ 'é<&>"' | tojson(ensure_ascii=true) }}
 """
+TOOLS = """
+{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+{% endif %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}
+{%- for call in m.tool_calls or [] %} {{ call | tojson }}{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}assistant: {% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
     [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 + 30?"}],
@@ -84,6 +92,12 @@ CHATS: list[list[dict[str, Any]]] = [
         {"role": "assistant", "content": "c", "tool_calls": [{"id": "1", "with": {"x": [1, None]}}]},
     ],
 ]
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    """A message that called a tool."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, REASONING, EVERYTHING])
@@ -201,3 +215,74 @@ def test_the_configurations_template_and_its_list_form(tmp_path: Path) -> None:
     two = write_folder(tmp_path / "two", byte_level(), config={"chat_template": several})
     assert TextTokenizer.load(str(one)).render(chat) == "one"
     assert TextTokenizer.load(str(two)).render(chat) == "plain"
+    assert TextTokenizer.load(str(two)).render(chat, tools=[]) == "plain"
+    assert TextTokenizer.load(str(two)).render(chat, tools=[WEATHER]) == "tools"
+    assert TextTokenizer.load(str(two), "{{ tools[0].type }}").render(chat, tools=[WEATHER]) == "function"
+
+
+def test_a_template_for_tools_may_be_a_file(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), template="plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    tokenizer = TextTokenizer.load(str(folder))
+    assert (tokenizer.render([]), tokenizer.render([], tools=[WEATHER])) == ("plain", "tools")
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True, "tools": [WEATHER]}])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_tools_and_variables_are_rendered_as_transformers_does(
+    tmp_path: Path, variables: dict[str, Any], add_generation_prompt: bool
+) -> None:
+    folder = write_folder(tmp_path, byte_level(), template=TOOLS)
+    ours = TextTokenizer.load(str(folder))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    asked = {"add_generation_prompt": add_generation_prompt, **variables}
+    for chat in (*CHATS, [*CHATS[0], called({"city": "Köln"}), {"role": "tool", "tool_call_id": "1", "content": "12"}]):
+        assert ours.render(chat, **asked) == theirs.apply_chat_template(chat, tokenize=False, **asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Köln", "days": [1, null]}', '{"city": "Köln", "days": [1, null]}'),
+        ("", "{}"),
+        ('{"city": ', r'"{\"city\": "'),
+        ("12", '"12"'),
+        ({"city": 1}, '{"city": 1}'),
+        ("[" * 100_000, None),
+    ],
+    ids=["object", "empty", "broken", "number", "given", "deep"],
+)
+def test_arguments_of_calls_are_given_as_objects(arguments: Any, shown: str | None) -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}", {})
+    message = called(arguments)
+    assert template.render([message]) == (shown or f'"{arguments}"')
+    assert message == called(arguments)
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA_LIKE, REASONING, TOOLS, TOOLS.replace("m.content", "m.content | trim")]
+)
+@pytest.mark.parametrize("said", ["The answer", "The answer is ", "", " ", "user\n"])
+def test_a_final_message_is_continued_as_in_transformers(tmp_path: Path, template: str, said: str) -> None:
+    folder = write_folder(tmp_path, byte_level(), template=template)
+    ours = TextTokenizer.load(str(folder))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for chat in (CHATS[0], CHATS[1], CHATS[2][:1]):
+        whole = [*chat, {"role": "assistant", "content": said}]
+        asked = {"add_generation_prompt": False, "continue_final_message": True}
+        assert ours.render(whole, **asked) == theirs.apply_chat_template(whole, tokenize=False, **asked)
+
+
+def test_without_a_template_the_content_is_continued() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}]
+    assert ChatTemplate(None, {}).render(chat, continue_final_message=True) == "a\nb "
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{{ messages[-1].role }}", "{{ messages[-1].content[:3] }}"]
+)
+def test_a_final_message_that_the_template_leaves_out_cannot_be_continued(source: str) -> None:
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]
+    with pytest.raises(TemplateError, match="content of the last message"):
+        ChatTemplate(source, {}).render(chat, continue_final_message=True)
