@@ -3,6 +3,7 @@
 One frozen value; the command line makes it from flags, environment and config file.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,29 @@ def _check_name(name: str) -> None:
         raise ValueError("a served model name must not be empty")
 
 
+def _check_tool_parser(name: str | None) -> None:
+    if name is not None:
+        from workers.text.parsers.registry import find_tool_parser
+
+        _check_found(find_tool_parser, name)
+
+
+def _check_reasoning_parser(name: str | None) -> None:
+    if name is not None:
+        from workers.text.parsers.registry import find_reasoning_format
+
+        _check_found(find_reasoning_format, name)
+
+
+def _check_found(find: Callable[[str], object], name: str) -> None:
+    from workers.text.errors import ParserError
+
+    try:
+        find(name)
+    except ParserError as error:
+        raise ValueError(str(error)) from None
+
+
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WorkerSettings(QueueSettings):
     """Configuration of a worker process: that of its queue, of its engine core, and its own."""
@@ -31,6 +55,18 @@ class WorkerSettings(QueueSettings):
         (), "Name that requests use for the model; may be repeated. [default: the --model given]", check=_check_name
     )
     chat_template: str | None = setting(None, "Jinja file, or the template itself. [default: the tokenizer's]")
+    tool_call_parser: str | None = setting(
+        None,
+        "How the model writes calls of tools: hermes, llama3_json, mistral, pythonic, qwen3, qwen3_coder, or a class of"
+        " your own as module:Class or file.py:Class. [default: none, so that no call can be left to the model]",
+        check=_check_tool_parser,
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "How the model marks its reasoning: deepseek_r1, qwen3, or the tags around it as tags:<think>,</think>."
+        " [default: none is looked for]",
+        check=_check_reasoning_parser,
+    )
     shutdown_timeout: float = setting(10.0, "Seconds for running requests to end after SIGTERM.", min=0)
     start_timeout: float = field(default=600.0, metadata={"min": 0})
 

@@ -9,11 +9,13 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jobs.protocol import fields
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import Call, decode_body, parse_call
+from workers.replica.answer_parsers import AnswerParsers
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.requests_in_flight import rejected
 from workers.replica.sampling_params import (
@@ -23,7 +25,8 @@ from workers.replica.sampling_params import (
     check_token,
     too_long,
 )
-from workers.text.errors import EncodingError, TemplateError
+from workers.replica.tool_choice import forced_format
+from workers.text.errors import EncodingError, TemplateError, TemplateTimeoutError
 from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class _Pending:
     call: Call
     sampling: SamplingMaker
     given: Sequence[str | list[int]]
+    in_reasoning: bool | None = False  # whether an answer begins inside; None where it may
     token_ids: list[list[int]] = field(default_factory=list)
     error: Exception | None = None
 
@@ -53,8 +57,15 @@ class _Pending:
 class Preparation:
     """Prepares requests in bulk; thread-safe."""
 
-    def __init__(self, tokenizer: TextTokenizer, models: Sequence[str], limits: ModelLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        models: Sequence[str],
+        limits: ModelLimits,
+        parsers: AnswerParsers | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._parsers = parsers or AnswerParsers()
         self._models = frozenset(models)
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._limits = dataclasses.replace(limits, eos_token_ids=tuple(dict.fromkeys((*limits.eos_token_ids, *own))))
@@ -83,16 +94,35 @@ class Preparation:
         if call.model not in self._models:
             message = f"The model '{fields.shown(call.model)}' is not served here."
             raise ApiError(404, message, param="model", code="model_not_found")
+        self._parsers.check(call)
         given: Sequence[str | list[int]] = [self._render(call)] if call.messages else call.prompts
         item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
+        item.in_reasoning = self._parsers.in_reasoning(call, str(given[0]))
         item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
         return item
 
     def _render(self, call: Call) -> str:
+        variables = {
+            **call.chat_template_kwargs,
+            "tools": call.tools or None,
+            "add_generation_prompt": call.add_generation_prompt,
+            "continue_final_message": call.continue_final_message,
+        }
         try:
-            return self._tokenizer.render(call.messages)
+            return self._tokenizer.render(call.messages, **variables)
         except TemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+            param = "messages" if isinstance(error, TemplateTimeoutError) else self._find_cause(call, variables)
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+
+    def _find_cause(self, call: Call, variables: dict[str, Any]) -> str:
+        """Return the parameter without which the messages can be rendered, else that of these."""
+        for param, left_out in (("tools", ["tools"]), ("chat_template_kwargs", call.chat_template_kwargs)):
+            if getattr(call, param):
+                with contextlib.suppress(TemplateError):
+                    left = {name: value for name, value in variables.items() if name not in left_out}
+                    self._tokenizer.render(call.messages, **left)
+                    return param
+        return "messages"
 
     def _cut(self, prompt: str | list[int], item: _Pending, number: int) -> str | list[int]:
         """The part of a prompt that can matter, so that a long one is not tokenized for nothing."""
@@ -152,7 +182,15 @@ class Preparation:
             raise ApiError(400, f"Invalid '{param}': {item.error}", param=param, code="invalid_value")
         prompts = [self._prompt(item, number, token_ids) for number, token_ids in enumerate(item.token_ids)]
         check_logprobs(item.call, prompts)
-        return PreparedRequest(item.claim, item.call, prompts, self._tokenizer)
+        return self._with_form(PreparedRequest(item.claim, item.call, prompts, self._tokenizer), item.in_reasoning)
+
+    def _with_form(self, prepared: PreparedRequest, in_reasoning: bool | None) -> PreparedRequest:
+        """Say what form the answers must have, and how they are read."""
+        call, parsers = prepared.call, self._parsers
+        prepared.output_format = call.output_format or forced_format(call)
+        prepared.guide = parsers.guide(call, in_reasoning, prepared.output_format)
+        prepared.parsing = parsers.parsing(call, in_reasoning)
+        return prepared
 
     def _prompt(self, item: _Pending, number: int, token_ids: list[int]) -> Prompt:
         call, param = item.call, item.param(number)

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.requests import Claim
 from jobs.protocol.validation import Call
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import OutputGuide, SamplingParams
+from workers.text.parsers.base import OutputParser
 from workers.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How the answers of a request are read.
+
+    `reasoning_ends` are the texts that end their reasoning: none where they begin behind it, None
+    where no reasoning is looked for. With `special_tokens` the parser needs those too that the call
+    would leave out. With `short_ids` a call's id is one that Mistral's templates take.
+    """
+
+    new_parser: Callable[[], OutputParser]
+    reasoning_ends: tuple[str, ...] | None = None
+    special_tokens: bool = False
+    short_ids: bool = False
 
 
 @dataclass(slots=True)
@@ -30,10 +47,15 @@ class Prompt:
 class PreparedRequest:
     """A claimed request that can run: parsed, rendered, tokenized and checked against the model's
     limits.
+
+    `guide` is all of what guides its answers but the grammar that `output_format` becomes; it is
+    there wherever `output_format` is.
     """
 
     claim: Claim
     call: Call
     prompts: list[Prompt]  # one for chats
     tokenizer: TextTokenizer  # for the way back
-    output_format: OutputFormat | None = None  # what the answer must have the form of
+    output_format: OutputFormat | None = None
+    guide: OutputGuide | None = None
+    parsing: Parsing | None = None

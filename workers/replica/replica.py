@@ -16,6 +16,7 @@ from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
+from workers.replica.answer_parsers import find_parsers
 from workers.replica.grammars import Grammars
 from workers.replica.intake import Intake
 from workers.replica.leases import Leases
@@ -145,7 +146,7 @@ class Replica:
     def _make_serving(self, tokenizer: TextTokenizer) -> Serving:
         info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
         limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
-        preparation = Preparation(tokenizer, models, limits)
+        preparation = Preparation(tokenizer, models, limits, find_parsers(self._settings))
         worker, slots = self._registration.id, info.max_num_seqs
         intake = Intake(queue, worker, models, slots, self._leases, preparation, lambda: running.load)
         running.room_made = intake.room_made

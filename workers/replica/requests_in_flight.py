@@ -15,6 +15,7 @@ from jobs.protocol.requests import Claim, Delta, Finished, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
 from workers.engine.messages.core import EngineRequest, OutputGuide, TokenLogprobs
 from workers.engine.messages.metrics import KINDS
+from workers.replica.parsed_text import ParsedText
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
 
@@ -30,6 +31,8 @@ class RequestInFlight:
     __slots__ = (
         "_at_once",
         "_call",
+        "_guide",
+        "_parsing",
         "_prompt_logprobs",
         "_prompts",
         "_tokenizer",
@@ -64,6 +67,8 @@ class RequestInFlight:
         self._call = prepared.call
         self._prompts = prepared.prompts
         self._tokenizer = prepared.tokenizer
+        self._guide = prepared.guide
+        self._parsing = prepared.parsing
         self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         self.sequences = self._make_sequences()
         for number in range(len(self._prompts)):
@@ -146,18 +151,29 @@ class RequestInFlight:
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
             completion_tokens=sum(len(sequence.token_ids) for sequence in self.sequences),
             cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences[:: call.best_of]),
+            reasoning_tokens=self._reasoning_tokens(),
         )
         head = AnswerHead(call.endpoint.new_id(), call.model, int(request.created or time.time()))
         result = Result(200, encode_json(call.endpoint.body(head, choices, usage)), usage, new_request_id())
         return Finished(self.claim.key, self.claim.fence, result, self.delta(), request.reply_to)
 
+    def _reasoning_tokens(self) -> int | None:
+        if self._parsing is None or self._parsing.reasoning_ends is None:
+            return None
+        return sum(sequence.reasoning_tokens for sequence in self.sequences)
+
     def _make_sequences(self) -> list[Sequence]:
         call, published = self._call, {} if self.claim.checkpoint is None else self.claim.checkpoint.choices
         return [
-            Sequence(number, prompt, call, self._tokenizer, published.get(number))
+            Sequence(number, prompt, call, self._tokenizer, published.get(number), self._parsed_text(number))
             for first, prompt in enumerate(self._prompts)
             for number in range(first * call.best_of, (first + 1) * call.best_of)
         ]
+
+    def _parsed_text(self, number: int) -> ParsedText | None:
+        if self._parsing is None:
+            return None
+        return ParsedText(self._parsing, self._call, f"{self.claim.key}/{number}")
 
     def _line_up(self, prompt: int, ids: Iterator[int]) -> None:
         """Make engine requests of a prompt's choices; without any left, of the first one if the
@@ -172,7 +188,12 @@ class RequestInFlight:
             scored = needs_prompt and not requests
             requests.append(
                 sequence.engine_request(
-                    next(ids), live=live, with_prompt_logprobs=scored, batch_id=batch_id, arrived=self.arrived
+                    next(ids),
+                    live=live,
+                    with_prompt_logprobs=scored,
+                    batch_id=batch_id,
+                    arrived=self.arrived,
+                    guide=self._guide,
                 )
             )
             self.running[requests[-1].request_id] = sequence

@@ -4,6 +4,7 @@ published, and how it ended.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,7 +13,8 @@ import msgspec
 from jobs.protocol.requests import ChoiceCheckpoint, TokenChunk
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, TokenLogprob
 from jobs.protocol.validation import Call
-from workers.engine.messages.core import EngineRequest, SamplingParams, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, OutputGuide, SamplingParams, TokenLogprobs
+from workers.replica.parsed_text import ParsedText
 from workers.replica.prepared import Prompt
 from workers.text.stop_strings import StopStrings
 from workers.text.tokenizer import TextTokenizer
@@ -32,13 +34,14 @@ class Sequence:
         "_detokenizer",
         "_ending",
         "_min_tokens",
+        "_parsed",
         "_prompt",
         "_published_characters",
         "_resumed_tokens",
         "_sampling",
         "_stops",
         "_text",
-        "_token_bytes",
+        "_tokenizer",
         "announced",
         "cached_tokens",
         "ended",
@@ -50,10 +53,16 @@ class Sequence:
     )
 
     def __init__(
-        self, number: int, prompt: Prompt, call: Call, tokenizer: TextTokenizer, checkpoint: ChoiceCheckpoint | None
+        self,
+        number: int,
+        prompt: Prompt,
+        call: Call,
+        tokenizer: TextTokenizer,
+        checkpoint: ChoiceCheckpoint | None,
+        parsed: ParsedText | None = None,
     ) -> None:
         """`number` counts the choices of all prompts of a request; it is the `choice` of the
-        noise.
+        noise. `parsed` reads its text, if a parser applies.
         """
         self.number = number
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
@@ -63,8 +72,10 @@ class Sequence:
         self._prompt = prompt
         self._call = call
         self._sampling = prompt.sampling
-        self._token_bytes = tokenizer.token_bytes
-        self._detokenizer = tokenizer.detokenizer(prompt.token_ids, call.skip_special_tokens)
+        self._tokenizer = tokenizer
+        self._parsed = parsed
+        skipped = call.skip_special_tokens and not (parsed is not None and parsed.parsing.special_tokens)
+        self._detokenizer = tokenizer.detokenizer(prompt.token_ids, skipped)
         self._stops = StopStrings(call.stop, call.include_stop_str_in_output) if call.stop else None
         self._min_tokens = prompt.sampling.min_tokens
         self._decoded = 0
@@ -127,6 +138,7 @@ class Sequence:
         with_prompt_logprobs: bool,
         batch_id: str = "",
         arrived: float = 0.0,
+        guide: OutputGuide | None = None,
     ) -> EngineRequest:
         """What the engine is to do: go on from here or, when nothing is left to generate, look at
         the prompt alone.
@@ -152,6 +164,7 @@ class Sequence:
             batch_id,
             self._stops is not None,
             0.0 if self.resumed else arrived,  # it has waited for its first worker
+            None if self.ended else guide,
         )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
@@ -168,7 +181,7 @@ class Sequence:
             stopped = self._take_until_stop(self._stops, token_ids, stop_token)
         if self.logprobs is not None and logprobs is not None:
             kept = len(self.token_ids) - len(self.logprobs)
-            self.logprobs += positions(logprobs[:kept], self._token_bytes)
+            self.logprobs += positions(logprobs[:kept], self._tokenizer.token_bytes)
         return stopped
 
     def end(self, reason: FinishReason, stop_token: int = -1) -> None:
@@ -181,6 +194,8 @@ class Sequence:
         self._decoded = len(self.token_ids)
         text = self._detokenizer.finish()
         self._text += text if self._stops is None else self._stops.feed(text) + self._stops.finish()
+        if self._parsed is not None:
+            self._parsed.finish(self._text, len(self.token_ids))
         if self._stops is not None and self._stops.matched is not None:
             reason, stop_reason = "stop", self._stops.matched
         self.ended, self._ending = True, (reason, stop_reason)
@@ -194,15 +209,33 @@ class Sequence:
         self.published_tokens = len(self.token_ids)
         self._published_characters = max(offset, len(self._text))
         text, token_ids = self._text[offset:], self.token_ids[index:]
-        if not (token_ids or text) and self.announced:
+        parsed = None if self._parsed is None else self._parsed.deltas(index)
+        if not (token_ids or text or parsed) and self.announced:
             return None
         chunk = TokenChunk(
             self.number, index, token_ids, text, offset, None if self.logprobs is None else self.logprobs[index:]
         )
+        chunk.parsed = parsed
         if not self.announced:
             self.announced = True
             chunk.cached_tokens = self.cached_tokens
+            chunk.prompt_tokens = self.prompt_length
+            chunk.prompt_token_ids = self._prompt.token_ids if self._call.return_token_ids else None
         return chunk
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens it has up to the end of its reasoning, that included."""
+        if self._parsed is None or not (ends := self._parsed.parsing.reasoning_ends):
+            return 0
+
+        def has_ended(tokens: int) -> bool:
+            text = self._tokenizer.decode(self.token_ids[:tokens], self._prompt.token_ids, skip_special_tokens=False)
+            return any(end in text for end in ends)
+
+        tokens = len(self.token_ids)
+        ended = bisect.bisect_left(range(tokens + 1), True, key=has_ended)
+        return ended if ended <= tokens else tokens * self._parsed.has_reasoning
 
     def choice(self, index: int, prompt_logprobs: list[PositionLogprobs] | None) -> Choice:
         """The whole of it, for the response, once it has ended."""
@@ -210,7 +243,17 @@ class Sequence:
         if logprobs is not None and call.echo:
             logprobs = [*at_most(prompt_logprobs or [], call.logprobs or 0), *logprobs]
         of_prompt = None if call.prompt_logprobs is None else at_most(prompt_logprobs or [], call.prompt_logprobs)
-        return Choice(index, self._text, *self._ending, logprobs, of_prompt)
+        choice = Choice(
+            index,
+            self._text,
+            *self._ending,
+            logprobs,
+            of_prompt,
+            token_ids=self.token_ids if call.return_token_ids else None,
+            prompt_token_ids=self._prompt.token_ids if call.return_token_ids else None,
+            tokens_as_ids=call.return_tokens_as_token_ids,
+        )
+        return choice if self._parsed is None else self._parsed.add_to(choice)
 
     def _recognize_end(self) -> None:
         """End the sequence where its checkpoint is the whole of it: by the last token, by a stop
@@ -240,7 +283,16 @@ class Sequence:
         return False
 
     def _decode(self, upto: int) -> None:
-        """Make text of tokens; of the first `min_tokens` none can complete a stop string."""
+        """Make text of tokens; a parser that follows them reads that of each by itself."""
+        if self._parsed is None or not self._parsed.follows:
+            self._add_text(upto)
+            return
+        for tokens in range(self._decoded + 1, upto + 1):
+            self._add_text(tokens)
+            self._parsed.read(self._text, tokens)
+
+    def _add_text(self, upto: int) -> None:
+        """Decode tokens; of the first `min_tokens` none can complete a stop string."""
         stops = self._stops
         if stops is not None and self._decoded < self._min_tokens:
             early = min(upto, self._min_tokens)

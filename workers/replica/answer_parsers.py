@@ -1,0 +1,93 @@
+"""Which parsers read a call's answers, and what guides these beside a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from jobs.protocol.output_format import OutputFormat
+from jobs.protocol.results import ApiError
+from jobs.protocol.validation import Call
+from workers.engine.messages.core import OutputGuide
+from workers.replica.prepared import Parsing
+from workers.settings import WorkerSettings
+from workers.text.parsers.answer import AnswerParser
+from workers.text.parsers.base import OutputParser, ToolParser
+from workers.text.parsers.enforced import NamedCallParser, RequiredCallsParser
+from workers.text.parsers.reasoning import ReasoningFormat, ReasoningParser
+from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
+
+_WITHOUT_CALLS = ("json_object", "json_schema", "choice")  # an answer of this form calls no tool
+
+
+class AnswerParsers:
+    """The parsers of a model's answers, if the worker was given any."""
+
+    def __init__(self, tools: type[ToolParser] | None = None, reasoning: ReasoningFormat | None = None) -> None:
+        self.tools = tools
+        self._reasoning = reasoning
+
+    def check(self, call: Call) -> None:
+        """Raise ApiError for a call that needs a parser which is not there."""
+        if call.tool_choice == "auto" and self.tools is None:
+            message = (
+                '\'tool_choice\' must be "none", "required" or a function: "auto" needs a worker with'
+                " --tool-call-parser, which says how the model writes its calls."
+            )
+            raise ApiError(400, message, param="tool_choice", code="unsupported_value")
+        if call.thinking_token_budget is not None and self._reasoning is None:
+            message = "'thinking_token_budget' needs a worker with --reasoning-parser, which says where thinking ends."
+            raise ApiError(400, message, param="thinking_token_budget", code="unsupported_value")
+
+    def in_reasoning(self, call: Call, prompt: str) -> bool | None:
+        """Return whether the answer to a rendered prompt begins inside reasoning; None where it
+        may.
+        """
+        if self._reasoning is None or not call.messages:
+            return False
+        if call.continue_final_message:
+            return bool(self._reasoning.in_continued(call.messages[-1]["content"]))
+        return self._reasoning.in_reasoning(prompt)
+
+    def guide(self, call: Call, inside: bool | None, output_format: OutputFormat | None) -> OutputGuide | None:
+        """Return what guides the answers, without the grammar; None where nothing does."""
+        budget = -1 if call.thinking_token_budget is None else call.thinking_token_budget
+        if self._reasoning is None or inside is False:
+            return None if output_format is None else OutputGuide()
+        if output_format is None and budget < 0:
+            return None
+        return OutputGuide(reasoning_end=self._reasoning.end, in_reasoning=True, reasoning_budget=budget)
+
+    def parsing(self, call: Call, inside: bool | None) -> Parsing | None:
+        """Return how the answers to a call are read; None where their text is their content."""
+        calls = self._find_calls_parser(call)
+        reasoning = self._reasoning if call.messages else None
+        if reasoning is None and calls is None:
+            return None
+        special = reasoning is not None or (call.tool_choice == "auto" and self.tools is not None)
+        ends = None if reasoning is None else () if inside is False else (reasoning.end, *reasoning.also_end)
+
+        def new_parser() -> OutputParser:
+            before = None if reasoning is None else ReasoningParser(reasoning, inside)
+            return AnswerParser(before, None if calls is None else calls(), call.parallel_tool_calls)
+
+        return Parsing(new_parser, ends, special, self.tools is not None and self.tools.name == "mistral")
+
+    def _find_calls_parser(self, call: Call) -> Callable[[], OutputParser] | None:
+        if call.tool_name is not None:
+            return partial(NamedCallParser, call.tool_name)
+        if call.tool_choice == "required":
+            return RequiredCallsParser
+        if call.tool_choice == "none" or self.tools is None:
+            return None
+        form = call.output_format
+        return None if form is not None and form.kind in _WITHOUT_CALLS else partial(self.tools, call.tools)
+
+
+def find_parsers(settings: WorkerSettings) -> AnswerParsers:
+    """Return the parsers that the worker was given. Raises ParserError."""
+    tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
+    return AnswerParsers(
+        None if tools is None else find_tool_parser(tools),
+        None if reasoning is None else find_reasoning_format(reasoning),
+    )

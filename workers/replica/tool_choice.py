@@ -1,0 +1,83 @@
+"""From a call's choice of tools to the form that its answer must have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jobs.protocol.output_format import OutputFormat
+from jobs.protocol.results import encode_json
+from jobs.protocol.validation import Call
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_DATA = frozenset({"const", "enum", "default", "examples"})  # keywords that hold values, no schemas
+_NAMES = frozenset({"$schema", "$id", "id"})
+_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+
+
+def forced_format(call: Call) -> OutputFormat | None:
+    """Return the form of an answer that must call tools; None where it need not.
+
+    A named function's answer is its arguments alone, else it is a list of calls, each an object of
+    `name` and `parameters`.
+    """
+    if call.tool_choice != "required":
+        return None
+    schema = _calls_schema(call) if call.tool_name is None else _parameters_of(_named(call))
+    return OutputFormat("json_schema", encode_json(schema).decode(), "tools")
+
+
+def _named(call: Call) -> dict[str, Any]:
+    return next(function for function in map(_function, call.tools) if function["name"] == call.tool_name)
+
+
+def _calls_schema(call: Call) -> dict[str, Any]:
+    functions = [_function(tool) for tool in call.tools]
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": [_call_schema(function["name"], number) for number, function in enumerate(functions)]},
+        "$defs": {f"tool{i}": _moved(_parameters_of(one), f"#/$defs/tool{i}") for i, one in enumerate(functions)},
+    }
+    return schema if call.parallel_tool_calls else {**schema, "maxItems": 1}
+
+
+def _call_schema(name: str, number: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/tool{number}"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    function: dict[str, Any] = tool["function"]
+    return function
+
+
+def _parameters_of(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object.
+
+    Its own name goes, since its references are to be read as those of the whole.
+    """
+    parameters = {key: value for key, value in (function.get("parameters") or {}).items() if key not in _NAMES}
+    return {"type": "object", **parameters} if parameters else _NO_PARAMETERS
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema with its references to itself as they are within another, at `place`."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _moved_value(key, value, place) for key, value in schema.items()}
+
+
+def _moved_value(key: str, value: Any, place: str) -> Any:
+    if key in _DATA:
+        return value
+    if key in _BY_NAME and isinstance(value, dict):
+        return {name: _moved(schema, place) for name, schema in value.items()}
+    if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+        return place + value[1:]
+    return _moved(value, place)
