@@ -1,0 +1,269 @@
+"""Chats whose answers call tools or reason: what is streamed, what the next worker makes of it, and
+the result; over a real queue, without a model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from typing import Any
+
+import pytest
+
+from jobs.protocol.chat import CHAT
+from jobs.protocol.requests import ParsedDelta, Request, RequestKey
+from jobs.queue.request_queue import Queue
+from tests.support.scripted_engine import ScriptedEngine
+from tests.workers.replica.test_running import Bench, answer, pieces, run_to_the_end, stream
+from workers.engine.messages.core import SamplingParams
+from workers.replica.answer_parsers import AnswerParsers
+from workers.replica.preparation import Preparation
+from workers.replica.sampling_params import ModelLimits
+from workers.settings import DEMO_MODEL
+from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
+from workers.text.tokenizer import TextTokenizer
+
+TOKENIZER = TextTokenizer.load(DEMO_MODEL)
+END = TOKENIZER.eos_token_id or 0
+PARSERS = AnswerParsers(find_tool_parser("hermes"), find_reasoning_format("qwen3"))
+PREPARATION = Preparation(TOKENIZER, ["demo"], ModelLimits(4096, 1024), PARSERS)
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("weather", "time")
+]
+CALLS = [("weather", '{"place": "Köln 🙂"}'), ("time", '{"zone": [1, {"a": "}"}]}')]
+THOUGHT = "<think>\nThe user 🙂 wants it.\n</think>\n\n"
+CALLED = "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {args}}}\n</tool_call>' for name, args in CALLS)
+REQUIRED = json.dumps([{"name": name, "parameters": json.loads(args)} for name, args in CALLS], ensure_ascii=False)
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+class ChatBench(Bench):
+    """A bench whose engine answers chats with a text."""
+
+    def __init__(self, queue: Queue, text: str, worker: str = "w1", preparation: Preparation = PREPARATION) -> None:
+        super().__init__(queue, worker)
+        tokens = [*TOKENIZER.encode([text], special_tokens=False)[0], END]
+
+        def script(_prompt: list[int], _sampling: SamplingParams) -> list[int]:
+            return tokens
+
+        self.engine = ScriptedEngine(script)
+        self.running._engine = self.engine  # type: ignore[assignment]
+        self.preparation = preparation
+
+    def claim(self) -> None:
+        self._seq += 1
+        prepared, errors = self.preparation.prepare(self.queue.claim(self.worker, self._seq, 10, models=["demo"]))
+        assert errors == []
+        self.running.start(prepared)
+
+
+def submit(queue: Queue, name: str, **body: Any) -> RequestKey:
+    """A live call; the API process is called like it."""
+    messages = [{"role": "user", "content": "Hello"}]
+    raw = json.dumps({"model": "demo", "messages": messages, "max_tokens": 1000, "stream": True, **body}).encode()
+    queue.submit(f"live_{name}", Request(CHAT, "demo", raw, seed=1, reply_to=name))
+    return RequestKey(f"live_{name}", 0)
+
+
+def choices(queue: Queue, text: str, **body: Any) -> list[dict[str, Any]]:
+    """The answer's choices where the model writes this text."""
+    name = secrets.token_hex(4)
+    bench = ChatBench(queue, text, name)
+    submit(queue, name, stream=False, **body)
+    bench.claim()
+    found: list[dict[str, Any]] = run_to_the_end(bench)["choices"]
+    return found
+
+
+def message(queue: Queue, text: str, **body: Any) -> dict[str, Any]:
+    found: dict[str, Any] = choices(queue, text, **body)[0]["message"]
+    return found
+
+
+def told(deltas: list[ParsedDelta]) -> dict[str, Any]:
+    """Put the deltas of a choice together, as a client does."""
+    calls: list[dict[str, Any]] = []
+    for delta in (delta for one in deltas for delta in one.tool_calls):
+        if delta.name is not None:
+            assert delta.index == len(calls)
+            calls.append({"id": delta.id, "name": delta.name, "arguments": ""})
+        calls[delta.index]["arguments"] += delta.arguments
+    content, reasoning = ("".join(getattr(one, name) for one in deltas) for name in ("content", "reasoning"))
+    return {"content": content or None, "reasoning": reasoning or None, "calls": calls}
+
+
+def shown(message: dict[str, Any]) -> dict[str, Any]:
+    """The same of the message of a whole answer."""
+    calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls") or []]
+    return {"content": message["content"], "reasoning": message.get("reasoning_content"), "calls": calls}
+
+
+ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    (THOUGHT + CALLED, {"tools": TOOLS}),
+    (THOUGHT + "Just a moment.\n" + CALLED, {"tools": TOOLS, "n": 2}),
+    (THOUGHT + REQUIRED, {"tools": TOOLS, "tool_choice": "required"}),
+    (THOUGHT + CALLS[0][1], {"tools": TOOLS, "tool_choice": NAMED}),
+    (THOUGHT + CALLED, {"tools": TOOLS, "parallel_tool_calls": False, "include_reasoning": False}),
+    (THOUGHT + "It says </tool_call>, 東京.", {"tools": TOOLS, "stop": ["京"]}),
+    (THOUGHT, {}),
+    ("<tool_call>{", {"tools": TOOLS}),
+]
+
+
+@pytest.mark.parametrize(("text", "body"), ANSWERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_streamed_answer_goes_on_elsewhere_as_if_nothing_had_happened(
+    queue: Queue, text: str, body: dict[str, Any], seed: int
+) -> None:
+    """No delta is published twice or left out, and the ids of calls stay."""
+    print("seed", seed)
+    chance = random.Random(seed)
+    submit(queue, "moved", **body)
+    workers = 0
+    while True:
+        workers += 1
+        bench = ChatBench(queue, text, f"w{workers}")
+        bench.claim()
+        for _ in range(chance.randrange(1, 40)):
+            if bench.results:
+                break
+            bench.step(lambda request: chance.randrange(4))
+            if chance.random() < 0.4:
+                bench.publish()
+        if bench.results:
+            break
+        bench.leave()
+    print(workers, "workers")
+    entries, whole = stream(queue, "moved"), answer(bench)
+    for choice in range(body.get("n", 1)):
+        parsed = [delta for chunk in pieces(entries, choice) for delta in chunk.parsed or []]
+        counts = [delta.tokens for delta in parsed]
+        assert counts == sorted(set(counts))
+        assert told(parsed) == shown(whole["choices"][choice]["message"])
+        assert all(chunk.parsed is not None for chunk in pieces(entries, choice))
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_deltas_do_not_depend_on_when_they_are_published(queue: Queue, cut: int) -> None:
+    def deltas(count: int) -> list[ParsedDelta]:
+        bench = ChatBench(queue, THOUGHT + CALLED, f"w{count}")
+        submit(queue, f"by{count}", tools=TOOLS)
+        bench.claim()
+        while not bench.results:
+            bench.step(lambda request: count)
+            bench.publish()
+        return [delta for chunk in pieces(stream(queue, f"by{count}"), 0) for delta in chunk.parsed or []]
+
+    def without_ids(parsed: list[ParsedDelta]) -> list[Any]:
+        return [
+            (
+                one.tokens,
+                one.content,
+                one.reasoning,
+                [(call.index, call.arguments, call.name) for call in one.tool_calls],
+            )
+            for one in parsed
+        ]
+
+    assert without_ids(deltas(cut)) == without_ids(deltas(100_000))
+
+
+def test_calls_end_an_answer(queue: Queue) -> None:
+    (choice,) = choices(queue, CALLED, tools=TOOLS)
+    assert choice["finish_reason"] == "tool_calls"
+    calls = choice["message"]["tool_calls"]
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == CALLS
+    assert {call["type"] for call in calls} == {"function"}
+    assert len({call["id"] for call in calls}) == 2
+    assert choice["message"]["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "body", "reason"),
+    [
+        (REQUIRED, {"tool_choice": "required"}, "tool_calls"),
+        (CALLS[0][1], {"tool_choice": NAMED}, "stop"),
+        ("No.", {}, "stop"),
+        (CALLED, {"tool_choice": "none"}, "stop"),
+        (CALLED, {"max_tokens": 40}, "length"),
+        (CALLED + " and", {"stop": [" and"]}, "tool_calls"),
+    ],
+)
+def test_the_reason_of_an_end_is_openais(queue: Queue, text: str, body: dict[str, Any], reason: str) -> None:
+    (choice,) = choices(queue, text, **{"tools": TOOLS, **body})
+    assert choice["finish_reason"] == reason
+
+
+def test_forced_calls_are_read_in_their_own_form(queue: Queue) -> None:
+    required = message(queue, REQUIRED, tools=TOOLS, tool_choice="required")["tool_calls"]
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in required] == CALLS
+    (named,) = message(queue, CALLS[0][1], tools=TOOLS, tool_choice=NAMED)["tool_calls"]
+    assert named["function"] == {"name": "weather", "arguments": CALLS[0][1]}
+
+
+def test_a_call_without_parallel_calls_is_the_first(queue: Queue) -> None:
+    (call,) = message(queue, CALLED, tools=TOOLS, parallel_tool_calls=False)["tool_calls"]
+    assert call["function"]["name"] == "weather"
+
+
+def test_an_answer_in_a_form_of_its_own_calls_nothing(queue: Queue) -> None:
+    form = {"type": "json_object"}
+    assert message(queue, CALLED, tools=TOOLS, response_format=form)["content"] == CALLED
+
+
+def test_reasoning_is_apart_and_counted(queue: Queue) -> None:
+    bench = ChatBench(queue, THOUGHT + "Yes.")
+    submit(queue, "a", stream=False, n=2)
+    bench.claim()
+    body = run_to_the_end(bench)
+    for choice in body["choices"]:
+        assert shown(choice["message"]) == {
+            "content": "\n\nYes.",
+            "reasoning": "\nThe user 🙂 wants it.\n",
+            "calls": [],
+        }
+    (tokens,) = TOKENIZER.encode([THOUGHT + "Yes."], special_tokens=False)
+    ended = next(count for count in range(len(tokens)) if "</think>" in TOKENIZER.decode(tokens[:count]))
+    assert bench.results[0].result.usage.reasoning_tokens == 2 * ended
+
+
+@pytest.mark.parametrize(
+    ("text", "body", "counted"),
+    [("Yes.", {}, False), ("<think>On and on", {}, True), ("<think>On and on", {"include_reasoning": False}, True)],
+)
+def test_reasoning_without_an_end_is_all_or_nothing(
+    queue: Queue, text: str, body: dict[str, Any], counted: bool
+) -> None:
+    bench = ChatBench(queue, text)
+    submit(queue, "a", stream=False, **body)
+    bench.claim()
+    found = shown(run_to_the_end(bench)["choices"][0]["message"])
+    usage = bench.results[0].result.usage
+    assert usage.reasoning_tokens == (usage.completion_tokens if counted else 0)
+    assert found["reasoning"] == ("On and on" if counted and not body else None)
+
+
+def test_without_a_parser_the_text_is_the_content(queue: Queue) -> None:
+    bench = ChatBench(queue, THOUGHT + CALLED, preparation=Preparation(TOKENIZER, ["demo"], ModelLimits(4096, 1024)))
+    submit(queue, "a", stream=True)
+    bench.claim()
+    body = run_to_the_end(bench)
+    assert body["choices"][0]["message"]["content"] == THOUGHT + CALLED
+    assert bench.results[0].result.usage.reasoning_tokens is None
+    assert {chunk.parsed is None for chunk in pieces(stream(queue, "a"), 0)} == {True}
+
+
+def test_token_ids_are_in_the_answer_when_asked_for(queue: Queue) -> None:
+    (choice,) = choices(queue, "Yes.", return_token_ids=True)
+    assert choice["token_ids"] == [*TOKENIZER.encode(["Yes."], special_tokens=False)[0], END]
+    (plain,) = choices(queue, "Yes.")
+    assert not plain.keys() & {"token_ids"} or plain["token_ids"] is None
+    bench = ChatBench(queue, "Yes.")
+    submit(queue, "b", return_token_ids=True)
+    bench.claim()
+    run_to_the_end(bench)
+    first = pieces(stream(queue, "b"), 0)[0]
+    assert first.prompt_tokens == len(first.prompt_token_ids or []) == bench.results[0].result.usage.prompt_tokens
