@@ -24,12 +24,13 @@ class AnswerParsers:
     """The parsers of a model's answers, if the worker was given any."""
 
     def __init__(self, tools: type[ToolParser] | None = None, reasoning: ReasoningFormat | None = None) -> None:
-        self.tools = tools
+        self._tools = tools
         self._reasoning = reasoning
+        self.call_syntax = None if tools is None else tools.call_syntax
 
     def check(self, call: Call) -> None:
         """Raise ApiError for a call that needs a parser which is not there."""
-        if call.tool_choice == "auto" and self.tools is None:
+        if call.tool_choice == "auto" and self._tools is None:
             message = (
                 '\'tool_choice\' must be "none", "required" or a function: "auto" needs a worker with'
                 " --tool-call-parser, which says how the model writes its calls."
@@ -64,24 +65,24 @@ class AnswerParsers:
         reasoning = self._reasoning if call.messages else None
         if reasoning is None and calls is None:
             return None
-        special = reasoning is not None or (call.tool_choice == "auto" and self.tools is not None)
+        special = reasoning is not None or (call.tool_choice == "auto" and self._tools is not None)
         ends = None if reasoning is None else () if inside is False else (reasoning.end, *reasoning.also_end)
 
         def new_parser() -> OutputParser:
             before = None if reasoning is None else ReasoningParser(reasoning, inside)
             return AnswerParser(before, None if calls is None else calls(), call.parallel_tool_calls)
 
-        return Parsing(new_parser, ends, special, self.tools is not None and self.tools.name == "mistral")
+        return Parsing(new_parser, ends, special, self._tools is not None and self._tools.name == "mistral")
 
     def _find_calls_parser(self, call: Call) -> Callable[[], OutputParser] | None:
         if call.tool_name is not None:
             return partial(NamedCallParser, call.tool_name)
         if call.tool_choice == "required":
             return RequiredCallsParser
-        if call.tool_choice == "none" or self.tools is None:
+        if call.tool_choice == "none" or self._tools is None:
             return None
         form = call.output_format
-        return None if form is not None and form.kind in _WITHOUT_CALLS else partial(self.tools, call.tools)
+        return None if form is not None and form.kind in _WITHOUT_CALLS else partial(self._tools, call.tools)
 
 
 def find_parsers(settings: WorkerSettings) -> AnswerParsers:

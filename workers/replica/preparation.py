@@ -25,7 +25,7 @@ from workers.replica.sampling_params import (
     check_token,
     too_long,
 )
-from workers.replica.tool_choice import forced_format
+from workers.replica.tool_choice import format_of
 from workers.text.errors import EncodingError, TemplateError, TemplateTimeoutError
 from workers.text.tokenizer import TextTokenizer
 
@@ -187,7 +187,7 @@ class Preparation:
     def _with_form(self, prepared: PreparedRequest, in_reasoning: bool | None) -> PreparedRequest:
         """Say what form the answers must have, and how they are read."""
         call, parsers = prepared.call, self._parsers
-        prepared.output_format = call.output_format or forced_format(call)
+        prepared.output_format = format_of(call, parsers.call_syntax)
         prepared.guide = parsers.guide(call, in_reasoning, prepared.output_format)
         prepared.parsing = parsers.parsing(call, in_reasoning)
         return prepared

@@ -7,6 +7,7 @@ from typing import Any
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.results import encode_json
 from jobs.protocol.validation import Call
+from workers.text.parsers.base import CallSyntax
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _DATA = frozenset({"const", "enum", "default", "examples"})  # keywords that hold values, no schemas
@@ -14,16 +15,43 @@ _NAMES = frozenset({"$schema", "$id", "id"})
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
-def forced_format(call: Call) -> OutputFormat | None:
-    """Return the form of an answer that must call tools; None where it need not.
+def format_of(call: Call, syntax: CallSyntax | None) -> OutputFormat | None:
+    """Return the form of a call's answers: the one that it asks for, else that of the calls of
+    tools which they must be or may have. None where they have none.
 
-    A named function's answer is its arguments alone, else it is a list of calls, each an object of
-    `name` and `parameters`.
+    `syntax` is how the model writes its calls, if a schema of their arguments can be enforced.
     """
-    if call.tool_choice != "required":
-        return None
+    if call.output_format is not None:
+        return call.output_format
+    if call.tool_choice == "required":
+        return _forced_format(call)
+    strict = any(_function(tool).get("strict") for tool in call.tools)
+    return _strict_format(call, syntax) if call.tool_choice == "auto" and strict and syntax is not None else None
+
+
+def _forced_format(call: Call) -> OutputFormat:
+    """A named function's answer is its arguments alone, else it is a list of calls, each an object
+    of `name` and `parameters`.
+    """
     schema = _calls_schema(call) if call.tool_name is None else _parameters_of(_named(call))
     return OutputFormat("json_schema", encode_json(schema).decode(), "tools")
+
+
+def _strict_format(call: Call, syntax: CallSyntax) -> OutputFormat:
+    """Text in which calls are of the tools, and have the arguments that strict ones ask for."""
+    tag = {
+        "type": "triggered_tags",
+        "triggers": [syntax.trigger],
+        "tags": [_call_tag(_function(tool), syntax) for tool in call.tools],
+        "stop_after_first": not call.parallel_tool_calls,
+    }
+    return OutputFormat("structural_tag", encode_json({"format": tag}).decode(), "tools")
+
+
+def _call_tag(function: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
+    schema = _parameters_of(function) if function.get("strict") else {"type": "object"}
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"begin": syntax.begin(function["name"]), "content": content, "end": syntax.end}
 
 
 def _named(call: Call) -> dict[str, Any]:

@@ -4,6 +4,7 @@ the result; over a real queue, without a model.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import secrets
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 
 from jobs.protocol.chat import CHAT
+from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.requests import ParsedDelta, Request, RequestKey
 from jobs.queue.request_queue import Queue
 from tests.support.scripted_engine import ScriptedEngine
 from tests.workers.replica.test_running import Bench, answer, pieces, run_to_the_end, stream
 from workers.engine.messages.core import SamplingParams
 from workers.replica.answer_parsers import AnswerParsers
+from workers.replica.grammars import Grammars
 from workers.replica.preparation import Preparation
+from workers.replica.running import Running
 from workers.replica.sampling_params import ModelLimits
 from workers.settings import DEMO_MODEL
 from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
@@ -39,6 +43,13 @@ REQUIRED = json.dumps([{"name": name, "parameters": json.loads(args)} for name, 
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
+class InstantCompiler:
+    """The engine is scripted: it reads no grammar."""
+
+    async def compile(self, wanted: OutputFormat) -> str:
+        return wanted.source
+
+
 class ChatBench(Bench):
     """A bench whose engine answers chats with a text."""
 
@@ -50,14 +61,19 @@ class ChatBench(Bench):
             return tokens
 
         self.engine = ScriptedEngine(script)
-        self.running._engine = self.engine  # type: ignore[assignment]
+        self.running = Running(self.engine, self, Grammars(InstantCompiler()), lambda: self.now, 2.0)
         self.preparation = preparation
 
     def claim(self) -> None:
+        """Start what the queue gives, once its grammars are there."""
+        asyncio.run(self._claim())
+
+    async def _claim(self) -> None:
         self._seq += 1
         prepared, errors = self.preparation.prepare(self.queue.claim(self.worker, self._seq, 10, models=["demo"]))
         assert errors == []
         self.running.start(prepared)
+        await asyncio.gather(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
 
 
 def submit(queue: Queue, name: str, **body: Any) -> RequestKey:

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import llguidance
 import pytest
 
 from jobs.protocol.chat import CHAT
+from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.requests import Claim, Request, RequestKey
 from tests.support.small_tokenizers import byte_level, write_folder
 from workers.engine.messages.core import OutputGuide
+from workers.grammars.formats import grammar_of
 from workers.replica.answer_parsers import AnswerParsers
 from workers.replica.preparation import Preparation
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sampling_params import ModelLimits
-from workers.replica.tool_choice import forced_format
 from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
 from workers.text.tokenizer import TextTokenizer
 
@@ -156,6 +158,8 @@ def test_required_calls_are_a_list_of_any_of_the_tools(tokenizer: TextTokenizer)
     weather, time = {"name": "weather", "parameters": {"place": "Köln"}}, {"name": "time", "parameters": {}}
     odd = {"name": "weather", "parameters": {"place": "Köln", "$ref": {"$ref": "#/x"}}}
     for schema in (several, one):
+        grammar = grammar_of(OutputFormat("json_schema", json.dumps(schema)))
+        assert follows(grammar, json.dumps([weather], ensure_ascii=False))
         assert accepts(schema, [weather])
         assert accepts(schema, [odd])
         for wrong in (
@@ -167,6 +171,7 @@ def test_required_calls_are_a_list_of_any_of_the_tools(tokenizer: TextTokenizer)
             [{"name": "time", "parameters": {"place": "Bonn"}}],
         ):
             assert not accepts(schema, wrong), wrong
+            assert not follows(grammar, json.dumps(wrong)), wrong
     assert accepts(several, [weather, time])
     assert not accepts(one, [weather, time])
 
@@ -205,9 +210,48 @@ def test_a_continued_answer_is_where_its_first_part_ends(tokenizer: TextTokenize
     assert prepared.guide.in_reasoning == inside
 
 
-def test_without_a_forced_call_there_is_no_form(tokenizer: TextTokenizer) -> None:
-    for choice in ("none", "auto"):
-        assert forced_format(prepare(tokenizer, parsers("hermes"), tools=[TIME], tool_choice=choice).call) is None
+@pytest.mark.parametrize(
+    ("name", "strict", "body"),
+    [
+        ("hermes", True, {"tool_choice": "none"}),
+        ("hermes", False, {}),
+        ("pythonic", True, {}),  # which does not write its arguments as JSON
+    ],
+)
+def test_without_a_form_an_answer_is_free(
+    tokenizer: TextTokenizer, name: str, strict: bool, body: dict[str, Any]
+) -> None:
+    tool = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
+    prepared = prepare(tokenizer, parsers(name), tools=[tool], **body)
+    assert (prepared.output_format, prepared.guide) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_strict_tool_is_called_with_what_it_takes(tokenizer: TextTokenizer, name: str, parallel: bool) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    asked = {"tools": [strict, TIME], "parallel_tool_calls": parallel}
+    form = prepare(tokenizer, parsers(name), **asked).output_format
+    assert form is not None
+    call = find_tool_parser(name).call_syntax
+    assert call is not None
+    weather, wrong = (f'{call.begin("weather")}{{"place": "{place}"}}{call.end}' for place in ("Bonn", "Rome"))
+    time, unknown = (f'{call.begin(tool)}{{"zone": 1}}{call.end}' for tool in ("time", "other"))
+    grammar = grammar_of(form)
+    for text in ("Hello.", f"I look. {weather}", time):
+        assert follows(grammar, text), text
+    for text in (wrong, f"Hm. {unknown}", call.trigger):
+        assert not follows(grammar, text), text
+    assert follows(grammar, weather + call.separator + time) == parallel
+
+
+def follows(grammar: str, text: str) -> bool:
+    """Return whether a whole text follows a grammar."""
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    assert not matcher.get_error()
+    tokens = tokenizer.tokenize_bytes(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def test_completions_are_not_parsed(tokenizer: TextTokenizer) -> None:
