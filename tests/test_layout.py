@@ -29,6 +29,7 @@ TORCH_FREE = [
     "workers.engine.scheduling.scheduler",
     "workers.engine.scheduling.kv_cache",
     "workers.text.tokenizer",
+    "workers.grammars.compiler_process",
 ]
 ON_THE_CPU = """
 import sys

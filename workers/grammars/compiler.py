@@ -17,9 +17,7 @@ def compile_format(wanted: OutputFormat, vocabulary: Vocabulary) -> str:
     grammar = grammar_of(wanted)
     matcher = vocabulary.compile(grammar)
     if not matcher.is_error():
-        mask = matcher.compute_bitmask()
-        if not any(mask):
-            raise FormatError("No token of the model's vocabulary can begin an answer of this form.")
+        matcher.compute_bitmask()
     if matcher.is_error():
         raise FormatError(explain(wanted, matcher.get_error()))
     return grammar

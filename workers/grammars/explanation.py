@@ -32,6 +32,8 @@ def explain(wanted: OutputFormat, error: str) -> str:
         return _unsupported(wanted, json.loads(match[1]))
     if match := _UNSATISFIABLE.search(error):
         return f"No JSON text can meet the schema: {match[1]}."
+    if "NoExtension" in error:
+        return "No token of the model's vocabulary can begin an answer of this form."
     if "oneOf constraints are not supported" in error:
         return (
             f"The schema's 'oneOf'{_place(wanted, 'oneOf')} has options that may hold at the same time, which is not"

@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from workers.grammars.closed_objects import close_objects
 from workers.grammars.recursion import cut_endless
-from workers.grammars.schema_walk import MAX_DEPTH, Schema, subschemas
+from workers.grammars.rewriting import rewrite
+from workers.grammars.schema_walk import MAX_DEPTH, Schema, subschemas, targets
 from workers.text.errors import FormatError
 
 WHITESPACE = r" |\n(?: {1,64}|\t{1,16})?"
@@ -44,7 +46,6 @@ _NARROWER = {
 """Formats whose texts include all of another one."""
 
 _KNOWN_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-_APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "const", "enum")
 
 
 def prepare_schema(source: str, whitespace: str | None = None) -> dict[str, Any]:
@@ -60,11 +61,13 @@ def prepare_parsed(schema: Schema, whitespace: str | None = None) -> dict[str, A
     if schema is False:
         raise FormatError("The schema is false, which no JSON value can meet.")
     root: dict[str, Any] = {} if schema is True else schema
-    nodes = subschemas(root)
-    for node in nodes:
+    for node in subschemas(root):
+        rewrite(node)
         _make_formats_exact(node)
-    _close_objects(nodes)
-    cut_endless(nodes, root)
+    nodes = subschemas(root)
+    pointed = targets(nodes, root)
+    close_objects(nodes, pointed)
+    cut_endless(nodes, root, pointed)
     root["x-guidance"] = _whitespace_options(whitespace)
     return root
 
@@ -108,33 +111,6 @@ def _make_formats_exact(node: dict[str, Any]) -> None:
         node["format"] = _NARROWER[name]
     elif name not in _KNOWN_FORMATS:
         del node["format"]
-
-
-def _close_objects(nodes: list[dict[str, Any]]) -> None:
-    """Allow no further properties where some are named and the schema does not say, as xgrammar and
-    OpenAI's strict mode have it; else an answer may go on for ever.
-
-    Only where nothing else speaks of the same object, which may need what is not named here.
-    """
-    for node in [] if any(map(_is_combined, nodes)) else nodes:
-        named, required = node.get("properties"), node.get("required", [])
-        if (
-            isinstance(named, dict)
-            and named
-            and isinstance(required, list)
-            and all(isinstance(name, str) and name in named for name in required)
-            and not {"additionalProperties", "patternProperties", "minProperties", *_APPLICATORS} & node.keys()
-        ):
-            node["additionalProperties"] = False
-
-
-def _is_combined(node: dict[str, Any]) -> bool:
-    """Return whether an object must meet more than one schema at this place."""
-    if len(_list(node.get("allOf"))) > 1:
-        return True
-    applied = [key for key in ("allOf", "anyOf", "oneOf", "$ref") if key in node]
-    own = {"properties", "required", "additionalProperties", "patternProperties", "minProperties"} & node.keys()
-    return len(applied) > 1 or bool(applied and own)
 
 
 def _list(value: Any) -> list[Any]:

@@ -6,20 +6,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.grammars.schema_walk import children, targets
+from workers.grammars.schema_walk import children
 from workers.text.errors import FormatError
 
 _WITH_PARTS = frozenset({"object", "array"})
 
 
-def cut_endless(nodes: list[dict[str, Any]], root: dict[str, Any]) -> None:
+def cut_endless(nodes: list[dict[str, Any]], root: dict[str, Any], pointed: dict[str, Any]) -> None:
     """Make `false` of each reference from which there is no end: an answer that took it could
     never be completed.
 
-    `nodes` are all schemas inside `root`, the innermost first. Raises FormatError when the whole
-    has no end.
+    `nodes` are all schemas inside `root`, the innermost first, and `pointed` has the targets of
+    references. Raises FormatError when the whole has no end.
     """
-    pointed = targets(nodes, root)
     if not pointed:
         return
     ending = _find_ending(nodes, pointed)

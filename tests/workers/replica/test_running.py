@@ -20,12 +20,13 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.streams import ControlMessage
 from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import OutputGuide, SamplingParams
 from workers.replica.grammars import Grammars
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.running import Running
 from workers.settings import DEMO_MODEL
 from workers.text.detokenizer import Detokenizer
+from workers.text.errors import FormatError
 from workers.text.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer.load(DEMO_MODEL)
@@ -425,3 +426,120 @@ def test_failures_and_cancels_are_ends_too(queue: Queue) -> None:
     bench.running.cancel(ControlMessage("1-0", "cancel", [key]))
     assert metric(bench, "request_success") == {"error": 4, "abort": 2}
     assert bench.running.metrics.errors.values == {"engine_error": 1}
+
+
+WANTED = OutputFormat("regex", "[a-z]+", param="structured_outputs.regex")
+
+
+def guided(claims: Sequence[Claim]) -> list[PreparedRequest]:
+    prepared = [prepare(claim) for claim in claims]
+    for item in prepared:
+        item.output_format = WANTED
+    return prepared
+
+
+async def settled() -> None:
+    """Return when everything has run that could."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def entries(queue: Queue, name: str) -> list[tuple[bool, bool]]:
+    """Of what the API process received: whether it says accepted, whether it is the result."""
+    return [(entry.accepted, entry.result is not None) for entry in stream(queue, name)]
+
+
+def test_a_request_waits_for_its_grammar_and_holds_up_no_other(queue: Queue) -> None:
+    async def whole() -> None:
+        bench = Bench(queue)
+        submit(queue, "guided", n=3)
+        bench.running.start(guided(queue.claim("w1", 1, 10, models=["demo"])))
+        submit(queue, "plain")
+        bench.running.start([prepare(claim) for claim in queue.claim("w1", 2, 10, models=["demo"])])
+        await settled()
+        assert [request.guide for request in bench.engine.added] == [None]
+        assert (entries(queue, "guided"), entries(queue, "plain")) == ([], [(True, False)])
+        assert bench.running.load.live == 4
+        assert (len(bench.running.keys()), len(bench.running.keys_in_engine())) == (2, 1)
+        bench.compiler.waiting[0].set_result("a grammar")
+        await settled()
+        assert entries(queue, "guided") == [(True, False)]
+        while len(bench.results) < 2:
+            bench.step()
+        guides = [request.guide for request in bench.engine.added[1:]]
+        assert guides == [OutputGuide(grammar="a grammar")] * 3
+        submit(queue, "again")
+        before = len(bench.engine.added)
+        bench.running.start(guided(queue.claim("w1", 3, 10, models=["demo"])))
+        assert len(bench.engine.added) == before + 1, "a grammar that is known costs no turn of the loop"
+        assert len(bench.compiler.asked) == 1
+
+    asyncio.run(whole())
+
+
+def test_a_request_without_a_grammar_ends_before_it_is_accepted(queue: Queue) -> None:
+    async def whole() -> None:
+        bench, made = Bench(queue), []
+        bench.running.room_made = lambda: made.append(True)
+        submit(queue, "bad", n=2)
+        bench.running.start(guided(queue.claim("w1", 1, 10, models=["demo"])))
+        await settled()
+        bench.compiler.waiting[0].set_exception(FormatError("It is wrong."))
+        await settled()
+        assert entries(queue, "bad") == [(False, True)]
+        assert (bench.engine.added, bench.running.any(), made) == ([], False, [True])
+        error = json.loads(bench.results[0].result.body)["error"]
+        assert (bench.results[0].result.status, error["param"]) == (400, "structured_outputs.regex")
+        submit(queue, "again")
+        bench.running.start(guided(queue.claim("w1", 2, 10, models=["demo"])))
+        assert entries(queue, "again") == [(False, True)]
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("way", ["cancel", "lose", "drop", "drop_unstarted", "twice"])
+def test_a_request_may_go_before_its_grammar_comes(queue: Queue, way: str) -> None:
+    async def whole() -> None:
+        bench = Bench(queue)
+        key = submit(queue, "guided")
+        prepared = guided(queue.claim("w1", 1, 10, models=["demo"]))
+        bench.running.start(prepared)
+        await settled()
+        held = [(key, prepared[0].claim.fence)]
+        if way == "cancel":
+            assert bench.running.cancel(ControlMessage("1-0", "cancel", [key])) == held
+        elif way == "lose":
+            assert bench.running.lose(held) == 1
+        elif way == "twice":
+            bench.running.start(prepared)
+        else:
+            assert (bench.running.drop([key]) if way == "drop" else bench.running.drop_unstarted()) == held
+        await settled()
+        bench.compiler.waiting[0].set_result("a grammar")
+        await settled()
+        again = way == "twice"
+        assert (len(bench.engine.added), bench.running.any(), bench.results) == (again, again, [])
+        assert bench.running.keys_in_engine() == ([key] if again else [])
+
+    asyncio.run(whole())
+
+
+def test_what_goes_on_elsewhere_has_its_grammar_again(queue: Queue) -> None:
+    async def whole() -> None:
+        bench = Bench(queue)
+        submit(queue, "guided", n=2)
+        for worker in ("w1", "w2"):
+            bench = Bench(queue, worker)
+            bench.running.start(guided(queue.claim(worker, 1, 10, models=["demo"])))
+            await settled()
+            bench.compiler.waiting[0].set_result("a grammar")
+            await settled()
+            for _ in range(5):
+                bench.step()
+            bench.publish()
+            assert [request.guide for request in bench.engine.added] == [OutputGuide(grammar="a grammar")] * 2
+            if worker == "w1":
+                bench.leave()
+        assert all(request.output_token_ids for request in bench.engine.added)
+
+    asyncio.run(whole())
