@@ -51,14 +51,14 @@ def make_ill(executor: Any) -> None:
     # By slot: prompt and what was generated before it came into this core
     tokens: dict[int, list[int]] = {}
 
-    def ill_launch(self: Any, plan: Any) -> Any:
+    def ill_launch(self: Any, plan: Any, *masks: Any) -> Any:
         for added in plan.added:
             tokens[added.slot] = list(added.token_ids)
         ends = {slot: start + count for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True)}
         for poison in poisons:
             if any(end >= poison["from"] and contains(tokens[slot], poison["token_ids"]) for slot, end in ends.items()):
                 do_harm(poison["harm"])
-        return launch(self, plan)
+        return launch(self, plan, *masks)
 
     executor.launch = ill_launch
 

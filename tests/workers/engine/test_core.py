@@ -27,7 +27,7 @@ from workers.engine.messages.core import (
     ToCore,
 )
 from workers.engine.messages.errors import StepOutOfMemory
-from workers.engine.messages.step import StepPlan, StepResult
+from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 
 MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
@@ -245,9 +245,9 @@ class NarrowMemory:
         runner = core._executor.runner
         launch, function = runner.launch, getattr(owner, at)
 
-        def watched_launch(plan: StepPlan) -> LaunchedStep:
+        def watched_launch(plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
             self._tokens = int(plan.counts.sum())
-            return launch(plan)
+            return launch(plan, masks)
 
         def failing(*arguments: object) -> object:
             if self._tokens > room:

@@ -3,9 +3,12 @@ for, each token is drawn from those that the grammar allows.
 """
 
 import json
+import random
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from tests.workers.engine.driving import Answer, make_core, run
 from tests.workers.engine.guides.texts import END, TOKENS, Prefixes, choice, regex, schema, text_of, token
@@ -256,5 +259,35 @@ def test_a_guide_without_a_vocabulary_is_refused() -> None:
 def test_a_grammar_that_does_not_compile_is_refused() -> None:
     got = answer(guided_core(), request(1, json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})))
     assert got.finish is Finish.ERROR
-    assert got.error.startswith("the output's grammar cannot be")
-    assert answer(guided_core(), request(2, "{")).finish is Finish.ERROR
+    assert got.error.startswith("the output's grammar cannot be compiled: ")
+    assert answer(guided_core(), request(2, "{")).error.startswith("the output's grammar cannot be compiled: ")
+
+
+class FailingDraw:
+    """Has the sampler run out of memory in some steps of several rows, when the masks are made."""
+
+    def __init__(self, core: EngineCore, seed: int) -> None:
+        self.failed = 0
+        self._chance = random.Random(seed)
+        sampler = core._executor.runner.sampler
+        self._sample, sampler.sample = sampler.sample, self._failing  # type: ignore[method-assign]
+
+    def _failing(self, logits: torch.Tensor, *others: Any) -> Any:
+        if len(logits) > 1 and self._chance.random() < 0.3:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self._sample(logits, *others)
+
+
+@pytest.mark.usefixtures("crowded")
+@DEPTHS
+def test_a_step_that_is_taken_back_changes_no_token(depth: int) -> None:
+    """Also one during whose launch, one step ahead, requests of the step before have ended."""
+    seed = 3
+    print(f"seed {seed}")
+    requests = [request(number, GRAMMARS[number % 3]) for number in range(12)] + [plain(20), plain(21)]
+    expected = run(guided_core(), requests).answers
+    core = guided_core(depth, num_blocks=12, max_num_batched_tokens=24)
+    failing = FailingDraw(core, seed)
+    assert run(core, requests).answers == expected
+    assert failing.failed > 5

@@ -142,7 +142,7 @@ class Rank:
         step, and wait for this one in vain.
         """
         try:
-            return self.runner.launch(plan) if masks is None else self.runner.launch(plan, masks)
+            return self.runner.launch(plan, masks)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from workers.engine.guides.guide import Guide
+from workers.engine.guides.guide import Guide, error_of
 from workers.engine.guides.vocabulary import Vocabulary
 from workers.engine.messages.core import EngineRequest, OutputGuide
 
@@ -23,6 +23,8 @@ _STACK = 64 << 20
 """Bytes of stack: a grammar is compiled by recursion, as deep as its schema."""
 _COMPILED = 256
 """Compiled grammars that are kept."""
+
+_NOT_COMPILED = "the output's grammar cannot be compiled: "
 
 Made = Guide | str
 """A guide, or a sentence that says why there is none."""
@@ -116,11 +118,14 @@ class GuideCompiler:
 
     def _make(self, request: EngineRequest, spec: OutputGuide, compiled: Future[LLMatcher]) -> None:
         """Take a compiled grammar, in the thread that compiled it or, if it was there, at once."""
-        error = compiled.exception()
-        if error is not None:
-            self._hand_over(request, f"the output's grammar cannot be compiled: {error}")
-        else:
-            self._hand_over(request, self._guide(request, spec, compiled.result().deep_copy()))
+        made: Made
+        try:
+            matcher = compiled.result().deep_copy()
+            error = error_of(matcher)
+            made = _NOT_COMPILED + error if error else self._guide(request, spec, matcher)
+        except Exception as error:  # whatever it is, the request must not wait for ever
+            made = f"{_NOT_COMPILED}{error}"
+        self._hand_over(request, made)
 
     def _guide(self, request: EngineRequest, spec: OutputGuide, matcher: LLMatcher | None) -> Made:
         stops = frozenset(request.sampling.stop_token_ids)
@@ -128,7 +133,7 @@ class GuideCompiler:
         guide = Guide(spec, self.vocabulary, matcher, ends)
         if spec.reasoning_budget >= 0 and spec.in_reasoning and not self.vocabulary.spell(spec.reasoning_end.encode()):
             return f"the vocabulary has no tokens for {spec.reasoning_end!r}, which ends the reasoning"
-        return guide.failure() or guide.replay(request.output_token_ids) or guide
+        return guide.replay(request.output_token_ids) or guide
 
     def _hand_over(self, request: EngineRequest, made: Made) -> None:
         self._made.put((request, made))

@@ -11,10 +11,20 @@ from workers.engine.messages.core import OutputGuide
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+_LONGEST = 300  # characters of what the library says is wrong
+
 
 def is_void(spec: OutputGuide) -> bool:
     """Return whether it allows everything at any time."""
     return not spec.grammar and not (spec.in_reasoning and spec.reasoning_end and spec.reasoning_budget >= 0)
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Return the first line of what the library says is wrong, or ""."""
+    if not matcher.is_error():
+        return ""
+    lines = (line.strip() for line in matcher.get_error().splitlines())
+    return next(filter(None, lines), "unknown error")[:_LONGEST].rstrip(":")
 
 
 class Guide:
@@ -83,10 +93,8 @@ class Guide:
 
     def failure(self) -> str:
         """Return why the grammar cannot be followed any further, in a sentence, or ""."""
-        if self.matcher is None or not self.matcher.is_error():
-            return ""
-        lines = (line.strip() for line in self.matcher.get_error().splitlines())
-        return f"the output's grammar cannot be followed: {next(filter(None, lines), 'it has failed')}"
+        what = "" if self.matcher is None else error_of(self.matcher)
+        return f"the output's grammar cannot be followed: {what}" if what else ""
 
     def _reason(self, token: int) -> str:
         if token in self.ends:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -67,9 +67,10 @@ class Vocabulary:
 
     @cached_property
     def _library(self) -> LLTokenizer:
-        from llguidance import LLTokenizer, TokenizerWrapper
+        from llguidance import LLTokenizer
 
-        return LLTokenizer(TokenizerWrapper(_Tokens(self)))
+        tokens: Any = _Tokens(self)
+        return LLTokenizer(tokens)
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
@@ -83,16 +84,17 @@ class Vocabulary:
 class _Tokens:
     """What the library asks of a tokenizer."""
 
+    is_tokenizer_wrapper = True
     bos_token_id = None
+    special_token_ids = ()
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = [*vocabulary.tokens, b""]
         self.eos_token_id = vocabulary.end
-        self.special_token_ids = [number for number, token in enumerate(self.tokens) if not token]
         self._spell = vocabulary.spell
 
-    def __call__(self, text: bytes) -> list[int]:
-        return self._spell(text)
+    def __call__(self, text: str) -> list[int]:
+        return self._spell(text.encode())
 
 
 def _without_forcing(grammar: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.support.processes import command_line
 from tests.workers.engine.driving import BLOCK_SIZE, Run, run
+from tests.workers.engine.guides.texts import TOKENS, choice, regex, text_of
 from tests.workers.engine.models.tiny_models import MODELS, VOCAB, TinyModel, make
 from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
@@ -24,7 +25,7 @@ from workers.engine.device.loader import load_weights, open_checkpoint, shard_ch
 from workers.engine.layers.base import Projection
 from workers.engine.layers.parallel import Parallel
 from workers.engine.messages.config import EngineConfig
-from workers.engine.messages.core import EngineRequest, SamplingParams, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, OutputGuide, SamplingParams, TokenLogprobs
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models import llama
 from workers.engine.models.base import DecoderModel
@@ -122,6 +123,25 @@ def test_two_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
             assert_close(shared.prompt_logprobs or [], answer.prompt_logprobs or [])
     assert runs[2][0].preemptions > 0
     assert runs[2][1].prefix_hit_tokens > runs[2][0].prefix_hit_tokens
+
+
+@pytest.mark.usefixtures("crowded")
+def test_two_ranks_draw_under_the_same_masks(tmp_path: Path) -> None:
+    make(SHARED["llama-2-kv-heads"]).save_pretrained(tmp_path)
+    some = requests(0)
+    for one, grammar in zip(
+        some, [regex("[a-z]{30}"), choice("red", "green"), regex("[0-9]{2,9}(é|ed)")], strict=False
+    ):
+        one.guide = OutputGuide(grammar)
+    some[3].guide = OutputGuide(choice("blue"), "</think>", in_reasoning=True, reasoning_budget=3)
+    answers = []
+    for ranks in (1, 2):
+        with core(tmp_path, ranks) as one_core:
+            one_core.set_vocabulary(TOKENS)
+            answers.append(run(one_core, some).answers)
+    for number, alone in answers[0].items():
+        assert (answers[1][number].tokens, answers[1][number].finish) == (alone.tokens, alone.finish)
+    assert text_of(answers[1][3].tokens).endswith(b"</think>blue")
 
 
 @pytest.mark.proof

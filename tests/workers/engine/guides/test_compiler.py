@@ -1,0 +1,128 @@
+"""Requests that wait for their guides, and the core's loop meanwhile."""
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+from llguidance import LLMatcher
+
+from tests.support.waiting import wait_until
+from tests.workers.engine.guides.texts import TOKENS, choice, regex, schema
+from tests.workers.engine.test_guided import GREEDY, answer, guided_core, plain, request, written
+from workers.engine.core import EngineCore
+from workers.engine.guides.vocabulary import Vocabulary
+from workers.engine.messages.core import AbortRequests, AddRequests, Finish, SetVocabulary, Shutdown, StepOutput, ToCore
+
+SECONDS = 20
+
+
+class Gate:
+    """Keeps back the compiling of grammars that begin with `held`, until `open`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: str) -> None:
+        self.open = threading.Event()
+        self.compiled: list[str] = []
+        compiles = Vocabulary.compile
+
+        def compile_later(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
+            if held in grammar:
+                assert self.open.wait(SECONDS)
+            self.compiled.append(grammar)
+            return compiles(vocabulary, grammar)
+
+        monkeypatch.setattr(Vocabulary, "compile", compile_later)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    held = Gate(monkeypatch, "later")
+    yield held
+    held.open.set()
+
+
+def finished(output: StepOutput | None) -> dict[int, Finish]:
+    if output is None:
+        return {}
+    return {number: Finish(how) for number, how in zip(output.request_ids, output.finish, strict=True) if how}
+
+
+def drive(core: EngineCore, until: set[int]) -> dict[int, Finish]:
+    """Step until these have ended; how."""
+    ends: dict[int, Finish] = {}
+    while not until <= set(ends):
+        ends |= finished(core.step())
+    return ends
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_long_compile_holds_up_no_other_request(depth: int, gate: Gate) -> None:
+    core = guided_core(depth)
+    core.add([request(1, choice("later")), plain(2), request(3, choice("red")), request(4, choice("later"))])
+    assert drive(core, {2, 3}) == {2: Finish.LENGTH, 3: Finish.STOP}
+    assert core.busy
+    gate.open.set()
+    assert drive(core, {1, 4}) == {1: Finish.STOP, 4: Finish.STOP}
+    assert gate.compiled.count(choice("later")) == 1
+
+
+def test_a_request_that_waits_for_its_guide_can_be_aborted(gate: Gate) -> None:
+    core = guided_core()
+    core.add([request(1, choice("later")), request(2, choice("later"))])
+    core.add([plain(3)])
+    core.abort([1, 77])
+    assert drive(core, {1, 3})[1] is Finish.ABORT
+    gate.open.set()
+    assert drive(core, {2}) == {2: Finish.STOP}
+    assert not core.busy
+    core.add([request(1, choice("later"))])
+    assert drive(core, {1}) == {1: Finish.STOP}
+
+
+def test_the_loop_waits_for_a_guide_without_work_and_goes_on_with_it(gate: Gate) -> None:
+    core = guided_core()
+    inbox: SimpleQueue[ToCore] = SimpleQueue()
+    outputs: list[StepOutput] = []
+    steps, step = [], core.step
+
+    def counted() -> StepOutput | None:
+        steps.append(1)
+        return step()
+
+    core.step = counted  # type: ignore[method-assign]
+    loop = threading.Thread(target=core.run, args=(inbox, outputs.append), daemon=True)
+    loop.start()
+    inbox.put(SetVocabulary(TOKENS))
+    inbox.put(AddRequests([request(1, choice("later")), request(2, choice("later"))]))
+    inbox.put(AbortRequests([2]))
+    wait_until(lambda: any(finished(output) == {2: Finish.ABORT} for output in outputs), SECONDS, "the abort")
+    assert len(steps) < 5
+    gate.open.set()
+    wait_until(lambda: finished(outputs[-1]) == {1: Finish.STOP}, SECONDS, "the answer")
+    inbox.put(Shutdown())
+    loop.join(SECONDS)
+    assert not loop.is_alive()
+
+
+def test_a_grammar_is_compiled_once_and_its_copies_do_not_meet() -> None:
+    core = guided_core()
+    grammar = regex("[a-z]{4}[0-9]")
+    first = answer(core, request(1, grammar))
+    assert core._guides._compiled.keys() == {grammar}
+    assert answer(core, request(1, grammar)) == first
+    assert core._guides._compiled.keys() == {grammar}
+    assert threading.stack_size() == 0
+
+
+def test_a_schema_of_many_steps_fits_the_stack() -> None:
+    """A usual stack would overflow, and end the process."""
+    chain = {f"d{step}": {"allOf": [{"$ref": f"#/$defs/d{step + 1}"}]} for step in range(3000)}
+    got = answer(guided_core(), request(1, schema({"$ref": "#/$defs/d0", "$defs": {**chain, "d3000": {"const": "a"}}})))
+    assert (written(got), got.error) == (b'"a"', "")
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_it_is_replayed() -> None:
+    one = request(1, choice("red"), GREEDY)
+    one.output_token_ids = [100_000]
+    got = answer(guided_core(), one)
+    assert got.finish is Finish.ERROR
