@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from jobs.protocol.requests import Claim, ParsedDelta, ToolCallDelta
 from jobs.protocol.validation import parse_call
 from tests.api.scripted_worker import MODEL, Answer, ScriptedWorker
+from tests.support.javascript import run_javascript
 
 Scripted = Callable[..., ScriptedWorker]
 CHAT = "/v1/chat/completions"
@@ -78,15 +79,22 @@ def test_the_stream_helper_puts_the_same_answer_together(client: openai.OpenAI, 
     assert content.content == "Let me compute."
 
 
-def test_tools_are_called_until_there_is_an_answer(client: openai.OpenAI, scripted: Scripted) -> None:
-    def script(claim: Claim) -> Answer:
-        messages = parse_call(CHAT, json.loads(claim.request.body)).messages
-        if messages[-1]["role"] != "tool":
-            return STEPS
-        results = [message["content"] for message in messages if message["role"] == "tool"]
-        return [ParsedDelta(1, content=" and ".join(results))]
+def answered(claim: Claim) -> Answer:
+    """Calls two tools, says what they returned, or keeps to a schema, whatever was asked for."""
+    call = parse_call(CHAT, json.loads(claim.request.body))
+    if call.output_format is not None:
+        return ['{"value": 5, ', '"kind": "odd"}']
+    results = [message["content"] for message in call.messages if message["role"] == "tool"]
+    return [ParsedDelta(1, content=" and ".join(results))] if results else STEPS
 
-    scripted(script)
+
+def test_the_javascript_client_reads_them_too(api_url: str, scripted: Scripted) -> None:
+    scripted(answered)
+    run_javascript("parsed.js", api_url)
+
+
+def test_tools_are_called_until_there_is_an_answer(client: openai.OpenAI, scripted: Scripted) -> None:
+    scripted(answered)
     messages = [*MESSAGES]
     while True:
         choice = client.chat.completions.parse(model=MODEL, messages=messages, tools=TOOLS).choices[0]
@@ -101,7 +109,7 @@ def test_tools_are_called_until_there_is_an_answer(client: openai.OpenAI, script
 
 
 def test_a_schema_of_pydantic_is_read(client: openai.OpenAI, scripted: Scripted) -> None:
-    worker = scripted(lambda claim: ['{"value": 5, ', '"kind": "odd"}'])
+    worker = scripted(answered)
     answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Sum)
     assert answer.choices[0].message.parsed == Sum(value=5, kind="odd")
     with client.chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=Sum) as stream:
