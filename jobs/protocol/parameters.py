@@ -13,9 +13,10 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 
 from jobs.protocol import fields
-from jobs.protocol.output_format import FORMATS, WHITESPACE, FormatText, OutputFormat, settle_format
-from jobs.protocol.template_variables import EFFORTS, TemplateVariables, settle_effort
-from jobs.protocol.tools import ToolChoices, Tools, settle_tools
+from jobs.protocol.format_parameters import FORMATS, WHITESPACE
+from jobs.protocol.output_format import FormatText, OutputFormat
+from jobs.protocol.template_variables import EFFORTS, TemplateVariables
+from jobs.protocol.tools import ToolChoices, Tools
 from jobs.protocol.value_types import (
     BiasByToken,
     Boolean,
@@ -35,8 +36,6 @@ from jobs.protocol.value_types import (
     must_be,
     or_null,
 )
-
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 _ANSWERS = Integer(1, 128)
 _LIKELIEST = Integer(0, 20)
@@ -313,67 +312,3 @@ def read_parameters(body: dict[str, Any], chat: bool) -> dict[str, Any]:
 def schemas(chat: bool) -> dict[str, Schema]:
     """Return the JSON Schema of each parameter, as `read_parameters` takes it."""
     return {name: or_null(kind.schema) for name, kind in _TYPES[chat].items()}
-
-
-def combine(values: dict[str, Any], chat: bool) -> None:
-    """Settle, in place, the values of parameters that depend on each other.
-
-    Raise `ApiError` 400 for those that contradict each other.
-    """
-    stream, n = values.get("stream", False), values.get("n", 1)
-    _limit_tokens(values, chat)
-    settle_format(values)
-    if chat:
-        _settle_logprobs(values)
-        settle_tools(values)
-        settle_effort(values)
-        _settle_final_message(values)
-    else:
-        for name in ("tools", "tool_choice"):
-            values.pop(name, None)
-    if stream and values.get("prompt_logprobs") is not None:
-        _not_streamed("The 'prompt_logprobs' parameter is", "prompt_logprobs")
-    if not stream and "stream_options" in values:
-        message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
-        fields.fail(message, "stream_options", "invalid_value")
-    best_of = values.setdefault("best_of", n)
-    if best_of < n:
-        fields.fail(
-            "You requested that the server return more choices than it will generate (HINT: you must set 'n'"
-            f" (currently {n}) to be at most 'best_of' (currently {best_of}), or omit either parameter if you don't"
-            " specifically want to use them.)",
-            "best_of",
-            None,
-        )
-    if best_of > n and stream:
-        _not_streamed("Which answers are best shows at their end: 'best_of' above 'n' is", "best_of")
-
-
-def _limit_tokens(values: dict[str, Any], chat: bool) -> None:
-    limit = values.pop("max_completion_tokens", values.get("max_tokens", None if chat else COMPLETION_MAX_TOKENS))
-    least = values.get("min_tokens", 0)
-    if limit is not None and least > limit:
-        message = f"Invalid 'min_tokens': it must be at most 'max_tokens', which is {limit}, but is {least}."
-        fields.fail(message, "min_tokens", "invalid_value")
-    values["max_tokens"] = limit
-
-
-def _settle_logprobs(values: dict[str, Any]) -> None:
-    wanted, count = values.pop("logprobs", False), values.get("top_logprobs", 0)
-    if count and not wanted:
-        message = "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled."
-        fields.fail(message, "top_logprobs", None)
-    values["logprobs"] = count if wanted else None
-
-
-def _settle_final_message(values: dict[str, Any]) -> None:
-    if not values.get("continue_final_message", False):
-        return
-    if values.get("add_generation_prompt", False):
-        message = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
-        fields.fail(message, "continue_final_message", "invalid_value")
-    values["add_generation_prompt"] = False
-
-
-def _not_streamed(what: str, param: str) -> None:
-    fields.fail(f"{what} not allowed when 'stream' is enabled.", param, "invalid_value")

@@ -111,7 +111,7 @@ def settle_tools(values: dict[str, Any]) -> None:
     """Settle, in place, which tools a chat may call: `tools`, `tool_choice` and `tool_name`.
 
     Raise `ApiError` 400 for a choice of tools that are not there, and for a call that must be made
-    in an answer of another form.
+    in an answer of another form. Where one must be made there is no other form.
     """
     tools: list[dict[str, Any]] = values.get("tools", [])
     choice: ToolChoice = values.pop("tool_choice", None) or ToolChoice("auto")
@@ -121,11 +121,20 @@ def settle_tools(values: dict[str, Any]) -> None:
     for name in choice.allowed if choice.name is None else (choice.name,):
         if name not in names:
             _refuse(f"no function named '{fields.shown(name)}' was specified in the 'tools' parameter")
-    if choice.mode == "required" and (form := values.get("output_format")) is not None:
-        _refuse(f"it asks for a call of a tool, and '{form.param}' for an answer of another form")
+    if choice.mode == "required":
+        _take_format_back(values)
     if choice.allowed:
         values["tools"] = [tool for tool in tools if tool["function"]["name"] in choice.allowed]
     values |= {"tool_choice": choice.mode if tools else "none", "tool_name": choice.name}
+
+
+def _take_format_back(values: dict[str, Any]) -> None:
+    """OpenAI's `response_format` is that of the content, which an answer that must call a tool
+    lacks; vLLM refuses its own parameters beside such a call.
+    """
+    form = values.pop("output_format", None)
+    if form is not None and form.param != "response_format":
+        _refuse(f"it asks for a call of a tool, and '{form.param}' for an answer of another form")
 
 
 def _refuse(why: str) -> NoReturn:

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from jobs.protocol import fields
+from jobs.protocol.combining import combine
 from jobs.protocol.endpoint import Endpoint
 from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.lines import Line, body_of, decode_json
 from jobs.protocol.output_format import OutputFormat
-from jobs.protocol.parameters import Parameters, combine, read_parameters, schemas
+from jobs.protocol.parameters import Parameters, read_parameters, schemas
 from jobs.protocol.results import ApiError
 from jobs.protocol.value_types import Schema
 

@@ -95,13 +95,14 @@ class Truncation(Integer):
 
 
 @dataclass(frozen=True)
-class Budget(Integer):
+class Budget:
     """A number of tokens; -1 for no limit, which is kept as None."""
 
-    low: int = -1
+    schema: ClassVar[Schema] = Integer(-1).schema
+    summary: ClassVar[str] = Integer(-1).summary
 
-    def read(self, value: Any, param: str) -> int | None:  # type: ignore[override]
-        limit = super().read(value, param)
+    def read(self, value: Any, param: str) -> int | None:
+        limit = fields.integer(value, param, -1, fields.INT32)
         return None if limit < 0 else limit
 
 

@@ -210,8 +210,8 @@ def _tool_choices() -> Iterator[BadRequest]:
     without = "only allowed when 'tools' are specified"
     for number, choice in enumerate(("required", named("f"))):
         yield bad(CHAT, chat(tool_choice=choice), f"a choice without tools {number}", "tool_choice", None, without)
-        body = chat(tools=[tool()], tool_choice=choice, response_format=named_schema())
-        yield bad(CHAT, body, f"a tool and a form {number}", "tool_choice", None, "and 'response_format' for an answer")
+        body = chat(tools=[tool()], tool_choice=choice, guided_regex="a")
+        yield bad(CHAT, body, f"a tool and a form {number}", "tool_choice", None, "and 'guided_regex' for an answer")
     body = completion(tool_choice="required")
     yield bad(COMPLETIONS, body, "tool_choice of a text", "tool_choice", "unsupported_value", "is for chats")
 

@@ -62,6 +62,12 @@ def test_128_tools_and_a_form_that_an_answer_may_have_instead() -> None:
     assert call.output_format is not None
 
 
+@pytest.mark.parametrize("choice", ["required", F])
+def test_where_a_tool_must_be_called_the_form_of_the_content_does_not_matter(choice: Any) -> None:
+    call = call_of(tools=TOOLS, tool_choice=choice, response_format={"type": "json_object"})
+    assert (call.tool_choice, call.output_format) == ("required", None)
+
+
 def test_what_an_assistant_said_is_kept_for_the_template() -> None:
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}], "reasoning_content": "why"},

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from jobs.protocol.chat import CHAT
-from jobs.protocol.output_format import FORMATS
+from jobs.protocol.format_parameters import FORMATS
 from jobs.protocol.parameters import Parameters
 from jobs.protocol.requests import Claim, Request, RequestKey
 from tests.support.small_tokenizers import byte_level, panicking, write_folder
