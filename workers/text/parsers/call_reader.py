@@ -16,8 +16,8 @@ State = Callable[[bool], bool]  # whether no more text comes; returns whether to
 class CallReader(ToolParser):
     """A state machine over an answer's text.
 
-    White space at either end of the content is dropped where calls follow, and so is text between
-    and behind calls unless `keeps_text_after_calls`.
+    White space around calls at the ends of the content is dropped, and so is text between and
+    behind calls unless `keeps_text_after_calls`.
     """
 
     keeps_text_after_calls: ClassVar[bool] = False
@@ -28,7 +28,8 @@ class CallReader(ToolParser):
         self._read: State = self._outside
         self._calls = 0
         self._content: list[str] = []
-        self._space = ""  # of the content; goes out before more of it
+        self._space = ""  # at the end of the content; goes out before more of it
+        self._has_content = False
         self._pieces: list[ToolCallPiece] = []
 
     def feed(self, text: str) -> Parsed:
@@ -66,9 +67,11 @@ class CallReader(ToolParser):
         kept = text.rstrip()
         self._space = text[len(kept) :]
         self._content.append(kept)
+        self._has_content = self._has_content or kept != ""
 
     def _begin_call(self, name: str) -> None:
-        self._space = ""
+        if not self._has_content:
+            self._space = ""
         self._calls += 1
         self._pieces.append(ToolCallPiece(self._calls - 1, name=name))
 

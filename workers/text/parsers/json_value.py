@@ -30,10 +30,12 @@ def decode_string(text: str) -> str | None:
     """
     try:
         value = json.loads(text, strict=False)
-        value.encode()
+        if isinstance(value, str):
+            value.encode()
+            return value
     except ValueError:
-        return None
-    return str(value)
+        pass
+    return None
 
 
 def dump_json(value: Any) -> str:

@@ -27,6 +27,9 @@ def load_plugin(path: str) -> type[ToolParser]:
             f"Tool call parser {path!r}: {source} {what} {class_name}; "
             "it must be a subclass of workers.text.parsers.base.ToolParser."
         )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ParserError(f"Tool call parser {path!r}: {class_name} does not define {' and '.join(missing)}.")
     return found
 
 

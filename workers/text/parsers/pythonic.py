@@ -50,9 +50,9 @@ class PythonicParser(CallReader):
         return bool(first) or final
 
     def _in_call(self, final: bool) -> bool:
-        head, parenthesis, _ = self._text.partition("(")
-        sound = _HEAD.fullmatch(head) is not None
-        end = self._end.search(self._text, final) if sound and parenthesis else None
+        parenthesis = self._text.find("(")
+        sound = _HEAD.fullmatch(self._text, 0, len(self._text) if parenthesis < 0 else parenthesis) is not None
+        end = self._end.search(self._text, final) if sound and parenthesis > 0 else None
         if end is not None:
             self._read_call(end)
         elif final or not sound:

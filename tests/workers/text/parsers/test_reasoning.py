@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.workers.text.parsers.cuts import parse_pieces
 from workers.text.errors import ParserError
-from workers.text.parsers.answer import AnswerParser, WholeAnswer, parse_whole
+from workers.text.parsers.answer import AnswerParser, parse_whole
 from workers.text.parsers.hermes import HermesParser
 from workers.text.parsers.reasoning import ReasoningParser
 from workers.text.parsers.registry import find_reasoning_format
@@ -36,11 +35,7 @@ from workers.text.parsers.registry import find_reasoning_format
 )
 def test_splits_at_the_end_tag(name: str, inside: bool | None, text: str, reasoning: str, content: str) -> None:
     for parts in ([text], list(text)):
-        answer = WholeAnswer()
-        parser = ReasoningParser(find_reasoning_format(name), inside)
-        for part in parts:
-            answer.add(parser.feed(part))
-        answer.add(parser.finish())
+        answer = parse_pieces(ReasoningParser(find_reasoning_format(name), inside), parts)
         assert (answer.reasoning, answer.content) == (reasoning, content)
 
 
@@ -87,22 +82,6 @@ def test_one_call_alone_where_parallel_ones_are_not_allowed() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
     answer = parse_whole(AnswerParser(None, HermesParser(), parallel=False), call + call)
     assert [(each.name, each.arguments) for each in answer.calls] == [("f", '{"n": 1}')]
-
-
-@given(
-    st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "<", "think>", "a", " ", "\n", "</"])), st.data()
-)
-def test_cuts_do_not_matter(parts: list[str], data: st.DataObject) -> None:
-    text = "".join(parts)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
-    name = data.draw(st.sampled_from(["deepseek_r1", "qwen3"]))
-    inside = data.draw(st.sampled_from([True, False, None]))
-    whole = parse_whole(ReasoningParser(find_reasoning_format(name), inside), text)
-    parser, answer = ReasoningParser(find_reasoning_format(name), inside), WholeAnswer()
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        answer.add(parser.feed(text[start:end]))
-    answer.add(parser.finish())
-    assert answer == whole
 
 
 @pytest.mark.parametrize("name", ["r1", "tags:", "tags:<a>", "tags:<a>,<a>", ""])
