@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from workers.replica.sampling_params import (
     too_long,
 )
 from workers.replica.tool_choice import format_of
-from workers.text.errors import EncodingError, TemplateError, TemplateTimeoutError
+from workers.text.errors import EncodingError, FormatError, TemplateError, TemplateTimeoutError
 from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -189,8 +190,27 @@ class Preparation:
         call, parsers = prepared.call, self._parsers
         prepared.output_format = format_of(call, parsers.call_syntax)
         prepared.guide = parsers.guide(call, in_reasoning, prepared.output_format)
+        if prepared.guide is not None and prepared.output_format is None:
+            self._check_vocabulary()
         prepared.parsing = parsers.parsing(call, in_reasoning)
         return prepared
+
+    def _check_vocabulary(self) -> None:
+        """Raise ApiError where the engine cannot be told what the tokens' texts are; a form of
+        answers finds that out when it is compiled.
+        """
+        if self._vocabulary_error is not None:
+            param = "thinking_token_budget"
+            raise ApiError(400, f"Invalid '{param}': {self._vocabulary_error}", param=param, code="invalid_value")
+
+    @functools.cached_property
+    def _vocabulary_error(self) -> str | None:
+        """Why tokens have no texts of their own. Finding out here has them ready for the engine."""
+        try:
+            self._tokenizer.vocabulary()
+        except FormatError as error:
+            return str(error)
+        return None
 
     def _prompt(self, item: _Pending, number: int, token_ids: list[int]) -> Prompt:
         call, param = item.call, item.param(number)

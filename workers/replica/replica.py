@@ -70,7 +70,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         self._registration = Registration(queue, settings.models)
         worker, interval = self._registration.id, settings.stream_interval
-        self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched)
+        self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched, lambda: tokenizer.result().vocabulary())
         self._leases = Leases(
             queue,
             worker,

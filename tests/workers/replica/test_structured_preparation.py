@@ -13,7 +13,7 @@ import pytest
 from jobs.protocol.chat import CHAT
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.requests import Claim, Request, RequestKey
-from tests.support.small_tokenizers import byte_level, write_folder
+from tests.support.small_tokenizers import byte_level, word_piece, write_folder
 from workers.engine.messages.core import OutputGuide
 from workers.grammars.formats import grammar_of
 from workers.replica.answer_parsers import AnswerParsers
@@ -270,3 +270,11 @@ def test_an_unknown_parser_is_refused_before_anything_starts(name: str, tmp_path
     result = CliRunner().invoke(worker, ["--redis-url", "redis://127.0.0.1:1/0", name, "unheard-of"])
     assert result.exit_code == 2
     assert "unheard-of" in result.stderr
+
+
+def test_a_budget_needs_tokens_with_texts_of_their_own(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.load(str(write_folder(tmp_path, word_piece(), template="{{ messages[0].content }}")))
+    message = [{"role": "user", "content": "fox"}]
+    param, text = refuse(tokenizer, parsers(None, "qwen3"), messages=message, thinking_token_budget=5)
+    assert param == "thinking_token_budget"
+    assert "no fixed text for each token" in text
