@@ -95,7 +95,13 @@ def _row(line: dict[str, Any]) -> tuple[str, str]:
     if line.get("error") or "choices" not in body:
         return line["custom_id"], f"error: {(line.get('error') or {}).get('message')}"
     choice = body["choices"][0]
-    return line["custom_id"], choice["message"]["content"] if "message" in choice else choice["text"]
+    return line["custom_id"], _said(choice["message"]) if "message" in choice else choice["text"]
+
+
+def _said(message: dict[str, Any]) -> str:
+    """Return a message's content, or the calls of tools that it has instead."""
+    calls = (call["function"] for call in message.get("tool_calls") or [])
+    return message["content"] or " ".join(f"{function['name']} {function['arguments']}" for function in calls)
 
 
 def _parquet_rows(output: Path) -> list[tuple[str, str]]:
@@ -105,7 +111,7 @@ def _parquet_rows(output: Path) -> list[tuple[str, str]]:
     batch = next(parquet.ParquetFile(output).iter_batches(batch_size=_ANSWERS, columns=columns), None)
     rows = [] if batch is None else batch.to_pylist()
     return [
-        (row["custom_id"], row["text"] if row["error_message"] is None else f"error: {row['error_message']}")
+        (row["custom_id"], row["text"] or "" if row["error_message"] is None else f"error: {row['error_message']}")
         for row in rows
     ]
 

@@ -21,3 +21,15 @@ def test_first_answers_are_short_lines_without_what_a_terminal_obeys(tmp_path: P
     output.write_text("\n".join(rows))
     found = first_answers(output)
     assert found == ["  a [2J: one two three", f"  {'c' * 99}…: {'d' * 99}…", "  é 🙂: "]
+
+
+def test_calls_of_tools_stand_for_an_answer_without_content(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    calls = [
+        {"function": {"name": "weather", "arguments": '{"place": "Bonn"}'}},
+        {"function": {"name": "time", "arguments": "{}"}},
+    ]
+    messages = [{"content": None, "tool_calls": calls}, {"content": None}, {"content": "Yes."}]
+    rows = [{"custom_id": "a", "response": {"body": {"choices": [{"message": message}]}}} for message in messages]
+    output.write_text("\n".join(map(json.dumps, rows)))
+    assert first_answers(output) == ['  a: weather {"place": "Bonn"} time {}', "  a: ", "  a: Yes."]
