@@ -11,6 +11,7 @@ from workers.text.parsers.base import CallSyntax
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _DATA = frozenset({"const", "enum", "default", "examples"})  # keywords that hold values, no schemas
+_SPACE = " ?"  # between the tokens of a call's JSON, which nobody reads line by line
 _NAMES = frozenset({"$schema", "$id", "id"})
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
@@ -34,7 +35,7 @@ def _forced_format(call: Call) -> OutputFormat:
     of `name` and `parameters`.
     """
     schema = _calls_schema(call) if call.tool_name is None else _parameters_of(_named(call))
-    return OutputFormat("json_schema", encode_json(schema).decode(), "tools")
+    return OutputFormat("json_schema", encode_json(schema).decode(), "tools", _SPACE)
 
 
 def _strict_format(call: Call, syntax: CallSyntax) -> OutputFormat:
@@ -45,7 +46,7 @@ def _strict_format(call: Call, syntax: CallSyntax) -> OutputFormat:
         "tags": [_call_tag(_function(tool), syntax) for tool in call.tools],
         "stop_after_first": not call.parallel_tool_calls,
     }
-    return OutputFormat("structural_tag", encode_json({"format": tag}).decode(), "tools")
+    return OutputFormat("structural_tag", encode_json({"format": tag}).decode(), "tools", _SPACE)
 
 
 def _call_tag(function: dict[str, Any], syntax: CallSyntax) -> dict[str, Any]:
