@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.workers.engine.driving import Answer, make_core, run
-from tests.workers.engine.guides.texts import END, TOKENS, Prefixes, choice, regex, schema, text_of, token
+from tests.workers.engine.guides.texts import END, TOKENS, Prefixes, bytes_of, choice, regex, schema, token
 from tests.workers.engine.models.tiny_models import VOCAB
 from tests.workers.engine.places import CPU, Place, at
+from tests.workers.engine.test_ahead import assert_own_answers, drive, random_cases
 from workers.engine.core import EngineCore
 from workers.engine.messages.core import EngineRequest, Finish, OutputGuide, SamplingParams
 
@@ -54,7 +55,7 @@ def answer(core: EngineCore, one: EngineRequest) -> Answer:
 
 
 def written(got: Answer) -> bytes:
-    return text_of(got.tokens)
+    return bytes_of(got.tokens)
 
 
 def by_hand(core: EngineCore, one: EngineRequest) -> list[int]:
@@ -64,7 +65,7 @@ def by_hand(core: EngineCore, one: EngineRequest) -> list[int]:
     assert one.guide is not None
     prefixes, tokens = Prefixes(one.guide.grammar), list[int]()
     while len(tokens) < one.sampling.max_tokens and END not in tokens:
-        text = text_of(tokens)
+        text = bytes_of(tokens)
         allowed = [number for number, more in enumerate(TOKENS) if more and prefixes.begins(text + more)]
         whole = prefixes.is_whole(text)
         if whole and not allowed:
@@ -176,7 +177,7 @@ def test_stop_tokens_wait_for_the_grammar_and_for_min_tokens(depth: int) -> None
     got = answer(core, request(1, regex("[a-z]{3,}"), biased))
     assert len(written(got)) >= 3
     assert got.tokens[-1] == END
-    assert not Prefixes(regex("[a-z]{3,}")).is_whole(text_of(got.tokens[:-2]))
+    assert not Prefixes(regex("[a-z]{3,}")).is_whole(bytes_of(got.tokens[:-2]))
     later = answer(core, request(1, regex("[a-z]{3,}"), msgspec.structs.replace(biased, min_tokens=9)))
     assert later.tokens.index(END) == 9
 
@@ -234,7 +235,7 @@ def test_a_used_up_budget_ends_the_reasoning(depth: int, budget: int) -> None:
     marker = [token("</"), *map(token, "end>")]
     assert got.tokens[budget : budget + len(marker)] == marker
     assert got.tokens[:budget] == answer(core, plain(2)).tokens[:budget]
-    assert text_of(got.tokens[budget + len(marker) :]) in (b"red", b"blue")
+    assert bytes_of(got.tokens[budget + len(marker) :]) in (b"red", b"blue")
     for done in range(len(got.tokens)):
         resumed = msgspec.structs.replace(one, output_token_ids=got.tokens[:done])
         assert answer(core, resumed).tokens == got.tokens[done:]
@@ -283,11 +284,54 @@ class FailingDraw:
 @DEPTHS
 def test_a_step_that_is_taken_back_changes_no_token(depth: int) -> None:
     """Also one during whose launch, one step ahead, requests of the step before have ended."""
-    seed = 3
-    print(f"seed {seed}")
+    taken_back(depth, 3)
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.proof
+@DEPTHS
+def test_many_steps_that_are_taken_back_change_no_token(depth: int) -> None:
+    for seed in range(100, 120):
+        taken_back(depth, seed)
+
+
+def taken_back(depth: int, seed: int) -> None:
+    print(f"seed {seed}, depth {depth}")
     requests = [request(number, GRAMMARS[number % 3]) for number in range(12)] + [plain(20), plain(21)]
     expected = run(guided_core(), requests).answers
     core = guided_core(depth, num_blocks=12, max_num_batched_tokens=24)
     failing = FailingDraw(core, seed)
     assert run(core, requests).answers == expected
-    assert failing.failed > 5
+    assert failing.failed > 0
+
+
+def in_a_batch(seed: int, depth: int) -> int:
+    """Return how often a request was preempted."""
+    print(f"seed {seed}, depth {depth}")
+    draw = random.Random(seed)
+    cases = random_cases(draw, 16, 30, 60)
+    for case in cases:
+        grammar = draw.choice([*GRAMMARS, regex("[ -~]*"), ""])
+        end, budget = draw.choice([("", -1), ("</think>", 4), ("e", -1)])
+        case.request.guide = OutputGuide(grammar, end, bool(end), budget)
+        case.request.output_token_ids = case.request.output_token_ids if grammar == regex("[ -~]*") else []
+    alone = guided_core(enable_prefix_caching=False)
+    core = guided_core(depth, num_blocks=9, max_num_seqs=6, max_num_batched_tokens=40)
+    got, preemptions = drive(core, cases)
+    assert {finish for _, finish in got.values()} >= {Finish.STOP, Finish.LENGTH}
+    assert_own_answers(got, cases, alone)
+    return preemptions
+
+
+@pytest.mark.usefixtures("crowded")
+@DEPTHS
+def test_random_batches_change_no_token(depth: int) -> None:
+    assert in_a_batch(7, depth) > 0
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.proof
+@DEPTHS
+def test_much_random_batches_change_no_token(depth: int) -> None:
+    for seed in range(100, 120):
+        in_a_batch(seed, depth)

@@ -22,12 +22,21 @@ import pytest
 
 from tests.support.processes import is_running, wait_for_rest
 from tests.support.waiting import wait_until
+from tests.workers.engine.guides.texts import TOKENS, bytes_of, choice
 from tests.workers.engine.models.tiny_models import NEW_TOKENS, folder, reference
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineStartError
 from workers.engine.client.launch import launch_core
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.engine.messages.config import EngineConfig
-from workers.engine.messages.core import EngineRequest, Failed, Finish, FromCore, SamplingParams, StepOutput
+from workers.engine.messages.core import (
+    EngineRequest,
+    Failed,
+    Finish,
+    FromCore,
+    OutputGuide,
+    SamplingParams,
+    StepOutput,
+)
 from workers.engine.messages.transport import FrameReader, FrameSender
 from workers.settings import DEMO_MODEL
 
@@ -44,8 +53,10 @@ def config(depth: int = 0) -> EngineConfig:
 
 
 @asynccontextmanager
-async def started(settings: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(settings)
+async def started(
+    settings: EngineConfig, vocabulary: Callable[[], list[bytes]] | None = None
+) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(settings, vocabulary=vocabulary)
     await engine.start(START_SECONDS)
     try:
         yield engine
@@ -88,11 +99,13 @@ def test_one_core_from_start_to_stop(depth: int) -> None:
 
     async def scenario() -> None:
         expected = reference(MODEL)
-        async with started(config(depth)) as engine:
+        vocabularies = iter([TOKENS])  # it is asked for once
+        async with started(config(depth), lambda: next(vocabularies)) as engine:
             assert engine.info.max_model_len == 256
             for _ in range(2):
                 assert await answers(engine, expected.prompts) == expected.tokens
                 await refuses(engine)
+                await guides(engine)
             await aborts(engine)
             await gives_back_what_it_aborts(engine)
             if depth == 0:
@@ -107,6 +120,17 @@ def test_one_core_from_start_to_stop(depth: int) -> None:
             assert (death.value.returncode, death.value.by_itself) == (0, False)
 
     run(scenario)
+
+
+async def guides(engine: AsyncEngine) -> None:
+    number, tokens = next(ids), list[int]()
+    engine.add([EngineRequest(number, [5, 6], [], ENDLESS, guide=OutputGuide(choice("green", "blue")))])
+    async for output in engine.steps():
+        tokens += output.token_ids
+        if output.finish[0]:
+            break
+    assert output.finish == [Finish.STOP]
+    assert bytes_of(tokens) in (b"green", b"blue")
 
 
 async def refuses(engine: AsyncEngine) -> None:

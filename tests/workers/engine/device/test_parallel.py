@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.support.processes import command_line
 from tests.workers.engine.driving import BLOCK_SIZE, Run, run
-from tests.workers.engine.guides.texts import TOKENS, choice, regex, text_of
+from tests.workers.engine.guides.texts import TOKENS, bytes_of, choice, regex
 from tests.workers.engine.models.tiny_models import MODELS, VOCAB, TinyModel, make
 from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
@@ -141,7 +141,7 @@ def test_two_ranks_draw_under_the_same_masks(tmp_path: Path) -> None:
             answers.append(run(one_core, some).answers)
     for number, alone in answers[0].items():
         assert (answers[1][number].tokens, answers[1][number].finish) == (alone.tokens, alone.finish)
-    assert text_of(answers[1][3].tokens).endswith(b"</think>blue")
+    assert bytes_of(answers[1][3].tokens).endswith(b"</think>blue")
 
 
 @pytest.mark.proof

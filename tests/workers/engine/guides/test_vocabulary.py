@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.workers.engine.guides.texts import END, TOKENS, choice, regex, schema, text_of, token
+from tests.workers.engine.guides.texts import END, TOKENS, bytes_of, choice, regex, schema, token
 from tests.workers.engine.models.tiny_models import VOCAB
 from workers.engine.guides.guide import Guide
 from workers.engine.guides.masks import MaskMaker
@@ -49,7 +49,7 @@ def test_a_vocabulary_of_any_size_has_whole_masks(size: int) -> None:
 def test_text_is_spelled_in_the_longest_tokens_or_not_at_all() -> None:
     vocabulary = Vocabulary(TOKENS, VOCAB)
     for text in ("</think>", "</thinking", "redgreenx", "éa é"):
-        assert text_of(vocabulary.spell(text.encode())) == text.encode()
+        assert bytes_of(vocabulary.spell(text.encode())) == text.encode()
     assert vocabulary.spell(b"</think>") == [token("</think>")]
     assert vocabulary.spell(b"</thin") == [token("</"), *map(token, "thin")]
     assert vocabulary.spell(b"red\x00") == []

@@ -1,8 +1,9 @@
 """A vocabulary for the tiny models, and grammars whose texts a test can list or check by itself."""
 
 import json
+from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.workers.engine.models.tiny_models import VOCAB
 
@@ -18,7 +19,7 @@ TOKENS: list[bytes] = [bytes([code]) for code in range(32, 127)] + [
 TOKENS += [b""] * (VOCAB - len(TOKENS))
 
 
-def text_of(tokens: list[int]) -> bytes:
+def bytes_of(tokens: list[int]) -> bytes:
     return b"".join(TOKENS[token] for token in tokens)
 
 
@@ -42,7 +43,8 @@ class Prefixes:
     """Whether bytes begin a text of a grammar, or are one: asked of a new matcher byte by byte."""
 
     def __init__(self, grammar: str) -> None:
-        self._new = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), grammar, log_level=0)
+        tokens: Any = _Bytes()
+        self._new = LLMatcher(LLTokenizer(tokens), grammar, log_level=0)
 
     def begins(self, text: bytes) -> bool:
         matcher = self._new.deep_copy()
@@ -54,10 +56,12 @@ class Prefixes:
 
 
 class _Bytes:
+    """A tokenizer of one token per byte."""
+
+    is_tokenizer_wrapper = True
     bos_token_id = None
     eos_token_id = 256
-    tokens = [bytes([code]) for code in range(256)] + [b""]
-    special_token_ids = (256,)
+    special_token_ids = ()
 
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+    def __init__(self) -> None:
+        self.tokens = [*(bytes([code]) for code in range(256)), b""]

@@ -103,6 +103,8 @@ def test_nothing_of_the_host_half_imports_torch() -> None:
         "messages.config",
         "messages.transport",
         "core",
+        "guides.compiler",
+        "guides.masks",
         "client.async_engine",
     ]
     code = (
