@@ -80,8 +80,8 @@ class Guide:
         """
         if token < 0:
             return (
-                "no token is left to go on with: the output's grammar allows none that the request's allowed tokens,"
-                " bad words and min_tokens leave"
+                "no token is left to go on with: the output's grammar allows none that allowed_token_ids, bad_words"
+                " and min_tokens leave"
             )
         if self._reasoning:
             return self._reason(token)
