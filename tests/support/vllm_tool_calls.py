@@ -15,7 +15,7 @@ import vllm
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-from tests.workers.text.parsers.tool_call_texts import SEED, TOOLS, Text, tool_call_texts
+from tests.workers.text.parsers.tool_call_texts import SEED, TOOLS, OutputText, tool_call_texts
 
 _SPECIAL = [
     "<tool_call>",
@@ -30,7 +30,7 @@ _TOKEN = re.compile("|".join(map(re.escape, _SPECIAL)) + "|.", re.DOTALL)
 _REQUEST = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], model="any", tools=TOOLS)
 
 
-class Vocabulary:
+class FamilyVocabulary:
     """A tokenizer with a token for each special text and for each character."""
 
     def __init__(self, family: str) -> None:
@@ -57,23 +57,23 @@ def main() -> None:
     print("]}")
 
 
-def _read(text: Text) -> dict[str, Any]:
+def _read(text: OutputText) -> dict[str, Any]:
     whole, streamed = _whole(text), _streamed(text)
     return {"whole": whole} if whole == streamed else {"whole": whole, "streamed": streamed}
 
 
-def _parser(text: Text, vocabulary: Vocabulary) -> Any:
+def _parser(text: OutputText, vocabulary: FamilyVocabulary) -> Any:
     return ToolParserManager.get_tool_parser(text.family.removesuffix("_v11"))(vocabulary, _REQUEST.tools)
 
 
-def _whole(text: Text) -> dict[str, Any]:
-    read = _parser(text, Vocabulary(text.family)).extract_tool_calls(text.text, _REQUEST)
+def _whole(text: OutputText) -> dict[str, Any]:
+    read = _parser(text, FamilyVocabulary(text.family)).extract_tool_calls(text.text, _REQUEST)
     return _answer(read.content, [[call.function.name, call.function.arguments] for call in read.tool_calls])
 
 
-def _streamed(text: Text) -> dict[str, Any]:
+def _streamed(text: OutputText) -> dict[str, Any]:
     """Read a token at a time, which is a character or a special token."""
-    vocabulary = Vocabulary(text.family)
+    vocabulary = FamilyVocabulary(text.family)
     parser = _parser(text, vocabulary)
     tokens = vocabulary.tokens(text.text)
     content, calls, before = "", [], ""

@@ -49,7 +49,7 @@ _VALUES: dict[str, Sequence[Any]] = {
 _PROSE = ["Let me look.", "I'll check that for you.\n", "好的。", "First, a list:\n- one\n- two\n\n", "2 < 3, right?"]
 
 
-class Text(NamedTuple):
+class OutputText(NamedTuple):
     """An answer, and what is special about it."""
 
     family: str
@@ -60,10 +60,10 @@ class Text(NamedTuple):
 Call = tuple[str, dict[str, Any]]
 
 
-def tool_call_texts(seed: int = SEED) -> list[Text]:
+def tool_call_texts(seed: int = SEED) -> list[OutputText]:
     """Return the texts of all families."""
     return [
-        Text(family, kind, text)
+        OutputText(family, kind, text)
         for family in _FAMILIES
         for kind, text in (*_right(family, random.Random(f"{seed} {family}")), *_WRONG[family], *_cut(family))
     ]
