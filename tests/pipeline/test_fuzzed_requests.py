@@ -56,6 +56,28 @@ MESSAGE = st.fixed_dictionaries(
     },
 ).map(lambda message: {"tool_call_id": "c", **message} if message["role"] == "tool" else message)
 PROMPT = TEXT | st.lists(TEXT, min_size=1, max_size=3) | st.lists(TOKEN, min_size=1, max_size=10)
+SCHEMA = st.sampled_from(
+    [
+        {"type": "boolean"},
+        {"type": "integer", "minimum": -5, "maximum": 30},
+        {"enum": ["fox", "dog", None]},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+        {"type": "array", "items": {"type": "number"}, "maxItems": 3},
+        {"type": "no type"},
+    ]
+)
+FORM = (
+    st.builds(lambda schema, dense: {"json": schema, "disable_any_whitespace": dense}, SCHEMA, st.booleans())
+    | st.lists(TEXT, min_size=1, max_size=3).map(lambda texts: {"choice": texts})
+    | st.sampled_from([{"regex": "[a-z]{3}( fox)?"}, {"regex": "(((("}, {"json_object": True}, {"regex": "a"}])
+)
+
+
+def named(schema: dict[str, Any]) -> dict[str, Any]:
+    """A response format of a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
 PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(1, 12),
     "min_tokens": st.integers(0, 4),
@@ -78,6 +100,13 @@ PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
     "truncate_prompt_tokens": st.sampled_from([-1, 1, 2, 20]),
     "priority": st.integers(-5, 5),
     "user": TEXT,
+    "response_format": st.sampled_from(["text", "json_object"]).map(lambda kind: {"type": kind}) | SCHEMA.map(named),
+    "structured_outputs": FORM,
+    "guided_json": SCHEMA | SCHEMA.map(json.dumps),
+    "guided_choice": st.lists(TEXT, min_size=1, max_size=3),
+    "guided_whitespace_pattern": st.sampled_from(["", " ", "[ ]?"]),
+    "return_token_ids": st.booleans(),
+    "return_tokens_as_token_ids": st.booleans(),
 }
 
 
