@@ -1,15 +1,19 @@
 """`/v1/chat/completions`, in OpenAI's shapes with vLLM's `stop_reason` and `prompt_logprobs`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.protocol import fields
 from jobs.protocol.endpoint import AnswerHead, ChoiceEnd, Endpoint
 from jobs.protocol.logprobs import TextOffsets, chat_logprobs, prompt_logprobs
 from jobs.protocol.messages import deltas_of, message_of
 from jobs.protocol.prompts import MESSAGES, read_messages
-from jobs.protocol.requests import TokenChunk
 from jobs.protocol.results import Choice, PositionLogprobs, Usage
+
+if TYPE_CHECKING:
+    from jobs.protocol.requests import TokenChunk
 
 CHAT = "/v1/chat/completions"
 

@@ -2,16 +2,20 @@
 like. `chat.py` and `completions.py` are two, `endpoints.py` lists them.
 """
 
+from __future__ import annotations
+
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from jobs.protocol import fields
 from jobs.protocol.logprobs import TextOffsets
-from jobs.protocol.requests import TokenChunk
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, Usage
 from jobs.protocol.value_types import Schema
+
+if TYPE_CHECKING:
+    from jobs.protocol.requests import TokenChunk
 
 Task = Literal["generate"]
 """What a model does for the endpoints that it answers."""

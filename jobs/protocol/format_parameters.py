@@ -2,7 +2,6 @@
 `structured_outputs` and its older `guided_*`. One at most may do so.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
@@ -33,7 +32,6 @@ _NAMED_SCHEMA: Schema = {
 }
 
 
-@dataclass(frozen=True)
 class ResponseFormat:
     """OpenAI's form of an answer, with vLLM's `structural_tag`; plain text is no form."""
 
@@ -73,7 +71,6 @@ _STRUCTURED: dict[str, ValueType] = {
 _ONE_OF = (*_STRUCTURED, "json_object")
 
 
-@dataclass(frozen=True)
 class StructuredOutputs:
     """The form of an answer as vLLM has it: one of several kinds."""
 

@@ -1,14 +1,20 @@
 """A chat's answer as clients read it: its message, and the deltas of a stream that make it up."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from jobs.protocol.requests import ParsedDelta
+import msgspec
+
 from jobs.protocol.results import Choice, ToolCall
 
+if TYPE_CHECKING:
+    from jobs.protocol.requests import ParsedDelta
 
-class _Piece(NamedTuple):
+
+class _Piece(msgspec.Struct, frozen=True):
     kind: Literal["reasoning_content", "content", "call", "arguments"]
     call: int  # its index; -1 for text
     text: str

@@ -40,7 +40,6 @@ class OutputFormat(msgspec.Struct, frozen=True):
     whitespace: str | None = None
 
 
-@dataclass(frozen=True)
 class JsonSchema:
     """A JSON Schema, as an object or as its text."""
 
@@ -66,7 +65,6 @@ class FormatText:
         return {"type": "string", "minLength": 1, "maxLength": MOST_SOURCE}
 
 
-@dataclass(frozen=True)
 class Choices:
     """The texts of which an answer is one."""
 
@@ -91,7 +89,6 @@ _TAGS: Schema = {
 }
 
 
-@dataclass(frozen=True)
 class StructuralTag:
     """Text with pieces of a certain form, as an object or as its text: what xgrammar calls a
     structural tag, with `format`, or in its older form with `structures` and `triggers`.

@@ -1,7 +1,6 @@
 """Variables that a chat gives to the model's template."""
 
 import re
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jobs.protocol import fields
@@ -41,7 +40,6 @@ _RESERVED = (
 )
 
 
-@dataclass(frozen=True)
 class TemplateVariables:
     """Variables by name, but for those that templates have from elsewhere."""
 

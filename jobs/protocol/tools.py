@@ -1,7 +1,8 @@
 """The tools that a chat's answer may call, and which of them it has to."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
+
+import msgspec
 
 from jobs.protocol import fields
 from jobs.protocol.output_format import canonical_json
@@ -23,7 +24,7 @@ _FUNCTION: Schema = {
 _NAMED: Schema = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "minLength": 1}}}
 
 
-class ToolChoice(NamedTuple):
+class ToolChoice(msgspec.Struct, frozen=True):
     """Whether an answer calls tools, and which it may."""
 
     mode: str  # "none", "auto" or "required"
@@ -31,7 +32,6 @@ class ToolChoice(NamedTuple):
     allowed: tuple[str, ...] = ()  # those that it may; empty for all
 
 
-@dataclass(frozen=True)
 class Tools:
     """Functions that an answer may call, kept as given for templates."""
 
@@ -54,7 +54,6 @@ class Tools:
         return tools
 
 
-@dataclass(frozen=True)
 class ToolChoices:
     """OpenAI's ways to say which tools an answer calls."""
 

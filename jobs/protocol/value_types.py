@@ -30,7 +30,6 @@ class ValueType(Protocol):
         """The same in a few words, for a table."""
 
 
-@dataclass(frozen=True)
 class Boolean:
     """True or false."""
 
@@ -94,7 +93,6 @@ class Truncation(Integer):
         return "-1, or 1 and up"
 
 
-@dataclass(frozen=True)
 class Budget:
     """A number of tokens; -1 for no limit, which is kept as None."""
 
@@ -241,7 +239,6 @@ class StreamDetails(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False  # with it: each chunk has the usage so far
 
 
-@dataclass(frozen=True)
 class StreamOptions:
     """What a stream holds beside the text."""
 
