@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from workers.text.parsers.base import OutputParser, Parsed, joined_pieces
 from workers.text.parsers.reasoning import ReasoningParser
 
+_log = logging.getLogger(__name__)
+
 
 class AnswerParser:
     """An `OutputParser` that hands what is behind the reasoning to a parser of calls.
 
-    Either may be missing. Without `parallel` calls all but the first are dropped.
+    Either may be missing. Without `parallel` calls all but the first are dropped. A parser of calls
+    that raises, which a plugin may, is given up, and the rest of the answer is content.
     """
 
     def __init__(
@@ -28,27 +32,48 @@ class AnswerParser:
 
     def feed(self, text: str) -> Parsed:
         """Return what is certain by now."""
-        return self._behind(Parsed(text) if self._reasoning is None else self._reasoning.feed(text))
+        if self._reasoning is None:
+            return self._read(text)
+        parsed = self._reasoning.feed(text)
+        return _after(parsed.reasoning, self._read(parsed.content))
 
     def finish(self) -> Parsed:
         """Return what was kept, once no more text comes."""
-        parsed = self._behind(Parsed() if self._reasoning is None else self._reasoning.finish())
-        if self._calls is None:
-            return parsed
-        last = self._allowed(self._calls.finish())
-        return Parsed(
-            parsed.content + last.content, parsed.reasoning, joined_pieces((*parsed.tool_calls, *last.tool_calls))
-        )
+        parsed = Parsed() if self._reasoning is None else self._reasoning.finish()
+        first, last = self._read(parsed.content), self._read_end()
+        pieces = joined_pieces((*first.tool_calls, *last.tool_calls))
+        return Parsed(first.content + last.content, parsed.reasoning, pieces)
 
-    def _behind(self, parsed: Parsed) -> Parsed:
-        if self._calls is None or not parsed.content:
-            return parsed
-        return self._allowed(self._calls.feed(parsed.content))._replace(reasoning=parsed.reasoning)
+    def _read(self, content: str) -> Parsed:
+        if self._calls is None or not content:
+            return Parsed(content)
+        try:
+            return self._allowed(self._calls.feed(content))
+        except Exception:
+            self._give_up()
+            return Parsed(content)
+
+    def _read_end(self) -> Parsed:
+        if self._calls is None:
+            return Parsed()
+        try:
+            return self._allowed(self._calls.finish())
+        except Exception:
+            self._give_up()
+            return Parsed()
+
+    def _give_up(self) -> None:
+        _log.exception("tool call parser %s failed; the rest of the answer is content", type(self._calls).__name__)
+        self._calls = None
 
     def _allowed(self, parsed: Parsed) -> Parsed:
-        if self._parallel:
+        if self._parallel or not parsed.tool_calls:
             return parsed
-        return parsed._replace(tool_calls=tuple(piece for piece in parsed.tool_calls if piece.index == 0))
+        return Parsed(parsed.content, tool_calls=tuple(piece for piece in parsed.tool_calls if piece.index == 0))
+
+
+def _after(reasoning: str, parsed: Parsed) -> Parsed:
+    return Parsed(parsed.content, reasoning, parsed.tool_calls) if reasoning else parsed
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -25,8 +25,10 @@ class Parsed(NamedTuple):
     tool_calls: tuple[ToolCallPiece, ...] = ()
 
 
-def joined_pieces(pieces: Iterable[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
+def joined_pieces(pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
     """Return one piece per call."""
+    if len(pieces) <= 1:
+        return tuple(pieces)
     joined: dict[int, ToolCallPiece] = {}
     for piece in pieces:
         before = joined.get(piece.index)

@@ -11,6 +11,7 @@ class Markers:
     def __init__(self, *markers: str) -> None:
         self._markers = markers
         self._longest = max(map(len, markers))
+        self._first_characters = frozenset(marker[0] for marker in markers)
         self._pattern = re.compile("|".join(map(re.escape, markers)))
 
     def split(self, text: str, final: bool) -> tuple[str, str | None, str]:
@@ -19,18 +20,18 @@ class Markers:
         Without a marker that is the text that belongs to none, None, and the tail that may be the
         beginning of one; with `final` no tail is.
         """
+        if self._first_characters.isdisjoint(text):
+            return text, None, ""
         found = self._pattern.search(text)
         if found is not None:
             return text[: found.start()], found.group(), text[found.end() :]
         end = len(text) if final else self._possible_start(text)
         return text[:end], None, text[end:]
 
-    def may_begin(self, text: str) -> bool:
-        """Return whether some marker begins with this text."""
-        return any(marker.startswith(text) for marker in self._markers)
-
     def _possible_start(self, text: str) -> int:
         for position in range(max(0, len(text) - self._longest + 1), len(text)):
-            if self.may_begin(text[position:]):
-                return position
+            if text[position] in self._first_characters:
+                tail = text[position:]
+                if any(marker.startswith(tail) for marker in self._markers):
+                    return position
         return len(text)

@@ -123,8 +123,8 @@ def test_well_formed_texts_are_read_as_vllm_reads_them_whole() -> None:
 
 
 def test_cuts_do_not_matter() -> None:
-    for text in tool_call_texts():
+    for index, text in enumerate(tool_call_texts()):
         whole = parse_whole(parser(text.family), text.text)
         assert parse_pieces(parser(text.family), text.text) == whole, text
-        for cut in range(len(text.text)):
+        for cut in range(index % 3, len(text.text), 3):
             assert parse_pieces(parser(text.family), [text.text[:cut], text.text[cut:]]) == whole, (text, cut)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.workers.text.parsers.cuts import parse_pieces
 from workers.text.errors import ParserError
-from workers.text.parsers.answer import parse_whole
+from workers.text.parsers.answer import AnswerParser, parse_whole
 from workers.text.parsers.hermes import HermesParser
 from workers.text.parsers.registry import find_tool_parser
 
@@ -42,6 +43,15 @@ def test_loads_a_class_from_a_module(plugin: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(plugin.parent)
     assert find_tool_parser("shout:Shout").name == "shout"
     assert find_tool_parser("workers.text.parsers.hermes:HermesParser") is HermesParser
+
+
+def test_gives_up_a_class_that_raises(plugin: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rest of the answer is content."""
+    plugin.write_text(_PLUGIN.replace("text.upper()", "text.upper() if 'b' not in text else 1 / 0"))
+    parser = AnswerParser(None, find_tool_parser(f"{plugin}:Shout")())
+    answer = parse_pieces(parser, ["a", "b", "a"])
+    assert (answer.content, answer.calls) == ("Aba", [])
+    assert "tool call parser Shout failed; the rest of the answer is content" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_passes_on_text_parameters_as_they_come() -> None:
         ({"enum": ["a", None]}, "null", None),
         ({"type": "array"}, '["a", {"b": 1}]', ["a", {"b": 1}]),
         ({"type": "object"}, "{a}", "{a}"),
-        ({"type": "object"}, "[" * 100_000, "[" * 100_000),
+        ({"type": "object"}, "[" * 20_000, "[" * 20_000),
         ({"type": "array"}, '["\\ud800"]', ["\ud800"]),
         ({}, "1", "1"),
         (True, "1", "1"),
