@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import torch
 
-from tests.workers.engine.driving import Answer, make_core, run
+from tests.workers.engine.driving import Answer, make_core, recorded, run
 from tests.workers.engine.guides.texts import END, TOKENS, Prefixes, bytes_of, choice, regex, schema, token
 from tests.workers.engine.models.tiny_models import VOCAB
-from tests.workers.engine.places import CPU, Place, at
-from tests.workers.engine.test_ahead import assert_own_answers, drive, random_cases
+from tests.workers.engine.places import CPU, INTERPRETER, Place, at, needs_interpreter
+from tests.workers.engine.test_ahead import assert_own_answers, drive, one_layer, random_cases
 from workers.engine.core import EngineCore
 from workers.engine.messages.core import EngineRequest, Finish, OutputGuide, SamplingParams
 
@@ -213,6 +213,18 @@ def test_limits_that_leave_no_token_end_the_request_with_a_sentence(depth: int, 
 
 
 @DEPTHS
+def test_a_grammar_that_no_token_can_follow_ends_the_request_with_a_sentence(depth: int) -> None:
+    """And not as if the answer were whole."""
+    requests = [request(1, choice("red\x01")), request(2, choice("\x01")), request(3, choice("blue")), plain(9)]
+    got = run(guided_core(depth), requests).answers
+    assert [written(got[number]) for number in (1, 2, 3)] == [b"red", b"", b"blue"]
+    assert [got[number].finish for number in (1, 2, 3)] == [Finish.ERROR, Finish.ERROR, Finish.STOP]
+    for number in (1, 2):
+        assert got[number].error.startswith("the output's grammar cannot be followed: ")
+    assert got[9] == answer(guided_core(), plain(9))
+
+
+@DEPTHS
 def test_the_grammar_begins_behind_the_reasoning(depth: int) -> None:
     core = guided_core(depth)
     end = token("</think>")
@@ -335,3 +347,29 @@ def test_random_batches_change_no_token(depth: int) -> None:
 def test_much_random_batches_change_no_token(depth: int) -> None:
     for seed in range(100, 120):
         in_a_batch(seed, depth)
+
+
+@needs_interpreter
+@pytest.mark.proof
+def test_a_gpus_path_draws_under_the_same_masks() -> None:
+    """Padded decode steps up to the hidden states, kernels that mask and draw, rows without a
+    token to draw.
+    """
+    settings = {"max_model_len": 40, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    short = msgspec.structs.replace(GREEDY, max_tokens=6)
+    drawn = msgspec.structs.replace(short, temperature=0.9, top_k=20, top_p=0.9, seed=2)
+    requests = [
+        request(0, GRAMMARS[0], short),
+        request(1, GRAMMARS[1], drawn),
+        request(2, PERSON, short),
+        plain(3, drawn),
+    ]
+    for number, temperature in ((4, 0.0), (5, 0.8)):
+        nothing = msgspec.structs.replace(short, temperature=temperature, allowed_token_ids=(token("x"),))
+        requests.append(request(number, choice("red"), nothing))
+    core = one_layer(guided_core(1, INTERPRETER, **settings))
+    core._executor.runner.use_graphs(recorded)
+    got = run(core, requests).answers
+    expected = run(one_layer(guided_core(0, **settings)), requests).answers
+    assert got == expected
+    assert {got[number].finish for number in (4, 5)} == {Finish.ERROR}

@@ -21,7 +21,7 @@ _THREADS = 4
 """Grammars compiled at the same time, so that one that takes long does not hold up all others."""
 _STACK = 64 << 20
 """Bytes of stack: a grammar is compiled by recursion, as deep as its schema."""
-_COMPILED = 256
+_COMPILED = 128
 """Compiled grammars that are kept."""
 
 _NOT_COMPILED = "the output's grammar cannot be compiled: "
