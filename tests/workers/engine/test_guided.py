@@ -4,6 +4,8 @@ for, each token is drawn from those that the grammar allows.
 
 import json
 import random
+from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from workers.engine.core import EngineCore
 from workers.engine.messages.core import EngineRequest, Finish, OutputGuide, SamplingParams
 
 GREEDY = SamplingParams(40, temperature=0.0, stop_token_ids=(END,))
+ONE_TOKEN = msgspec.structs.replace(GREEDY, bad_words=tuple((token(start),) for start in ("r", "re", "b", "bl")))
 PERSON = schema(
     {
         "type": "object",
@@ -277,16 +280,18 @@ def test_a_grammar_that_does_not_compile_is_refused() -> None:
 
 
 class FailingDraw:
-    """Has the sampler run out of memory in some steps of several rows, when the masks are made."""
+    """Has the sampler run out of memory in those steps of several rows for which `fails` says so,
+    when the masks are made.
+    """
 
-    def __init__(self, core: EngineCore, seed: int) -> None:
+    def __init__(self, core: EngineCore, fails: Iterator[bool]) -> None:
         self.failed = 0
-        self._chance = random.Random(seed)
+        self._fails = fails
         sampler = core._executor.runner.sampler
         self._sample, sampler.sample = sampler.sample, self._failing  # type: ignore[method-assign]
 
     def _failing(self, logits: torch.Tensor, *others: Any) -> Any:
-        if len(logits) > 1 and self._chance.random() < 0.3:
+        if len(logits) > 1 and next(self._fails):
             self.failed += 1
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return self._sample(logits, *others)
@@ -307,12 +312,24 @@ def test_many_steps_that_are_taken_back_change_no_token(depth: int) -> None:
         taken_back(depth, seed)
 
 
+def test_requests_that_end_while_a_step_is_taken_back_leave_nothing_behind() -> None:
+    core = guided_core(1)
+    requests = [request(number, choice("red", "blue"), ONE_TOKEN) for number in (1, 2)]
+    run(core, requests)  # from now on their guides are there at once, so that both begin together
+    failing = FailingDraw(core, chain([False, True], repeat(False)))
+    got = run(core, requests).answers
+    assert failing.failed == 1
+    assert {written(one) for one in got.values()} <= {b"red", b"blue"}
+    assert {one.finish for one in got.values()} == {Finish.STOP}
+
+
 def taken_back(depth: int, seed: int) -> None:
     print(f"seed {seed}, depth {depth}")
     requests = [request(number, GRAMMARS[number % 3]) for number in range(12)] + [plain(20), plain(21)]
     expected = run(guided_core(), requests).answers
     core = guided_core(depth, num_blocks=12, max_num_batched_tokens=24)
-    failing = FailingDraw(core, seed)
+    chance = random.Random(seed)
+    failing = FailingDraw(core, iter(lambda: chance.random() < 0.3, None))
     assert run(core, requests).answers == expected
     assert failing.failed > 0
 
