@@ -134,7 +134,8 @@ class EngineRequest(msgspec.Struct):
     batch requests; equals run in the order in which they came. Requests of one `batch_id` are
     expected to have outputs of about equal length. With `stop_strings` the worker process may end
     the request by its text, which the engine does not see. `arrived` is when it came, on the
-    machine's monotonic clock; 0 where that is not to be counted.
+    machine's monotonic clock; 0 where that is not to be counted. With a `guide` it waits until that
+    is made, and ends with Finish.STOP, without a further token, where that allows nothing more.
     """
 
     request_id: int
