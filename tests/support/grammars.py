@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 from jobs.protocol.output_format import OutputFormat
@@ -23,20 +22,3 @@ def accepts(wanted: OutputFormat, text: str) -> bool:
 
 def of_schema(schema: Any, whitespace: str | None = None) -> OutputFormat:
     return OutputFormat("json_schema", json.dumps(schema), whitespace=whitespace)
-
-
-def write_answer(grammar: str, vocabulary: Vocabulary, chance: random.Random, most: int = 1500) -> bytes | None:
-    """Return what a model writes that takes any token that is allowed, and likes to end; None where
-    it does not end within `most` tokens.
-    """
-    matcher, text = vocabulary.compile(grammar), b""
-    for _ in range(most):
-        if matcher.is_stopped() or (matcher.is_accepting() and chance.random() < 0.5):
-            break
-        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-        tokens = [token for token in range(vocabulary.vocab_size) if allowed >> token & 1]
-        token = chance.choice(tokens)
-        matcher.consume_token(token)
-        text += vocabulary.tokens[token]
-    assert not matcher.is_error(), matcher.get_error()
-    return text if matcher.is_accepting() else None

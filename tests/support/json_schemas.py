@@ -58,7 +58,16 @@ class SchemaMaker:
             self._plain,
         ]
         if depth < 3:
-            makers += [self._array, self._tuple, self._object, self._any_of, self._one_of, self._all_of, self._nullable]
+            makers += [
+                self._array,
+                self._tuple,
+                self._map,
+                self._object,
+                self._any_of,
+                self._one_of,
+                self._all_of,
+                self._nullable,
+            ]
         if depth < 3 and self._definitions:
             makers += [self._reference, self._reference]
         return self._chance.choice(makers)(depth + 1)
@@ -102,12 +111,18 @@ class SchemaMaker:
 
     def _array(self, depth: int) -> Schema:
         least = self._chance.randrange(3)
-        return {
-            "type": "array",
-            "items": self._any(depth),
-            "minItems": least,
-            "maxItems": least + self._chance.randrange(4),
-        }
+        bounds = {"minItems": least, "maxItems": least + self._chance.randrange(4)}
+        unique = {"uniqueItems": True} if self._chance.random() < 0.05 else {}  # of which not all can be had
+        return {"type": "array", "items": self._any(depth), **bounds, **unique}
+
+    def _map(self, depth: int) -> Schema:
+        bounds = {"minProperties": self._chance.randrange(2), "maxProperties": self._chance.randint(1, 3)}
+        names = r"^[a-z]{2,6}(_[0-9])?$"
+        if self._chance.random() < 0.5:
+            named = {"patternProperties": {names: self._any(depth)}, "additionalProperties": False}
+        else:
+            named = {"propertyNames": {"pattern": names}, "additionalProperties": self._any(depth)}
+        return {"type": "object", **named, **bounds}
 
     def _tuple(self, depth: int) -> Schema:
         parts = [self._any(depth) for _ in range(self._chance.randint(1, 3))]

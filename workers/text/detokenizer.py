@@ -75,8 +75,12 @@ class DetokenizerFactory:
                 "The model's tokenizer has no fixed text for each token, so that its answers cannot be held to a form:"
                 " leave the form out, or use another model."
             )
-        size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        return [self._table[token_id] for token_id in range(size)]
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        tokens = [b""] * (max(ids.values(), default=-1) + 1)
+        for token, token_id in ids.items():
+            if token_id not in self._special:
+                tokens[token_id] = self._table.to_bytes(token)
+        return tokens
 
 
 class _TokenBytes(dict[int, bytes], ABC):

@@ -119,9 +119,13 @@ class TextTokenizer:
     def vocabulary(self) -> list[bytes]:
         """Return the bytes of each token by id, empty for special tokens and unknown ids.
 
-        It takes some tenths of a second for a large vocabulary. Raises FormatError where tokens
-        have no bytes of their own.
+        The first time it takes some tenths of a second for a large vocabulary. Raises FormatError
+        where tokens have no bytes of their own.
         """
+        return self._vocabulary
+
+    @functools.cached_property
+    def _vocabulary(self) -> list[bytes]:
         return self._detokenizers.vocabulary()
 
     def decode(

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
-import jsonschema
 import pytest
 
-from jobs.protocol.output_format import OutputFormat
-from tests.support.grammars import BYTES, accepts, of_schema, write_answer
-from tests.support.json_schemas import SchemaMaker
-from workers.engine.guides.vocabulary import Vocabulary
+from tests.support.grammars import BYTES, accepts, of_schema
 from workers.grammars.compiler import compile_format
-from workers.settings import DEMO_MODEL
 from workers.text.errors import FormatError
-from workers.text.tokenizer import TextTokenizer
 
 PAIR = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}, "required": ["a", "b"]}
 LIST = {"$defs": {"n": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/n"}}]}}}
@@ -163,26 +156,3 @@ def test_a_schema_may_be_nested_up_to_a_depth() -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(FormatError, match="nested deeper than 100 levels"):
         compile_format(of_schema(schema), BYTES)
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.proof)])
-def test_answers_at_random_meet_schemas_at_random(count: int) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    chance = random.Random(seed)
-    tokens = TextTokenizer.load(DEMO_MODEL).vocabulary()
-    vocabulary, maker = Vocabulary(tokens, len(tokens)), SchemaMaker(chance)
-    finished = 0
-    for _ in range(count):
-        schema = maker.make()
-        answer = write_answer(compile_format(of_schema(schema), vocabulary), vocabulary, chance)
-        if answer is not None:
-            finished += 1
-            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-            jsonschema.validate(json.loads(answer), schema, jsonschema.Draft202012Validator, format_checker=checker)
-    assert finished >= 0.9 * count
-
-
-def test_any_object_can_be_asked_for_without_a_schema() -> None:
-    answer = write_answer(compile_format(OutputFormat("json_object"), BYTES), BYTES, random.Random(1), most=1 << 16)
-    assert answer is None or isinstance(json.loads(answer), dict)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from tests.support import small_tokenizers
 from workers.text.detokenizer import DetokenizerFactory
+from workers.text.errors import FormatError
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte_level": small_tokenizers.byte_level,
@@ -109,6 +110,25 @@ def test_the_bytes_of_single_tokens() -> None:
     assert level.token_bytes(10**6) == b""
     assert pieces_of_words.token_bytes(TOKENIZERS["word_piece"].token_to_id("the")) == b" the"
     assert pieces_of_words.token_bytes(TOKENIZERS["word_piece"].token_to_id("##o")) == b"o"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+def test_a_vocabulary_has_what_each_token_adds_to_a_text(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    factory, added = DetokenizerFactory(tokenizer), tokenizer.get_added_tokens_decoder()
+    tokens = factory.vocabulary()
+    assert len(tokens) == max(tokenizer.get_vocab().values()) + 1
+    for token_id, token in enumerate(tokens):
+        special = token_id in added and added[token_id].special
+        assert token == (b"" if special else factory.token_bytes(token_id))
+    assert b" the" in tokens
+    if kind == "byte_level":
+        assert tokens[tokenizer.token_to_id("→added←")] == "→added←".encode()
+
+
+def test_a_vocabulary_without_a_text_for_each_token_is_refused() -> None:
+    with pytest.raises(FormatError, match="no fixed text for each token"):
+        DetokenizerFactory(TOKENIZERS["word_piece"]).vocabulary()
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])
