@@ -147,7 +147,7 @@ def test_calls_go_on_over_the_death_of_their_worker(redis_client: object, redis_
     queue = Queue(connect(redis_url), SETTINGS)
     flags = ("--lease-seconds", "1", "--stream-interval", "0.05", *WORKER)
     body = ask(tools=TOOLS, tool_choice="required", stream=True, min_tokens=30, thinking_token_budget=20, **THINKING)
-    poison = Poison("2 + 3", "hold", start=40)
+    poison = Poison("2 + 3", "hold", start=70)  # by the length of the prompt some 40 tokens of the answer
     with running_worker(queue, redis_url, *flags, **poisoned_environment(poison, hold=tmp_path / "hold")) as worker:
         undisturbed = follow(queue, submit_live(queue, body)[1])
         assert sum(len(token_ids_in(entry)) for entry in undisturbed) > 40
