@@ -67,6 +67,13 @@ class WorkerSettings(QueueSettings):
         " [default: none is looked for]",
         check=_check_reasoning_parser,
     )
+    retry_on_invalid: int = setting(
+        0,
+        "How often a batch line that asks for JSON is answered again, with another seed, where the answer was cut or is"
+        " not the JSON that it asks for; its usage is that of all tries.",
+        min=0,
+        max=100,
+    )
     shutdown_timeout: float = setting(10.0, "Seconds for running requests to end after SIGTERM.", min=0)
     start_timeout: float = field(default=600.0, metadata={"min": 0})
 

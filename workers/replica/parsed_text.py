@@ -74,8 +74,13 @@ class ParsedText:
         reason: FinishReason = "tool_calls" if called else choice.finish_reason
         return msgspec.structs.replace(choice, message=self._message(), finish_reason=reason)
 
+    @property
+    def content(self) -> str:
+        """What was read that is neither reasoning nor a call."""
+        return "".join(self._content)
+
     def _message(self) -> ParsedMessage:
-        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        content, reasoning = self.content, "".join(self._reasoning)
         calls = [
             ToolCall(self._call_id(index), name, "".join(pieces))
             for index, (name, pieces) in enumerate(self._tool_calls)

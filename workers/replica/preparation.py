@@ -17,6 +17,7 @@ from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import Call, decode_body, parse_call
 from workers.replica.answer_parsers import AnswerParsers
+from workers.replica.checked_answers import is_json
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.requests_in_flight import rejected
 from workers.replica.sampling_params import (
@@ -64,9 +65,14 @@ class Preparation:
         models: Sequence[str],
         limits: ModelLimits,
         parsers: AnswerParsers | None = None,
+        retries: int = 0,
     ) -> None:
+        """`retries`: how often a batch line is answered again whose answer is not the JSON that it
+        asks for.
+        """
         self._tokenizer = tokenizer
         self._parsers = parsers or AnswerParsers()
+        self._retries = retries
         self._models = frozenset(models)
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._limits = dataclasses.replace(limits, eos_token_ids=tuple(dict.fromkeys((*limits.eos_token_ids, *own))))
@@ -193,6 +199,8 @@ class Preparation:
         if prepared.guide is not None and prepared.output_format is None:
             self._check_vocabulary()
         prepared.parsing = parsers.parsing(call, in_reasoning)
+        if is_json(call.output_format) and call.temperature > 0 and not prepared.claim.live:
+            prepared.retries = self._retries
         return prepared
 
     def _check_vocabulary(self) -> None:

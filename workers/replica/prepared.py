@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.requests import Claim
 from jobs.protocol.validation import Call
-from workers.engine.messages.core import OutputGuide, SamplingParams
+from workers.engine.messages.core import MAX_SEED, OutputGuide, SamplingParams
 from workers.text.parsers.base import OutputParser
 from workers.text.tokenizer import TextTokenizer
+
+_MULTIPLIER = 6364136223846793005  # of Knuth's generator (MMIX), whose period is all of 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,11 @@ class Prompt:
     sampling: SamplingParams
     text: str = ""  # with echo: what precedes every choice's text
 
+    def with_next_seed(self) -> Prompt:
+        """Return the same to be answered in another way; the seed follows from this one's."""
+        seed = (self.sampling.seed * _MULTIPLIER + 1) & MAX_SEED
+        return Prompt(self.token_ids, msgspec.structs.replace(self.sampling, seed=seed), self.text)
+
 
 @dataclass(slots=True)
 class PreparedRequest:
@@ -49,7 +58,8 @@ class PreparedRequest:
     limits.
 
     `guide` is all of what guides its answers but the grammar that `output_format` becomes; it is
-    there wherever `output_format` is.
+    there wherever `output_format` is. `retries` is how often at most it is answered again where an
+    answer lacks that form.
     """
 
     claim: Claim
@@ -59,3 +69,4 @@ class PreparedRequest:
     output_format: OutputFormat | None = None
     guide: OutputGuide | None = None
     parsing: Parsing | None = None
+    retries: int = 0

@@ -146,7 +146,8 @@ class Replica:
     def _make_serving(self, tokenizer: TextTokenizer) -> Serving:
         info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
         limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
-        preparation = Preparation(tokenizer, models, limits, find_parsers(self._settings))
+        parsers, retries = find_parsers(self._settings), self._settings.retry_on_invalid
+        preparation = Preparation(tokenizer, models, limits, parsers, retries)
         worker, slots = self._registration.id, info.max_num_seqs
         intake = Intake(queue, worker, models, slots, self._leases, preparation, lambda: running.load)
         running.room_made = intake.room_made

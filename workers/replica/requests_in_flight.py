@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from jobs.protocol.endpoint import AnswerHead
-from jobs.protocol.requests import Claim, Delta, Finished, TokenChunk
+from jobs.protocol.requests import ChoiceCheckpoint, Claim, Delta, Finished, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
 from workers.engine.messages.core import EngineRequest, OutputGuide, TokenLogprobs
 from workers.engine.messages.metrics import KINDS
+from workers.replica.checked_answers import has_form
 from workers.replica.parsed_text import ParsedText
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
@@ -35,10 +36,13 @@ class RequestInFlight:
         "_parsing",
         "_prompt_logprobs",
         "_prompts",
+        "_spent",
         "_tokenizer",
+        "_tries_left",
         "announced",
         "arrived",
         "claim",
+        "grammar",
         "kind",
         "next_publish",
         "running",
@@ -70,13 +74,18 @@ class RequestInFlight:
         self._guide = prepared.guide
         self._parsing = prepared.parsing
         self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
-        self.sequences = self._make_sequences()
+        self._tries_left = prepared.retries
+        self._spent: Usage | None = None  # what earlier tries took
+        self.grammar = ""
+        self.sequences = self._make_sequences({} if self.claim.checkpoint is None else self.claim.checkpoint.choices)
         for number in range(len(self._prompts)):
             self._line_up(number, ids)
 
     @property
     def fresh_tokens(self) -> int:
-        """Tokens that are not published yet."""
+        """Tokens that are to be published and are not yet; those of a second try never are."""
+        if self._spent is not None:
+            return 0
         fresh = 0
         for sequence in self.sequences:
             fresh += len(sequence.token_ids) - sequence.published_tokens
@@ -100,12 +109,30 @@ class RequestInFlight:
         """What the engine is to have at once; `grammar` is what each output must follow, "" for
         none.
         """
-        added, self._at_once = self._at_once, []
+        added, self._at_once, self.grammar = self._at_once, [], grammar
         if grammar:
             for request in itertools.chain(added, *self.waiting.values()):
                 if not self.running[request.request_id].ended:
                     request.guide = msgspec.structs.replace(request.guide or OutputGuide(), grammar=grammar)
         return added
+
+    def try_again(self, ids: Iterator[int]) -> bool:
+        """Begin anew with another seed, where an answer that has ended lacks its form and tries are
+        left; return whether that is so. The engine is to have what `begin` returns.
+
+        Another worker does the same from the end of the first try: no later one is published.
+        """
+        form = self._call.output_format
+        if self._tries_left < 1 or form is None or all(has_form(one.content, form) for one in self.sequences):
+            return False
+        self._tries_left -= 1
+        self._spent = self._usage()
+        self._prompts = [prompt.with_next_seed() for prompt in self._prompts]
+        self.waiting.clear()
+        self.sequences = self._make_sequences({})
+        for number in range(len(self._prompts)):
+            self._line_up(number, ids)
+        return True
 
     def follow(self, request_id: int) -> list[EngineRequest]:
         """What the engine is to have after the first token of `request_id`."""
@@ -147,23 +174,29 @@ class RequestInFlight:
             for prompt in range(len(self._prompts))
             for rank, sequence in enumerate(self._best_of(prompt))
         ]
-        usage = Usage(
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
-            completion_tokens=sum(len(sequence.token_ids) for sequence in self.sequences),
-            cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences[:: call.best_of]),
-            reasoning_tokens=self._reasoning_tokens(),
-        )
+        usage, delta = self._usage(), None if self._spent is not None else self.delta()
         head = AnswerHead(call.endpoint.new_id(), call.model, int(request.created or time.time()))
         result = Result(200, encode_json(call.endpoint.body(head, choices, usage)), usage, new_request_id())
-        return Finished(self.claim.key, self.claim.fence, result, self.delta(), request.reply_to)
+        return Finished(self.claim.key, self.claim.fence, result, delta, request.reply_to)
+
+    def _usage(self) -> Usage:
+        """Return what all tries took."""
+        before = self._spent or Usage()
+        reasoning = self._reasoning_tokens()
+        return Usage(
+            before.prompt_tokens + sum(len(prompt.token_ids) for prompt in self._prompts),
+            before.completion_tokens + sum(len(sequence.token_ids) for sequence in self.sequences),
+            before.cached_tokens + sum(sequence.cached_tokens for sequence in self.sequences[:: self._call.best_of]),
+            None if reasoning is None else reasoning + (before.reasoning_tokens or 0),
+        )
 
     def _reasoning_tokens(self) -> int | None:
         if self._parsing is None or self._parsing.reasoning_ends is None:
             return None
         return sum(sequence.reasoning_tokens for sequence in self.sequences)
 
-    def _make_sequences(self) -> list[Sequence]:
-        call, published = self._call, {} if self.claim.checkpoint is None else self.claim.checkpoint.choices
+    def _make_sequences(self, published: Mapping[int, ChoiceCheckpoint]) -> list[Sequence]:
+        call = self._call
         return [
             Sequence(number, prompt, call, self._tokenizer, published.get(number), self._parsed_text(number))
             for first, prompt in enumerate(self._prompts)

@@ -271,12 +271,12 @@ class Running:
         whole of it, or if its grammar is not there yet.
         """
         claim, request = item.claim, RequestInFlight(item, self._ids, now, self._stream_interval)
-        if not request.running:
+        if not request.running and not request.try_again(self._ids):
             self._accept(request)
             self._complete(request, request.finish())
             return []
         self._requests[claim.key] = request
-        self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
+        self._register(request)
         if claim.live or claim.watched:
             self._watched[request] = math.inf if claim.live else now + WATCHED_SECONDS
         wanted = item.output_format
@@ -286,6 +286,9 @@ class Running:
             self._grammars.compile(wanted, partial(self._take_grammar, request))
             return []
         return self._enter(request, grammar or "")
+
+    def _register(self, request: RequestInFlight) -> None:
+        self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
 
     def _take_grammar(self, request: RequestInFlight, grammar: Grammar) -> None:
         """Go on with a request whose grammar was compiled, if it is still there."""
@@ -354,7 +357,10 @@ class Running:
         if not sequence.ended:
             sequence.end("length" if finish == Finish.LENGTH else "stop", stop_token)
         del self._sequences[request_id], request.running[request_id]
-        if not request.running:
+        if not request.running and request.try_again(self._ids):
+            self._register(request)
+            self._add(request.begin(request.grammar))
+        elif not request.running:
             finished = request.finish()
             self._forget(request)
             self._complete(request, finished)

@@ -224,6 +224,11 @@ class Sequence:
         return chunk
 
     @property
+    def content(self) -> str:
+        """Its text without reasoning, once it has ended."""
+        return self._text if self._parsed is None else self._parsed.content
+
+    @property
     def reasoning_tokens(self) -> int:
         """How many tokens it has up to the end of its reasoning, that included."""
         if self._parsed is None or not (ends := self._parsed.parsing.reasoning_ends):

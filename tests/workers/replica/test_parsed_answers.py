@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -283,3 +284,110 @@ def test_token_ids_are_in_the_answer_when_asked_for(queue: Queue) -> None:
     run_to_the_end(bench)
     first = pieces(stream(queue, "b"), 0)[0]
     assert first.prompt_tokens == len(first.prompt_token_ids or []) == bench.results[0].result.usage.prompt_tokens
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"required": ["a"]}}}
+
+
+class LineBench(ChatBench):
+    """A bench whose engine gives a line one text after the other, one for each seed."""
+
+    def __init__(self, queue: Queue, texts: Sequence[str], seeds: list[int], retries: int = 5) -> None:
+        super().__init__(queue, texts[0], secrets.token_hex(4))
+        tokens = [[*ids, END] for ids in TOKENIZER.encode(list(texts), special_tokens=False)]
+
+        def script(_prompt: list[int], sampling: SamplingParams) -> list[int]:
+            if sampling.seed not in seeds:
+                seeds.append(sampling.seed)
+            return tokens[seeds.index(sampling.seed)]
+
+        self.engine = ScriptedEngine(script)
+        self.running = Running(self.engine, self, Grammars(InstantCompiler()), lambda: self.now, 2.0)
+        self.preparation = Preparation(TOKENIZER, ["demo"], ModelLimits(4096, 1024), PARSERS, retries)
+
+
+def submit_line(queue: Queue, live: bool = False, **body: Any) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    asked = {"model": "demo", "messages": messages, "max_tokens": 12, "response_format": FORM, "temperature": 1, **body}
+    name, request = secrets.token_hex(4), Request(CHAT, "demo", json.dumps(asked).encode(), seed=1)
+    if live:
+        queue.submit(f"live_{name}", request)
+        return
+    queue.create_batch(name, 1, state="in_progress")
+    queue.ingest(name, [(0, request)], 0, 1)
+
+
+def answered(
+    queue: Queue, *texts: str, retries: int = 5, live: bool = False, **body: Any
+) -> tuple[LineBench, list[int]]:
+    """A line whose tries give these texts, and the seeds of the tries."""
+    seeds: list[int] = []
+    bench = LineBench(queue, texts, seeds, retries)
+    submit_line(queue, live, **body)
+    bench.claim()
+    run_to_the_end(bench)
+    return bench, seeds
+
+
+CUT = '{"a": "one two three four five six seven eight'
+
+
+@pytest.mark.parametrize(
+    ("texts", "body", "tries"),
+    [
+        (['{"a": 1}'], {}, 1),
+        ([CUT, '{"b": 1}', "no", '{"a": 1}'], {}, 4),
+        ([CUT, '{"b": 1}'], {"response_format": {"type": "json_object"}}, 2),
+        ([CUT, '{"a": 1}'], {"n": 2}, 2),
+        ([THOUGHT, '{"a": 1}'], {"max_tokens": 40}, 2),
+        ([CUT] * 6, {}, 6),
+        ([CUT], {"temperature": 0}, 1),
+        (["no"], {"response_format": {"type": "text"}}, 1),
+    ],
+)
+def test_a_line_without_its_form_is_answered_again(
+    queue: Queue, texts: list[str], body: dict[str, Any], tries: int
+) -> None:
+    bench, seeds = answered(queue, *texts, **body)
+    assert len(seeds) == tries
+    (finished,) = bench.results
+    one = answered(queue, texts[-1], retries=0, **body)[0].results[0].result.usage
+    if texts[-1] != CUT:
+        assert {choice["message"]["content"] for choice in answer(bench)["choices"]} == {texts[-1]}
+    usage = finished.result.usage
+    assert usage.prompt_tokens == tries * one.prompt_tokens
+    assert (usage.completion_tokens > one.completion_tokens) == (tries > 1)
+    assert bench.running.finished == 1
+    assert bench.running.num_sequences == len(bench.engine.running) == 0
+
+
+def test_tries_end_with_the_last_and_clients_that_wait_have_one(queue: Queue) -> None:
+    bench, seeds = answered(queue, CUT, CUT, CUT, retries=2)
+    assert len(seeds) == 3
+    assert answer(bench)["choices"][0]["finish_reason"] == "length"
+    assert len(answered(queue, CUT, '{"a": 1}', live=True)[1]) == 1
+
+
+@pytest.mark.parametrize("steps", [3, 11, 12, 13, 15])
+def test_another_worker_tries_the_same(queue: Queue, steps: int) -> None:
+    """It goes on in the first try, or takes up the second one anew."""
+    texts = [CUT, '{"a": 1}']
+    _, expected = answered(queue, *texts)
+    seeds: list[int] = []
+    submit_line(queue)
+    first, second = (LineBench(queue, texts, seeds) for _ in range(2))
+    first.claim()
+    for _ in range(steps):
+        first.step()
+        first.now += 1
+        first.publish()
+    assert first.results == []
+    first.leave()
+    second.claim()
+    assert answer_text(second) == texts[1]
+    assert seeds == expected
+
+
+def answer_text(bench: Bench) -> str:
+    text: str = run_to_the_end(bench)["choices"][0]["message"]["content"]
+    return text
