@@ -5,7 +5,7 @@ requests as token ids.
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +49,14 @@ class Pass:
 
 
 @asynccontextmanager
-async def running_engine(model: str, **settings: Any) -> AsyncIterator[AsyncEngine]:
+async def running_engine(
+    model: str, vocabulary: Callable[[], list[bytes]] | None = None, **settings: Any
+) -> AsyncIterator[AsyncEngine]:
     """An engine with `model` of `SHAPES`, warm: it has answered some short requests that share
     nothing with any workload.
     """
-    engine = AsyncEngine(
-        EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "auto", **settings})
-    )
+    config = EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "auto", **settings})
+    engine = AsyncEngine(config, vocabulary=vocabulary)
     await engine.start()
     try:
         sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -3,6 +3,7 @@
 The text they produce is noise; the work per token is that of the real model.
 """
 
+import json
 import os
 import sysconfig
 from pathlib import Path
@@ -18,6 +19,9 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
+FULL_VOCABULARIES = ("gpt2-124m-151936",)
+"""Shapes whose every token has a text; the tokenizers of all others have `VOCABULARY_SIZE`."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {  # of no use but to see that a benchmark runs
         "model_type": "llama",
@@ -43,6 +47,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_head": 12,
         "n_positions": 1024,
         "vocab_size": 50257,
+    },
+    "gpt2-124m-151936": {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 151_936,
     },
     "llama-135m": {
         "model_type": "llama",
@@ -103,6 +115,28 @@ def model_folder(name: str) -> Path:
     return folder
 
 
+def token_bytes(name: str) -> list[bytes]:
+    """Return the bytes of each token of one of SHAPES, none for special ones."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_folder(name) / "tokenizer.json"))
+    byte_of = _bytes_by_letter()
+    texts = [b""] * settings_of(name)["vocab_size"]
+    for text, token in tokenizer.get_vocab().items():
+        if token not in tokenizer.get_added_tokens_decoder():
+            texts[token] = bytes(byte_of[letter] for letter in text)
+    return texts
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """How byte-level BPE spells bytes (GPT-2): those that print stand for themselves, the others
+    for letters from 256 on.
+    """
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
 def gguf_file(name: str) -> Path:
     """Return the same weights as llama.cpp reads them, for a shape of GPT-2's family, written
     beside the others on first use.
@@ -120,7 +154,9 @@ def gguf_file(name: str) -> Path:
 
 def _write(name: str, folder: Path) -> None:
     write_checkpoint(settings_of(name), folder)
-    _tokenizer().save_pretrained(folder)
+    _tokenizer(settings_of(name)["vocab_size"] if name in FULL_VOCABULARIES else VOCABULARY_SIZE).save_pretrained(
+        folder
+    )
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -128,8 +164,11 @@ def settings_of(name: str) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY_SIZE, "bos_token_id": 0, "eos_token_id": 0, **SHAPES[name]}
 
 
-def _tokenizer():  # type: ignore[no-untyped-def]
-    """A BPE over Python's own standard library: text that every machine has."""
+def _tokenizer(size: int):  # type: ignore[no-untyped-def]
+    """A BPE over Python's own standard library: text that every machine has.
+
+    Where that has not as many tokens, pairs of its words make up the rest.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,12 +177,27 @@ def _tokenizer():  # type: ignore[no-untyped-def]
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=size,
         special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train(files, trainer)
+    bpe = Tokenizer.from_str(_filled_up(bpe.to_str(), size))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def _filled_up(tokenizer: str, size: int) -> str:
+    state = json.loads(tokenizer)
+    vocabulary, merges = state["model"]["vocab"], state["model"]["merges"]
+    words = [word for word in vocabulary if word.isascii() and word.isalpha() and 2 <= len(word) <= 6]
+    for shift in range(1, len(words)):
+        for first, second in zip(words, words[shift:], strict=False):
+            if len(vocabulary) == size:
+                return json.dumps(state)
+            if first + second not in vocabulary:
+                vocabulary[first + second] = len(vocabulary)
+                merges.append([first, second])
+    return json.dumps(state)

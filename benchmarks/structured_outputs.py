@@ -1,0 +1,151 @@
+"""What answers by a JSON schema cost: all of 64 rows by schemas of 20 fields against none, one of
+them against none, and how much later the first token comes with a schema that is new.
+
+    python -m benchmarks.structured_outputs
+
+One engine, in turns: a pass with schemas, then the same number of tokens from other prompts of the
+same lengths without. No schema comes twice. Random weights follow a schema as real ones do, but for
+what is inside strings, whose length is bounded therefore.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.driving import running_engine
+from benchmarks.models import SHAPES, model_folder, token_bytes
+from benchmarks.processes import cpu_seconds
+from benchmarks.report import arguments, write_report
+from benchmarks.schemas import any_schema, grammar_text, schema_of_fields
+from workers.engine.client.async_engine import AsyncEngine
+from workers.engine.messages.core import EngineRequest, OutputGuide, SamplingParams
+
+ROWS, FIELDS = 64, 20
+PROMPT, OUTPUT = 32, 64  # tokens
+FIRST_TOKENS = 500  # schemas whose first token is waited for
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="gpt2-124m-151936")
+    parser.add_argument("--turns", type=int, default=5, help="of 64 rows with schemas")
+    parser.add_argument("--single-turns", type=int, default=15, help="of one such row among 64")
+    parser.add_argument("--schemas", type=int, default=FIRST_TOKENS, help="whose first token is waited for")
+    args = parser.parse_args()
+    model_folder(args.model)
+    figures = asyncio.run(measure(args.model, args.turns, args.single_turns, args.schemas, args.seed))
+    write_report(f"structured-outputs-{args.model}", figures, args.out, args.seed)
+
+
+async def measure(model: str, turns: int, single_turns: int, schemas: int, seed: int) -> dict[str, Any]:
+    async with running_engine(model, vocabulary=lambda: token_bytes(model), max_num_seqs=ROWS) as engine:
+        run = Run(engine, seed)
+        await run.turn(ROWS, ROWS)  # warms it up
+        return {
+            "rows": ROWS,
+            "fields": FIELDS,
+            "every_row": await run.compare(ROWS, ROWS, turns),
+            "one_row": await run.compare(ROWS, 1, single_turns),
+            "first_token": await run.first_tokens(schemas),
+        }
+
+
+class Run:
+    """Passes over one engine, whose prompts and schemas are all different."""
+
+    def __init__(self, engine: AsyncEngine, seed: int) -> None:
+        self._engine = engine
+        self._draw = random.Random(seed)
+        self._tokens = np.random.default_rng(seed)
+        self._next_id = 0
+
+    async def compare(self, rows: int, guided: int, turns: int) -> dict[str, Any]:
+        """Return by how much a pass is slower with schemas, as a whole and by its decode steps."""
+        pairs = [await self.turn(rows, guided) for _ in range(turns)]
+        return {
+            "slower": _slower([(one.seconds, other.seconds) for one, other in pairs]),
+            "slower_processor": _slower([(one.processor, other.processor) for one, other in pairs]),
+            "slower_steps": _slower([(one.step, other.step) for one, other in pairs]),
+            "slower_turns": [round(one.seconds / other.seconds - 1, 4) for one, other in pairs],
+            "step_ms": round(1e3 * statistics.median(one.step for one, _ in pairs), 2),
+            "step_ms_without": round(1e3 * statistics.median(other.step for _, other in pairs), 2),
+            "tokens_per_second": round(statistics.median(one.tokens / one.seconds for one, _ in pairs), 1),
+            "output_tokens": sum(one.tokens for one, _ in pairs),
+        }
+
+    async def turn(self, rows: int, guided: int) -> tuple["Pass", "Pass"]:
+        """One pass with schemas, and one without that has as many tokens of each row."""
+        schemas = [schema_of_fields(self._draw, FIELDS) for _ in range(guided)]
+        grammars = [grammar_text(schema) for schema in schemas] + [""] * (rows - guided)
+        one = await self._run([self._request(OUTPUT, grammar) for grammar in grammars])
+        other = await self._run([self._request(count) for count in one.counts])
+        assert one.tokens == other.tokens
+        return one, other
+
+    async def first_tokens(self, schemas: int) -> dict[str, Any]:
+        """Return how much later the first token of a request alone comes with a new schema, in
+        milliseconds, by turns with one without.
+        """
+        later, without = [], []
+        for _ in range(schemas):
+            one = await self._run([self._request(1, grammar_text(any_schema(self._draw)))])
+            other = await self._run([self._request(1)])
+            later.append(1e3 * (one.seconds - other.seconds))
+            without.append(1e3 * other.seconds)
+        median, most, all_but_few = np.quantile(later, (0.5, 0.95, 0.99))
+        return {
+            "schemas": schemas,
+            "without_ms": round(statistics.median(without), 2),
+            "later_ms": round(float(median), 2),
+            "later_ms_95": round(float(most), 2),
+            "later_ms_99": round(float(all_but_few), 2),
+        }
+
+    def _request(self, tokens: int, grammar: str = "") -> EngineRequest:
+        self._next_id += 1
+        prompt = self._tokens.integers(0, self._engine.info.vocab_size, PROMPT).tolist()
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        guide = OutputGuide(grammar=grammar) if grammar else None
+        return EngineRequest(self._next_id, prompt, [], sampling, guide=guide)
+
+    async def _run(self, requests: list[EngineRequest]) -> "Pass":
+        """Submit all requests and wait for the last token. Raises RuntimeError if one failed."""
+        counts, steps = {request.request_id: 0 for request in requests}, []
+        used, began, unfinished = cpu_seconds(self._engine.pid), time.perf_counter(), len(requests)
+        self._engine.add(requests)
+        async for output in self._engine.steps():
+            if output.errors:
+                raise RuntimeError(next(iter(output.errors.values())))
+            for request_id, count in zip(output.request_ids, output.counts, strict=True):
+                counts[request_id] += count
+            if len(output.request_ids) == len(requests):
+                steps += [seconds for seconds, _ in output.stats.step_seconds]
+            unfinished -= sum(map(bool, output.finish))
+            if not unfinished:
+                break
+        seconds, processor = time.perf_counter() - began, cpu_seconds(self._engine.pid) - used
+        return Pass(seconds, processor, list(counts.values()), steps)
+
+
+class Pass:
+    """Requests submitted at once, from there to the last token: seconds by the wall clock and of
+    the core's processor time.
+    """
+
+    def __init__(self, seconds: float, processor: float, counts: list[int], steps: list[float]) -> None:
+        self.seconds, self.processor, self.counts = seconds, processor, counts
+        self.tokens = sum(counts)
+        self.step = statistics.median(steps) if steps else 0.0  # of those that gave each request a token
+
+
+def _slower(pairs: Sequence[tuple[float, float]]) -> float:
+    return round(statistics.median(one / other for one, other in pairs) - 1, 4)
+
+
+if __name__ == "__main__":
+    main()
