@@ -44,7 +44,7 @@ def main() -> None:
 
 async def measure(model: str, turns: int, single_turns: int, schemas: int, seed: int) -> dict[str, Any]:
     async with running_engine(model, vocabulary=lambda: token_bytes(model), max_num_seqs=ROWS) as engine:
-        run = Run(engine, seed)
+        run = GuidedTurns(engine, seed)
         await run.turn(ROWS, ROWS)  # warms it up
         return {
             "rows": ROWS,
@@ -55,7 +55,7 @@ async def measure(model: str, turns: int, single_turns: int, schemas: int, seed:
         }
 
 
-class Run:
+class GuidedTurns:
     """Passes over one engine, whose prompts and schemas are all different."""
 
     def __init__(self, engine: AsyncEngine, seed: int) -> None:
@@ -78,7 +78,7 @@ class Run:
             "output_tokens": sum(one.tokens for one, _ in pairs),
         }
 
-    async def turn(self, rows: int, guided: int) -> tuple["Pass", "Pass"]:
+    async def turn(self, rows: int, guided: int) -> tuple["GuidedPass", "GuidedPass"]:
         """One pass with schemas, and one without that has as many tokens of each row."""
         schemas = [schema_of_fields(self._draw, FIELDS) for _ in range(guided)]
         grammars = [grammar_text(schema) for schema in schemas] + [""] * (rows - guided)
@@ -113,7 +113,7 @@ class Run:
         guide = OutputGuide(grammar=grammar) if grammar else None
         return EngineRequest(self._next_id, prompt, [], sampling, guide=guide)
 
-    async def _run(self, requests: list[EngineRequest]) -> "Pass":
+    async def _run(self, requests: list[EngineRequest]) -> "GuidedPass":
         """Submit all requests and wait for the last token. Raises RuntimeError if one failed."""
         counts, steps = {request.request_id: 0 for request in requests}, []
         used, began, unfinished = cpu_seconds(self._engine.pid), time.perf_counter(), len(requests)
@@ -129,10 +129,10 @@ class Run:
             if not unfinished:
                 break
         seconds, processor = time.perf_counter() - began, cpu_seconds(self._engine.pid) - used
-        return Pass(seconds, processor, list(counts.values()), steps)
+        return GuidedPass(seconds, processor, list(counts.values()), steps)
 
 
-class Pass:
+class GuidedPass:
     """Requests submitted at once, from there to the last token: seconds by the wall clock and of
     the core's processor time.
     """
