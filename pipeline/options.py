@@ -126,7 +126,7 @@ def flag_of(settings: type, name: str, note: str = "", **attributes: Any) -> Cal
         shown, attributes["is_flag"] = (f"{shown}/--no-{shown[2:]}" if one.default else shown), True
     if kind is tuple:
         attributes["multiple"] = True
-    if one.default not in (None, False, ()):
+    if one.default is not False and one.default not in (None, ()):
         attributes["default"] = one.default
     return flag(shown, env=variable(one), type=_type_of(kind, limits), help=limits["help"] + note, **attributes)
 

@@ -162,6 +162,10 @@ def test_model_flags_reach_a_child_unchanged() -> None:
     assert values_of(*model_arguments(values_of("--kv-cache-memory-bytes", "1M")))["kv_cache_memory_bytes"] == 2**20
 
 
+def test_a_default_of_zero_is_one() -> None:
+    assert values_of()["retry_on_invalid"] == 0
+
+
 @pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cuda:-1", "tpu", ""])
 def test_a_device_that_is_none_is_refused(device: str) -> None:
     result = CliRunner().invoke(shown, ["--device", device])
