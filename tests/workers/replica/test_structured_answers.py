@@ -54,7 +54,8 @@ def queue() -> Iterator[Queue]:
     """A queue with a worker at its other end."""
     with tempfile.TemporaryDirectory() as folder, running_server(Path(folder)) as server:
         queue = Queue(connect(server.url), SETTINGS)
-        with running_worker(queue, server.url, "--lease-seconds", "2", "--stream-interval", "0.2", *WORKER):
+        flags = ("--lease-seconds", "2", "--stream-interval", "0.2", "--retry-on-invalid", "2")
+        with running_worker(queue, server.url, *flags, *WORKER):
             yield queue
 
 
@@ -120,6 +121,18 @@ def test_a_form_that_makes_no_sense_names_its_parameter(queue: Queue) -> None:
         (400, "tools"),
         (400, "structured_outputs"),
     ]
+
+
+def test_a_line_that_is_cut_is_answered_again(queue: Queue) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    bodies: list[dict[str, Any] | bytes] = [
+        ask(max_tokens=3, **body)
+        for body in ({"response_format": form}, {"response_format": form, "temperature": 0}, {})
+    ]
+    cut, greedy, free = run_batch(queue, bodies)
+    assert [choice_of(result)["finish_reason"] for result in (cut, greedy, free)] == ["length"] * 3
+    assert cut.usage.prompt_tokens == 3 * free.usage.prompt_tokens == 3 * greedy.usage.prompt_tokens
+    assert [result.usage.completion_tokens for result in (cut, greedy, free)] == [9, 3, 3]
 
 
 def told_of(entries: list[StreamEntry]) -> dict[str, Any]:
