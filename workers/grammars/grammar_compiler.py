@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import msgspec
 
@@ -44,6 +44,7 @@ class GrammarCompiler:
         self._numbers = itertools.count(1)
         self._process: _CompilerProcess | None = None
         self._starting = asyncio.Lock()
+        self._replacing: asyncio.Task[None] | None = None
         self._turns = asyncio.Semaphore(THREADS)
         self._isolating = asyncio.Lock()
 
@@ -68,10 +69,14 @@ class GrammarCompiler:
                 return await self._try(wanted)
             except CompilerEndedError as error:
                 logger.warning("%s", error)
+                self._replace()
         raise FormatError("It needs too much memory, or is too deeply nested, to compile; make it smaller.")
 
     async def close(self) -> None:
         """End the process."""
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.wait({self._replacing})
         if self._process is not None:
             await self._process.end()
 
@@ -83,6 +88,7 @@ class GrammarCompiler:
         except TimeoutError:
             logger.warning("killing the grammar compiler: a grammar takes longer than %g s", self._seconds)
             await process.end()
+            self._replace()
             raise FormatError(f"It takes longer than {self._seconds:g} s to compile; make it smaller.") from None
         if compiled.error:
             raise FormatError(compiled.error)
@@ -95,6 +101,15 @@ class GrammarCompiler:
                 self._process = process
                 await process.start(await self._tokens())
             return self._process
+
+    def _replace(self) -> None:
+        """Start the next process before it is needed, which takes a second for many tokens."""
+
+        async def start() -> None:
+            with suppress(GrammarCompilerError):  # the next grammar finds out
+                await self._started()
+
+        self._replacing = asyncio.create_task(start(), name="grammars")
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -127,19 +142,19 @@ class _CompilerProcess:
         except OSError as error:
             self.ended = True
             raise GrammarCompilerError(f"the grammar compiler cannot be started: {error}") from error
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._reading = asyncio.create_task(self._read(reader), name="grammars")
         try:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._reading = asyncio.create_task(self._read(reader), name="grammars")
             async with asyncio.timeout(_START_SECONDS):
                 await self._answer_to(Compiled().number, SetVocabulary(tokens))
-        except CompilerEndedError as error:
-            raise GrammarCompilerError(f"{error} when it started") from error
-        except TimeoutError:
-            raise GrammarCompilerError(f"the grammar compiler was not ready after {_START_SECONDS:g} s") from None
-        finally:
-            if self._waiting:  # it is not ready, and nothing waits for it any more
-                self._waiting.clear()
-                await self.end()
+        except BaseException as error:
+            await self.end()
+            if isinstance(error, CompilerEndedError):
+                raise GrammarCompilerError(f"{error} when it started") from error
+            if isinstance(error, TimeoutError):
+                reason = f"the grammar compiler was not ready after {_START_SECONDS:g} s"
+                raise GrammarCompilerError(reason) from None
+            raise
 
     async def compile(self, number: int, wanted: OutputFormat) -> Compiled:
         """Return what it says of a form. Raises CompilerEndedError."""
@@ -147,9 +162,10 @@ class _CompilerProcess:
 
     async def end(self) -> None:
         """Kill it; return once it is gone."""
-        self._killed = True
+        self.ended = True
         if self._process is not None:
             self._process.kill()
+            await asyncio.to_thread(self._process.wait)
         if self._reading is not None:
             await asyncio.wait({self._reading})
 

@@ -77,6 +77,16 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_the_others_are_compiled()
     run(work, seconds=1.0)
 
 
+def test_another_process_is_ready_when_a_grammar_has_ended_one() -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        assert await outcome(compiler, TOO_DEEP)
+        async with asyncio.timeout(60):
+            while compiler.pid is None:
+                await asyncio.sleep(0.01)
+
+    run(work)
+
+
 def test_a_grammar_that_overflows_the_stack_is_given_up_and_the_others_are_compiled() -> None:
     async def work(compiler: GrammarCompiler) -> None:
         wanted = [*FINE[:3], TOO_DEEP, *FINE[3:]]
