@@ -15,7 +15,7 @@ from jobs.protocol.lines import decode_json
 from jobs.protocol.value_types import Schema, Strings
 
 NOT_NULL: Schema = {"not": {"type": "null"}}
-MOST_SOURCE = 2**19
+MOST_SOURCE = 2**18
 """Characters of a schema, a regular expression or a grammar."""
 
 FormatKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]

@@ -9,7 +9,7 @@ from tests.support.bad_request import CHAT, COMPLETIONS, INF, NAN, BadRequest, b
 
 _MISSING = "missing_required_parameter"
 _SCHEMA = {"type": "object"}
-_LONG = 2**19 + 1
+_LONG = 2**18 + 1
 
 
 def tool(name: Any = "f", **function: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _formats() -> Iterator[BadRequest]:
         (named_schema(schema={"const": "\ud800"}), f"{within}.schema", "invalid_value", "cannot be written"),
         (named_schema(schema={"minimum": NAN}), f"{within}.schema", "invalid_value", "cannot be written"),
         (named_schema(schema={"minimum": -INF}), f"{within}.schema", "invalid_value", "cannot be written"),
-        (named_schema(schema={"const": "x" * _LONG}), within, "string_above_max_length", "maximum length 524288"),
+        (named_schema(schema={"const": "x" * _LONG}), within, "string_above_max_length", "maximum length 262144"),
         ({"type": "structural_tag"}, "response_format.format", _MISSING, "format"),
         ({"type": "structural_tag", "format": []}, "response_format.format", "invalid_type", "an object"),
         (
@@ -93,7 +93,7 @@ def _structured_outputs() -> Iterator[BadRequest]:
         ({"regex": ""}, ".regex", "empty_string", "empty string"),
         ({"regex": ["a"]}, ".regex", "invalid_type", "expected a string"),
         ({"regex": "a\ud800"}, ".regex", "invalid_value", "surrogate"),
-        ({"regex": "a" * _LONG}, ".regex", "string_above_max_length", "maximum length 524288"),
+        ({"regex": "a" * _LONG}, ".regex", "string_above_max_length", "maximum length 262144"),
         ({"choice": "a"}, ".choice", "invalid_type", "expected an array"),
         ({"choice": []}, ".choice", "empty_array", "minimum length 1"),
         ({"choice": ["a", ""]}, ".choice[1]", "empty_string", "empty string"),

@@ -13,7 +13,7 @@ from workers.grammars.rewriting import rewrite
 from workers.grammars.schema_walk import MAX_DEPTH, Schema, subschemas, targets
 from workers.text.errors import FormatError
 
-WHITESPACE = r" |\n(?: {1,64}|\t{1,16})?"
+WHITESPACE = r" |\n(?: {1,16}|\t{1,8})?"
 """What may stand between the tokens of JSON by default: one space, or one line feed with an
 indentation. Without a bound a model may emit whitespace for ever.
 """

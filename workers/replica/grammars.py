@@ -8,14 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-from jobs.protocol.output_format import OutputFormat
+from jobs.protocol.output_format import MOST_SOURCE, OutputFormat
 from jobs.protocol.results import ApiError
 from workers.text.errors import FormatError
 
 logger = logging.getLogger(__name__)
-
-MAX_SOURCE = 1 << 18
-"""The most characters that a schema, a grammar or a list of choices may have."""
 
 MAX_KEPT = 1024
 """How many compiled forms are kept."""
@@ -50,8 +47,8 @@ class Grammars:
 
     def lookup(self, wanted: OutputFormat) -> Grammar | None:
         """Return what is known of a form, None where it is to be compiled first."""
-        if len(wanted.source) > MAX_SOURCE:
-            message = f"Invalid '{wanted.param}': it has {len(wanted.source)} characters, more than {MAX_SOURCE}."
+        if len(wanted.source) > MOST_SOURCE:
+            message = f"Invalid '{wanted.param}': it has {len(wanted.source)} characters, more than {MOST_SOURCE}."
             return ApiError(400, message, param=wanted.param, code="invalid_value")
         key = _key(wanted)
         known = self._kept.get(key)
