@@ -12,6 +12,8 @@ from benchmarks.report import RESULTS, arguments
 
 Figures = dict[str, Any]
 
+_STRUCTURED = "structured-outputs-gpt2-124m-151936"
+
 
 @dataclass(frozen=True, slots=True)
 class Goal:
@@ -22,7 +24,7 @@ class Goal:
 
     title: str
     file: str
-    unit: str  # "x", "%" or "s"
+    unit: str  # "x", "%", "s" or "ms"
     at_least: float
     hoped: float
     value: Callable[[Figures], float]
@@ -34,7 +36,9 @@ class Goal:
 
     def text(self, value: float) -> str:
         """Return a figure in the goal's unit."""
-        return {"x": f"{value:.2f}x", "%": f"{100 * value:.1f} %", "s": f"{value:.1f} s"}[self.unit]
+        return {"x": f"{value:.2f}x", "%": f"{100 * value:.1f} %", "s": f"{value:.1f} s", "ms": f"{value:.0f} ms"}[
+            self.unit
+        ]
 
 
 def _ratio(figures: Figures) -> float:
@@ -60,6 +64,15 @@ def _engine(title: str, model: str, kind: str, requests: int, at_least: float, h
 def _run_batch(lines: int, at_least: float, hoped: float) -> Goal:
     title = f"`run-batch`, {lines:,} chat lines, whole process, against `vllm run-batch`"
     return Goal(title, f"run-batch-gpt2-124m-shared-{lines}-vllm", "x", at_least, hoped, _ratio, _seconds)
+
+
+def _slower(title: str, part: str, at_least: float, hoped: float) -> Goal:
+    def beside(figures: Figures) -> str:
+        return f"steps of {figures[part]['step_ms']:.1f} against {figures[part]['step_ms_without']:.1f} ms"
+
+    return Goal(
+        title, _STRUCTURED, "%", at_least, hoped, lambda figures: float(figures[part]["slower"]), beside, less=True
+    )
 
 
 AGAINST_VLLM = (
@@ -129,6 +142,27 @@ GOALS = (
         lambda figures: float(figures["median_seconds"]),
         lambda figures: f"engine alone {figures['engine_alone_seconds']:.1f} s",
         less=True,
+    ),
+    _slower("64 rows, each by a JSON schema of 20 fields, slower than without", "every_row", 0.08, 0.04),
+    _slower("one such row among 64", "one_row", 0.01, 0.0),
+    Goal(
+        "first token by a schema that is new, later than without, 95 % of 500",
+        _STRUCTURED,
+        "ms",
+        50.0,
+        15.0,
+        lambda figures: float(figures["first_token"]["later_ms_95"]),
+        lambda figures: f"median {figures['first_token']['later_ms']:.0f} ms",
+        less=True,
+    ),
+    Goal(
+        "64 rows by schemas of 20 fields, against vLLM",
+        f"{_STRUCTURED}-vllm",
+        "x",
+        1.0,
+        1.5,
+        _ratio,
+        _rates,
     ),
 )
 

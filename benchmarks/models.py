@@ -120,7 +120,7 @@ def token_bytes(name: str) -> list[bytes]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_folder(name) / "tokenizer.json"))
-    byte_of = _bytes_by_letter()
+    byte_of = bytes_by_letter()
     texts = [b""] * settings_of(name)["vocab_size"]
     for text, token in tokenizer.get_vocab().items():
         if token not in tokenizer.get_added_tokens_decoder():
@@ -128,9 +128,9 @@ def token_bytes(name: str) -> list[bytes]:
     return texts
 
 
-def _bytes_by_letter() -> dict[str, int]:
-    """How byte-level BPE spells bytes (GPT-2): those that print stand for themselves, the others
-    for letters from 256 on.
+def bytes_by_letter() -> dict[str, int]:
+    """Return how byte-level BPE spells bytes (GPT-2): those that print as themselves, the others
+    as letters from 256 on.
     """
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printed]
@@ -183,13 +183,16 @@ def _tokenizer(size: int):  # type: ignore[no-untyped-def]
         show_progress=False,
     )
     bpe.train(files, trainer)
-    bpe = Tokenizer.from_str(_filled_up(bpe.to_str(), size))
+    bpe = Tokenizer.from_str(filled_up(bpe.to_str(), size))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def _filled_up(tokenizer: str, size: int) -> str:
+def filled_up(tokenizer: str, size: int) -> str:
+    """Return a tokenizer in tokenizers' JSON form with so many tokens: its own, then pairs of its
+    words.
+    """
     state = json.loads(tokenizer)
     vocabulary, merges = state["model"]["vocab"], state["model"]["merges"]
     words = [word for word in vocabulary if word.isascii() and word.isalpha() and 2 <= len(word) <= 6]

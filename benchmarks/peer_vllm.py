@@ -2,8 +2,8 @@
 project (see `peers.py`).
 
 Arguments: a model folder, the longest context. Each line of stdin is a pass: a list of prompts as
-token ids with their number of output tokens. Token ids in, token ids out, so that no text is made;
-the prefix cache is emptied before each pass.
+token ids with their number of output tokens, and a JSON schema where the output is to follow one.
+Token ids in, token ids out, so that no text is made; the prefix cache is emptied before each pass.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 import time
 
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 
 def main(model: str, context: str) -> None:
@@ -20,15 +21,23 @@ def main(model: str, context: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         prompts = [{"prompt_token_ids": one["prompt_token_ids"]} for one in asked]
-        sampling = [
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=one["max_tokens"], detokenize=False)
-            for one in asked
-        ]
+        sampling = [sampling_of(one) for one in asked]
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         answer({"seconds": seconds, "output_tokens": sum(len(output.outputs[0].token_ids) for output in outputs)})
+
+
+def sampling_of(asked: dict) -> SamplingParams:
+    schema = asked.get("schema")
+    return SamplingParams(
+        temperature=0,
+        ignore_eos=True,
+        max_tokens=asked["max_tokens"],
+        detokenize=False,
+        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+    )
 
 
 def answer(value: dict) -> None:

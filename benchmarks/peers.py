@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,15 @@ class Peer:
 class Vllm(Peer):
     """vLLM's offline engine."""
 
-    def run_pass(self, requests: list[EngineRequest]) -> dict[str, Any]:
-        """Run all requests at once on an empty prefix cache: `seconds` and `output_tokens`."""
-        return self.ask([_asked(request.prompt_token_ids, request.sampling.max_tokens) for request in requests])
+    def run_pass(self, requests: list[EngineRequest], schemas: Sequence[Any] = ()) -> dict[str, Any]:
+        """Run all requests at once on an empty prefix cache: `seconds` and `output_tokens`.
+
+        The first of them follow JSON `schemas`, one each.
+        """
+        asked = [_asked(request.prompt_token_ids, request.sampling.max_tokens) for request in requests]
+        for one, schema in zip(asked, schemas, strict=False):
+            one["schema"] = schema
+        return self.ask(asked)
 
 
 class LlamaCpp(Peer):

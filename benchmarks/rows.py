@@ -10,6 +10,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("control_plane",),
     ("batch_sizes",),
     ("step_profile",),
+    ("structured_outputs", "--turns", "3", "--single-turns", "5", "--schemas", "100"),
 )
 """Needs no other program; some minutes on two cores."""
 
@@ -29,5 +30,7 @@ FULL: tuple[tuple[str, ...], ...] = (
     ("batch_sizes",),
     ("step_profile",),
     ("sampling",),
+    ("structured_outputs",),
+    ("structured_outputs", "--turns", "3", *_VLLM),
 )
 """Everything, with vLLM's CPU build and llama.cpp by turns; under an hour on two cores."""

@@ -2,26 +2,33 @@
 them against none, and how much later the first token comes with a schema that is new.
 
     python -m benchmarks.structured_outputs
+    PEERS=~/peers python -m benchmarks.structured_outputs --against vllm
 
 One engine, in turns: a pass with schemas, then the same number of tokens from other prompts of the
-same lengths without. No schema comes twice. Random weights follow a schema as real ones do, but for
+same lengths without. With `--against vllm` vLLM's offline engine takes turns with it on the same
+prompts and schemas. No schema comes twice. Random weights follow a schema as real ones do, but for
 what is inside strings, whose length is bounded therefore.
 """
 
+import argparse
 import asyncio
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from benchmarks.driving import running_engine
 from benchmarks.models import SHAPES, model_folder, token_bytes
+from benchmarks.peers import NoPeer, Vllm, running_vllm, vllm_version
 from benchmarks.processes import cpu_seconds
-from benchmarks.report import arguments, write_report
-from benchmarks.schemas import any_schema, grammar_text, schema_of_fields
+from benchmarks.report import arguments, by_turns, write_report
+from benchmarks.schemas import Schema, any_schema, grammar_text, schema_of_fields
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.core import EngineRequest, OutputGuide, SamplingParams
 
@@ -30,29 +37,65 @@ PROMPT, OUTPUT = 32, 64  # tokens
 FIRST_TOKENS = 500  # schemas whose first token is waited for
 
 
-def main() -> None:
+def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m-151936")
     parser.add_argument("--turns", type=int, default=5, help="of 64 rows with schemas")
     parser.add_argument("--single-turns", type=int, default=15, help="of one such row among 64")
     parser.add_argument("--schemas", type=int, default=FIRST_TOKENS, help="whose first token is waited for")
+    parser.add_argument("--against", choices=("vllm",), help="the engine to take turns with, in place of all else")
     args = parser.parse_args()
+    name = f"structured-outputs-{args.model}"
+    try:
+        versions = {"vllm": vllm_version()} if args.against else {}
+    except NoPeer as error:
+        print(error, file=sys.stderr)
+        return 2
     model_folder(args.model)
-    figures = asyncio.run(measure(args.model, args.turns, args.single_turns, args.schemas, args.seed))
-    write_report(f"structured-outputs-{args.model}", figures, args.out, args.seed)
+    with ExitStack() as stack:
+        peer = stack.enter_context(running_vllm(args.model)) if args.against else None
+        work = versus(args.model, args.turns, args.seed, peer) if peer else measure(args)
+        figures = asyncio.run(work)
+    versions |= {"llguidance": metadata.version("llguidance")}
+    write_report(f"{name}-vllm" if peer else name, figures, args.out, args.seed, **versions)
+    return 0
 
 
-async def measure(model: str, turns: int, single_turns: int, schemas: int, seed: int) -> dict[str, Any]:
-    async with running_engine(model, vocabulary=lambda: token_bytes(model), max_num_seqs=ROWS) as engine:
-        run = GuidedTurns(engine, seed)
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the schemas cost this engine."""
+    async with engine_of(args.model) as engine:
+        run = GuidedTurns(engine, args.seed)
         await run.turn(ROWS, ROWS)  # warms it up
         return {
             "rows": ROWS,
             "fields": FIELDS,
-            "every_row": await run.compare(ROWS, ROWS, turns),
-            "one_row": await run.compare(ROWS, 1, single_turns),
-            "first_token": await run.first_tokens(schemas),
+            "every_row": await run.compare(ROWS, ROWS, args.turns),
+            "one_row": await run.compare(ROWS, 1, args.single_turns),
+            "first_token": await run.first_tokens(args.schemas),
         }
+
+
+async def versus(model: str, turns: int, seed: int, peer: Vllm) -> dict[str, Any]:
+    """Return how many times as fast as the peer it is, all rows by schemas of their own."""
+    async with engine_of(model) as engine:
+        run, ours, theirs = GuidedTurns(engine, seed), [], []
+        for _ in range(turns + 1):
+            schemas = run.schemas(ROWS)
+            requests = [run.request(OUTPUT, grammar_text(schema)) for schema in schemas]
+            ours.append((await run.all_of(requests)).figures())
+            theirs.append(peer.run_pass(requests, schemas))
+    ours, theirs = ours[1:], theirs[1:]  # the first warms them up
+    rates = [[one["output_tokens"] / one["seconds"] for one in side] for side in (ours, theirs)]
+    return {
+        "rows": ROWS,
+        "fields": FIELDS,
+        "engine": {"output_tokens_per_second": round(statistics.median(rates[0]), 1), "turns": ours},
+        "vllm": {"output_tokens_per_second": round(statistics.median(rates[1]), 1), "turns": theirs},
+    } | by_turns([1 / rate for rate in rates[0]], [1 / rate for rate in rates[1]])
+
+
+def engine_of(model: str) -> AbstractAsyncContextManager[AsyncEngine]:
+    return running_engine(model, vocabulary=lambda: token_bytes(model), max_num_seqs=ROWS)
 
 
 class GuidedTurns:
@@ -80,10 +123,9 @@ class GuidedTurns:
 
     async def turn(self, rows: int, guided: int) -> tuple["GuidedPass", "GuidedPass"]:
         """One pass with schemas, and one without that has as many tokens of each row."""
-        schemas = [schema_of_fields(self._draw, FIELDS) for _ in range(guided)]
-        grammars = [grammar_text(schema) for schema in schemas] + [""] * (rows - guided)
-        one = await self._run([self._request(OUTPUT, grammar) for grammar in grammars])
-        other = await self._run([self._request(count) for count in one.counts])
+        grammars = [grammar_text(schema) for schema in self.schemas(guided)] + [""] * (rows - guided)
+        one = await self.all_of([self.request(OUTPUT, grammar) for grammar in grammars])
+        other = await self.all_of([self.request(count) for count in one.counts])
         assert one.tokens == other.tokens
         return one, other
 
@@ -93,8 +135,8 @@ class GuidedTurns:
         """
         later, without = [], []
         for _ in range(schemas):
-            one = await self._run([self._request(1, grammar_text(any_schema(self._draw)))])
-            other = await self._run([self._request(1)])
+            one = await self.all_of([self.request(1, grammar_text(any_schema(self._draw)))])
+            other = await self.all_of([self.request(1)])
             later.append(1e3 * (one.seconds - other.seconds))
             without.append(1e3 * other.seconds)
         median, most, all_but_few = np.quantile(later, (0.5, 0.95, 0.99))
@@ -106,14 +148,17 @@ class GuidedTurns:
             "later_ms_99": round(float(all_but_few), 2),
         }
 
-    def _request(self, tokens: int, grammar: str = "") -> EngineRequest:
+    def schemas(self, number: int) -> list[Schema]:
+        return [schema_of_fields(self._draw, FIELDS) for _ in range(number)]
+
+    def request(self, tokens: int, grammar: str = "") -> EngineRequest:
         self._next_id += 1
         prompt = self._tokens.integers(0, self._engine.info.vocab_size, PROMPT).tolist()
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         guide = OutputGuide(grammar=grammar) if grammar else None
         return EngineRequest(self._next_id, prompt, [], sampling, guide=guide)
 
-    async def _run(self, requests: list[EngineRequest]) -> "GuidedPass":
+    async def all_of(self, requests: list[EngineRequest]) -> "GuidedPass":
         """Submit all requests and wait for the last token. Raises RuntimeError if one failed."""
         counts, steps = {request.request_id: 0 for request in requests}, []
         used, began, unfinished = cpu_seconds(self._engine.pid), time.perf_counter(), len(requests)
@@ -142,10 +187,13 @@ class GuidedPass:
         self.tokens = sum(counts)
         self.step = statistics.median(steps) if steps else 0.0  # of those that gave each request a token
 
+    def figures(self) -> dict[str, Any]:
+        return {"seconds": round(self.seconds, 2), "output_tokens": self.tokens}
+
 
 def _slower(pairs: Sequence[tuple[float, float]]) -> float:
     return round(statistics.median(one / other for one, other in pairs) - 1, 4)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,20 +5,27 @@ what the results say.
 import importlib
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
-from benchmarks import goals, pages, plot, rows, step_profile
+from benchmarks import goals, models, pages, plot, rows, step_profile
 from benchmarks.gguf import write_gguf
 from benchmarks.profile_table import PARTS, profile_table
+from benchmarks.schemas import any_schema, schema_of_fields
 from benchmarks.work import shape_of, share_of
 
 MODULES = sorted({row[0] for row in rows.QUICK + rows.FULL} | {"peak", "goals", "pages", "__main__"})
@@ -141,6 +148,31 @@ def test_real_shapes_have_their_weights() -> None:
     assert round(shape_of("qwen3-0.6b").layer_weights / 1e6) == 440
 
 
+def test_a_vocabulary_is_filled_up_with_words_that_are_made_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bpe = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2, "ba": 3, "aba": 4}, [("a", "b"), ("b", "a"), ("ab", "a")]))
+    full = Tokenizer.from_str(models.filled_up(bpe.to_str(), 8))
+    assert full.get_vocab_size() == 8
+    assert sorted(full.get_vocab().items(), key=itemgetter(1))[5:] == [("abba", 5), ("baaba", 6), ("ababa", 7)]
+
+
+def test_every_byte_of_a_vocabulary_has_a_letter() -> None:
+    letters = models.bytes_by_letter()
+    assert sorted(letters) == sorted(ByteLevel.alphabet())
+    assert sorted(letters.values()) == list(range(256))
+    text = "Größe\n\t1"
+    ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    assert bytes(letters[letter] for letter in spelled) == text.encode()
+
+
+def test_schemas_are_valid_different_and_the_same_each_time() -> None:
+    drawn = [[json.dumps(any_schema(draw)) for _ in range(50)] for draw in (random.Random(3), random.Random(3))]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 50
+    for schema in map(json.loads, drawn[0]):
+        Draft202012Validator.check_schema(schema)
+    assert len(schema_of_fields(random.Random(1), 20)["required"]) == 20
+
+
 @dataclass
 class Timed:
     """As torch's profiler gives them; times in microseconds."""
@@ -234,6 +266,7 @@ def test_the_plot_has_a_bar_for_each_comparison(tmp_path: Path) -> None:
         ["run_batch", "--requests", "4", "--turns", "1"],
         ["queue_cost", "--requests", "4", "--turns", "1"],
         ["start_up", "--turns", "1"],
+        ["structured_outputs", "--turns", "1", "--single-turns", "1", "--schemas", "2"],
     ],
     ids=lambda row: row[0],
 )
