@@ -28,6 +28,8 @@ MATRIX_TESTS ?= tests/jobs tests/api
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
+	@echo "Answers with structure, of the last two lines:"; tail -n 2 examples/requests.results.jsonl | \
+	  $(BIN)/python -c 'import json, sys; from pipeline.summary import shown; [print(shown(json.loads(line))) for line in sys.stdin]'
 
 # $(call lane,NAME,COMMAND): run a lane and say how long it took; `lanes` repeats that at the end of all output.
 LANE_TIMES := .lanes

@@ -82,7 +82,16 @@ def tokens_line(prompt: int, cached: int, output: int) -> str:
 def first_answers(output: Path) -> list[str]:
     """Return the first few results, shortened, one line each."""
     rows = _parquet_rows(output) if is_parquet(str(output)) else _jsonl_rows(output)
-    return [f"  {_shorten(custom_id)}: {_shorten(text)}" for custom_id, text in rows]
+    return [_shown(custom_id, text) for custom_id, text in rows]
+
+
+def shown(line: dict[str, Any]) -> str:
+    """Return the result of a line of a result file, shortened, in one line."""
+    return _shown(*_row(line))
+
+
+def _shown(custom_id: str, text: str) -> str:
+    return f"  {_shorten(custom_id)}: {_shorten(text)}"
 
 
 def _jsonl_rows(output: Path) -> list[tuple[str, str]]:

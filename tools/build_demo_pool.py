@@ -3,8 +3,9 @@ demo model gets right.
 
     python -m tools.build_demo_pool
 
-Writes examples/requests.jsonl (OpenAI batch lines), tests/data/example_answers.jsonl (custom_id,
-answer) and tests/data/pool.jsonl.gz (id, messages, answer, max_tokens, answer_tokens, min_margin).
+Writes examples/requests.jsonl (OpenAI batch lines; the last two are not questions of these but ask
+for answers with structure), tests/data/example_answers.jsonl (custom_id, answer) and
+tests/data/pool.jsonl.gz (id, messages, answer, max_tokens, answer_tokens, min_margin).
 Every question was answered alone, greedily, in bfloat16 by transformers: word for word right, and
 at each token the best logit led the second by more than MOVEMENTS_TO_MARGIN times what another
 batch shape or summation order moved a logit. answer_tokens leaves out the mark that ends an answer;
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.demo_greedy import answer_ids, prompt_ids
 from tools.demo_movement import largest_movement
+from tools.demo_structure import structured_requests
 from tools.demo_tasks import LONG_ANSWER_TASKS, Question, long_system_prompt, question
 from tools.train_demo_model import MODEL_FOLDER
 
@@ -167,7 +169,7 @@ def write_examples(rows: list[dict]) -> None:
         body = {"model": "demo", "messages": row["messages"], "max_tokens": row["max_tokens"], "temperature": 0}
         requests.append({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
         answers.append({"custom_id": custom_id, "answer": row["answer"]})
-    (ROOT / "examples" / "requests.jsonl").write_text(json_lines(requests))
+    (ROOT / "examples" / "requests.jsonl").write_text(json_lines([*requests, *structured_requests()]))
     (ROOT / "tests" / "data" / "example_answers.jsonl").write_text(json_lines(answers))
 
 

@@ -18,14 +18,16 @@ from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import descendants, is_running
 from tests.support.waiting import wait_until
 
-LINES = 12
+LINES = 14
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str, str]:
-    """One finished run: input, output, stdout, stderr."""
+    """One finished run of the last examples, two of which ask for structure: input, output, stdout,
+    stderr.
+    """
     folder = tmp_path_factory.mktemp("finished")
-    source, output = examples(folder / "requests.jsonl", LINES), folder / "requests.results.jsonl"
+    source, output = examples(folder / "requests.jsonl", LINES, 302 - LINES), folder / "requests.results.jsonl"
     done = run_pipeline("run-batch", source)
     assert done.returncode == 0, done.stderr
     return source, output, done.stdout, done.stderr
@@ -177,7 +179,8 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path
         tmp_path / "out.jsonl",
         {name: len(text) for name, text in answers().items()},
     )
-    lines = sorted(EXAMPLES.read_text().splitlines(), key=lambda line: lengths[json.loads(line)["custom_id"]])
+    questions = EXAMPLES.read_text().splitlines()[: len(lengths)]
+    lines = sorted(questions, key=lambda line: lengths[json.loads(line)["custom_id"]])
     source.write_text("\n".join(lines[:20] + lines[-20:]) + "\n")
     flags = ("run-batch", source, "-o", output, "--max-num-seqs", 2)
     with running_pipeline(*flags, **poisoned_environment(Poison("", "slow"))) as run:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.demo_greedy import greedy_answers, prompt_ids
+from tools.demo_structure import structured_requests
 from tools.demo_tasks import TASKS, WORDS, is_held_out, question
 from tools.train_demo_model import MODEL_FOLDER
 
@@ -108,10 +109,9 @@ def test_held_out_questions_are_answered(model, tokenizer, capsys, per_task):
 
 
 def test_the_examples_are_300_requests_with_an_answer_each(tokenizer):
-    requests = [json.loads(line) for line in (ROOT / "examples" / "requests.jsonl").read_text().splitlines()]
+    requests = example_requests()[:300]
     answer_lines = (ROOT / "tests" / "data" / "example_answers.jsonl").read_text().splitlines()
     answers = {row["custom_id"]: row["answer"] for row in map(json.loads, answer_lines)}
-    assert len(requests) == 300
     assert {request["custom_id"] for request in requests} == set(answers)
     assert len(answers) == 300
     prompts = [len(prompt_ids(tokenizer, request["body"]["messages"])) for request in requests]
@@ -120,6 +120,10 @@ def test_the_examples_are_300_requests_with_an_answer_each(tokenizer):
     assert 12_000 <= sum(outputs) <= 20_000
     assert sum(tokens > 500 for tokens in prompts) >= 50
     assert sum(tokens > 100 for tokens in outputs) >= 30
+
+
+def test_the_last_two_examples_ask_for_structure():
+    assert example_requests()[300:] == structured_requests()
 
 
 @pytest.mark.proof
@@ -134,3 +138,7 @@ def test_the_pool_holds_distinct_questions_with_wide_margins(tokenizer):
     assert all(len(tokenizer.tokenize(row["answer"])) == row["answer_tokens"] < row["max_tokens"] for row in rows)
     assert sum(row["answer_tokens"] > 100 for row in rows) >= 300
     assert sum(len(prompt_ids(tokenizer, row["messages"])) > 500 for row in rows) >= 300
+
+
+def example_requests():
+    return [json.loads(line) for line in (ROOT / "examples" / "requests.jsonl").read_text().splitlines()]
