@@ -137,6 +137,16 @@ def break_core(killers: Killers) -> str | None:
     return _signal_core(killers, signal.SIGSEGV)
 
 
+def kill_grammar_compiler(killers: Killers) -> str | None:
+    """The process that compiles grammars, which is there from a worker's first grammar on."""
+    running = [(worker.name, pid) for worker in killers.fleet.workers for pid in worker.below("grammars.compiler")]
+    if not running:
+        return None
+    name, pid = killers.rng.choice(running)
+    os.kill(pid, signal.SIGKILL)
+    return f"of {name}"
+
+
 def _signal_core(killers: Killers, number: signal.Signals) -> str:
     victim = killers.worker()
     os.kill(next(iter(victim.below("core_process"))), number)
@@ -326,6 +336,7 @@ KINDS = [
     Kind("all workers killed", 1, kill_all_workers),
     Kind("engine core killed", 3, kill_core),
     Kind("engine core SIGSEGV", 2, break_core),
+    Kind("grammar compiler killed", 2, kill_grammar_compiler),
     Kind("worker stopped for longer than its lease", 2, stop_worker),
     Kind("workers restarted by SIGTERM", 1, restart_workers),
     Kind("control plane killed", 1, kill_control_plane),

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import httpx
 import openai
@@ -20,7 +19,7 @@ import redis
 from jobs.batch.client import BatchRecord, BatchSpec, StoreError, cancel_batch, create_batch, get_batch
 from jobs.queue import keys
 from jobs.queue.scripts import QueueUnavailable
-from tests.pipeline.test_pool import pool
+from tests.chaos.questions import AskedQuestion, Questions, text_of
 from tests.support.fleet import LocalFleet
 
 TENANTS = ("red", "green", "blue")
@@ -43,7 +42,7 @@ class SubmittedBatch:
     source: Path
     output: Path
     spec: BatchSpec
-    answers: list[tuple[str, str]]  # custom_id and answer by line
+    questions: dict[str, AskedQuestion]  # by custom_id, in the order of the lines
     cancel_at: int | None  # lines after which it is cancelled
     id: str | None = None
     record: BatchRecord | None = None
@@ -72,7 +71,7 @@ class ChaosLoad:
     def __init__(self, fleet: LocalFleet, rng: random.Random) -> None:
         self._fleet = fleet
         self._rng = rng
-        self._questions: list[dict[str, Any]] = pool()
+        self._questions = Questions()
         self._stopping = threading.Event()
         self._ending = threading.Event()
         self._threads = [threading.Thread(target=self._feed, name="feeder", daemon=True)]
@@ -110,7 +109,7 @@ class ChaosLoad:
 
     @property
     def handed_in(self) -> int:
-        return sum(len(batch.answers) for batch in self.batches)
+        return sum(len(batch.questions) for batch in self.batches)
 
     @property
     def live_answers(self) -> int:
@@ -211,19 +210,19 @@ class ChaosLoad:
         folder = self._folder(number)
         folder.mkdir()
         source, output = folder / "requests.jsonl", folder / "results.jsonl"
-        answers = []
+        questions = {}
         with source.open("w") as file:
             for line in range(self._rng.randint(*SIZES)):
-                question = self._rng.choice(self._questions)
-                custom_id = f"{number}-{line}-{question['id']}"
+                question = self._questions.draw(self._rng)
+                custom_id = f"{number}-{line}-{question.id}"
                 request = {
                     "custom_id": custom_id,
                     "method": "POST",
                     "url": "/v1/chat/completions",
-                    "body": body_of(question),
+                    "body": question.body,
                 }
                 file.write(json.dumps(request) + "\n")
-                answers.append((custom_id, question["answer"]))
+                questions[custom_id] = question
         root = self._fleet.store / "batches" / folder.name
         spec = BatchSpec(
             input=str(source),
@@ -232,8 +231,8 @@ class ChaosLoad:
             tenant=TENANTS[number % len(TENANTS)],
             models=("demo",),
         )
-        cancel_at = self._rng.randrange(len(answers)) if number % CANCELLED == 1 else None
-        return SubmittedBatch(source, output, spec, answers, cancel_at)
+        cancel_at = self._rng.randrange(len(questions)) if number % CANCELLED == 1 else None
+        return SubmittedBatch(source, output, spec, questions, cancel_at)
 
     def _folder(self, number: int) -> Path:
         return self._fleet.folder / f"batch-{number}"
@@ -271,7 +270,7 @@ class ChaosLoad:
     def _compare_stored(self, batch: SubmittedBatch, before: BatchRecord, now: BatchRecord) -> None:
         """What is on disk no loss of Redis takes back."""
         then, later = ((one.stored_completed, one.stored_failed) for one in (before, now))
-        if later[0] < then[0] or later[1] < then[1] or sum(later) > len(batch.answers):
+        if later[0] < then[0] or later[1] < then[1] or sum(later) > len(batch.questions):
             self.faults.append(f"{batch.source}: counts of what is on disk went from {then} to {later}")
 
     def _compare(self, batch: SubmittedBatch, before: BatchRecord, now: BatchRecord) -> None:
@@ -284,12 +283,12 @@ class ChaosLoad:
 
     def _call(self, rng: random.Random) -> None:
         while not self._stopping.is_set():
-            question = rng.choice(self._questions)
+            question = self._questions.draw(rng)
             leaves = rng.random() < LEAVING
             while not self._answered(question, leaves) and not self._ending.wait(_PAUSE):
                 pass
 
-    def _answered(self, question: dict[str, Any], leaves: bool) -> bool:
+    def _answered(self, question: AskedQuestion, leaves: bool) -> bool:
         """One call; whether it brought the whole answer, or as much as was wanted.
 
         What it showed of it must be right in any case.
@@ -300,12 +299,14 @@ class ChaosLoad:
             with openai.OpenAI(
                 base_url=f"{self._fleet.api_url}/v1", api_key="none", max_retries=0, timeout=120
             ) as client:
-                response = client.chat.completions.with_raw_response.create(**body_of(question), stream=True)
+                response = client.chat.completions.with_raw_response.create(
+                    model="demo", messages=question.body["messages"], stream=True, extra_body=question.body
+                )
                 stream_id = response.headers["x-stream-id"]
                 ended = False
                 stream = response.parse()
                 for chunk in stream:
-                    texts.append(chunk.choices[0].delta.content or "")
+                    texts.append(text_of(chunk.choices[0].delta.model_dump()))
                     ended = ended or chunk.choices[0].finish_reason is not None
                     if leaves:
                         stream.close()
@@ -319,13 +320,13 @@ class ChaosLoad:
             self.live.right += 1
         return True
 
-    def _has_left(self, question: dict[str, Any], text: str) -> bool:
+    def _has_left(self, question: AskedQuestion, text: str) -> bool:
         self._compare_text(question, text, whole=False)
         with self._lock:
             self.live.left += 1
         return True
 
-    def _is_known_refusal(self, error: Exception, question: dict[str, Any], text: str, stream_id: str | None) -> bool:
+    def _is_known_refusal(self, error: Exception, question: AskedQuestion, text: str, stream_id: str | None) -> bool:
         """A call may end with its API process, or without Redis; whether the rest of its answer
         could be read afterwards.
         """
@@ -345,6 +346,7 @@ class ChaosLoad:
             self.live.resumed += 1
             self.live.right += 1
         self._compare_text(question, rest, whole=True)
+        self._compare_resumed(question, text, rest)
         return True
 
     def _read_stream(self, stream_id: str) -> str | None:
@@ -375,11 +377,13 @@ class ChaosLoad:
                 ended = ended or event.get("status") == 200
         return "".join(texts) if ended else None
 
-    def _compare_text(self, question: dict[str, Any], text: str, whole: bool) -> None:
-        if text != question["answer"] if whole else not question["answer"].startswith(text):
+    def _compare_text(self, question: AskedQuestion, text: str, whole: bool) -> None:
+        if not (question.fits(text) if whole else question.may_begin(text)):
             with self._lock:
-                self.live.wrong.append(f"{question['id']}: {text!r} instead of {question['answer']!r}")
+                self.live.wrong.append(f"{question.id}: {text!r} instead of {question.answer or question.body!r}")
 
-
-def body_of(question: dict[str, Any]) -> dict[str, Any]:
-    return {"model": "demo", "messages": question["messages"], "max_tokens": question["max_tokens"], "temperature": 0}
+    def _compare_resumed(self, question: AskedQuestion, text: str, rest: str) -> None:
+        """What was shown before a cut is how the answer begins."""
+        if not rest.startswith(text):
+            with self._lock:
+                self.live.wrong.append(f"{question.id}: {text!r} was shown of {rest!r}")

@@ -11,7 +11,8 @@ from typing import Any
 
 from tests.chaos.killers import Killers
 from tests.chaos.load import ChaosLoad, SubmittedBatch
-from tests.pipeline.results import read_results, text_of
+from tests.chaos.questions import text_of
+from tests.pipeline.results import message_of, read_results
 from tests.support.fleet import LocalFleet
 from tests.support.integrity import faults
 from tests.support.leftovers import leftovers
@@ -108,18 +109,17 @@ def _batch_faults(batch: SubmittedBatch) -> list[str]:
     if record is None or record.state not in ends:
         return [f"{name}: {record}"]
     found = []
-    if not record.completed + record.failed == record.total == len(batch.answers):
+    if not record.completed + record.failed == record.total == len(batch.questions):
         found.append(
             f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not"
-            f" {len(batch.answers)}"
+            f" {len(batch.questions)}"
         )
     answered = [] if record.output is None else read_results(Path(record.output))
     failed = [] if record.error_output is None else read_results(Path(record.error_output))
     counts = Counter(result["custom_id"] for result in [*answered, *failed])
-    answers = dict(batch.answers)
     found += [
         f"{name}: {custom_id} is there {counts[custom_id]} times"
-        for custom_id in {*counts, *answers}
+        for custom_id in {*counts, *batch.questions}
         if counts[custom_id] != 1
     ]
     if (len(answered), len(failed)) != (record.completed, record.failed):
@@ -127,12 +127,13 @@ def _batch_faults(batch: SubmittedBatch) -> list[str]:
             f"{name}: {len(answered)} answers and {len(failed)} errors, counted {record.completed} and {record.failed}"
         )
     if [result["custom_id"] for result in answered] != [
-        custom_id for custom_id, _ in batch.answers if custom_id in _ids(answered)
+        custom_id for custom_id in batch.questions if custom_id in _ids(answered)
     ]:
         found.append(f"{name}: the answers are out of order")
     for result in answered:
-        if text_of(result) != answers.get(result["custom_id"]):
-            found.append(f"{name}: {result['custom_id']} is answered {text_of(result)!r}")
+        question, text = batch.questions.get(result["custom_id"]), text_of(message_of(result))
+        if question is None or not question.fits(text):
+            found.append(f"{name}: {result['custom_id']} is answered {text!r}")
     for result in failed:
         if record.state != "cancelled" or result["error"]["code"] != "batch_cancelled":
             found.append(f"{name}: {result['custom_id']} failed: {str(result)[:300]}")
