@@ -15,8 +15,8 @@ def run_javascript(file: str, api_url: str) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on this machine")
-    if not (FOLDER / "node_modules" / "openai").is_dir():
-        pytest.skip("the npm package openai is not installed (make test installs it where there is npm)")
+    if not all((FOLDER / "node_modules" / name).is_dir() for name in ("openai", "zod")):
+        pytest.skip("the npm packages are not installed (make test installs them where there is npm)")
     done = subprocess.run(
         [node, "--test", "--test-reporter=spec", file],
         cwd=FOLDER,
