@@ -32,10 +32,7 @@ class SlotPool:
         own_blocks = len(request.blocks) - request.shared
         returning = _Returning(request.last_step, request.slot, request.blocks, own_blocks, request.live)
         request.leave()
-        if returning.after <= self.retired_step:
-            self._free(returning)
-        else:
-            self.returning.append(returning)
+        self._return(returning)
 
     def retire(self, step: int) -> None:
         """Free what was last used by `step` or an earlier one."""
@@ -50,11 +47,13 @@ class SlotPool:
         """Free what was last used by a step that was not launched once `before` is retired."""
         given_up, self.returning = self.returning, []
         for returning in given_up:
-            returning = returning._replace(after=before) if returning.after == step else returning
-            if returning.after <= self.retired_step:
-                self._free(returning)
-            else:
-                self.returning.append(returning)
+            self._return(returning._replace(after=before) if returning.after == step else returning)
+
+    def _return(self, returning: "_Returning") -> None:
+        if returning.after <= self.retired_step:
+            self._free(returning)
+        else:
+            self.returning.append(returning)
 
     def _free(self, returning: "_Returning") -> None:
         self._blocks.free(returning.blocks, returning.live)

@@ -21,6 +21,7 @@ from workers.engine.device.loader import open_checkpoint
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams
+from workers.engine.messages.step import TokenMasks
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampled
 
@@ -71,10 +72,10 @@ class LogitsRecorder:
         self._set(slot, params)
         self._request_of[slot] = params.seed
 
-    def sample(self, logits: Tensor, rows: SampledRows) -> Sampled:
+    def sample(self, logits: Tensor, rows: SampledRows, masks: TokenMasks | None = None) -> Sampled:
         for row, slot, index in zip(logits, rows.slots, rows.indices, strict=True):
             self.logits[self._request_of[int(slot)], int(index)] = row.to("cpu", copy=True)
-        sampled: Sampled = self._sample(logits, rows)
+        sampled: Sampled = self._sample(logits, rows, masks)
         return sampled
 
 
