@@ -97,9 +97,9 @@ class GrammarCompiler:
     async def _started(self) -> _CompilerProcess:
         async with self._starting:
             if self._process is None or self._process.ended:
-                process = _CompilerProcess()
-                self._process = process
-                await process.start(await self._tokens())
+                tokens = await self._tokens()
+                self._process = _CompilerProcess()
+                await self._process.start(tokens)
             return self._process
 
     def _replace(self) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -148,13 +149,31 @@ def test_a_process_that_cannot_start_is_an_error_and_is_tried_again(monkeypatch:
     run(work)
 
 
-def test_a_vocabulary_without_bytes_is_an_error_of_the_request() -> None:
+def test_a_process_that_says_nothing_when_it_starts_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o700)
+
+    async def work(compiler: GrammarCompiler) -> None:
+        with monkeypatch.context() as changed:
+            changed.setattr("sys.executable", str(silent))
+            changed.setattr("workers.grammars.grammar_compiler._START_SECONDS", 0.2)
+            with pytest.raises(GrammarCompilerError, match=r"not ready after 0.2 s"):
+                await compiler.compile(FINE[0])
+        assert compiler.pid is None
+        assert await outcome(compiler, FINE[0]) == ""
+
+    run(work)
+
+
+def test_a_vocabulary_without_bytes_is_an_error_of_each_request() -> None:
     async def refuse() -> list[bytes]:
         raise FormatError("The tokens have no bytes.")
 
     async def whole() -> None:
         compiler = GrammarCompiler(refuse)
-        with pytest.raises(FormatError, match="no bytes"):
-            await compiler.compile(FINE[0])
+        for wanted in FINE[:2]:
+            with pytest.raises(FormatError, match="no bytes"):
+                await compiler.compile(wanted)
 
     asyncio.run(whole())
