@@ -207,7 +207,8 @@ class EngineCore:
         """Fail the requests whose grammar could not be followed any further."""
         for request in self.scheduler.guided(plan):
             failure = request.guide.failure() if request.guide is not None else ""
-            if failure:
+            if request.guide is not None and failure:
+                self._guides.forget(request.guide.grammar)
                 self.scheduler.fail(request.id, failure)
         return masks
 

@@ -23,6 +23,10 @@ _STACK = 64 << 20
 """Bytes of stack: a grammar is compiled by recursion, as deep as its schema."""
 _COMPILED = 128
 """Compiled grammars that are kept."""
+_COMPILED_CHARACTERS = 1 << 22
+"""How long their texts may be together: in memory one takes some hundred times its text."""
+_COMPILED_CHARACTERS = 1 << 22
+"""How long all of them may be together: one takes up to some hundred times its text in memory."""
 
 _NOT_COMPILED = "the output's grammar cannot be compiled: "
 
@@ -75,6 +79,14 @@ class GuideCompiler:
         else:
             self._hand_over(request, self._guide(request, spec, None))
 
+    def forget(self, grammar: str) -> None:
+        """Compile a grammar anew when it is next asked for.
+
+        All copies of a compiled grammar share the states of its lexer. Their number is limited, and
+        where it is used up every copy fails.
+        """
+        self._compiled.pop(grammar, None)
+
     def abort(self, request_id: int) -> EngineRequest | None:
         """Return a request that waited here and does so no more."""
         return self._waiting.pop(request_id, None)
@@ -99,11 +111,16 @@ class GuideCompiler:
         """Return a grammar's matcher, which is never advanced itself."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = self._compiled[grammar] = self._in_thread(partial(self.vocabulary.compile, grammar))
-            if len(self._compiled) > _COMPILED:
-                self._compiled.popitem(last=False)
+            compiled = self._in_thread(partial(self.vocabulary.compile, grammar))
+            self._keep(grammar, compiled)
         self._compiled.move_to_end(grammar)
         return compiled
+
+    def _keep(self, grammar: str, compiled: Future[LLMatcher]) -> None:
+        others = self._compiled
+        while others and (len(others) >= _COMPILED or sum(map(len, others)) + len(grammar) > _COMPILED_CHARACTERS):
+            others.popitem(last=False)
+        others[grammar] = compiled
 
     def _in_thread(self, work: Callable[[], LLMatcher]) -> Future[LLMatcher]:
         before = threading.stack_size(_STACK)  # of threads that are started from here on
@@ -123,7 +140,7 @@ class GuideCompiler:
             matcher = compiled.result().deep_copy()
             error = error_of(matcher)
             made = _NOT_COMPILED + error if error else self._guide(request, spec, matcher)
-        except Exception as error:  # whatever it is, the request must not wait for ever
+        except BaseException as error:  # the library's panics too: the request must not wait for ever
             made = f"{_NOT_COMPILED}{error}"
         self._hand_over(request, made)
 

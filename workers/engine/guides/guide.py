@@ -42,6 +42,7 @@ class Guide:
         """
         self.ends = sorted(token for token in ends if 0 <= token < vocabulary.vocab_size)
         self.matcher = matcher
+        self.grammar = spec.grammar
         self.complete = False
         """Whether nothing more may come, not even the end of the text."""
         self._vocabulary = vocabulary

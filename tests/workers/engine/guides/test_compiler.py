@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from tests.support.waiting import wait_until
 from tests.workers.engine.guides.texts import TOKENS, choice, regex, schema
 from tests.workers.engine.test_guided import GREEDY, answer, guided_core, plain, request, written
 from workers.engine.core import EngineCore
+from workers.engine.guides.compiler import _NOT_COMPILED
 from workers.engine.guides.vocabulary import Vocabulary
 from workers.engine.messages.core import AbortRequests, AddRequests, Finish, SetVocabulary, Shutdown, StepOutput, ToCore
 
@@ -126,3 +127,45 @@ def test_a_token_outside_the_vocabulary_is_refused_before_it_is_replayed() -> No
     one.output_token_ids = [100_000]
     got = answer(guided_core(), one)
     assert got.finish is Finish.ERROR
+
+
+def test_of_large_grammars_fewer_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = [choice(f"red{number}") for number in range(4)]
+    monkeypatch.setattr("workers.engine.guides.compiler._COMPILED_CHARACTERS", 2 * len(grammars[0]))
+    core = guided_core()
+    for grammar in grammars:
+        assert answer(core, request(1, grammar)).finish is Finish.STOP
+    assert list(core._guides._compiled) == grammars[2:]
+    large = choice("blue", *("x" * number for number in range(1, 30)))
+    assert answer(core, request(1, large)).finish is Finish.STOP
+    assert list(core._guides._compiled) == [large]
+
+
+def test_a_grammar_whose_lexer_is_used_up_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies share the lexer's states: else all later requests would fail with the first."""
+    limits = LLParserLimits(max_lexer_states=400)
+
+    def compile_small(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
+        return LLMatcher(vocabulary.library, grammar, log_level=0, limits=limits)
+
+    monkeypatch.setattr(Vocabulary, "compile", compile_small)
+    core, grammar = guided_core(), regex("(.*e.{40})|(.*a.{50})")
+    ends = [answer(core, request(number, grammar)) for number in range(12)]
+    failed = [number for number, end in enumerate(ends) if end.finish is Finish.ERROR]
+    print(failed, [len(end.tokens) for end in ends])
+    assert failed
+    assert "too many states" in ends[failed[0]].error
+    assert all(ends[number + 1].tokens for number in failed if number + 1 < len(ends))
+
+
+class Panic(BaseException):
+    """As the library's Rust code raises it, and tells no `except Exception`."""
+
+
+def test_a_library_that_panics_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object) -> LLMatcher:
+        raise Panic("an index is out of range")
+
+    monkeypatch.setattr(Vocabulary, "compile", panic)
+    got = answer(guided_core(), request(1, choice("red")))
+    assert (got.finish, got.error) == (Finish.ERROR, f"{_NOT_COMPILED}an index is out of range")
