@@ -102,6 +102,10 @@ def test_a_class_name_exists_once() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
+def test_a_worker_loads_what_answers_with_structure_need_once_they_are_asked_for() -> None:
+    assert not loaded_by(import_of("workers.worker"), "llguidance", "jsonschema", "workers.text.parsers.registry")
+
+
 def test_every_exception_is_in_one_tree() -> None:
     """So that it has a row in the table of `docs/architecture.md`."""
     kinds = exception_classes()

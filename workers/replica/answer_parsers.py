@@ -15,7 +15,6 @@ from workers.text.parsers.answer import AnswerParser
 from workers.text.parsers.base import OutputParser, ToolParser
 from workers.text.parsers.enforced import NamedCallParser, RequiredCallsParser
 from workers.text.parsers.reasoning import ReasoningFormat, ReasoningParser
-from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
 
 _WITHOUT_CALLS = ("json_object", "json_schema", "choice")  # an answer of this form calls no tool
 
@@ -88,6 +87,10 @@ class AnswerParsers:
 def find_parsers(settings: WorkerSettings) -> AnswerParsers:
     """Return the parsers that the worker was given. Raises ParserError."""
     tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
+    if tools is None and reasoning is None:
+        return AnswerParsers()
+    from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
+
     return AnswerParsers(
         None if tools is None else find_tool_parser(tools),
         None if reasoning is None else find_reasoning_format(reasoning),
