@@ -56,7 +56,8 @@ class AnswerParsers:
             return None if output_format is None else OutputGuide()
         if output_format is None and budget < 0:
             return None
-        return OutputGuide(reasoning_end=self._reasoning.end, in_reasoning=True, reasoning_budget=budget)
+        begin = "" if inside or self._reasoning.assumed else self._reasoning.begin
+        return OutputGuide("", self._reasoning.end, True, budget, begin)
 
     def parsing(self, call: Call, inside: bool | None) -> Parsing | None:
         """Return how the answers to a call are read; None where their text is their content."""

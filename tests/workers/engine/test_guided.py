@@ -341,8 +341,10 @@ def in_a_batch(seed: int, depth: int) -> int:
     cases = random_cases(draw, 16, 30, 60)
     for case in cases:
         grammar = draw.choice([*GRAMMARS, regex("[ -~]*"), ""])
-        end, budget = draw.choice([("", -1), ("</think>", 4), ("e", -1)])
-        case.request.guide = OutputGuide(grammar, end, bool(end), budget)
+        end, budget, begin = draw.choice(
+            [("", -1, ""), ("</think>", 4, ""), ("e", -1, ""), ("e", 4, "<"), ("e", -1, "re")]
+        )
+        case.request.guide = OutputGuide(grammar, end, bool(end), budget, begin)
         case.request.output_token_ids = case.request.output_token_ids if grammar == regex("[ -~]*") else []
     alone = guided_core(enable_prefix_caching=False)
     core = guided_core(depth, num_blocks=9, max_num_seqs=6, max_num_batched_tokens=40)

@@ -47,7 +47,10 @@ class Guide:
         """Whether nothing more may come, not even the end of the text."""
         self._vocabulary = vocabulary
         self._marker = spec.reasoning_end.encode()
-        self._reasoning = spec.in_reasoning and bool(self._marker)
+        reasons = spec.in_reasoning and bool(self._marker)
+        self._opening = spec.reasoning_begin.encode() if reasons else b""  # what is still to come, while it may
+        self._fits = matcher is not None  # whether the output so far follows the grammar
+        self._reasoning = reasons and not self._opening
         self._tail = b""
         self._budget = spec.reasoning_budget
         self._forced: list[int] = []  # tokens of the marker that are still to come
@@ -55,12 +58,22 @@ class Guide:
     @property
     def finished(self) -> bool:
         """Whether everything is allowed from now on."""
-        return not self._reasoning and self.matcher is None
+        return not self._reasoning and not self._opening and self.matcher is None
 
     @property
     def in_grammar(self) -> bool:
-        """Whether the next token must follow the grammar."""
-        return not self._reasoning and self.matcher is not None
+        """Whether the next token must follow the grammar, or be one of `other_tokens`."""
+        return not self._reasoning and self._fits
+
+    def other_tokens(self) -> list[int]:
+        """Return the tokens that are allowed whatever the grammar says: those that begin the
+        reasoning, where it may begin, and the only one where it has to end. None where no grammar
+        keeps others out.
+        """
+        if self._opening:
+            return [] if self.matcher is None else self._vocabulary.beginnings(self._opening)
+        forced = self.forced_token()
+        return [] if forced is None else [forced]
 
     def forced_token(self) -> int | None:
         """Return the only token allowed, where the reasoning has to end."""
@@ -84,6 +97,8 @@ class Guide:
                 "no token is left to go on with: the output's grammar allows none that allowed_token_ids, bad_words"
                 " and min_tokens leave"
             )
+        if self._opening:
+            return self._open(token)
         if self._reasoning:
             return self._reason(token)
         return self._match([token])
@@ -97,13 +112,41 @@ class Guide:
         what = "" if self.matcher is None else error_of(self.matcher)
         return f"the output's grammar cannot be followed: {what}" if what else ""
 
+    def _open(self, token: int) -> str:
+        """Record a token by which it may be known whether there is reasoning."""
+        text, opening = self._vocabulary.tokens[token], self._opening
+        if text.startswith(opening):
+            self._opening, self._reasoning = b"", True
+            return self._begin_reasoning(text[len(opening) :])
+        if text and opening.startswith(text):
+            self._opening = opening[len(text) :]
+            self._fits = self._allows(token)
+        else:
+            self._opening = b""
+            if self.matcher is not None and not self._fits:
+                return "the output begins neither its reasoning nor what its grammar allows"
+        return self._match([token]) if self._fits else ""
+
+    def _begin_reasoning(self, text: bytes) -> str:
+        """Give up what was matched so far; `text` is the reasoning's."""
+        if self.matcher is not None:
+            self.matcher.reset()
+            self._fits = True
+        return self._read_reasoning(text)
+
+    def _allows(self, token: int) -> bool:
+        return self._fits and self.matcher is not None and self.matcher.validate_tokens([token]) == 1
+
     def _reason(self, token: int) -> str:
         if token in self.ends:
             return ""
         if self.forced_token() is not None and self._forced.pop(0) != token:
             return "the reasoning cannot be ended: another token was drawn than its end needs"
         self._budget -= self._budget > 0
-        text = self._tail + self._vocabulary.tokens[token]
+        return self._read_reasoning(self._vocabulary.tokens[token])
+
+    def _read_reasoning(self, text: bytes) -> str:
+        text = self._tail + text
         _, marker, rest = text.partition(self._marker)
         if not marker:
             self._tail = text[-len(self._marker) :]

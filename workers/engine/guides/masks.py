@@ -39,13 +39,13 @@ class MaskMaker:
 
         A guide that fails has an empty mask; its `failure` says why.
         """
-        masked = [(row, guide) for row, guide in guided if guide.in_grammar or guide.forced_token() is not None]
+        masked = [(row, guide) for row, guide in guided if guide.in_grammar or guide.other_tokens()]
         masks = np.zeros((len(masked), vocabulary.library_words), np.int32)
         self._match(masks, [(index, guide) for index, (_, guide) in enumerate(masked) if guide.in_grammar])
         bits = masks.view(np.uint32)
         for index, (_, guide) in enumerate(masked):
-            if not guide.in_grammar:
-                _allow(bits[index], [guide.forced_token() or 0])
+            if (others := guide.other_tokens()) and not guide.failure():
+                _allow(bits[index], others)
         rows = np.array([row for row, _ in masked], np.int64)
         return TokenMasks(rows, np.ascontiguousarray(masks[:, : vocabulary.words]))
 

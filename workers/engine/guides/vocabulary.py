@@ -65,6 +65,11 @@ class Vocabulary:
             text = text[length:]
         return spelled
 
+    def beginnings(self, text: bytes) -> list[int]:
+        """Return the tokens that `text` may begin with, and be completed behind by others."""
+        heads = ((text[:size], text[size:]) for size in range(1, len(text) + 1))
+        return [self._ids[head] for head, rest in heads if head in self._ids and (not rest or self.spell(rest))]
+
     @cached_property
     def _library(self) -> LLTokenizer:
         from llguidance import LLTokenizer

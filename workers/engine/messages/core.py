@@ -115,14 +115,16 @@ class OutputGuide(msgspec.Struct, frozen=True):
 
     `grammar` is one of llguidance's, in its JSON form; "" allows everything. It begins behind
     `reasoning_end`, a text that ends the reasoning; where that is "", or was in the prompt
-    (`in_reasoning` false), at once. After `reasoning_budget` tokens of reasoning its end is
-    enforced; -1 for no budget.
+    (`in_reasoning` false), at once. With `reasoning_begin` there is reasoning only if the output
+    begins with that text, and else the grammar begins at once. After `reasoning_budget` tokens of
+    reasoning its end is enforced; -1 for no budget.
     """
 
     grammar: str = ""
     reasoning_end: str = ""
     in_reasoning: bool = False
     reasoning_budget: int = -1
+    reasoning_begin: str = ""
 
 
 class EngineRequest(msgspec.Struct):

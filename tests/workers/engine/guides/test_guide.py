@@ -97,3 +97,49 @@ def test_a_mask_that_fails_fails_the_guide() -> None:
     assert not made.masks.any()
     assert stuck.failure().startswith("the output's grammar cannot be followed: ")
     assert "\n" not in stuck.failure()
+
+
+def allowed(one: Guide) -> set[bytes]:
+    made = MaskMaker(1).make(VOCABULARY, [(0, one)])
+    bits = made.masks[0].view("uint32")
+    return {TOKENS[number] for number in range(len(TOKENS)) if bits[number // 32] >> number % 32 & 1}
+
+
+def undecided(grammar: str, budget: int = -1) -> Guide:
+    spec = OutputGuide(grammar, "</think>", True, budget, "<think>")
+    return Guide(spec, VOCABULARY, VOCABULARY.compile(grammar) if grammar else None, (END,))
+
+
+def test_where_reasoning_may_begin_the_first_token_decides() -> None:
+    answered, reasoned = undecided(choice("red")), undecided(choice("red"))
+    assert allowed(answered) == {b"r", b"re", b"red", b"<"}
+    assert not any(advance(answered, "re"))
+    assert allowed(answered) == {b"d"}
+    assert not any(advance(answered, "d"))
+    assert answered.complete
+    assert not any(advance(reasoned, "<"))
+    assert allowed(reasoned) == {b"t", b"think"}
+    assert not any(advance(reasoned, "think", ">", "blue", "</think>"))
+    assert allowed(reasoned) == {b"r", b"re", b"red"}
+    assert not any(advance(reasoned, "red"))
+    assert reasoned.complete
+
+
+def test_a_grammar_may_begin_like_the_reasoning() -> None:
+    grammar = choice("<tab>", "<think>!")
+    answered, reasoned = undecided(grammar), undecided(grammar)
+    assert not any(advance(answered, "<", "t"))
+    assert allowed(answered) == {b"a", b"ab", b"h"}
+    assert not any(advance(answered, "ab", ">"))
+    assert answered.complete
+    assert not any(advance(reasoned, "<", "think", ">", "x", "</think>"))
+    assert allowed(reasoned) == {b"<"}
+
+
+def test_a_budget_counts_only_what_began_as_reasoning() -> None:
+    answered, reasoned = undecided("", 1), undecided("", 1)
+    assert not answered.finished
+    assert not any(advance(answered, "a"))
+    assert answered.finished
+    assert not any(advance(reasoned, "<", "think", ">", "x"))
+    assert reasoned.forced_token() == token("</think>")
