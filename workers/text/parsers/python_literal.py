@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Any
 
 _DEPTH = 50
@@ -161,7 +162,10 @@ def _unescaped(found: re.Match[str]) -> str:
         return chr(int(octal, 8))
     if other:
         return _LETTERS.get(other, found.group())
-    return chr(int(next(filter(None, hexadecimal)), 16))
+    code = int(next(filter(None, hexadecimal)), 16)
+    if code > sys.maxunicode:
+        raise ValueError("no character")
+    return chr(code)
 
 
 def _key(value: Any) -> Any:

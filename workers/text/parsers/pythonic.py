@@ -62,12 +62,13 @@ class PythonicParser(CallReader):
     def _read_call(self, end: int) -> None:
         try:
             name, arguments = read_call(self._text[:end])
-        except ValueError:
+            written = dump_json(arguments)
+        except ValueError:  # also of a number of too many digits
             self._read = self._no_call
             return
         self._raw, self._text = "", self._text[end:]
         self._begin_call(name)
-        self._add_arguments(dump_json(arguments))
+        self._add_arguments(written)
         self._read = self._behind_call
 
     def _behind_call(self, final: bool) -> bool:
