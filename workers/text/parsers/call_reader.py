@@ -10,6 +10,8 @@ from workers.text.parsers.base import Parsed, ToolCallPiece, ToolParser, joined_
 from workers.text.parsers.json_call import JsonCall
 from workers.text.parsers.markers import Markers
 
+_PIECE = 512  # characters; what is left of them is copied for each marker
+
 State = Callable[[bool], bool]  # whether no more text comes; returns whether to go on at once
 
 
@@ -28,15 +30,16 @@ class CallReader(ToolParser):
         self._read: State = self._outside
         self._calls = 0
         self._content: list[str] = []
-        self._space = ""  # at the end of the content; goes out before more of it
+        self._spaces: list[str] = []  # at the end of the content; go out before more of it
         self._has_content = False
         self._pieces: list[ToolCallPiece] = []
 
     def feed(self, text: str) -> Parsed:
         """Return what is certain by now."""
-        self._text += text
-        while self._read(False):
-            pass
+        for start in range(0, len(text), _PIECE):
+            self._text += text[start : start + _PIECE]
+            while self._read(False):
+                pass
         return self._take()
 
     def finish(self) -> Parsed:
@@ -44,7 +47,7 @@ class CallReader(ToolParser):
         while self._read(True):
             pass
         if not self._calls:
-            self._content.append(self._space)
+            self._content += self._spaces
         return self._take()
 
     @abstractmethod
@@ -63,15 +66,16 @@ class CallReader(ToolParser):
 
     def _say_always(self, text: str) -> None:
         """Add to the content what looked like a call and is none."""
-        text = self._space + text
         kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._content.append(kept)
-        self._has_content = self._has_content or kept != ""
+        if kept:
+            self._content += [*self._spaces, kept]
+            self._spaces.clear()
+            self._has_content = True
+        self._spaces.append(text[len(kept) :])
 
     def _begin_call(self, name: str) -> None:
         if not self._has_content:
-            self._space = ""
+            self._spaces.clear()
         self._calls += 1
         self._pieces.append(ToolCallPiece(self._calls - 1, name=name))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -56,6 +57,8 @@ def read(name: str, text: str, tools: list[dict[str, Any]] | None = None) -> tup
         ("pythonic", "[f(a='\\ud83d')]", "", [("f", '{"a": "\\ud83d"}')]),
         ("pythonic", "[f(a=f'{b}')]", None, []),
         ("pythonic", "[f(a=1e999)]", None, []),
+        ("pythonic", f"[f(a=0x{'f' * 5000})]", None, []),
+        ("pythonic", "[f(a='\\UFFFFFFFF')]", None, []),
         ("pythonic", "[f(**{'a': 1})]", None, []),
         ("pythonic", f"[f(a={'[' * 60}1{']' * 60})]", None, []),
         ("pythonic", "[f", None, []),
@@ -171,3 +174,10 @@ def test_reads_what_its_syntax_writes(name: str) -> None:
     ]
     assert all(each.startswith(syntax.trigger) for each in written)
     assert read(name, syntax.separator.join(written)) == ("", [("f", "{}"), ("g", '{"a": 1}')])
+
+
+def test_a_long_text_takes_no_longer_for_its_markers() -> None:
+    """It took minutes when the rest of the text was copied for each."""
+    text, before = "<function=f>" * 100_000, time.process_time()
+    parse_whole(find_tool_parser("qwen3_coder")(), text)
+    assert time.process_time() - before < 30
