@@ -10,7 +10,7 @@ from workers.text.parsers.call_reader import CallReader
 from workers.text.parsers.json_value import dump_json
 from workers.text.parsers.python_literal import read_call
 
-_HEAD = re.compile(r"[^\W\d][\w.]*\s*")
+_HEAD = re.compile(r"[^\W\d][\w.]{0,255}\s{0,9}")
 _MARK = re.compile(r"""[^\\'"()\[\]{}]+|\\.|\"\"\"|'''|["'()\[\]{}]""", re.DOTALL)
 
 

@@ -62,6 +62,7 @@ def read(name: str, text: str, tools: list[dict[str, Any]] | None = None) -> tup
         ("pythonic", "[f(**{'a': 1})]", None, []),
         ("pythonic", f"[f(a={'[' * 60}1{']' * 60})]", None, []),
         ("pythonic", "[f", None, []),
+        ("pythonic", f"[{'f' * 300}()]", None, []),
         ("pythonic", "[f(", None, []),
     ],
 )
