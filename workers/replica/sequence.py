@@ -231,8 +231,9 @@ class Sequence:
     @property
     def reasoning_tokens(self) -> int:
         """How many tokens it has up to the end of its reasoning, that included."""
-        if self._parsed is None or not (ends := self._parsed.parsing.reasoning_ends):
+        if self._parsed is None or not self._parsed.has_reasoning:
             return 0
+        ends = self._parsed.parsing.reasoning_ends or ()
 
         def has_ended(tokens: int) -> bool:
             text = self._tokenizer.decode(self.token_ids[:tokens], self._prompt.token_ids, skip_special_tokens=False)
@@ -240,7 +241,7 @@ class Sequence:
 
         tokens = len(self.token_ids)
         ended = bisect.bisect_left(range(tokens + 1), True, key=has_ended)
-        return ended if ended <= tokens else tokens * self._parsed.has_reasoning
+        return min(ended, tokens)
 
     def choice(self, index: int, prompt_logprobs: list[PositionLogprobs] | None) -> Choice:
         """The whole of it, for the response, once it has ended."""

@@ -249,7 +249,12 @@ def test_reasoning_is_apart_and_counted(queue: Queue) -> None:
 
 @pytest.mark.parametrize(
     ("text", "body", "counted"),
-    [("Yes.", {}, False), ("<think>On and on", {}, True), ("<think>On and on", {"include_reasoning": False}, True)],
+    [
+        ("Yes.", {}, False),
+        ("It ends with </think>.", {}, False),
+        ("<think>On and on", {}, True),
+        ("<think>On and on", {"include_reasoning": False}, True),
+    ],
 )
 def test_reasoning_without_an_end_is_all_or_nothing(
     queue: Queue, text: str, body: dict[str, Any], counted: bool
