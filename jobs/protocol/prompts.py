@@ -133,9 +133,7 @@ def _message(value: Any, param: str) -> dict[str, Any]:
 def _content(message: dict[str, Any], role: str, param: str) -> str:
     content = message.get("content")
     if content is None:
-        if role == "assistant" and (
-            message.get("tool_calls") or any(message.get(name) is not None for name in _REASONING)
-        ):
+        if role == "assistant" and (message.get("tool_calls") or _has_reasoning(message)):
             return ""
         fields.missing(param)
     if isinstance(content, str):
