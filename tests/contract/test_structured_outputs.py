@@ -131,6 +131,12 @@ def test_a_form_that_cannot_be_is_refused(model_client: openai.OpenAI, name: str
     assert words in caught.value.message
 
 
+def test_limits_that_leave_no_token_of_a_form_are_the_callers_mistake(model_client: openai.OpenAI) -> None:
+    body = {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [5, 6, 7]}
+    with pytest.raises(openai.BadRequestError, match="no token is left to go on with"):
+        model_client.chat.completions.create(**BODY, extra_body=body)
+
+
 LARGE = {
     "a schema of a megabyte": schema({"enum": [f"{number:0100d}" for number in range(10_000)]}),
     "a regex that explodes": {"guided_regex": "((a{1000}){1000}){1000}"},

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SECONDS = 5.0
 """How long one grammar may take to compile."""
 
-_START_SECONDS = 120.0
+_START_SECONDS = 30.0
 
 
 class GrammarCompiler:

@@ -103,6 +103,7 @@ class Running:
             try:
                 added += self._begin(item, now)
             except Exception as error:
+                self.drop([item.claim.key])
                 self._end(rejected(item.claim, _unforeseen(item.claim, error)))
         self._add(added)
 
@@ -353,6 +354,8 @@ class Running:
         request, sequence = self._sequences[request_id]
         if finish > Finish.LENGTH:
             reason = error or "The engine gave this request up."
+            if finish == Finish.INVALID:
+                return self._fail(request, ApiError(400, reason, code="invalid_value"))
             return self._fail(request, ApiError(500, reason, "server_error", code="engine_error"))
         if not sequence.ended:
             sequence.end("length" if finish == Finish.LENGTH else "stop", stop_token)

@@ -210,7 +210,7 @@ def test_limits_that_leave_no_token_end_the_request_with_a_sentence(depth: int, 
     got = run(guided_core(depth), [*requests, plain(9)]).answers
     for number in range(3):
         assert got[number].tokens == []
-        assert got[number].finish is Finish.ERROR
+        assert got[number].finish is Finish.INVALID
         assert "no token is left to go on with" in got[number].error
     assert got[9].tokens == answer(guided_core(), plain(9)).tokens
 

@@ -95,7 +95,7 @@ class Guide:
         if token < 0:
             return (
                 "no token is left to go on with: the output's grammar allows none that allowed_token_ids, bad_words"
-                " and min_tokens leave"
+                " and min_tokens leave; give up one of them"
             )
         if self._opening:
             return self._open(token)

@@ -17,13 +17,16 @@ MAX_SEED = 2**64 - 1
 
 
 class Finish(IntEnum):
-    """Why a request ended; RUNNING means that it has not."""
+    """Why a request ended; RUNNING means that it has not, INVALID that its own parameters leave no
+    token that it could go on with.
+    """
 
     RUNNING = 0
     STOP = 1
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    INVALID = 5
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -289,9 +292,9 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     `finish[i]` is a `Finish` value; `stop_token[i]` the id that ended the request, which is the
     last of its tokens, or -1. `cached_tokens[i]`, in the request's first entry, counts the prompt
     tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each
-    request ended by ERROR. `logprobs` has, by request id, one item per token of the entry;
-    `prompt_logprobs`, with the first token of a request, one per prompt token from the second on.
-    Both hold only requests that asked.
+    request ended by ERROR or INVALID. `logprobs` has, by request id, one item per token of the
+    entry; `prompt_logprobs`, with the first token of a request, one per prompt token from the
+    second on. Both hold only requests that asked.
     """
 
     step: int

@@ -45,7 +45,7 @@ class OutputLengths:
         The worker process aborts a request at a stop string, so both are natural ends.
         """
         output = len(request.tokens) - request.prompt_length
-        if output <= 0 or request.batch_id is None or request.finish is Finish.ERROR:
+        if output <= 0 or request.batch_id is None or request.finish >= Finish.ERROR:
             return
         counts = self._batches[request.batch_id] = self._batches.pop(request.batch_id, _Counts())
         if len(self._batches) > _BATCHES:

@@ -231,7 +231,7 @@ class Scheduler:
             error = request.guide.advance(token)
             if error:
                 self._output.logprobs.pop(request.id, None)
-                self._end(request, Finish.ERROR, error=error)
+                self._end(request, Finish.INVALID if token < 0 else Finish.ERROR, error=error)
             elif request.guide.complete:
                 request.tokens.append(token)
                 self._end(request, Finish.STOP, token=token)
