@@ -22,13 +22,14 @@ class Parsing:
     """How the answers of a request are read.
 
     `reasoning_ends` are the texts that end their reasoning: none where they begin behind it, None
-    where no reasoning is looked for. With `special_tokens` the parser needs those too that the call
-    would leave out. With `short_ids` a call's id is one that Mistral's templates take.
+    where no reasoning is looked for. `markers` are texts that the parser needs even where they are
+    special tokens, which the call would leave out. With `short_ids` a call's id is one that
+    Mistral's templates take.
     """
 
     new_parser: Callable[[], OutputParser]
     reasoning_ends: tuple[str, ...] | None = None
-    special_tokens: bool = False
+    markers: tuple[str, ...] = ()
     short_ids: bool = False
 
 

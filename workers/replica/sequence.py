@@ -74,7 +74,8 @@ class Sequence:
         self._sampling = prompt.sampling
         self._tokenizer = tokenizer
         self._parsed = parsed
-        skipped = call.skip_special_tokens and not (parsed is not None and parsed.parsing.special_tokens)
+        needed = parsed is not None and tokenizer.are_special(parsed.parsing.markers)
+        skipped = call.skip_special_tokens and not needed
         self._detokenizer = tokenizer.detokenizer(prompt.token_ids, skipped)
         self._stops = StopStrings(call.stop, call.include_stop_str_in_output) if call.stop else None
         self._min_tokens = prompt.sampling.min_tokens

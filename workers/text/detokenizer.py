@@ -49,6 +49,10 @@ class DetokenizerFactory:
         full_table, _ = _make_table(tokenizer, frozenset())
         self._full_table = _WindowBytes(tokenizer, frozenset()) if full_table is None else full_table
 
+    def is_special(self, text: str) -> bool:
+        """Return whether a text is the name of a special token."""
+        return self._tokenizer.token_to_id(text) in self._special
+
     def start(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for what follows this prompt."""
         skipped = self._special if skip_special_tokens else frozenset()

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,10 @@ class TextTokenizer:
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         """For what follows this prompt."""
         return self._detokenizers.start(prompt_token_ids, skip_special_tokens)
+
+    def are_special(self, texts: Iterable[str]) -> bool:
+        """Return whether one of these texts is a special token."""
+        return any(self._detokenizers.is_special(text) for text in texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token inside a text, maybe part of a character.

@@ -231,6 +231,30 @@ def test_an_answer_in_a_form_of_its_own_calls_nothing(queue: Queue) -> None:
     assert message(queue, CALLED, tools=TOOLS, response_format=form)["content"] == CALLED
 
 
+def test_special_tokens_that_no_parser_needs_stay_hidden(queue: Queue) -> None:
+    special = TOKENIZER.special_tokens["eos_token"]
+    text = f"{THOUGHT}Yes{special}."
+    assert (
+        message(queue, text, ignore_eos=True, max_tokens=len(TOKENIZER.encode([text], special_tokens=False)[0]))[
+            "content"
+        ]
+        == "\n\nYes."
+    )
+    assert message(
+        queue,
+        text,
+        ignore_eos=True,
+        max_tokens=len(TOKENIZER.encode([text], special_tokens=False)[0]),
+        skip_special_tokens=False,
+    )["content"].startswith(f"\n\nYes{special}.")
+    tagged = AnswerParsers(None, find_reasoning_format(f"tags:<think>,{special}"))
+    bench = ChatBench(queue, text, "w9", Preparation(TOKENIZER, ["demo"], ModelLimits(4096, 1024), tagged))
+    submit(queue, "b", stream=False, ignore_eos=True, max_tokens=len(TOKENIZER.encode([text], special_tokens=False)[0]))
+    bench.claim()
+    found = run_to_the_end(bench)["choices"][0]["message"]
+    assert found["reasoning_content"] == text.removeprefix("<think>").partition(special)[0]
+
+
 def test_reasoning_is_apart_and_counted(queue: Queue) -> None:
     bench = ChatBench(queue, THOUGHT + "Yes.")
     submit(queue, "a", stream=False, n=2)
