@@ -65,14 +65,16 @@ class AnswerParsers:
         reasoning = self._reasoning if call.messages else None
         if reasoning is None and calls is None:
             return None
-        special = reasoning is not None or (call.tool_choice == "auto" and self._tools is not None)
+        markers = () if reasoning is None else reasoning.markers
+        if call.tool_choice == "auto" and self._tools is not None:
+            markers += self._tools.markers
         ends = None if reasoning is None else () if inside is False else (reasoning.end, *reasoning.also_end)
 
         def new_parser() -> OutputParser:
             before = None if reasoning is None else ReasoningParser(reasoning, inside)
             return AnswerParser(before, None if calls is None else calls(), call.parallel_tool_calls)
 
-        return Parsing(new_parser, ends, special, self._tools is not None and self._tools.name == "mistral")
+        return Parsing(new_parser, ends, markers, self._tools is not None and self._tools.name == "mistral")
 
     def _find_calls_parser(self, call: Call) -> Callable[[], OutputParser] | None:
         if call.tool_name is not None:
