@@ -26,6 +26,7 @@ class AnswerParsers:
         self._tools = tools
         self._reasoning = reasoning
         self.call_syntax = None if tools is None else tools.call_syntax
+        self.reasoning_markers = () if reasoning is None else reasoning.markers
 
     def check(self, call: Call) -> None:
         """Raise ApiError for a call that needs a parser which is not there."""

@@ -70,7 +70,8 @@ class Replica:
         loop = asyncio.get_running_loop()
         self._registration = Registration(queue, settings.models)
         worker, interval = self._registration.id, settings.stream_interval
-        self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched, lambda: tokenizer.result().vocabulary())
+        self._parsers = find_parsers(settings)
+        self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched, self._vocabulary)
         self._leases = Leases(
             queue,
             worker,
@@ -146,8 +147,7 @@ class Replica:
     def _make_serving(self, tokenizer: TextTokenizer) -> Serving:
         info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
         limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
-        parsers, retries = find_parsers(self._settings), self._settings.retry_on_invalid
-        preparation = Preparation(tokenizer, models, limits, parsers, retries)
+        preparation = Preparation(tokenizer, models, limits, self._parsers, self._settings.retry_on_invalid)
         worker, slots = self._registration.id, info.max_num_seqs
         intake = Intake(queue, worker, models, slots, self._leases, preparation, lambda: running.load)
         running.room_made = intake.room_made
@@ -155,6 +155,10 @@ class Replica:
         self._on_order |= {"bell": lambda _: intake.wake(), "trial": lambda _: quarantine.make_room()}
         engine, registration, outbox = self._engine, self._registration, self._outbox
         return Serving(queue, registration, engine, running, outbox, self._requeue, intake, quarantine)
+
+    def _vocabulary(self) -> list[bytes]:
+        """Return the bytes of each token: a guide has to see where reasoning ends."""
+        return self._tokenizer.result().vocabulary(self._parsers.reasoning_markers)
 
     async def _serve(self, serving: Serving) -> None:
         try:

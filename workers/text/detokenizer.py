@@ -49,9 +49,10 @@ class DetokenizerFactory:
         full_table, _ = _make_table(tokenizer, frozenset())
         self._full_table = _WindowBytes(tokenizer, frozenset()) if full_table is None else full_table
 
-    def is_special(self, text: str) -> bool:
-        """Return whether a text is the name of a special token."""
-        return self._tokenizer.token_to_id(text) in self._special
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token of this text; None if there is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._special else None
 
     def start(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for what follows this prompt."""

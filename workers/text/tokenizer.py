@@ -111,7 +111,7 @@ class TextTokenizer:
 
     def are_special(self, texts: Iterable[str]) -> bool:
         """Return whether one of these texts is a special token."""
-        return any(self._detokenizers.is_special(text) for text in texts)
+        return any(self._detokenizers.special_id(text) is not None for text in texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token inside a text, maybe part of a character.
@@ -120,13 +120,19 @@ class TextTokenizer:
         """
         return self._detokenizers.token_bytes(token_id)
 
-    def vocabulary(self) -> list[bytes]:
-        """Return the bytes of each token by id, empty for special tokens and unknown ids.
+    def vocabulary(self, shown: Iterable[str] = ()) -> list[bytes]:
+        """Return the bytes of each token by id, empty for unknown ids and for special tokens that
+        are not among `shown`.
 
         The first time it takes some tenths of a second for a large vocabulary. Raises FormatError
         where tokens have no bytes of their own.
         """
-        return self._vocabulary
+        tokens = self._vocabulary.copy()
+        for text in shown:
+            token_id = self._detokenizers.special_id(text)
+            if token_id is not None:
+                tokens[token_id] = text.encode()
+        return tokens
 
     @functools.cached_property
     def _vocabulary(self) -> list[bytes]:

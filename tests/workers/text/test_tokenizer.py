@@ -117,3 +117,11 @@ def test_loading_and_rendering_import_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_vocabulary_has_the_bytes_of_special_tokens_that_are_shown(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.load(str(write_folder(tmp_path, byte_level(), NAMED)))
+    (begin,), (end,) = tokenizer.encode(["<|begin|>", "<|end|>"], special_tokens=False)
+    shown = tokenizer.vocabulary(["<|end|>", "no token of it"])
+    assert (shown[begin], shown[end]) == (b"", b"<|end|>")
+    assert tokenizer.vocabulary()[end] == b""
