@@ -391,4 +391,4 @@ def test_a_gpus_path_draws_under_the_same_masks() -> None:
     got = run(core, requests).answers
     expected = run(one_layer(guided_core(0, **settings)), requests).answers
     assert got == expected
-    assert {got[number].finish for number in (4, 5)} == {Finish.ERROR}
+    assert {got[number].finish for number in (4, 5)} == {Finish.INVALID}
