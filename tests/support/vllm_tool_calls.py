@@ -34,7 +34,7 @@ class FamilyVocabulary:
     """A tokenizer with a token for each special text and for each character."""
 
     def __init__(self, family: str) -> None:
-        hidden = {"[ARGS]"} if family == "mistral" else set()  # by which versions before 11 are told
+        hidden = {"[ARGS]"} if family == "mistral" else set()  # its absence marks versions before 11
         self._ids = {token: 1_200_000 + index for index, token in enumerate(_SPECIAL) if token not in hidden}
 
     def get_vocab(self) -> dict[str, int]:

@@ -111,9 +111,9 @@ def test_what_was_not_used_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPa
 
 def test_closing_tells_nobody_any_more() -> None:
     async def work(grammars: Grammars, compiler: CountingCompiler) -> None:
-        told: list[Grammar] = []
-        grammars.compile(OutputFormat("regex", "a"), told.append)
+        compiled_later: list[Grammar] = []
+        grammars.compile(OutputFormat("regex", "a"), compiled_later.append)
         await grammars.close()
-        assert told == []
+        assert compiled_later == []
 
     run(work)

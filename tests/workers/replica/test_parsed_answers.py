@@ -100,7 +100,7 @@ def message(queue: Queue, text: str, **body: Any) -> dict[str, Any]:
     return found
 
 
-def told(deltas: list[ParsedDelta]) -> dict[str, Any]:
+def joined(deltas: list[ParsedDelta]) -> dict[str, Any]:
     """Put the deltas of a choice together, as a client does."""
     calls: list[dict[str, Any]] = []
     for delta in (delta for one in deltas for delta in one.tool_calls):
@@ -159,7 +159,7 @@ def test_a_streamed_answer_goes_on_elsewhere_as_if_nothing_had_happened(
         parsed = [delta for chunk in pieces(entries, choice) for delta in chunk.parsed or []]
         counts = [delta.tokens for delta in parsed]
         assert counts == sorted(set(counts))
-        assert told(parsed) == shown(whole["choices"][choice]["message"])
+        assert joined(parsed) == shown(whole["choices"][choice]["message"])
         assert all(chunk.parsed is not None for chunk in pieces(entries, choice))
 
 

@@ -24,7 +24,7 @@ from tests.support.requests import token_ids_in
 from tests.support.waiting import wait_until
 from tests.support.worker_process import running_worker
 from tests.workers.replica.test_answers_survive import has_published
-from tests.workers.replica.test_parsed_answers import shown, told
+from tests.workers.replica.test_parsed_answers import joined, shown
 from tests.workers.test_worker import SETTINGS, answer, follow, question, run_batch, submit_live
 
 TEMPLATE = (
@@ -140,7 +140,7 @@ def told_of(entries: list[StreamEntry]) -> dict[str, Any]:
     deltas = [delta for entry in entries for chunk in entry.chunks for delta in chunk.parsed or []]
     counts = [delta.tokens for delta in deltas]
     assert counts == sorted(set(counts))
-    return told(deltas)
+    return joined(deltas)
 
 
 def test_a_tool_loop_is_streamed(queue: Queue) -> None:

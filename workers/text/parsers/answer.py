@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
 from workers.text.parsers.base import OutputParser, Parsed, joined_pieces
 from workers.text.parsers.reasoning import ReasoningParser
@@ -74,37 +73,3 @@ class AnswerParser:
 
 def _after(reasoning: str, parsed: Parsed) -> Parsed:
     return Parsed(parsed.content, reasoning, parsed.tool_calls) if reasoning else parsed
-
-
-@dataclass(slots=True)
-class WholeCall:
-    """A call, put together."""
-
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class WholeAnswer:
-    """Everything that a parser returned, put together."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[WholeCall] = field(default_factory=list)
-
-    def add(self, parsed: Parsed) -> None:
-        """Append the next pieces."""
-        self.content += parsed.content
-        self.reasoning += parsed.reasoning
-        for piece in parsed.tool_calls:
-            if piece.name is not None:
-                self.calls.append(WholeCall(piece.name))
-            self.calls[piece.index].arguments += piece.arguments
-
-
-def parse_whole(parser: OutputParser, text: str) -> WholeAnswer:
-    """Read a text that is there already."""
-    answer = WholeAnswer()
-    answer.add(parser.feed(text))
-    answer.add(parser.finish())
-    return answer

@@ -159,7 +159,7 @@ def test_a_grammar_whose_lexer_is_used_up_is_compiled_anew(monkeypatch: pytest.M
 
 
 class Panic(BaseException):
-    """As the library's Rust code raises it, and tells no `except Exception`."""
+    """Derives from `BaseException`, as what the library's Rust code raises does."""
 
 
 def test_a_library_that_panics_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.workers.text.parsers.cuts import parse_pieces
+from tests.workers.text.parsers.cuts import WholeAnswer, parse_pieces, parse_whole
 from tests.workers.text.parsers.tool_call_texts import SEED, TOOLS, tool_call_texts
-from workers.text.parsers.answer import WholeAnswer, parse_whole
 from workers.text.parsers.base import ToolParser
 from workers.text.parsers.registry import find_tool_parser
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.text.parsers.cuts import calls, parse_pieces, pieces
+from tests.workers.text.parsers.cuts import WholeAnswer, calls, parse_pieces, parse_whole, pieces
 from tests.workers.text.parsers.tool_call_texts import TOOLS, tool_call_texts
-from workers.text.parsers.answer import AnswerParser, WholeAnswer, parse_whole
+from workers.text.parsers.answer import AnswerParser
 from workers.text.parsers.base import OutputParser
 from workers.text.parsers.enforced import NamedCallParser, RequiredCallsParser
 from workers.text.parsers.python_literal import read_call

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers.text.parsers.cuts import parse_pieces
+from tests.workers.text.parsers.cuts import parse_pieces, parse_whole
 from workers.text.errors import ParserError
-from workers.text.parsers.answer import AnswerParser, parse_whole
+from workers.text.parsers.answer import AnswerParser
 from workers.text.parsers.hermes import HermesParser
 from workers.text.parsers.reasoning import ReasoningParser
 from workers.text.parsers.registry import find_reasoning_format

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.text.parsers.cuts import calls, parse_pieces
-from workers.text.parsers.answer import parse_whole
+from tests.workers.text.parsers.cuts import calls, parse_pieces, parse_whole
 from workers.text.parsers.base import Parsed, ToolCallPiece
 from workers.text.parsers.enforced import NamedCallParser, RequiredCallsParser
 from workers.text.parsers.registry import TOOL_PARSERS, find_tool_parser
