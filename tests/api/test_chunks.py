@@ -7,7 +7,7 @@ from typing import Any
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from api.routes.live_calls import Chunks
+from api.chunks import Chunks
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoint import AnswerHead

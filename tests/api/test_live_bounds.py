@@ -91,7 +91,7 @@ def test_one_call_too_many_is_answered_429(
 def test_a_call_that_redis_lost_and_has_no_room_for_is_answered_429(
     redis_url: str, redis_client: redis.Redis, queue: Queue, busy_worker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.routes.live_calls._SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("api.live_call._SILENCE_SECONDS", 0.05)
     answers: list[httpx.Response] = []
     with running_api(ApiSettings(redis_url=redis_url, live_calls_per_tenant=1)) as url, calls(url, 1, 1, answers):
         wait_until(lambda: waiting(redis_client) == 1, 60, "the call to wait")

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from api.fleet import Fleet
+from api.live_call import LiveCall
 from api.reader import Reader
-from api.routes.live_calls import LiveCall
 from api.settings import ApiSettings
 from api.state import ApiState
 from jobs.batch.retention import forget_output
@@ -72,7 +72,7 @@ def test_nothing_is_left_of_a_call_that_was_submitted_after_its_client_had_left(
     """Redis is full when the client leaves, and has room later: what would cancel the call gets
     through before its submission.
     """
-    monkeypatch.setattr("api.routes.live_calls._SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("api.live_call._SILENCE_SECONDS", 0.05)
 
     async def leave() -> str:
         call = live_call(redis_url, queue)

@@ -1,0 +1,80 @@
+"""What a live call's clients read of its answer: chunks in OpenAI's form."""
+
+import json
+from collections import defaultdict
+from typing import Any
+
+from jobs.protocol.endpoint import AnswerHead, ChoiceEnd
+from jobs.protocol.logprobs import TextOffsets
+from jobs.protocol.requests import StreamEntry, TokenChunk
+from jobs.protocol.results import Result, Usage
+from jobs.protocol.validation import Call
+
+
+class Chunks:
+    """Turns the entries of one call into the chunks that OpenAI's clients read."""
+
+    def __init__(self, call: Call, created: int) -> None:
+        self._call = call
+        self._endpoint = call.endpoint
+        self._head = AnswerHead(call.endpoint.new_id(), call.model, created)
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+        self._usage: dict[int, Usage] = {}  # so far, by choice
+
+    def openings(self) -> list[dict[str, Any]]:
+        """Return the chunks that carry the role, one for each answer of a chat."""
+        opening = self._endpoint.opening()
+        if opening is None:
+            return []
+        return [self._with_usage(self._endpoint.chunk(self._head, index, opening)) for index in range(self._call.n)]
+
+    def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
+        """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the
+        usage.
+        """
+        chunks = [self._with_usage(shown) for chunk in entry.chunks for shown in self._tokens(chunk)]
+        if entry.result is not None:
+            chunks += map(self._with_usage, self._ending(entry.result))
+        return chunks
+
+    def _ending(self, result: Result) -> list[dict[str, Any]]:
+        body = json.loads(result.body)
+        if not result.succeeded:
+            return [body]
+        ending = [self._ending_of(choice) for choice in body["choices"]]
+        if self._call.include_usage:
+            ending.append(self._endpoint.usage_chunk(self._head, result.usage))
+        return ending
+
+    def _ending_of(self, choice: dict[str, Any]) -> dict[str, Any]:
+        end = ChoiceEnd(choice["finish_reason"], choice.get("stop_reason"))
+        return self._endpoint.chunk(self._head, choice["index"], self._endpoint.delta(None, ()), end)
+
+    def _tokens(self, chunk: TokenChunk) -> list[dict[str, Any]]:
+        """Add the log probabilities of its tokens; an echoed prompt's come before them."""
+        self._count(chunk)
+        positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
+        offsets = self._offsets[chunk.choice]
+        deltas = self._endpoint.deltas(chunk, positions, offsets, self._call.return_tokens_as_token_ids)
+        with_ids = self._call.return_token_ids and (chunk.token_ids or chunk.prompt_token_ids)
+        if with_ids:
+            deltas = deltas or [self._endpoint.delta(None, ())]
+            deltas[0]["token_ids"] = chunk.token_ids
+        shown = [self._endpoint.chunk(self._head, chunk.choice, delta) for delta in deltas]
+        if with_ids and chunk.prompt_token_ids is not None:
+            self._endpoint.add_prompt_ids(shown[0], chunk.prompt_token_ids)
+        return shown
+
+    def _count(self, chunk: TokenChunk) -> None:
+        before = self._usage.get(chunk.choice, Usage(chunk.prompt_tokens, 0, chunk.cached_tokens))
+        tokens = chunk.index + len(chunk.token_ids)
+        self._usage[chunk.choice] = Usage(before.prompt_tokens, tokens, before.cached_tokens)
+
+    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """With include_usage every chunk but the last carries `usage: null`, or with
+        continuous_usage_stats, as in vLLM, the tokens of its choice so far.
+        """
+        if self._call.include_usage and "error" not in chunk and "usage" not in chunk:
+            usage = self._usage.get(chunk["choices"][0]["index"]) if self._call.continuous_usage_stats else None
+            chunk["usage"] = None if usage is None else usage.as_openai()
+        return chunk

@@ -1,0 +1,173 @@
+"""One live call on its way through the queue: submitted, followed and, when its client leaves,
+cancelled.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+import redis
+
+from api.chunks import Chunks
+from api.fleet import Fleet
+from api.http.errors import answer_to
+from api.http.event_stream import event
+from api.reader import Inbox, Reader
+from api.state import ApiState
+from api.threads import LIVE, SUBMISSIONS, run_in
+from api.token_events import patiently
+from jobs.protocol import requests
+from jobs.protocol.requests import RequestKey, StreamEntry
+from jobs.protocol.results import ApiError, Result
+from jobs.protocol.validation import Call
+from jobs.queue.limits import TooManyCalls
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueFull, QueueUnavailable
+
+_WORKER_CHECK_SECONDS = 5.0
+_SILENCE_SECONDS = 2.0
+_BEYOND_RETRIES = 1.0  # seconds for the last try to say why it failed
+
+logger = logging.getLogger(__name__)
+
+
+class LiveCall:
+    """One call on its way through the queue."""
+
+    def __init__(self, state: ApiState, call: Call, tenant: str = "") -> None:
+        self.key = RequestKey(requests.new_live_id(tenant), 0)
+        self._state = state
+        self._queue: Queue = state.queue
+        self._reader: Reader = state.reader
+        self._fleet: Fleet = state.fleet
+        self._call = call
+        self._inbox: Inbox | None = None
+        self._submitting: asyncio.Task[None] | None = None
+        self._finished = False
+        self._streaming = False
+        self._created = time.time()
+
+    async def submit(self, raw: bytes) -> None:
+        """Submit the call, to be answered to this process; `close` ends it, also where this fails.
+
+        Raise `QueueUnavailable`, at once where Redis is full, and `TooManyCalls`.
+        """
+        self._inbox = self._reader.open(self.key)
+        self._request = requests.Request(
+            self._call.endpoint.url,
+            self._call.model,
+            raw,
+            secrets.randbits(63),
+            created=self._created,
+            reply_to=self._reader.api_id,
+        )
+        try:
+            await self._submit()
+        except TooManyCalls:  # there is nothing to cancel
+            self._inbox = None
+            raise
+
+    async def first(self) -> StreamEntry:
+        """Return the first entry from the worker. Raise `ApiError` when no worker is left."""
+        while True:
+            try:
+                async with asyncio.timeout(_WORKER_CHECK_SECONDS):
+                    return await self._next()
+            except TimeoutError:
+                await self._fleet.require(self._call.model, fresh=True)
+
+    async def result(self, entry: StreamEntry) -> Result:
+        """The finished response."""
+        while entry.result is None:
+            entry = await self._next()
+        return entry.result
+
+    async def events(self, entry: StreamEntry) -> AsyncIterator[bytes]:
+        """The server-sent events of a streamed call, as OpenAI words them, from its first entry
+        on.
+        """
+        self._streaming = True
+        chunks = Chunks(self._call, int(self._created))
+        for opening in chunks.openings():
+            yield event(opening)
+        try:
+            while True:
+                for chunk in chunks.of(entry):
+                    yield event(chunk)
+                if entry.result is not None:
+                    break
+                entry = await self._next()
+        except ApiError as error:
+            yield event(error.body())
+        except (QueueUnavailable, redis.RedisError) as error:
+            logger.warning("queue unavailable; ending a stream early: %s", error)
+            yield event(answer_to(error).body())
+        yield event(None)
+
+    async def close(self) -> None:
+        """End the call: a worker that still runs it is ordered to stop.
+
+        Waits until its submission is over.
+        """
+        self._reader.close(self.key, unneeded=self._finished and not self._call.stream)
+        if self._inbox is not None and not self._finished:
+            self._finished = True
+            with contextlib.suppress(Exception):
+                await asyncio.shield(self._cancel())
+
+    async def _cancel(self) -> None:
+        if self._submitting is not None:
+            await asyncio.gather(self._submitting, return_exceptions=True)
+        try:
+            await run_in(LIVE, self._queue.cancel, [self.key])
+        except (QueueUnavailable, redis.RedisError):
+            self._reader.cancel_later(self.key)
+
+    async def _submit(self) -> None:
+        """Submit the call. A thread cannot be cancelled: it may still submit after the caller has
+        left.
+        """
+        if self._submitting is None or self._submitting.done():
+            submission = patiently(self._state, lambda: run_in(SUBMISSIONS, self._submit_now), (QueueFull,))
+            self._submitting = asyncio.create_task(submission)
+        timeout = self._queue.settings.redis_retry_seconds + _BEYOND_RETRIES
+        if not (await asyncio.wait({self._submitting}, timeout=timeout))[0]:
+            raise QueueUnavailable(f"the call could not be submitted for {timeout:g} s")
+        await self._submitting
+
+    def _submit_now(self) -> None:
+        if not self._finished:
+            self._fleet.short_retry_queue.submit(self.key.batch, self._request)
+
+    async def _next(self) -> StreamEntry:
+        assert self._inbox is not None
+        getting = asyncio.ensure_future(self._inbox.get())
+        try:
+            while not (await asyncio.wait({getting}, timeout=_SILENCE_SECONDS))[0]:
+                await self._ask_after(self._inbox)
+            entry = getting.result()
+        finally:
+            getting.cancel()
+        if entry.result is not None:
+            self._finished = True
+        return entry
+
+    async def _ask_after(self, inbox: Inbox) -> None:
+        """Submit the call again if Redis came back empty; the tokens that come again are not shown
+        twice.
+
+        Raise `TooManyCalls`, but not in a stream that has begun: that waits for room.
+        """
+        try:
+            if await self._state.knows(self.key):
+                inbox.look()
+            else:
+                await self._submit()
+        except TooManyCalls:
+            if not self._streaming:
+                raise
+        except (redis.RedisError, OSError, QueueUnavailable):
+            pass  # the reader handles a Redis that stays unavailable
