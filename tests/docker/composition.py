@@ -10,7 +10,7 @@ import yaml
 from tests.support.commands import REPOSITORY
 
 FOLDER = REPOSITORY / "docker"
-FILES = (FOLDER / "compose.yaml", FOLDER / "compose.gpu.yaml")
+FILES = tuple(FOLDER / name for name in ("compose.yaml", "compose.gpu.yaml", "compose.monitoring.yaml"))
 
 Service = dict[str, Any]
 
