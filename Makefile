@@ -15,13 +15,14 @@ else ifneq ($(ISA),)
 $(error ISA is avx2 or not given)
 endif
 
-# Four lanes run side by side, the fifth begins when one of them has ended. Tests of the engine and of the models keep one core busy; those of
-# the other lanes mostly wait for processes that they started.
-LANES := engine queue workers pipeline models
+# Four lanes run side by side, longest first; each of the others begins when one has ended. Tests of the engine and of the models keep one core
+# busy; those of the other lanes mostly wait for processes that they started.
+LANES := workers pipeline queue engine api models
 MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels tests/benchmarks tests/tools
 ENGINE_TESTS := tests/workers/engine tests/workers/text
 QUEUE_TESTS := tests/jobs tests/contract
-WORKER_TESTS := tests/workers tests/api
+WORKER_TESTS := tests/workers
+API_TESTS := tests/api
 MATRIX_TESTS ?= tests/jobs tests/api
 
 .PHONY: demo test again proof $(LANES:%=test-%) $(LANES:%=proof-%) chaos faults matrix coverage docs lint bench bench-full bench-gpu clean
@@ -44,7 +45,8 @@ model_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(MODEL_TESTS)
 engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS) $(MODEL_TESTS:%=--ignore=%)
 queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS)
 worker_tests = $(BIN)/pytest -q $(1) $(WORKER_TESTS) $(ENGINE_TESTS:%=--ignore=%)
-pipeline_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(MODEL_TESTS) $(ENGINE_TESTS) $(QUEUE_TESTS) $(WORKER_TESTS))
+api_tests = $(BIN)/pytest -q $(1) $(API_TESTS)
+pipeline_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(MODEL_TESTS) $(ENGINE_TESTS) $(QUEUE_TESTS) $(WORKER_TESTS) $(API_TESTS))
 
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in lanes (under 6 minutes on two slow cores)
 	+@$(call lanes,test)
@@ -57,6 +59,9 @@ test-queue:
 
 test-workers:
 	@$(call lane,$@,$(call worker_tests))
+
+test-api:
+	@$(call lane,$@,$(call api_tests))
 
 test-models:
 	@$(call lane,$@,$(call model_tests))
@@ -78,6 +83,9 @@ proof-queue:
 
 proof-workers:
 	@$(call lane,$@,$(call worker_tests,-m proof))
+
+proof-api:
+	@$(call lane,$@,$(call api_tests,-m proof))
 
 proof-models:
 	@$(call lane,$@,$(call model_tests,-m proof))
