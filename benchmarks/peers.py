@@ -63,7 +63,7 @@ def vllm_environment() -> dict[str, str]:
         str(vllm_folder() / "lib" / "libiomp5.so")
     )
     return {
-        **_plain_environment(),
+        **plain_environment(),
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": ":".join(preload),
         "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
@@ -72,7 +72,8 @@ def vllm_environment() -> dict[str, str]:
     }
 
 
-def _plain_environment() -> dict[str, str]:
+def plain_environment() -> dict[str, str]:
+    """Return this process's variables but for those that set up its own threads and its Python."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTHON"))}
 
 
@@ -178,7 +179,7 @@ def running_vllm(model: str) -> Iterator[Vllm]:
 def running_llama_cpp(model: str) -> Iterator[LlamaCpp]:
     """With a thread for each core. Raises NoPeer, or RuntimeError where it ends by itself."""
     words = [str(gguf_file(model)), str(CONTEXT), str(os.cpu_count() or 1)]
-    with _running(llama_cpp_folder(), "peer_llama_cpp.py", words, _plain_environment()) as process:
+    with _running(llama_cpp_folder(), "peer_llama_cpp.py", words, plain_environment()) as process:
         yield LlamaCpp(process)
 
 

@@ -1,0 +1,84 @@
+"""Live calls as a user of `pipeline serve` sees them: beside a batch of long prompts, many at once,
+and what the server takes while nothing is asked of it.
+
+    python -m benchmarks.live
+    PEERS=~/peers python -m benchmarks.live --against vllm
+
+The first has three parts, on one server:
+
+- idle: processor time of all its processes without a request
+- beside: live streams that arrive at random, alone and beside a batch of 900-token prompts
+- streams: 64 streams at once, by turns with the engine alone on the same prompts
+
+With `--against vllm`, `vllm bench serve` drives this server and `vllm serve` by turns.
+"""
+
+import sys
+import time
+from typing import Any
+
+from benchmarks import live_beside, live_peer, live_streams
+from benchmarks.models import SHAPES, model_folder
+from benchmarks.peers import NoPeer, vllm_version
+from benchmarks.report import arguments, write_report
+from benchmarks.servers import Server, running_pipeline
+
+PARTS = ("idle", "beside", "streams")
+_SETTLING_SECONDS = 5.0  # after the start
+
+
+def main() -> int:
+    args = _arguments()
+    try:
+        versions = {"vllm": vllm_version()} if args.against else {}
+    except NoPeer as error:
+        print(error, file=sys.stderr)
+        return 2
+    model_folder(args.model)
+    if args.against:
+        figures = live_peer.measure(args.model, args.concurrency, args.requests, args.turns, args.seed)
+        write_report(f"live-{args.model}-vllm", figures, args.out, args.seed, **versions)
+        return 0
+    with running_pipeline(args.model) as server:
+        figures = {part: _PARTS[part](server, args) for part in args.only}
+    write_report(f"live-{args.model}", figures, args.out, args.seed)
+    return 0
+
+
+def _arguments() -> Any:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
+    parser.add_argument("--against", choices=("vllm",), help="the server to take turns with, in place of the parts")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts alone")
+    parser.add_argument("--scale", type=float, default=1.0, help="seconds of each phase, as a share of the full time")
+    parser.add_argument("--every", type=float, default=1.5, help="mean seconds between live calls beside the batch")
+    parser.add_argument("--lines", type=int, default=1000, help="of the batch, which is to outlast its phases")
+    parser.add_argument("--concurrency", type=int, default=64, help="streams at once")
+    parser.add_argument("--requests", type=int, default=128, help="of a turn with that many streams at once")
+    parser.add_argument("--turns", type=int, default=3)
+    return parser.parse_args()
+
+
+def _idle(server: Server, args: Any) -> dict[str, Any]:
+    seconds = 60.0 * args.scale
+    time.sleep(_SETTLING_SECONDS)
+    began, used = time.perf_counter(), server.cpu_seconds()
+    time.sleep(seconds)
+    cores = (server.cpu_seconds() - used) / (time.perf_counter() - began)
+    return {"seconds": seconds, "cores": round(cores, 5)}
+
+
+def _beside(server: Server, args: Any) -> dict[str, Any]:
+    phases = live_beside.Phases().scaled(args.scale)
+    return live_beside.measure(server, phases, args.every, args.lines, args.seed)
+
+
+def _streams(server: Server, args: Any) -> dict[str, Any]:
+    return live_streams.measure(server, args.concurrency, args.requests, args.turns, args.seed)
+
+
+_PARTS = {"idle": _idle, "beside": _beside, "streams": _streams}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Live streams beside a batch of long prompts, phase by phase: live alone, the batch alone, both,
+the batch alone again.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.batch_sizes import measure as decode_step_seconds
+from benchmarks.driving import CONTEXT
+from benchmarks.live_load import Call, Load, finished, started
+from benchmarks.live_metrics import COMPUTED, GENERATED, ROWS, STEP_SECONDS, Recorder, Span
+from benchmarks.live_prompts import body, streamed, write_batch
+from benchmarks.servers import HOST, Server
+
+LIVE_STEP_SECONDS = 0.15  # of --live-step-ms on a CPU
+LEAST_GAP_SECONDS = 0.25  # a longer gap counts
+_LIVE_TOKENS = (64, 32)  # of a call's prompt and its answer
+_BATCH_TOKENS, _BATCH_OUTPUT = 900, (32, 120)
+_STEP_CONTEXT = 950  # of the decode step that gaps are held against
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of each, in this order; `filling` is the batch's start, which is not measured."""
+
+    live: float = 45.0
+    filling: float = 35.0
+    batch: float = 45.0
+    both: float = 80.0
+    after: float = 25.0
+
+    def scaled(self, share: float) -> "Phases":
+        return Phases(*(share * getattr(self, field.name) for field in fields(self)))
+
+
+def measure(server: Server, phases: Phases, every: float, lines: int, seed: int) -> dict[str, Any]:
+    """Return the figures, with the points of the picture as `timeline`.
+
+    every: mean seconds between two live calls.
+    """
+    with Recorder(server) as recorder:
+        began = time.time()
+        idle = _live_calls(server, phases.live, every, seed)
+        with _running_batch(server, lines, seed):
+            batch_began = time.time()
+            time.sleep(phases.filling)
+            alone = _rest(phases.batch)
+            both_began = time.time()
+            beside = _live_calls(server, phases.both, every, seed + 1)
+            both = (both_began, time.time())
+            again = _rest(phases.after)
+        ended = time.time()
+        marks = [("live alone", began, batch_began), ("batch alone", batch_began, both[0])]
+        marks += [("live and batch", *both), ("batch alone", both[1], ended)]
+        spans = {"alone": _joined(recorder.whole(*alone), recorder.whole(*again)), "both": recorder.whole(*both)}
+        timeline = _timeline(began, marks, [*idle.calls, *beside.calls], recorder.spans(began, ended))
+    return _figures(server.model, idle, beside, spans["alone"], spans["both"]) | {"timeline": timeline}
+
+
+def _live_calls(server: Server, seconds: float, every: float, seed: int) -> Load:
+    """Calls that arrive at random for so long, by the load generator; wait for the last."""
+    draw = random.Random(seed)
+    calls, at = [], draw.expovariate(1 / every)
+    while at < seconds:
+        calls.append({"at": at, "body": streamed(body(draw, server.model, *_LIVE_TOKENS))})
+        at += draw.expovariate(1 / every)
+    return finished(started(HOST, server.port, calls))
+
+
+def _rest(seconds: float) -> tuple[float, float]:
+    began = time.time()
+    time.sleep(seconds)
+    return began, time.time()
+
+
+@contextmanager
+def _running_batch(server: Server, lines: int, seed: int) -> Iterator[None]:
+    """Submit a batch and cancel it at the end. Raises RuntimeError where it has ended by then."""
+    with tempfile.TemporaryDirectory() as scratch, httpx.Client(base_url=server.url, timeout=120) as client:
+        path = write_batch(Path(scratch) / "batch.jsonl", lines, server.model, seed, _BATCH_TOKENS, _BATCH_OUTPUT)
+        with path.open("rb") as content:
+            answer = client.post("/v1/files", files={"file": content}, data={"purpose": "batch"})
+        asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        asked["input_file_id"] = answer.raise_for_status().json()["id"]
+        batch = client.post("/v1/batches", json=asked).raise_for_status().json()["id"]
+        yield
+        found = client.get(f"/v1/batches/{batch}").raise_for_status().json()
+        if found["status"] != "in_progress":
+            raise RuntimeError(f"the batch was {found['status']} before the last phase ended: give it more --lines")
+        client.post(f"/v1/batches/{batch}/cancel").raise_for_status()
+
+
+def _joined(first: Span, second: Span) -> Span:
+    """Two spans as one; what lies between them is left out."""
+    counted = {name: value + second.counted[name] for name, value in first.counted.items()}
+    return Span(first.begin, first.end + second.seconds, counted)
+
+
+def _figures(model: str, idle: Load, beside: Load, alone: Span, both: Span) -> dict[str, Any]:
+    rows = round(both.per_step(ROWS))
+    step = decode_step_seconds(model, rows, min(_STEP_CONTEXT, CONTEXT), 2.0)
+    latency = {"idle": latencies(idle.calls), "beside": latencies(beside.calls)}
+    first_token_bar = 3 * latency["idle"]["first_token_p99_ms"] + 1e3 * LIVE_STEP_SECONDS
+    gap_bar = 1e3 * max(LEAST_GAP_SECONDS, 1.25 * step)
+    return {
+        **latency,
+        "first_token_allowed_ms": round(first_token_bar, 1),
+        "first_token_share": round(latency["beside"]["first_token_p99_ms"] / first_token_bar, 3),
+        "gap_allowed_ms": round(gap_bar, 1),
+        "gap_share": round(latency["beside"]["longest_gap_ms"] / gap_bar, 3),
+        "decode_step_ms": round(1e3 * step, 1),
+        "batch_alone": _throughput(alone),
+        "live_and_batch": _throughput(both),
+        "ratio": round(both.rate(COMPUTED) / alone.rate(COMPUTED), 3),
+        "output_ratio": round(both.rate(GENERATED) / alone.rate(GENERATED), 3),
+        "load_generator_cores": round(beside.cpu_seconds / beside.seconds, 4),
+    }
+
+
+def latencies(calls: Sequence[Call]) -> dict[str, Any]:
+    """Return times to the first token and gaps of some calls, in milliseconds."""
+    first = [1e3 * call.first_token_seconds for call in calls]
+    gaps = [1e3 * gap for call in calls for gap in call.gaps]
+    return {
+        "calls": len(calls),
+        "first_token_p50_ms": round(statistics.median(first), 1),
+        "first_token_p99_ms": round(percentile(first, 0.99), 1),
+        "gap_p50_ms": round(statistics.median(gaps), 1),
+        "gap_p99_ms": round(percentile(gaps, 0.99), 1),
+        "longest_gap_ms": round(max(gaps), 1),
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that so many are not above, with none made up between two."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _throughput(span: Span) -> dict[str, float]:
+    return {
+        "tokens_per_second": round(span.rate(COMPUTED), 1),
+        "output_tokens_per_second": round(span.rate(GENERATED), 1),
+        "rows": round(span.per_step(ROWS), 1),
+        "step_ms": round(1e3 * span.per_step(STEP_SECONDS), 1),
+    }
+
+
+def _timeline(
+    began: float, marks: list[tuple[str, float, float]], calls: list[Call], spans: list[Span]
+) -> dict[str, Any]:
+    """Return what the picture draws; times in seconds after the beginning."""
+    return {
+        "phases": [[name, round(begin - began, 1), round(end - began, 1)] for name, begin, end in marks],
+        "calls": [
+            [
+                round(call.sent - began, 2),
+                round(1e3 * call.first_token_seconds, 1),
+                round(1e3 * max(call.gaps, default=0.0), 1),
+            ]
+            for call in calls
+        ],
+        "tokens_per_second": [
+            [
+                round(span.begin - began, 1),
+                round(span.end - began, 1),
+                round(max(0.0, span.rate(COMPUTED) - _live_rate(calls, span)), 1),
+                round(_live_rate(calls, span), 1),
+            ]
+            for span in spans
+        ],
+    }
+
+
+def _live_rate(calls: Sequence[Call], span: Span) -> float:
+    """Tokens of live calls a second: a prompt's count with its first token."""
+    tokens = 0.0
+    for call in calls:
+        within = [span.begin <= when < span.end for when in call.arrivals]
+        tokens += call.prompt_tokens * within[0] + call.output_tokens * sum(within) / len(within)
+    return tokens / span.seconds

@@ -1,0 +1,138 @@
+"""A load generator of streamed completions, in a process of its own: when each call was sent and
+when each of its chunks came.
+
+    python -m benchmarks.live_load < plan.json
+
+The plan is one JSON object: `host`, `port`, `concurrency` (most calls at once; null: no limit) and
+`calls`, each with `at` (seconds after the start at which it is sent) and `body`. One JSON object is
+printed: `calls` in the order of the plan and `cpu_seconds`, the processor time of this process
+while it sent and read. Chunks are parsed only after the last call has ended.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.report import arguments
+
+_EVENT = b"data: "
+_SECONDS_TO_CONNECT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A stream as its client saw it; times in unix seconds."""
+
+    sent: float
+    arrivals: list[float]  # of the chunks with tokens
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between chunks."""
+        return [later - earlier for earlier, later in pairwise(self.arrivals)]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one run of the generator found."""
+
+    calls: list[Call]
+    cpu_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """From the first call sent to the last chunk."""
+        return max(call.arrivals[-1] for call in self.calls) - min(call.sent for call in self.calls)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(call.output_tokens for call in self.calls)
+
+
+def main() -> None:
+    arguments(__doc__).parse_args()
+    json.dump(asyncio.run(_run(json.load(sys.stdin))), sys.stdout)
+
+
+def started(host: str, port: int, calls: Sequence[dict[str, Any]], concurrency: int | None = None) -> subprocess.Popen:
+    """Start the generator's process with its plan; `finished` waits for it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.live_load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    json.dump({"host": host, "port": port, "calls": list(calls), "concurrency": concurrency}, process.stdin)
+    process.stdin.close()
+    return process
+
+
+def finished(process: subprocess.Popen) -> Load:
+    """Wait for the last call. Raises RuntimeError where one failed, with what the server said."""
+    assert process.stdout is not None
+    output = process.stdout.read()
+    if process.wait():
+        raise RuntimeError(f"the load generator ended with status {process.returncode}")
+    found = json.loads(output)
+    return Load([_call(one) for one in found["calls"]], found["cpu_seconds"])
+
+
+def _call(found: dict[str, Any]) -> Call:
+    events = [(when, json.loads(event)) for when, event in found["events"] if event != "[DONE]"]
+    usage = next((event["usage"] for _, event in events if event.get("usage")), None)
+    arrivals = [when for when, event in events if event.get("choices")]
+    if usage is None or not arrivals:
+        raise RuntimeError(f"a call failed: {found['refusal'] or [event for _, event in events][-1:]}")
+    return Call(found["sent"], arrivals, usage["prompt_tokens"], usage["completion_tokens"])
+
+
+async def _run(plan: dict[str, Any]) -> dict[str, Any]:
+    limit = asyncio.Semaphore(plan["concurrency"]) if plan["concurrency"] else nullcontext()
+    began, used = time.perf_counter(), time.process_time()
+
+    async def send(call: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(call["at"] - (time.perf_counter() - began))
+        async with limit:
+            return await _stream(plan["host"], plan["port"], call["body"])
+
+    calls = await asyncio.gather(*map(send, plan["calls"]))
+    return {"calls": calls, "cpu_seconds": round(time.process_time() - used, 3)}
+
+
+async def _stream(host: str, port: int, body: dict[str, Any]) -> dict[str, Any]:
+    """POST a body and keep each event with the time at which it was read."""
+    content = json.dumps(body).encode()
+    sent = time.time()
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _SECONDS_TO_CONNECT)
+    writer.write(_head(host, port, len(content)) + content)
+    accepted = b" 200 " in await reader.readline()
+    events, refusal = [], []
+    async for line in reader:
+        if line.startswith(_EVENT):
+            events.append((time.time(), line[len(_EVENT) :].decode().rstrip()))
+        elif not accepted:
+            refusal.append(line.decode(errors="replace").strip())
+    writer.close()
+    return {"sent": sent, "events": events, "refusal": refusal[-1:]}
+
+
+def _head(host: str, port: int, length: int) -> bytes:
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\nConnection: close\r\n\r\n"
+    ).encode()
+
+
+if __name__ == "__main__":
+    main()

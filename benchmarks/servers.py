@@ -1,0 +1,107 @@
+"""Servers that benchmarks send their calls to: `pipeline serve` and `vllm serve`, as a user starts
+them.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from benchmarks.driving import CONTEXT
+from benchmarks.models import model_folder
+from benchmarks.peers import vllm_environment, vllm_folder
+from benchmarks.processes import cpu_seconds
+
+HOST = "127.0.0.1"
+_START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 300.0, 30.0, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers."""
+
+    model: str
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes."""
+        return cpu_seconds(self.pid)
+
+
+@contextmanager
+def running_pipeline(model: str) -> Iterator[Server]:
+    """`pipeline serve` with a Redis and a file store of its own, warm."""
+    with tempfile.TemporaryDirectory() as store:
+        command = [sys.executable, "-m", "pipeline", "serve", "--file-store", store, "--log-level", "warning"]
+        with _running(model, command, os.environ) as server:
+            yield server
+
+
+@contextmanager
+def running_vllm_server(model: str) -> Iterator[Server]:
+    """`vllm serve` at the settings of `peers.py`, warm. Raises NoPeer."""
+    command = [str(vllm_folder() / "bin" / "vllm"), "serve"]
+    with _running(model, command, vllm_environment()) as server:
+        yield server
+
+
+@contextmanager
+def _running(model: str, command: list[str], environment: Mapping[str, str]) -> Iterator[Server]:
+    port = _free_port()
+    words = [
+        *("--model", str(model_folder(model)), "--served-model-name", model),
+        *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--host", HOST, "--port", str(port)),
+    ]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*command, *words], env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            server = Server(model, port, process.pid)
+            _wait_until_it_answers(server, process)
+            yield server
+        except Exception as error:
+            log.seek(0)
+            error.add_note(f"last words of {' '.join(command)}:\n{log.read()[-4000:]}")
+            raise
+        finally:
+            _stop(process)
+
+
+def _wait_until_it_answers(server: Server, process: "subprocess.Popen[bytes]") -> None:
+    body = {"model": server.model, "prompt": "def main", "max_tokens": 4}
+    until = time.monotonic() + _START_SECONDS
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            if httpx.post(f"{server.url}/v1/completions", json=body, timeout=_START_SECONDS).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(_POLL_SECONDS)
+    raise RuntimeError(f"the server of {server.model} did not answer; its exit status: {process.poll()}")
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as holder:
+        holder.bind((HOST, 0))
+        return int(holder.getsockname()[1])
