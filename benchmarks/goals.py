@@ -12,6 +12,7 @@ from benchmarks.report import RESULTS, arguments
 
 Figures = dict[str, Any]
 
+_LIVE = "live-gpt2-124m"
 _STRUCTURED = "structured-outputs-gpt2-124m-151936"
 
 
@@ -66,6 +67,53 @@ def _run_batch(lines: int, at_least: float, hoped: float) -> Goal:
     return Goal(title, f"run-batch-gpt2-124m-shared-{lines}-vllm", "x", at_least, hoped, _ratio, _seconds)
 
 
+def _against(figures: Figures, name: str, first: str, second: str) -> str:
+    return f"{figures[first][name]:,.0f} against {figures[second][name]:,.0f}"
+
+
+def _served(figures: Figures) -> str:
+    return f"{_against(figures, 'output_tokens_per_second', 'pipeline', 'vllm')} tok/s"
+
+
+def _all_tokens(figures: Figures) -> str:
+    return f"{_against(figures, 'tokens_per_second', 'live_and_batch', 'batch_alone')} tok/s"
+
+
+def _streams(figures: Figures) -> str:
+    rates = [figures[f"{name}output_tokens_per_second"] for name in ("", "engine_")]
+    return f"{rates[0]:.0f} against {rates[1]:.0f} tok/s"
+
+
+def _live(
+    title: str,
+    part: str,
+    name: str,
+    at_least: float,
+    hoped: float,
+    beside: Callable[[Figures], str],
+    less: bool = False,
+) -> Goal:
+    return Goal(
+        title,
+        _LIVE,
+        "x",
+        at_least,
+        hoped,
+        lambda figures: float(figures[part][name]),
+        lambda figures: beside(figures[part]),
+        less,
+    )
+
+
+def _allowed(title: str, name: str, value: str, hoped: float) -> Goal:
+    """A latency beside a batch, as a share of what is allowed."""
+
+    def beside(figures: Figures) -> str:
+        return f"{figures['beside'][f'{value}_ms']:,.0f} ms of {figures[f'{name}_allowed_ms']:,.0f} ms"
+
+    return _live(title, "beside", f"{name}_share", 1.0, hoped, beside, less=True)
+
+
 def _slower(title: str, part: str, at_least: float, hoped: float) -> Goal:
     def beside(figures: Figures) -> str:
         return f"steps of {figures[part]['step_ms']:.1f} against {figures[part]['step_ms_without']:.1f} ms"
@@ -82,6 +130,33 @@ AGAINST_VLLM = (
     _engine("the same, `qwen3-0.6b`, 64 random prompts", "qwen3-0.6b", "random", 64, 1.0, 1.3),
     _run_batch(128, 4.5, 5.5),
     _run_batch(1024, 1.7, 2.0),
+    Goal("`pipeline serve`, 64 streams, against `vllm serve`", f"{_LIVE}-vllm", "x", 1.0, 1.3, _ratio, _served),
+)
+LIVE = (
+    _allowed("live calls beside a batch: first token, p99, of what is allowed", "first_token", "first_token_p99", 0.7),
+    _allowed("the same, longest gap in a stream", "gap", "longest_gap", 0.8),
+    _live("the same, prompts and answers, against the batch alone", "beside", "ratio", 0.9, 0.97, _all_tokens),
+    _live("64 live streams against the engine alone", "streams", "ratio", 0.95, 1.0, _streams),
+    Goal(
+        "64 live streams, first token, p99, against `vllm serve`",
+        f"{_LIVE}-vllm",
+        "x",
+        1.0,
+        0.7,
+        lambda figures: float(figures["first_token_ratio"]),
+        lambda figures: f"{_against(figures, 'first_token_p99_ms', 'pipeline', 'vllm')} ms",
+        less=True,
+    ),
+    Goal(
+        "`pipeline serve` without a request, all processes, of a core",
+        _LIVE,
+        "%",
+        0.01,
+        0.005,
+        lambda figures: float(figures["idle"]["cores"]),
+        lambda figures: f"over {figures['idle']['seconds']:.0f} s",
+        less=True,
+    ),
 )
 GOALS = (
     *AGAINST_VLLM,
@@ -164,6 +239,7 @@ GOALS = (
         _ratio,
         _rates,
     ),
+    *LIVE,
 )
 
 

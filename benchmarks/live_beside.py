@@ -25,6 +25,7 @@ LIVE_STEP_SECONDS = 0.15  # of --live-step-ms on a CPU
 LEAST_GAP_SECONDS = 0.25  # a longer gap counts
 _LIVE_TOKENS = (64, 32)  # of a call's prompt and its answer
 _BATCH_TOKENS, _BATCH_OUTPUT = 900, (32, 120)
+_LEAST_SECONDS = 12.0  # of a phase
 _STEP_CONTEXT = 950  # of the decode step that gaps are held against
 
 
@@ -39,7 +40,8 @@ class Phases:
     after: float = 25.0
 
     def scaled(self, share: float) -> "Phases":
-        return Phases(*(share * getattr(self, field.name) for field in fields(self)))
+        """Return phases in which workers report at least twice."""
+        return Phases(*(max(_LEAST_SECONDS, share * getattr(self, field.name)) for field in fields(self)))
 
 
 def measure(server: Server, phases: Phases, every: float, lines: int, seed: int) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.report import arguments
-
 _EVENT = b"data: "
 _SECONDS_TO_CONNECT = 60.0
 
@@ -63,7 +61,6 @@ class Load:
 
 
 def main() -> None:
-    arguments(__doc__).parse_args()
     json.dump(asyncio.run(_run(json.load(sys.stdin))), sys.stdout)
 
 

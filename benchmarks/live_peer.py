@@ -34,6 +34,9 @@ def measure(model: str, concurrency: int, requests: int, turns: int, seed: int) 
         "pipeline": _summary(ours),
         "vllm": _summary(theirs),
         "peer_rests_at": [round(cores, 3) for cores in rests],
+        "first_token_ratio": round(
+            median(our["p99_ttft_ms"] / their["p99_ttft_ms"] for our, their in zip(ours, theirs, strict=True)), 3
+        ),
         **by_turns([one["duration"] for one in ours], [one["duration"] for one in theirs]),
     }
 

@@ -1,20 +1,23 @@
 """Writes what pages quote of the files of results: `python -m benchmarks.pages`.
 
 Between its marks, the README gets the table of goals, and `docs/performance.md` the tables of a
-step's parts, of batch sizes and of the control plane; the plot is drawn anew. A test holds that
-what is committed is what the committed results give.
+step's parts, of batch sizes, of live calls and of the control plane; the plots are drawn anew. A
+test holds that what is committed is what the committed results give.
 """
 
 from pathlib import Path
 
 from benchmarks.control_table import SCENARIOS, control_table
 from benchmarks.goals import figures_of, table
+from benchmarks.live_plot import live_plot
+from benchmarks.live_table import live_table, streams_table
 from benchmarks.plot import plot
 from benchmarks.profile_table import profile_table, sizes_table
 from benchmarks.report import RESULTS, arguments
 
 ROOT = Path(__file__).parent.parent
-PLOT = Path("benchmarks/versus_vllm.svg")
+PLOT, LIVE_PLOT = Path("benchmarks/versus_vllm.svg"), Path("benchmarks/live.svg")
+NOT_MEASURED = "Not measured yet.\n"
 README, PERFORMANCE = Path("README.md"), Path("docs/performance.md")
 
 
@@ -33,11 +36,16 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
     performance = (ROOT / PERFORMANCE).read_text()
     for name, make in (("step-profile-gpt2-124m", profile_table), ("batch-sizes", sizes_table)):
         figures = figures_of(name, results)
-        performance = between_marks(performance, name, make(figures) if figures else "Not measured yet.\n")
+        performance = between_marks(performance, name, make(figures) if figures else NOT_MEASURED)
     control = {scenario: figures_of(f"control-plane-{scenario}", results) for scenario in SCENARIOS}
     performance = between_marks(performance, "control-plane", control_table(control))
+    live = figures_of("live-gpt2-124m", results) or {"beside": None, "streams": None}
+    served = streams_table(live["streams"], figures_of("live-gpt2-124m-vllm", results))
+    performance = between_marks(performance, "live-streams", served)
+    performance = between_marks(performance, "live", live_table(live["beside"]) if live["beside"] else NOT_MEASURED)
     readme = between_marks((ROOT / README).read_text(), "goals", table(results))
-    return {PLOT: plot(results), README: readme, PERFORMANCE: performance}
+    plots = {PLOT: plot(results)} | ({LIVE_PLOT: live_plot(live["beside"])} if live["beside"] else {})
+    return {**plots, README: readme, PERFORMANCE: performance}
 
 
 def between_marks(page: str, name: str, text: str) -> str:

@@ -11,6 +11,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("batch_sizes",),
     ("step_profile",),
     ("structured_outputs", "--turns", "3", "--single-turns", "5", "--schemas", "100"),
+    ("live", "--turns", "1", "--scale", "0.5", "--requests", "64"),
 )
 """Needs no other program; some minutes on two cores."""
 
@@ -32,5 +33,7 @@ FULL: tuple[tuple[str, ...], ...] = (
     ("sampling",),
     ("structured_outputs",),
     ("structured_outputs", "--turns", "3", *_VLLM),
+    ("live",),
+    ("live", *_VLLM),
 )
 """Everything, with vLLM's CPU build and llama.cpp by turns; under an hour on two cores."""
