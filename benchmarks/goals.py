@@ -76,7 +76,9 @@ def _served(figures: Figures) -> str:
 
 
 def _all_tokens(figures: Figures) -> str:
-    return f"{_against(figures, 'tokens_per_second', 'live_and_batch', 'batch_alone')} tok/s"
+    kinds = ("prompt", "output")
+    rates = [_against(figures, f"{kind}_tokens_per_second", "live_and_batch", "batch_alone") for kind in kinds]
+    return f"prompts {rates[0]} tok/s, answers {rates[1]} tok/s"
 
 
 def _streams(figures: Figures) -> str:
@@ -135,7 +137,14 @@ AGAINST_VLLM = (
 LIVE = (
     _allowed("live calls beside a batch: first token, p99, of what is allowed", "first_token", "first_token_p99", 0.7),
     _allowed("the same, longest gap in a stream", "gap", "longest_gap", 0.8),
-    _live("the same, prompts and answers, against the batch alone", "beside", "ratio", 0.9, 0.97, _all_tokens),
+    _live(
+        "the same, all tokens at their cost, against the batch alone",
+        "beside",
+        "ratio",
+        0.9,
+        0.97,
+        _all_tokens,
+    ),
     _live("64 live streams against the engine alone", "streams", "ratio", 0.95, 1.0, _streams),
     Goal(
         "64 live streams, first token, p99, against `vllm serve`",

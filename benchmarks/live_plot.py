@@ -116,7 +116,7 @@ def _grid(y: float, label: str) -> list[str]:
 
 def _time_axis(seconds: float) -> list[str]:
     step = 30 if seconds > 90 else 10
-    times = range(0, int(seconds) + 1, step)
+    times = range(0, int(seconds - step / 4), step)
     return [_text(_x(time, seconds), _HEIGHT - 18, f"{time} s", "small", anchor="middle") for time in times]
 
 

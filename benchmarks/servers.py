@@ -17,7 +17,7 @@ import httpx
 
 from benchmarks.driving import CONTEXT
 from benchmarks.models import model_folder
-from benchmarks.peers import vllm_environment, vllm_folder
+from benchmarks.peers import KV_CACHE_GIB, vllm_environment, vllm_folder
 from benchmarks.processes import cpu_seconds
 
 HOST = "127.0.0.1"
@@ -43,9 +43,12 @@ class Server:
 
 @contextmanager
 def running_pipeline(model: str) -> Iterator[Server]:
-    """`pipeline serve` with a Redis and a file store of its own, warm."""
+    """`pipeline serve` with a Redis and a file store of its own and as much KV cache as vLLM gets,
+    warm.
+    """
     with tempfile.TemporaryDirectory() as store:
-        command = [sys.executable, "-m", "pipeline", "serve", "--file-store", store, "--log-level", "warning"]
+        options = ["--file-store", store, "--kv-cache-memory-bytes", str(KV_CACHE_GIB << 30), "--log-level", "warning"]
+        command = [sys.executable, "-m", "pipeline", "serve", *options]
         with _running(model, command, os.environ) as server:
             yield server
 
