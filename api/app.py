@@ -24,6 +24,8 @@ from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 
+_MOST_FOLLOWERS = 4096  # clients that follow streams at once; each takes a connection to Redis
+
 
 def create_app(settings: ApiSettings) -> FastAPI:
     """An app whose queue is at `settings.redis_url`; connections are made when it starts.
@@ -35,10 +37,12 @@ def create_app(settings: ApiSettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         assert settings.redis_url is not None
-        client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
+        client, reader_client = connect(settings.redis_url), connect_async(settings.redis_url)
+        # Not the reader's: however many clients follow streams, live calls get their answers
+        stream_client = connect_async(settings.redis_url, connections=_MOST_FOLLOWERS)
         queue = Queue(client, settings)
         fleet = Fleet(queue, settings.expected_models)
-        reader = Reader(stream_client, queue, fleet.short_retry_queue)
+        reader = Reader(reader_client, queue, fleet.short_retry_queue)
         store = FileStore(queue, settings.file_store, forget_output)
         app.state.pipeline = ApiState(settings, queue, stream_client, reader, fleet, store, ring)
         reading = asyncio.create_task(reader.run())
@@ -47,6 +51,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+            await reader_client.aclose()
             await stream_client.aclose()
             fleet.close()
             queue.close()

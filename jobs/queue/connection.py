@@ -51,11 +51,12 @@ def connect(url: str, *, db: int | None = None) -> redis.Redis:
     return redis.Redis.from_pool(_pool(redis, url, db, Retry(NoBackoff(), 0), _check_new))
 
 
-def connect_async(url: str) -> redis.asyncio.Redis:
+def connect_async(url: str, *, connections: int = _MAX_CONNECTIONS) -> redis.asyncio.Redis:
     """An asyncio client, with timeouts that also suit blocking reads of up to
-    `MAX_BLOCK_SECONDS`.
+    `MAX_BLOCK_SECONDS`, of which each takes one of its `connections`.
     """
-    return redis.asyncio.Redis.from_pool(_pool(redis.asyncio, url, None, AsyncRetry(NoBackoff(), 0), _check_new_async))
+    pool = _pool(redis.asyncio, url, None, AsyncRetry(NoBackoff(), 0), _check_new_async, connections)
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 def blocking_twin(client: redis.Redis) -> redis.Redis:
@@ -105,12 +106,19 @@ class _UnfitServer(QueueUnavailable, redis.ConnectionError):
     """The server that answered cannot hold a queue. Calls retry, since it may be set right."""
 
 
-def _pool(library: ModuleType, url: str, db: int | None, retry: object, on_connect: Callable[[Any], object]) -> Any:
+def _pool(
+    library: ModuleType,
+    url: str,
+    db: int | None,
+    retry: object,
+    on_connect: Callable[[Any], object],
+    connections: int = _MAX_CONNECTIONS,
+) -> Any:
     """A pool of redis-py's, whose asyncio half has the same classes (`library`)."""
     try:
         address = parse_redis_url(url)
         options = {**_OPTIONS, "retry": retry, **library.connection.parse_url(address.server)}
-        options |= {"redis_connect_func": on_connect, "max_connections": _MAX_CONNECTIONS}
+        options |= {"redis_connect_func": on_connect, "max_connections": connections}
         if db is not None:
             options["db"] = db
         if "path" not in options:

@@ -1,5 +1,6 @@
 """Following a request by its id, and going on after a cut."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,9 +11,10 @@ import openai
 import pytest
 
 from jobs.protocol.completions import COMPLETIONS
-from jobs.protocol.requests import Request
+from jobs.protocol.requests import Request, RequestKey, new_live_id
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.support.stream_client import StreamAnswer
 from tests.support.waiting import wait_until
 
 PIECES = ["one ", "two ", "three ", "four"]
@@ -42,6 +44,41 @@ def test_a_cut_reader_goes_on_after_the_last_event_it_saw(
     assert events[-1][1]["status"] == 200
     assert events[-1][1]["response"]["choices"][0]["text"] == "".join(PIECES)
     assert rest.text.rstrip().endswith("data: [DONE]")
+
+
+def test_many_who_follow_delay_no_call_and_miss_nothing(
+    api_url: str, client: openai.OpenAI, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    """More than there are connections to Redis for all else."""
+    waiting = RequestKey(new_live_id(""), 0)
+    queue.submit(waiting.batch, Request(COMPLETIONS, "later", b"{}", seed=0))
+
+    async def follow() -> list[Any]:
+        async with StreamAnswer(api_url, f"/v1/streams/{waiting.batch}") as answer:
+            await answer.begin()
+            began.append(answer.status)
+            return [event.value async for event in answer.events()]
+
+    async def run() -> list[list[Any]]:
+        followers = [asyncio.create_task(follow()) for _ in range(300)]
+        while len(began) < len(followers):
+            await asyncio.sleep(0.05)
+        answer = await asyncio.to_thread(client.completions.create, model=MODEL, prompt="x")
+        assert answer.choices[0].text == "done"
+        scripted(lambda claim: PIECES, models=("later",))
+        return await asyncio.gather(*followers)
+
+    began: list[int] = []
+    scripted(lambda claim: ["done"])
+
+    async def limited() -> list[list[Any]]:
+        async with asyncio.timeout(120):
+            return await run()
+
+    for values in asyncio.run(limited()):
+        assert values[-1] is None
+        assert values[-2]["status"] == 200
+        assert "".join(_text(value) for value in values[:-1]) == "".join(PIECES)
 
 
 def _text(event: dict[str, Any]) -> str:

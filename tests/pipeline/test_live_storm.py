@@ -86,10 +86,7 @@ def questions() -> list[Question]:
 def ask_once(urls: list[str]) -> None:
     """One call to each API process, so that all is there that an idle one has."""
     for url in urls:
-        body = {"model": "demo", "prompt": "List", "max_tokens": 2}
-        wait_until(
-            lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200, 60, "an answer"
-        )
+        wait_until(partial(answers, url), 60, "an answer")
 
 
 async def rage(fleet: LocalFleet, storm: Storm, hold: Path) -> None:
@@ -101,9 +98,10 @@ async def rage(fleet: LocalFleet, storm: Storm, hold: Path) -> None:
     with held(hold):
         running = asyncio.create_task(storm.run())
         await reach(fleet, running, lambda: storm.is_whole, "every stream to begin")
-    for name, share in (("worker-0", 0.2), ("api", 0.5)):
-        await reach(fleet, running, lambda: storm.tokens > share * storm.expected_tokens, f"some tokens before {name}")
-        fleet.members[name].send(signal.SIGKILL)
+    await reach(fleet, running, lambda: storm.tokens > 0.2 * storm.expected_tokens, "some tokens")
+    fleet.members["worker-0"].send(signal.SIGKILL)
+    await reach(fleet, running, lambda: storm.tokens > 0.5 * storm.expected_tokens, "half of the tokens")
+    fleet.members["api"].send(signal.SIGKILL)
     await reach(fleet, running, running.done, "the end of all streams")
     await running
 
