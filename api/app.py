@@ -9,6 +9,7 @@ from fastapi import Depends, FastAPI
 from api import auth
 from api.fleet import Fleet
 from api.http.errors import Stoppable, install_error_handlers
+from api.http.framing import Framing
 from api.http.head import HeadAsGet
 from api.http.lingering import Lingering
 from api.http.openapi import describe
@@ -61,7 +62,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         title="Batch inference pipeline", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None
     )
     app.add_middleware(WebPages, ring, settings)
-    for middleware in (HeadAsGet, Lingering, Stoppable, RequestIds):  # the last one is outermost
+    for middleware in (HeadAsGet, Lingering, Stoppable, Framing, RequestIds):  # the last one is outermost
         app.add_middleware(middleware)
     install_error_handlers(app)
     for module in (live_calls, streams, models, files, batches, batch_stream):

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.responses import json_response
 from jobs.errors import JobsError
+from jobs.protocol import fields
 from jobs.protocol.results import ApiError, ErrorType
 from jobs.queue.scripts import QueueFull, QueueUnavailable
 from jobs.store.api_keys import KeysUnreadable
@@ -114,7 +115,7 @@ async def _api_error(_request: Request, error: Exception) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    call = f"{request.method} {request.url.path}"
+    call = _shown_call(request)
     if error.status_code == 404:
         return error_response(ApiError(404, f"Unknown request URL: {call}.", code="unknown_url"))
     if error.status_code == 405:
@@ -124,6 +125,11 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     kind: ErrorType = "server_error" if error.status_code >= 500 else "invalid_request_error"
     message = str(error.detail) or HTTPStatus(error.status_code).phrase
     return error_response(ApiError(error.status_code, message, kind), dict(error.headers or {}))
+
+
+def _shown_call(request: Request) -> str:
+    """Method and path, which may be long and hold control characters."""
+    return fields.shown(f"{request.method} {request.scope['path']}")
 
 
 def _allowed(request: Request) -> str:
@@ -161,6 +167,6 @@ async def _unforeseen(request: Request, _error: Exception) -> Response:
     the traceback.
     """
     request_id = request.state.request_id
-    logger.error("request %s failed: %s %s", request_id, request.method, request.url.path)
+    logger.error("request %s failed: %s", request_id, _shown_call(request))
     failure = ApiError(500, "The server had an error while handling the request.", "server_error")
     return error_response(failure, {"x-request-id": request_id})
