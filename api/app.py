@@ -5,14 +5,17 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from api import auth
 from api.fleet import Fleet
+from api.http.access_log import AccessLog
 from api.http.errors import Stoppable, install_error_handlers
 from api.http.framing import Framing
 from api.http.head import HeadAsGet
 from api.http.lingering import Lingering
 from api.http.openapi import describe
+from api.http.own_middleware import add_middleware
 from api.http.request_ids import RequestIds
 from api.reader import Reader
 from api.routes import batch_stream, batches, files, health, live_calls, metrics, models, streams
@@ -26,12 +29,25 @@ from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 
 _MOST_FOLLOWERS = 4096  # clients that follow streams at once; each takes a connection to Redis
+_EXPOSED = (
+    "openai-processing-ms",
+    "retry-after",
+    "retry-after-ms",
+    "x-incomplete",
+    "x-last-line",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-request-id",
+    "x-should-retry",
+    "x-stream-id",
+)  # headers that pages of --allowed-origins may read
 
 
 def create_app(settings: ApiSettings) -> FastAPI:
     """An app whose queue is at `settings.redis_url`; connections are made when it starts.
 
-    Raises `StoreError` for a file store that is no folder.
+    Raises `StoreError` for a file store that is no folder, and `SettingsError`.
     """
     ring = KeyRing(settings.file_store)
 
@@ -59,11 +75,15 @@ def create_app(settings: ApiSettings) -> FastAPI:
             client.close()
 
     app = FastAPI(
-        title="Batch inference pipeline", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None
+        title="Batch inference pipeline",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
     )
-    app.add_middleware(WebPages, ring, settings)
-    for middleware in (HeadAsGet, Lingering, Stoppable, Framing, RequestIds):  # the last one is outermost
-        app.add_middleware(middleware)
+    app.root_path = settings.root_path
+    _add_middleware(app, ring, settings)
     install_error_handlers(app)
     for module in (live_calls, streams, models, files, batches, batch_stream):
         app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)
@@ -71,3 +91,23 @@ def create_app(settings: ApiSettings) -> FastAPI:
         app.include_router(module.router)
     describe(app, settings.completion_windows)
     return app
+
+
+def _add_middleware(app: FastAPI, ring: KeyRing, settings: ApiSettings) -> None:
+    """Put middleware around the routes, the last one outermost. Raise `SettingsError`."""
+    app.add_middleware(WebPages, ring, settings)
+    for middleware in (HeadAsGet, Lingering, Stoppable, Framing):
+        app.add_middleware(middleware)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=_EXPOSED,
+        )
+    add_middleware(app, settings.middleware)
+    if not settings.disable_uvicorn_access_log:
+        app.add_middleware(AccessLog, settings.unlogged_paths)
+    app.add_middleware(RequestIds)

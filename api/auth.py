@@ -1,6 +1,5 @@
 """Who calls: the key of `Authorization: Bearer`, and what its tenant may see and do."""
 
-import ipaddress
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
@@ -73,17 +72,9 @@ def caller_of(request: Request) -> Caller:
     return cast(Caller, request.state.caller)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether an address to listen on can be reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def needs_no_key(ring: KeyRing, settings: ApiSettings) -> bool:
     """Return whether every client is let in. Raise `KeysUnreadable`."""
-    return not ring.required() and (settings.insecure or (is_loopback(settings.host) and not ring.known()))
+    return not ring.required() and (settings.insecure or (settings.is_local and not ring.known()))
 
 
 def _caller(ring: KeyRing, settings: ApiSettings, secret: str) -> Caller:

@@ -1,30 +1,16 @@
-"""Configuration of an API process: that of its queue, and of HTTP."""
+"""Configuration of an API process: that of its queue, of its HTTP server, and of what it serves."""
 
 from dataclasses import dataclass
 
+from api.http_settings import HttpSettings
 from jobs.protocol.windows import window_seconds
-from jobs.queue.settings import QueueSettings
 from jobs.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class ApiSettings(QueueSettings):
+class ApiSettings(HttpSettings):
     """One frozen set of values per process."""
 
-    host: str = setting(
-        "127.0.0.1",
-        "Address to listen on; 0.0.0.0 for every one, which needs API keys (`pipeline keys create`).",
-    )
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", min=0, max=65535)
-    insecure: bool = setting(
-        False, "While no API key exists, answer every client that reaches the address, but no web page from elsewhere."
-    )
-    allowed_hosts: tuple[str, ...] = setting(
-        (),
-        "Public host name under which clients and web pages reach this server, besides its own; may be repeated. While"
-        " no API key exists, pages of others are refused, and on a loopback address all calls under others.",
-        flag="allowed-host",
-    )
     expected_models: tuple[str, ...] = setting(
         (),
         "Model that counts as loading while no worker has registered it; may be repeated. `serve` names its own.",

@@ -14,15 +14,16 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.auth import is_loopback, needs_no_key
+from api.auth import needs_no_key
 from api.http.errors import error_response
+from api.http.route_path import PROBED, route_path
+from api.http_settings import ANY, is_loopback
 from api.settings import ApiSettings
 from api.threads import KEYS, run_in
 from jobs.protocol import fields
 from jobs.protocol.results import ApiError
 from jobs.store.api_keys import KeyRing, KeysUnreadable
 
-_PROBED = ("/health", "/ready", "/metrics")
 _LOCAL_SUFFIXES = (".localhost", ".internal", ".local")
 _WAY_OUT = "make a key (`pipeline keys create`), or start it with --allowed-host NAME"
 
@@ -39,10 +40,11 @@ class WebPages:
         self._settings = settings
         names = ("localhost", socket.gethostname(), settings.host, *settings.allowed_hosts)
         self._names = {name.lower() for name in names if name}
-        self._judges_host = is_loopback(settings.host)
+        self._judges_host = settings.is_local
+        self._origins = {origin for origin in settings.allowed_origins if origin != ANY}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        judged = scope["type"] == "http" and scope["path"] not in _PROBED
+        judged = scope["type"] == "http" and route_path(scope) not in PROBED
         refusal = self._refusal(Headers(scope=scope)) if judged else None
         if refusal is not None and await self._is_open():
             await error_response(refusal)(scope, receive, send)
@@ -54,9 +56,13 @@ class WebPages:
         name = _name_of(f"//{host}")
         if self._judges_host and host and not (self._is_own(name) or _is_local(name)):
             return _refused(f"is not called '{fields.shown(host)}'", "host_not_allowed")
-        if origin is not None and not (_name_of(origin) == name or self._is_own(_name_of(origin))):
+        if origin is not None and not self._is_known(origin, name):
             return _refused(f"answers no web page of '{fields.shown(origin)}'", "origin_not_allowed")
         return None
+
+    def _is_known(self, origin: str, called: str) -> bool:
+        """Return whether it is the server under the name `called`, its own, or one let in."""
+        return origin in self._origins or _name_of(origin) == called or self._is_own(_name_of(origin))
 
     def _is_own(self, name: str) -> bool:
         return name in self._names or name.endswith(".localhost") or is_loopback(name)

@@ -2,11 +2,19 @@
 
 import argparse
 import ctypes
+import json
 import logging
 import os
 import signal
 import sys
-from typing import TextIO
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+FORMAT_VARIABLE = "PIPELINE_LOG_FORMAT"
+"""Says how log lines are written, text or json, in this process and those that it starts."""
+
+NAME_VARIABLE = "PIPELINE_LOG_NAME"
+"""Names one of several equal processes in JSON lines."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before a fork, after which nothing may be
@@ -46,16 +54,51 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
+class _JsonLines(logging.Formatter):
+    """One JSON object per record; `extra={"fields": …}` of a record are keys of their own."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
 def configure_logs(process: str, level: str = "info") -> None:
-    """Send this process' log to stderr, one line per record, as `10:31:02 worker-0 INFO text`.
+    """Send this process' log to stderr, one line per record, as `10:31:02 worker-0 INFO text`, or
+    as JSON.
 
     At level debug, times have milliseconds.
     """
     time = "%(asctime)s.%(msecs)03d" if level == "debug" else "%(asctime)s"
+    text = logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S")
     handler = _CurrentStderr()
-    handler.setFormatter(logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_JsonLines(os.environ.get(NAME_VARIABLE, process)) if logs_json() else text)
     logging.root.handlers[:] = [handler]
     logging.root.setLevel(level.upper())
     http = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "huggingface_hub")
     for noisy in (*http, "uvicorn.error", "filelock", "rq.worker", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.root.level))
+
+
+def logs_json() -> bool:
+    """Return whether log lines are JSON, in this process and those that it starts."""
+    return os.environ.get(FORMAT_VARIABLE) == "json"
+
+
+def as_json_line(process: str, line: str) -> str:
+    """Return a printed line as JSON; one that already is an object is left as it is."""
+    if line.startswith("{"):
+        return line
+    return _JsonLines(process).format(logging.makeLogRecord({"name": process, "levelname": "INFO", "msg": line}))

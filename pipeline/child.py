@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from jobs.process import die_with_parent
+from jobs.process import NAME_VARIABLE, die_with_parent, logs_json
 from pipeline.errors import ChildFailed, ChildRefused, Refused
 
 ERROR_PREFIX = "Error: "
@@ -25,7 +25,8 @@ class Child:
     """A process that is kept running.
 
     `command` is called at each start; `on_death` gets the process id as soon as the process is
-    found ended. A `named` child has its name before each line that it prints.
+    found ended. A `named` child has its name before each line that it prints, or in each line of
+    JSON. It inherits `descriptors`.
 
     The kernel ties a child to the thread that started it, so `start` and `check` belong to the main
     thread.
@@ -40,11 +41,13 @@ class Child:
         on_death: Callable[[int], None] = lambda pid: None,
         *,
         named: bool = False,
+        descriptors: tuple[int, ...] = (),
     ) -> None:
         self.name = name
-        self._prefix = f"{name}: " if named else ""
+        self._prefix = f"{name}: " if named and not logs_json() else ""
         self._command = command
-        self._environment = {**os.environ, **environment}
+        self._environment = {**os.environ, **environment, **({NAME_VARIABLE: name} if named else {})}
+        self._descriptors = descriptors
         self._say = say
         self._on_death = on_death
         self._process: subprocess.Popen[str] | None = None
@@ -77,6 +80,7 @@ class Child:
             text=True,
             errors="replace",
             start_new_session=True,
+            pass_fds=self._descriptors,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         self._reader = threading.Thread(

@@ -13,6 +13,9 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import click
 from click.core import ParameterSource
 
+from api.http_settings import HttpSettings
+from api.settings import ApiSettings
+from jobs.process import FORMAT_VARIABLE
 from jobs.queue.redis_url import parse_redis_url, without_secrets
 from jobs.queue.settings import QueueSettings
 from jobs.settings import kind_of, own_fields, variable
@@ -166,6 +169,11 @@ def arguments_of(settings: type, values: Mapping[str, Any], *without: str) -> li
     return arguments
 
 
+def api_arguments(values: Mapping[str, Any]) -> list[str]:
+    """Return the command line that gives an API process the same flags."""
+    return [*arguments_of(HttpSettings, values), *arguments_of(ApiSettings, values)]
+
+
 def _type_of(kind: type, limits: Mapping[str, Any]) -> Any:
     if "kind" in limits:
         return _KINDS[limits["kind"]]
@@ -243,6 +251,12 @@ def _configure_logs(ctx: click.Context, _param: click.Parameter, level: str) -> 
     return level
 
 
+def _set_log_format(ctx: click.Context, _param: click.Parameter, form: str) -> None:
+    """Before the logs are configured, and for the processes that this one starts."""
+    if not ctx.resilient_parsing:
+        os.environ[FORMAT_VARIABLE] = form
+
+
 common_options = all_of(
     flag(
         "--config",
@@ -251,6 +265,15 @@ common_options = all_of(
         expose_value=False,
         callback=_read_config,
         help="YAML or TOML file of flag names and values; flags and environment variables win over it.",
+    ),
+    flag(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        is_eager=True,
+        expose_value=False,
+        callback=_set_log_format,
+        help="How log lines are written; json: one object per line, also of every process that is started.",
     ),
     flag(
         "--log-level",

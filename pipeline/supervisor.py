@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from api.http.listening import SharedListener
 from jobs.queue.settings import QueueSettings
 from pipeline.child import Child
 from pipeline.errors import ChildFailed
@@ -53,6 +54,7 @@ class Supervisor:
         self._say = say
         self._server: KeptServer | None = None
         self._children: list[Child] = []
+        self._listener: SharedListener | None = None
         self._exit = contextlib.ExitStack()
         self._queue: Queue | None = None
         self._environment: dict[str, str] = {}
@@ -121,9 +123,26 @@ class Supervisor:
         for number in range(replicas):
             self._add(f"worker-{number}", command, {"OMP_NUM_THREADS": threads}, on_death=self._bury, named=True)
 
-    def start_api(self, arguments: list[str]) -> None:
-        """Start the API. `arguments` are the flags of `pipeline api`."""
-        self._add("api", partial(_python, "pipeline", "api", "--log-level", self._log_level, *arguments))
+    def start_api(self, arguments: list[str], listener: socket.socket | None = None, count: int = 1) -> None:
+        """Start `count` API processes, which share `listener` (without one, each listens by
+        itself).
+
+        `arguments` are the flags of `pipeline api`.
+        """
+        command = partial(_python, "pipeline", "api", "--log-level", self._log_level, *arguments)
+        if listener is None:
+            self._add("api", command)
+            return
+        shared = self._listener = SharedListener(listener, count)
+        for number in range(count):
+            self._add(
+                "api" if count == 1 else f"api-{number}",
+                command,
+                shared.environment(number),
+                on_death=partial(self._leave, number),
+                named=count > 1,
+                descriptors=shared.descriptors,
+            )
 
     def check(self) -> float:
         """Restart ended children.
@@ -147,6 +166,8 @@ class Supervisor:
 
         Each kind gets some time to end in order; once `insisted()`, none does.
         """
+        if self._listener is not None and "api".startswith(only):
+            self._listener.close()
         for kind in ("api", "worker", "jobs", "ticker"):
             chosen = [child for child in self._children if child.name.startswith(kind) and child.name.startswith(only)]
             deadline = time.monotonic() + self._stop_seconds
@@ -171,8 +192,10 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         on_death: Callable[[int], None] = lambda pid: None,
         named: bool = False,
+        descriptors: tuple[int, ...] = (),
     ) -> None:
-        child = Child(name, command, {**self._environment, **(environment or {})}, self._say, on_death, named=named)
+        variables = {**self._environment, **(environment or {})}
+        child = Child(name, command, variables, self._say, on_death, named=named, descriptors=descriptors)
         child.start()
         self._children.append(child)
 
@@ -184,6 +207,10 @@ class Supervisor:
         if self._server is None:  # a private server needs no check, and may be restarting
             check_server(client)
         return Queue(client, self.settings)
+
+    def _leave(self, number: int, _pid: int) -> None:
+        if self._listener is not None:
+            self._listener.leave(number)
 
     def _bury(self, pid: int) -> None:
         """Requeue the requests of a dead worker at once; the ticker would do it one lease later."""

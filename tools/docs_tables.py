@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from api.http_settings import HttpSettings
 from api.routes.metrics import QUEUE_METRICS, QueueMetric
 from api.settings import ApiSettings
 from jobs.protocol import parameters
@@ -133,7 +134,7 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "errors": _errors,
     "queue_settings": partial(_settings, QueueSettings),
     "worker_settings": partial(_settings, WorkerSettings, EngineConfig),
-    "api_settings": partial(_settings, ApiSettings),
+    "api_settings": partial(_settings, HttpSettings, ApiSettings),
 }
 
 if __name__ == "__main__":

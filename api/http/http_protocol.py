@@ -1,28 +1,136 @@
-"""The HTTP layer below the app: what is no request at all gets OpenAI's shape and a request id
-too.
+"""The HTTP layer below the app: limits of connections and heads. What is no request at all gets
+OpenAI's shape and a request id too.
 """
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import asyncio
+import logging
+import sys
+import time
+from typing import Any
 
+import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from api.http.errors import error_response
+from api.http.request_ids import RequestIds
+from api.http.route_path import PROBED, route_path
+from api.http_settings import HttpSettings
 from jobs.protocol.results import ApiError, encode_json, new_request_id
+
+_TOO_LARGE = 431
+_LOG_AGAIN_SECONDS = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's, but for the answer that it gives without asking the app."""
+    """uvicorn's, but for limits, and for the answers that it gives without asking the app."""
+
+    def __init__(
+        self, config: Config, server_state: ServerState, app_state: dict[str, Any], limits: HttpSettings, full: "Full"
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self.conn = _Connection(limits)
+        self._limits = limits
+        self._full = full
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self.app = self._full
+        self._set_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE or not self.conn.trailing_data[0]:
+            self._unset_head_timer()
+        elif self._head_timer is None:  # the first part of one more head on the same connection
+            self._set_head_timer()
 
     def send_400_response(self, msg: str) -> None:
-        body = encode_json(ApiError(400, msg, code="invalid_http_request").body())
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("x-request-id", new_request_id()),
-            ("connection", "close"),
-        ]
-        for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        error = sys.exception()  # called while it is handled
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _TOO_LARGE:
+            limits = self._limits
+            self._refuse(
+                _TOO_LARGE,
+                f"The head of the request is over {limits.h11_max_incomplete_event_size} bytes or"
+                f" {limits.h11_max_header_count} headers: send less.",
+                "request_head_too_large",
+            )
+        else:
+            self._refuse(400, msg, "invalid_http_request")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        self._unset_head_timer()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = encode_json(ApiError(status, message, code=code).body())
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("x-request-id", new_request_id()),
+                ("connection", "close"),
+            ]
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _set_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.timeout_head, self._head_is_late)
+
+    def _unset_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.conn.trailing_data[0]:
+            seconds = f"{self._limits.timeout_head:g}"
+            self._refuse(408, f"The head of the request did not arrive within {seconds} s.", "request_head_timeout")
+        else:
+            self.transport.close()
+
+
+class Full:
+    """ASGI app of connections beyond the limit: probes get the app's answer, every call a 503."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._refusal = RequestIds(self._refuse)
+        self._log_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        probed = scope["type"] == "http" and route_path(scope) in PROBED
+        await (self._app if probed else self._refusal)(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if time.monotonic() >= self._log_at:
+            self._log_at = time.monotonic() + _LOG_AGAIN_SECONDS
+            logger.warning("refusing calls on more than %d connections (--max-connections)", self._limit)
+        error = ApiError(
+            503, "The server has as many connections as it may have; try again.", "server_error", code="server_full"
+        )
+        await error_response(error, {"retry-after": "1", "connection": "close"})(scope, receive, send)
+
+
+class _Connection(h11.Connection):
+    """h11's, which also bounds the number of headers."""
+
+    def __init__(self, limits: HttpSettings) -> None:
+        super().__init__(h11.SERVER, limits.h11_max_incomplete_event_size)
+        self._most_headers = limits.h11_max_header_count
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and len(event.headers) > self._most_headers:
+            raise h11.RemoteProtocolError("too many headers", error_status_hint=_TOO_LARGE)
+        return event

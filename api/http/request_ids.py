@@ -2,15 +2,20 @@
 that a dependency noted.
 """
 
-from starlette.datastructures import MutableHeaders
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.protocol.results import new_request_id
+
+_GIVEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:=+/@-]{0,127}")
 
 
 class RequestIds:
     """Plain ASGI middleware, so that streams and disconnects pass through untouched.
 
+    A client may choose the id of its request; one that logs or headers could not hold is replaced.
     `request.state.headers` may hold more headers.
     """
 
@@ -21,7 +26,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = new_request_id()
+        request_id = _given(scope) or new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_named(message: Message) -> None:
@@ -33,3 +38,9 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def _given(scope: Scope) -> str | None:
+    """The client's id, None unless there is exactly one that can be used."""
+    found = Headers(scope=scope).getlist("x-request-id")
+    return found[0] if len(found) == 1 and _GIVEN.fullmatch(found[0]) else None

@@ -63,6 +63,7 @@ async def answer(request: Request, endpoint: str) -> Response:
     call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await run_in(LIVE, _parse, endpoint, raw)
     await state.fleet.require(call.model)
     live = LiveCall(state, call, caller_of(request).tenant)
+    request.state.stream_id = live.key.batch  # by which workers log it
     try:
         await live.submit(raw)
         first = await _unless_gone(request, live.first())

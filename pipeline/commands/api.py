@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from api.http_settings import HttpSettings
 from api.settings import ApiSettings
 from pipeline.errors import Refused
 from pipeline.options import common_options, flags_of, fleet_redis_option, log_settings, store_option, values_of
@@ -14,6 +15,7 @@ log = logging.getLogger("api")
 
 
 @click.command()
+@flags_of(HttpSettings)
 @flags_of(ApiSettings)
 @store_option
 @fleet_redis_option
@@ -46,13 +48,12 @@ def check_open(settings: ApiSettings) -> None:
 
     Raises `StoreError` for unreadable keys.
     """
-    from api.auth import is_loopback
     from jobs.store.api_keys import KeyRing
 
     ring = KeyRing(settings.file_store)
     if ring.required() or settings.insecure:
         return
-    if not is_loopback(settings.host):
+    if not settings.is_local:
         raise Refused(
             f"others reach {settings.host}, and there is no API key in {settings.file_store}: make one (`pipeline keys"
             " create`), listen on 127.0.0.1, or add --insecure to answer every client"

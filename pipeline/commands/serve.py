@@ -5,11 +5,12 @@ from pathlib import Path
 
 import click
 
+from api.http_settings import HttpSettings
 from api.settings import ApiSettings
 from pipeline.commands.api import check_open
 from pipeline.errors import Refused
 from pipeline.options import (
-    arguments_of,
+    api_arguments,
     check_model_flags,
     common_options,
     flag,
@@ -33,7 +34,14 @@ _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
 @flag(
     "--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]"
 )
+@flags_of(HttpSettings)
 @flags_of(ApiSettings, "expected_models")
+@flag(
+    "--api-server-count",
+    type=click.IntRange(min=1, max=64),
+    default=1,
+    help="API processes that share the address; for more calls than one processor core can carry.",
+)
 @store_option
 @model_options
 @replicas_option
@@ -49,6 +57,7 @@ def serve(
     file_store: str,
     redis_url: str | None,
     data_parallel_size: int,
+    api_server_count: int,
     log_level: str,
     **_: object,
 ) -> None:
@@ -59,7 +68,7 @@ def serve(
     """
     log_settings(ctx)
     check_model_flags(ctx)
-    from api.main import listen
+    from api.http.listening import listening
     from jobs.store.marker import open_store
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
@@ -69,15 +78,17 @@ def serve(
     models = worker_settings(name, redis_url or "", ctx.params).models  # refuses before anything is started
     ctx.params["expected_model"] = tuple(models)
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
-    try:
-        listen(settings.host, settings.port).close()
-    except OSError as error:
-        raise Refused(error.strerror or str(error)) from None
     check_open(settings)
-    with _alone(file_store, redis_url), Supervisor(redis_url, settings, print_line, log_level) as supervisor:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_alone(file_store, redis_url))
+        try:
+            listener = stack.enter_context(listening(settings))
+        except OSError as error:
+            raise Refused(error.strerror or str(error)) from None
+        supervisor = stack.enter_context(Supervisor(redis_url, settings, print_line, log_level))
         if redis_url is not None:  # a private one knows no other store
             open_store(supervisor.queue, Path(file_store))
-        supervisor.start_api([*arguments_of(ApiSettings, ctx.params), "--file-store", file_store])
+        supervisor.start_api([*api_arguments(ctx.params), "--file-store", file_store], listener, api_server_count)
         supervisor.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
         supervisor.start_jobs(file_store)
         run_until_stopped(supervisor)

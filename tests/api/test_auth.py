@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from api.auth import is_loopback
+from api.http_settings import is_loopback
 from api.settings import ApiSettings
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key, revoke_key

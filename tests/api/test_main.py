@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from api.main import listen
+from api.http.listening import listen
 
 
 def test_what_is_written_goes_out_at_once() -> None:

@@ -7,14 +7,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from api.settings import ApiSettings
 from pipeline.commands.api import api
 from pipeline.commands.run_batch import run_batch
 from pipeline.commands.serve import serve
 from pipeline.commands.worker import worker
 from pipeline.options import (
     Size,
-    arguments_of,
+    api_arguments,
     check_model_flags,
     common_options,
     log_settings,
@@ -205,7 +204,7 @@ def test_the_api_of_a_server_gets_the_same_flags(given: str, monkeypatch: pytest
     meant = serve.make_context("serve", [*given.split(), "--file-store", str(tmp_path)]).params
     monkeypatch.setenv("PIPELINE_COMPLETION_WINDOWS", "1h 2h")  # as the child inherits it
     queue = ["--redis-url", "redis://host", "--file-store", meant["file_store"]]
-    got = api.make_context("api", [*arguments_of(ApiSettings, meant), *queue]).params
+    got = api.make_context("api", [*api_arguments(meant), *queue]).params
     shared = got.keys() & meant.keys() - {"redis_url"}
     assert {"host", "port", "insecure", "max_file_bytes", "file_store"} <= shared
     assert {name: got[name] for name in shared} == {name: meant[name] for name in shared}

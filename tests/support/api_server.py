@@ -3,42 +3,34 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
-import uvicorn
 
 from api.app import create_app
-from api.http.http_protocol import HttpProtocol
-from api.main import listen
+from api.http.listening import listen
+from api.http.server import HttpServer
 from api.settings import ApiSettings
 from tests.support.waiting import wait_until
 
 
 @contextmanager
-def running_api(settings: ApiSettings) -> Iterator[str]:
-    """The address of a running API; `settings.port` is not looked at."""
+def running_api(settings: ApiSettings, *, scheme: str = "http", keep_alive: int = 600) -> Iterator[str]:
+    """The address of a running API; `settings.port` is not looked at.
+
+    By default, no idle connection is closed: a client that does not ask again loses a call for
+    which it takes one that just closes.
+    """
     listener = listen("127.0.0.1", 0)
-    app = create_app(settings)
-    config = uvicorn.Config(
-        app,
-        http=HttpProtocol,
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        timeout_graceful_shutdown=2,
-        # A client that does not ask again loses a call for which it takes a connection that just
-        # closes
-        timeout_keep_alive=600,
-    )
-    server = uvicorn.Server(config)
+    server = HttpServer(create_app(settings), replace(settings, timeout_keep_alive=keep_alive), 2)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive(), 60, "the API to start")
         assert server.started, "the API ended at its start"
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(60)

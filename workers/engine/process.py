@@ -5,12 +5,14 @@ to it, and say in one line why they cannot go on.
 import ctypes
 import faulthandler
 import gc
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from workers.engine.messages.errors import ModelLoadError, RankError
@@ -35,6 +37,8 @@ def become_child(parent: int, connection: socket.socket, name: str, log_level: i
     connection.set_inheritable(False)
     os.dup2(2, 1)
     logging.basicConfig(level=log_level, format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    if os.environ.get("PIPELINE_LOG_FORMAT") == "json":
+        logging.root.handlers[0].setFormatter(_JsonRecords(name))
     for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, log_level))
 
@@ -93,6 +97,27 @@ def sentence(error: Exception) -> str:
     """Return an error as one line."""
     text = " ".join(str(error).split())
     return text if text and explains_itself(error) else f"{type(error).__name__}: {text}"
+
+
+class _JsonRecords(logging.Formatter):
+    """One JSON object per record, as the worker process writes it."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        above = os.environ.get("PIPELINE_LOG_NAME")
+        self._process = process if above is None else f"{above} {process}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def _die_with_parent(parent: int) -> None:

@@ -1,0 +1,32 @@
+"""Middleware of an operator's own, by its import path."""
+
+import importlib
+import inspect
+from typing import Any
+
+from fastapi import FastAPI
+
+from jobs.errors import SettingsError
+
+
+def add_middleware(app: FastAPI, paths: tuple[str, ...]) -> None:
+    """Put each around the app, the last one outermost. Raise `SettingsError`."""
+    for path in paths:
+        found = _imported(path)
+        if inspect.isclass(found):
+            app.add_middleware(found)
+        elif inspect.iscoroutinefunction(found):
+            app.middleware("http")(found)
+        else:
+            raise SettingsError(f"--middleware {path} is neither a class nor an async function (request, call_next)")
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise SettingsError(f"--middleware {path}: the module {module} has no {name}") from None
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SettingsError(f"--middleware {path} cannot be imported, is it on PYTHONPATH? {reason}") from None

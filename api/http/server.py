@@ -1,0 +1,154 @@
+"""uvicorn's server with the limits of the settings, on sockets that processes may share."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from api.http import tls
+from api.http.http_protocol import Full, HttpProtocol
+from api.http.listening import ConnectionCounts
+from api.http_settings import HttpSettings
+
+_OTHER_FILES = 128  # that a process has open besides its connections
+_WAITS = 5
+_WAIT_SECONDS = 0.001
+_PAUSE_SECONDS = 1.0  # until there may be a free descriptor
+
+logger = logging.getLogger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's, but that it accepts connections one by one.
+
+    asyncio's takes all that wait, so that of several processes the first one awake would get them.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: HttpSettings, stop_seconds: int, counts: ConnectionCounts | None = None
+    ) -> None:
+        """Raise `SettingsError` for files of TLS that cannot be used."""
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=HttpProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=settings.timeout_keep_alive,
+            timeout_graceful_shutdown=stop_seconds,
+        )
+        super().__init__(config)
+        config.load()
+        config.ssl = tls.server_context(settings)
+        self._settings = replace(settings, max_connections=_most_connections(settings))
+        self._full = Full(config.loaded_app, self._settings.max_connections)
+        self._counts = counts
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connecting = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept from `sockets`."""
+        await super().startup(sockets=[])  # which starts the app, and accepts from none
+        for listener in sockets or [] if self.started else []:
+            listener.setblocking(False)
+            self._start(self._accept(listener))
+        if self._settings.enable_ssl_refresh and self.config.ssl is not None:
+            self._start(tls.refresh(self.config.ssl, self._settings))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and end what runs."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._counts is not None:
+            self._counts.leave()
+        await super().shutdown(sockets)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        self._publish()
+        while True:
+            await _readable(listener)
+            await self._give_way()
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                continue  # another process has it, or its client left
+            except OSError as error:
+                logger.error("cannot accept connections, trying again in %g s: %s", _PAUSE_SECONDS, error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            connection.setblocking(False)
+            self._connecting += 1
+            self._publish()
+            self._start(self._connect(connection))
+
+    async def _give_way(self) -> None:
+        """Leave a connection for a while to a process that has fewer, but may be busy."""
+        if self._counts is None:
+            return
+        self._publish()
+        for _ in range(_WAITS):
+            if self._counts.may_accept():
+                return
+            await asyncio.sleep(_WAIT_SECONDS)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        """Set up TLS, if any, and the protocol."""
+        context = self.config.ssl
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._protocol,
+                connection,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else self._settings.timeout_head,
+            )
+        except OSError as error:  # a client that left, or does not speak TLS
+            logger.debug("a connection could not be set up: %s", error)
+            connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        finally:
+            self._connecting -= 1
+
+    def _protocol(self) -> HttpProtocol:
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._settings, self._full)
+
+    def _publish(self) -> None:
+        if self._counts is not None:
+            self._counts.publish(len(self.server_state.connections) + self._connecting)
+
+
+def _most_connections(settings: HttpSettings) -> int:
+    """Raise the limit of open files as far as allowed; return how many connections it leaves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return settings.max_connections if soft < 0 else max(1, min(settings.max_connections, soft - _OTHER_FILES))
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Wait until a connection waits."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(listener, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(listener)
