@@ -19,6 +19,6 @@ def run_until_stopped(supervisor: Supervisor) -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a whole line to stderr in one call, since several threads print; as JSON if logs are."""
+    """Print a whole line to stderr in one call, since several threads print; JSON if logs are."""
     sys.stderr.write((as_json_line("supervisor", line) if logs_json() else line) + "\n")
     sys.stderr.flush()

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 
@@ -13,10 +13,10 @@ def add_middleware(app: FastAPI, paths: tuple[str, ...]) -> None:
     """Put each around the app, the last one outermost. Raise `SettingsError`."""
     for path in paths:
         found = _imported(path)
-        if inspect.isclass(found):
-            app.add_middleware(found)
-        elif inspect.iscoroutinefunction(found):
+        if inspect.iscoroutinefunction(found):
             app.middleware("http")(found)
+        elif isinstance(found, type):
+            app.add_middleware(cast(Any, found))
         else:
             raise SettingsError(f"--middleware {path} is neither a class nor an async function (request, call_next)")
 
