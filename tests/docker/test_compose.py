@@ -96,7 +96,8 @@ def test_a_service_runs_a_command_with_settings_that_it_knows(name: str) -> None
     unused = {"FILE_STORE"} if name == "worker" else set()
     assert given - NOT_FLAGS - unused <= known
     health = OURS[name]["healthcheck"]["test"]
-    assert health[1] == "python" or health[2] in COMMANDS
+    assert health[1] == "pipeline"
+    assert health[2] in COMMANDS
 
 
 def test_no_two_services_build_one_tag() -> None:

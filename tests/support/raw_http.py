@@ -1,7 +1,10 @@
-"""HTTP by its bytes, for what no client library sends."""
+"""HTTP byte by byte, for what no client library would send."""
 
 import io
+import json
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPResponse
 from typing import NamedTuple
 
@@ -16,11 +19,18 @@ class RawAnswer(NamedTuple):
     body: bytes
 
 
+@contextmanager
+def connected(url: str) -> Iterator[socket.socket]:
+    """A connection to the server at `url`."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80), 60) as connection:
+        yield connection
+
+
 def exchange(url: str, sent: bytes) -> list[RawAnswer]:
     """Every answer to these bytes, until the server closes the connection."""
-    address = httpx.URL(url)
     received = b""
-    with socket.create_connection((address.host, address.port or 80), 30) as connection:
+    with connected(url) as connection:
         try:
             connection.sendall(sent)
             while piece := connection.recv(65536):
@@ -34,6 +44,27 @@ def head(*lines: str, method: str = "GET", path: str = "/v1/models") -> bytes:
     """The head of a request that is the last one of its connection."""
     given = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", *lines, "", ""]
     return "\r\n".join(given).encode("latin-1")
+
+
+def get(connection: socket.socket, path: str = "/v1/models") -> HTTPResponse:
+    """Ask for a path, and read the whole answer."""
+    connection.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    return answer_on(connection)
+
+
+def answer_on(connection: socket.socket) -> HTTPResponse:
+    """Read one answer; its body is in `content`."""
+    answer = HTTPResponse(connection)
+    answer.begin()
+    answer.content = answer.read()  # type: ignore[attr-defined]
+    return answer
+
+
+def error_of(answer: HTTPResponse) -> tuple[int, str]:
+    """The status and the code of an error in OpenAI's shape."""
+    error = json.loads(answer.content)["error"]  # type: ignore[attr-defined]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status, error["code"]
 
 
 def _answers(received: bytes) -> list[RawAnswer]:
