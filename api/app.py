@@ -21,12 +21,14 @@ from api.reader import Reader
 from api.routes import batch_stream, batches, files, health, live_calls, metrics, models, streams
 from api.settings import ApiSettings
 from api.state import ApiState
+from api.tracing import Traced
 from api.web_pages import WebPages
 from jobs.batch.retention import forget_output
 from jobs.queue.connection import connect, connect_async
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
+from jobs.tracing import start_tracing
 
 _MOST_FOLLOWERS = 4096  # clients that follow streams at once; each takes a connection to Redis
 _EXPOSED = (
@@ -50,6 +52,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     Raises `StoreError` for a file store that is no folder, and `SettingsError`.
     """
     ring = KeyRing(settings.file_store)
+    tracing = start_tracing(settings.otlp_traces_endpoint, "pipeline-api")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +76,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
             fleet.close()
             queue.close()
             client.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="Batch inference pipeline",
@@ -84,6 +89,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
     )
     app.root_path = settings.root_path
     _add_middleware(app, ring, settings)
+    if tracing is not None:
+        app.add_middleware(Traced, tracing)
     install_error_handlers(app)
     for module in (live_calls, streams, models, files, batches, batch_stream):
         app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)

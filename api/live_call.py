@@ -19,6 +19,7 @@ from api.reader import Inbox, Reader
 from api.state import ApiState
 from api.threads import LIVE, SUBMISSIONS, run_in
 from api.token_events import patiently
+from api.tracing import TRACE
 from jobs.protocol import requests
 from jobs.protocol.requests import RequestKey, StreamEntry
 from jobs.protocol.results import ApiError, Result
@@ -56,6 +57,7 @@ class LiveCall:
         Raise `QueueUnavailable`, at once where Redis is full, and `TooManyCalls`.
         """
         self._inbox = self._reader.open(self.key)
+        trace, trace_state = TRACE.get()
         self._request = requests.Request(
             self._call.endpoint.url,
             self._call.model,
@@ -63,6 +65,8 @@ class LiveCall:
             secrets.randbits(63),
             created=self._created,
             reply_to=self._reader.api_id,
+            trace=trace,
+            trace_state=trace_state,
         )
         try:
             await self._submit()

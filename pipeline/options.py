@@ -355,7 +355,12 @@ store_option = flag_of(QueueSettings, "file_store", callback=_check_store)
 
 json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help="Print JSON for programs.")
 
-queue_options = flags_of(QueueSettings, "redis_url", "file_store")
+tracing_option = flag_of(QueueSettings, "otlp_traces_endpoint")
+
+control_options = flags_of(QueueSettings, "redis_url", "file_store", "otlp_traces_endpoint")
+"""Of processes that make no spans."""
+
+queue_options = all_of(control_options, tracing_option)
 
 shutdown_option = flag_of(WorkerSettings, "shutdown_timeout")
 

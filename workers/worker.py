@@ -24,6 +24,7 @@ import redis
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.server import ServerError
+from jobs.tracing import start_tracing
 from workers.engine.client.async_engine import EngineDeadError, EngineStartError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
@@ -75,6 +76,7 @@ class Worker:
         assert settings.redis_url is not None
         self._queue = Queue(connect(settings.redis_url), replace(settings, redis_retry_seconds=CALL_RETRY_SECONDS))
         self._stop_orders = 0
+        self._tracing = start_tracing(settings.otlp_traces_endpoint, "pipeline-worker")
 
     async def run(self) -> None:
         """Serve until ordered to stop (SIGTERM or SIGINT).
@@ -95,6 +97,8 @@ class Worker:
             tokenizer.cancel()
             await grammars.close()
             await compiler.close()
+            if self._tracing is not None:
+                self._tracing.close()
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer], grammars: Grammars) -> None:
         deaths, longest_at_death, pause = Deaths(), 0, 0.0
@@ -110,6 +114,7 @@ class Worker:
                 self._stopping,
                 longest_at_death,
                 launched,
+                self._tracing,
             )
             try:
                 await replica.run(pause)

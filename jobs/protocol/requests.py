@@ -63,6 +63,8 @@ class Request(msgspec.Struct):
     custom_id: str | None = None
     created: float = 0.0  # unix seconds
     reply_to: str | None = None  # live: the API process whose stream gets every delta
+    trace: str | None = None  # W3C traceparent of the API's span
+    trace_state: str | None = None  # its tracestate
 
 
 class ChoiceCheckpoint(msgspec.Struct):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from jobs.settings import Settings, setting, variable
+from jobs.tracing import check_endpoint
 
 _setting = partial(setting, prefix="")
 
@@ -32,6 +33,13 @@ class QueueSettings(Settings):
     )
     stream_interval: float = _setting(
         2.0, "Seconds between the checkpoints of a request that no client watches.", min=0.02
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "URL to which OpenTelemetry traces go, as http://collector:4318/v1/traces; it needs the extra `tracing`."
+        " [default: no traces]",
+        prefix="OTEL_EXPORTER_",
+        check=check_endpoint,
     )
     redis_retry_seconds: float = _setting(
         20.0, "Seconds for which one call retries while Redis cannot answer.", min=0, flag=None

@@ -9,7 +9,15 @@ import click
 from api.http_settings import HttpSettings
 from api.settings import ApiSettings
 from pipeline.errors import Refused
-from pipeline.options import common_options, flags_of, fleet_redis_option, log_settings, store_option, values_of
+from pipeline.options import (
+    common_options,
+    flags_of,
+    fleet_redis_option,
+    log_settings,
+    store_option,
+    tracing_option,
+    values_of,
+)
 
 log = logging.getLogger("api")
 
@@ -18,6 +26,7 @@ log = logging.getLogger("api")
 @flags_of(HttpSettings)
 @flags_of(ApiSettings)
 @store_option
+@tracing_option
 @fleet_redis_option
 @common_options
 @click.pass_context

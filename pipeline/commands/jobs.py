@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from pipeline.options import common_options, fleet_redis_option, log_settings, queue_options, store_option, values_of
+from pipeline.options import common_options, control_options, fleet_redis_option, log_settings, store_option, values_of
 
 
 @click.command()
 @store_option
 @fleet_redis_option
-@queue_options
+@control_options
 @common_options
 @click.pass_context
 def jobs(ctx: click.Context, /, file_store: str, redis_url: str, log_level: str, **_: float) -> None:

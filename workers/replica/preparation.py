@@ -28,6 +28,7 @@ from workers.replica.sampling_params import (
     too_long,
 )
 from workers.replica.tool_choice import format_of
+from workers.replica.tracing import RequestTraces
 from workers.text.errors import EncodingError, FormatError, TemplateError, TemplateTimeoutError
 from workers.text.tokenizer import TextTokenizer
 
@@ -66,10 +67,12 @@ class Preparation:
         limits: ModelLimits,
         parsers: AnswerParsers | None = None,
         retries: int = 0,
+        traces: RequestTraces | None = None,
     ) -> None:
         """`retries`: how often a batch line is answered again whose answer is not the JSON that it
         asks for.
         """
+        self._traces = traces
         self._tokenizer = tokenizer
         self._parsers = parsers or AnswerParsers()
         self._retries = retries
@@ -79,6 +82,8 @@ class Preparation:
 
     def prepare(self, claims: Sequence[Claim]) -> tuple[list[PreparedRequest], list[Finished]]:
         """What can run, in order, and the error results of what cannot."""
+        if self._traces is not None:
+            self._traces.claimed(claims)
         pending: list[_Pending] = []
         errors: list[Finished] = []
         for claim in claims:
@@ -94,6 +99,8 @@ class Preparation:
                 prepared.append(self._check(item))
             except Exception as error:
                 errors.append(rejected(item.claim, _answer_for(error, item.claim)))
+        if self._traces is not None:
+            self._traces.prepared(prepared)
         return prepared, errors
 
     def _parse(self, claim: Claim) -> _Pending:

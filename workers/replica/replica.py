@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from jobs.queue.request_queue import Held, Queue
 from jobs.queue.streams import ControlMessage
+from jobs.tracing import Tracing
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
@@ -31,6 +32,7 @@ from workers.replica.sampling_params import ModelLimits
 from workers.replica.serving import Serving
 from workers.replica.starting import start_engine
 from workers.replica.stopping import wait_or_stop
+from workers.replica.tracing import RequestTraces
 from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
 
@@ -54,6 +56,7 @@ class Replica:
         stopping: asyncio.Event,
         longest_at_death: int = 0,
         launched: LaunchedCore | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """`stopping` is set when it is to end.
 
@@ -80,7 +83,8 @@ class Replica:
             lambda held: loop.call_soon_threadsafe(self._on_lost, held),
         )
         self._outbox = Outbox(queue, worker, interval, self._generated, self._leases.drop, self._on_lost)
-        self._running = Running(self._engine, self._outbox, grammars, loop.time, interval)
+        self._traces = None if tracing is None else RequestTraces(tracing, worker)
+        self._running = Running(self._engine, self._outbox, grammars, loop.time, interval, self._traces)
         self._requeue = Requeue(queue, worker, self._running, self._outbox, self._leases, stopping)
         self._orders = Orders(queue, worker, lambda orders: loop.call_soon_threadsafe(self._on_orders, orders))
         self._on_order: dict[str, Callable[[ControlMessage], None]] = {
@@ -147,7 +151,8 @@ class Replica:
     def _make_serving(self, tokenizer: TextTokenizer) -> Serving:
         info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
         limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
-        preparation = Preparation(tokenizer, models, limits, self._parsers, self._settings.retry_on_invalid)
+        retries = self._settings.retry_on_invalid
+        preparation = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces)
         worker, slots = self._registration.id, info.max_num_seqs
         intake = Intake(queue, worker, models, slots, self._leases, preparation, lambda: running.load)
         running.room_made = intake.room_made
@@ -172,6 +177,8 @@ class Replica:
         self._leases.stop()
         self._orders.stop()
         self._outbox.close()
+        if self._traces is not None:
+            self._traces.close()
         await self._registration.remove(self._generated())
         if self._stopping.is_set():
             await self._registration.set_state("stopped")

@@ -26,6 +26,7 @@ from workers.replica.outbox import Outbox
 from workers.replica.prepared import PreparedRequest
 from workers.replica.requests_in_flight import RequestInFlight, rejected
 from workers.replica.sequence import Sequence
+from workers.replica.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,9 @@ class Running:
         grammars: Grammars,
         clock: Callable[[], float],
         stream_interval: float,
+        traces: RequestTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._engine = engine
         self._outbox = outbox
         self._grammars = grammars
@@ -72,6 +75,7 @@ class Running:
         self._watched: dict[RequestInFlight, float] = {}  # until when, on the clock
         self._next_sweep = 0.0
         self._last_step = math.nan  # when it came, on the clock
+        self._step_number = 0  # the engine's own
         self.room_made: Callable[[], None] = lambda: None  # called when requests end without a step
         self.metrics = RequestMetrics()
         self.steps = 0
@@ -103,8 +107,8 @@ class Running:
             try:
                 added += self._begin(item, now)
             except Exception as error:
-                self.drop([item.claim.key])
                 self._end(rejected(item.claim, _unforeseen(item.claim, error)))
+                self.drop([item.claim.key])
         self._add(added)
 
     def reject(self, finished: Iterable[Finished]) -> None:
@@ -116,7 +120,7 @@ class Running:
         """Give every choice its tokens; end what is done."""
         self.steps += 1
         before, now = self._last_step, self._clock()
-        self._last_step = now
+        self._last_step, self._step_number = now, output.step
         position = steady = generated = 0
         added: list[EngineRequest] = []
         over: list[int] = []
@@ -136,7 +140,7 @@ class Running:
             if sequence.last_token == before:
                 steady += count
             else:
-                added += self._late_token(request_id, count, cached, now)
+                added += self._late_token(output, request_id, count, cached, now)
             sequence.last_token = now
             try:
                 if output.prompt_logprobs and request_id in output.prompt_logprobs:
@@ -231,10 +235,13 @@ class Running:
         keys = [key for key, fence in held if key in self._requests and self._requests[key].claim.fence == fence]
         return len(self._cancel(keys))
 
-    def drop(self, keys: Iterable[RequestKey]) -> list[Held]:
-        """Stop requests without a result; return what was held of them."""
+    def drop(self, keys: Iterable[RequestKey], why: str = "requeued") -> list[Held]:
+        """Stop requests without a result; return what was held of them. `why` is for traces."""
         dropped = [self._requests[key] for key in keys if key in self._requests]
         self._abort([request_id for request in dropped for request_id in self._forget(request)])
+        if self._traces is not None:
+            for request in dropped:
+                self._traces.dropped(request.claim, why)
         return [(request.claim.key, request.claim.fence) for request in dropped]
 
     def drop_unstarted(self) -> list[Held]:
@@ -244,7 +251,7 @@ class Running:
     def _cancel(self, keys: Iterable[RequestKey]) -> list[Held]:
         """Drop requests that do not go on; each of their choices that runs counts as aborted."""
         before = len(self._sequences)
-        held = self.drop(keys)
+        held = self.drop(keys, "cancelled or lost")
         self.metrics.finished.add(before - len(self._sequences), "abort")
         return held
 
@@ -311,17 +318,25 @@ class Running:
             self._fail(request, grammar)
             return []
         self._accept(request)
-        return request.begin(grammar)
+        added = request.begin(grammar)
+        if self._traces is not None:
+            self._traces.entered(request.claim, added)
+        return added
 
     def _accept(self, request: RequestInFlight) -> None:
         if request.claim.live:
             self._outbox.accept(request.accepted())
 
-    def _late_token(self, request_id: int, count: int, cached: int, now: float) -> list[EngineRequest]:
+    def _late_token(
+        self, output: StepOutput, request_id: int, count: int, cached: int, now: float
+    ) -> list[EngineRequest]:
         """Record a choice's first token from this worker, or one after steps that gave it none;
         return what the engine is to have then.
         """
         metrics, (request, sequence) = self.metrics, self._sequences[request_id]
+        if self._traces is not None:
+            is_first = bool(count and not sequence.last_token)
+            self._traces.late_token(request.claim, output, request_id, is_first)
         if count and sequence.last_token:
             metrics.inter_token_latency.observe(now - sequence.last_token)
         elif count and not sequence.resumed:
@@ -380,6 +395,8 @@ class Running:
 
     def _end(self, finished: Finished) -> None:
         self.finished += 1
+        if self._traces is not None:
+            self._traces.ended(finished)
         if not finished.result.succeeded:
             self.failed += 1
             error = msgspec.json.decode(finished.result.body)["error"]
@@ -388,6 +405,8 @@ class Running:
 
     def _forget(self, request: RequestInFlight) -> list[int]:
         """Return the ids of the choices that the engine has and that have not ended."""
+        if self._traces is not None:
+            self._traces.left(request, self._step_number)
         del self._requests[request.claim.key]
         self._watched.pop(request, None)
         for request_id in request.running:

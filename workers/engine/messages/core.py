@@ -141,6 +141,7 @@ class EngineRequest(msgspec.Struct):
     the request by its text, which the engine does not see. `arrived` is when it came, on the
     machine's monotonic clock; 0 where that is not to be counted. With a `guide` it waits until that
     is made, and ends with Finish.STOP, without a further token, where that allows nothing more.
+    `timed`: outputs say when it got a slot.
     """
 
     request_id: int
@@ -153,6 +154,7 @@ class EngineRequest(msgspec.Struct):
     stop_strings: bool = False
     arrived: float = 0.0
     guide: OutputGuide | None = None
+    timed: bool = False
 
 
 class SetVocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
@@ -294,7 +296,9 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each
     request ended by ERROR or INVALID. `logprobs` has, by request id, one item per token of the
     entry; `prompt_logprobs`, with the first token of a request, one per prompt token from the
-    second on. Both hold only requests that asked.
+    second on. `starts` has, with the next entry of a request, each step in which it got a slot, and
+    when that was planned on the machine's monotonic clock: its first step, then one after each
+    preemption. All three hold only requests that asked.
     """
 
     step: int
@@ -308,6 +312,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     errors: dict[int, str] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    starts: dict[int, list[tuple[int, float]]] = {}
 
 
 ToCore = SetVocabulary | AddRequests | AbortRequests | Shutdown

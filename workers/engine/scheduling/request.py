@@ -42,6 +42,7 @@ class RequestState:
         "shared",
         "slot",
         "stop_token_ids",
+        "timed",
         "tokens",
         "waited",
     )
@@ -55,6 +56,7 @@ class RequestState:
         self.sampling = sampling
         self.live = request.live
         self.arrived = request.arrived
+        self.timed = request.timed
         self.waited = 0.0  # seconds from then to its first step
         self.priority = (not request.live, request.priority, arrival)
         # The first prompt position whose log probability no launched step reports; beyond all

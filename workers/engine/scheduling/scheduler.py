@@ -176,6 +176,7 @@ class Scheduler:
             self._output.fresh_hits.pop(request.id, None)
         for added in plan.added:
             if added.slot in by_slot:
+                self._output.undo_start(by_slot[added.slot])
                 self._queues.undo_enter(by_slot[added.slot])
         self._slots.undo(plan.step, before)
         self._stats.steps -= 1
@@ -332,10 +333,12 @@ class Scheduler:
                 return
 
     def _enter(self, request: RequestState, prefix: list[int], step: StepBuilder) -> None:
+        now = time.monotonic()
         self._queues.enter(request, prefix, step.number)
+        self._output.start(request, step.number, now)
         if request.cached_tokens < 0:
             step.first_entries.append(request)
-            request.waited = time.monotonic() - request.arrived
+            request.waited = now - request.arrived
             request.cached_tokens = min(request.computed, request.prompt_length)
             if request.cached_tokens:
                 self._output.fresh_hits[request.id] = request.cached_tokens

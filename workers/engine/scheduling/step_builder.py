@@ -50,7 +50,8 @@ class OutputBuilder:
     """Collects one `StepOutput`; requests that go on have one token each.
 
     Until the first entry of a request, here or in a later output, `fresh_hits` has how many prompt
-    tokens the cache gave it, and `fresh_scores` the prompt's log probabilities so far.
+    tokens the cache gave it, and `fresh_scores` the prompt's log probabilities so far;
+    `fresh_starts`, until its next entry, the steps in which it got a slot.
     """
 
     request_ids: list[int] = field(default_factory=list)
@@ -60,6 +61,7 @@ class OutputBuilder:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     fresh_hits: dict[int, int] = field(default_factory=dict)
     fresh_scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    fresh_starts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
     def take_logprobs(self, launched: StepBuilder, result: StepResult) -> None:
         for index, logprobs in result.logprobs.items():
@@ -69,6 +71,16 @@ class OutputBuilder:
         for request, scores in zip(launched.scored, result.prompt_logprobs, strict=True):
             if not request.finish:
                 self.fresh_scores[request.id] += scores
+
+    def start(self, request: RequestState, step: int, now: float) -> None:
+        """Note when a request got a slot, if it asked."""
+        if request.timed:
+            self.fresh_starts.setdefault(request.id, []).append((step, now))
+
+    def undo_start(self, request: RequestState) -> None:
+        """Take back the last start of a request, whose step was not launched."""
+        if starts := self.fresh_starts.get(request.id):
+            starts.pop()
 
     def end(self, request: RequestState, stop_token: int, error: str = "", token: int | None = None) -> None:
         self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
@@ -80,7 +92,7 @@ class OutputBuilder:
 
     def following(self) -> "OutputBuilder":
         """Return the builder of the next output."""
-        return OutputBuilder(fresh_hits=self.fresh_hits, fresh_scores=self.fresh_scores)
+        return OutputBuilder(fresh_hits=self.fresh_hits, fresh_scores=self.fresh_scores, fresh_starts=self.fresh_starts)
 
     def build(self, step: int, stats: Stats) -> StepOutput:
         """Return the output; the scores of requests that ended without a token are dropped."""
@@ -98,6 +110,9 @@ class OutputBuilder:
                 whole = self.fresh_scores.pop(request_id, None)
                 if whole is not None and count:
                     scores[request_id] = whole
+        starts: dict[int, list[tuple[int, float]]] = {}
+        if self.fresh_starts:
+            starts = {each: self.fresh_starts.pop(each) for each in self.request_ids if each in self.fresh_starts}
         return StepOutput(
             step,
             self.request_ids,
@@ -110,4 +125,5 @@ class OutputBuilder:
             self.errors,
             self.logprobs,
             scores,
+            starts,
         )

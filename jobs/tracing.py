@@ -1,0 +1,162 @@
+"""OpenTelemetry traces: how a process starts to export spans, and how a span's context travels.
+
+Nothing of OpenTelemetry is imported before `start_tracing` is called with an endpoint. The SDK
+reads its standard variables itself: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_OTLP_*.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 2.0
+"""How long a process that ends waits for its last spans to be taken."""
+
+_EXPORTERS = {
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc",
+}
+_PACKAGES = {"http/protobuf": "'batch-inference-pipeline[tracing]'", "grpc": "opentelemetry-exporter-otlp-proto-grpc"}
+_LONGEST_STATE = 512  # characters of a tracestate, which W3C asks everyone to pass on
+
+
+def start_tracing(endpoint: str | None, process: str) -> Tracing | None:
+    """Return what makes and exports the spans of this process; None without an endpoint.
+
+    `process` names it where OTEL_SERVICE_NAME does not: pipeline-api, pipeline-worker.
+    """
+    if endpoint is None:
+        return None
+    library = logging.getLogger("opentelemetry")
+    library.handlers[:], library.propagate = [_FirstOfEach()], False
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = importlib.import_module(_EXPORTERS[_protocol()]).OTLPSpanExporter(endpoint=endpoint)
+    provider = TracerProvider(resource=_resource(process), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracing(provider)
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """Raise ValueError for an endpoint that is no URL, or without the packages for its protocol."""
+    if endpoint is None:
+        return
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{endpoint!r} is no URL such as http://collector:4318/v1/traces")
+    protocol = _protocol()
+    if protocol not in _EXPORTERS:
+        choices = " and ".join(_EXPORTERS)
+        raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}, and there are {choices} only")
+    if not _is_installed(f"{_EXPORTERS[protocol]}.trace_exporter") or not _is_installed("opentelemetry.sdk.trace"):
+        raise ValueError(
+            f"traces by {protocol} need packages that are not installed: pip install {_PACKAGES[protocol]}"
+        )
+
+
+class Tracing:
+    """Makes the spans of one process, which a thread of the SDK exports in the background.
+
+    `samples_roots`: whether requests without a context may begin a trace. Times are nanoseconds of
+    the wall clock since 1970.
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # Those of batches would flood whoever did not ask for them
+        self.samples_roots = bool(os.environ.get("OTEL_TRACES_SAMPLER"))
+        self._provider = provider
+        self._tracer = provider.get_tracer("pipeline")
+        self._propagator = TraceContextTextMapPropagator()
+        self._kinds = SpanKind
+        self._in_context = set_span_in_context
+        self._no_context = Context()
+
+    def start(self, name: str, kind: str, trace: str | None, state: str | None, start_time: int | None = None) -> Span:
+        """Return a span that goes on with a `traceparent` and its `tracestate`, or begins a trace
+        where there is none, or a malformed one.
+
+        `kind` is SERVER or CONSUMER.
+        """
+        headers = {"traceparent": trace or "", "tracestate": state or ""}
+        context = self._propagator.extract(headers, context=self._no_context)
+        return self._tracer.start_span(name, context, self._kinds[kind], start_time=start_time)
+
+    def add_child(self, parent: Span, name: str, start: int, end: int) -> None:
+        """Add a span that has ended."""
+        context = self._in_context(parent, self._no_context)
+        self._tracer.start_span(name, context, start_time=start).end(max(start, end))
+
+    def context_of(self, span: Span) -> tuple[str | None, str | None]:
+        """Return `traceparent` and `tracestate` of a span, for those that go on with it."""
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, self._in_context(span, self._no_context))
+        state = headers.get("tracestate")
+        return headers.get("traceparent"), state if state and len(state) <= _LONGEST_STATE else None
+
+    def close(self) -> None:
+        """Export what is left, for at most FLUSH_SECONDS."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
+        closing.start()
+        closing.join(FLUSH_SECONDS)
+
+
+def mark_failed(span: Span, reason: str) -> None:
+    """Give a span the status of an error."""
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("error.type", reason)
+    span.set_status(Status(StatusCode.ERROR))
+
+
+class _FirstOfEach(logging.Handler):
+    """Log the first of each kind of message of the library: a collector that is away would fill the
+    log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._known: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg not in self._known:
+            self._known.add(record.msg)
+            logger.warning("traces: %s (logged once)", record.getMessage())
+
+
+def _resource(process: str) -> Any:
+    from opentelemetry.sdk.resources import Resource
+
+    resource = Resource.create({"host.name": socket.gethostname(), "process.pid": os.getpid()})
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+        return resource.merge(Resource({"service.name": process}))
+    return resource
+
+
+def _protocol() -> str:
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    return next((value for name in names if (value := os.environ.get(name))), "http/protobuf")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
