@@ -26,8 +26,8 @@ FLUSH_SECONDS = 2.0
 """How long a process that ends waits for its last spans to be taken."""
 
 _EXPORTERS = {
-    "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
-    "grpc": "opentelemetry.exporter.otlp.proto.grpc",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
 _PACKAGES = {"http/protobuf": "'batch-inference-pipeline[tracing]'", "grpc": "opentelemetry-exporter-otlp-proto-grpc"}
 _LONGEST_STATE = 512  # characters of a tracestate, which W3C asks everyone to pass on
@@ -62,10 +62,8 @@ def check_endpoint(endpoint: str | None) -> None:
     if protocol not in _EXPORTERS:
         choices = " and ".join(_EXPORTERS)
         raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}, and there are {choices} only")
-    if not _is_installed(f"{_EXPORTERS[protocol]}.trace_exporter") or not _is_installed("opentelemetry.sdk.trace"):
-        raise ValueError(
-            f"traces by {protocol} need packages that are not installed: pip install {_PACKAGES[protocol]}"
-        )
+    if not all(_is_installed(module) for module in ("opentelemetry.sdk.trace", _EXPORTERS[protocol])):
+        raise ValueError(f"traces by {protocol} need packages that are missing: pip install {_PACKAGES[protocol]}")
 
 
 class Tracing:
