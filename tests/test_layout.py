@@ -31,6 +31,7 @@ TORCH_FREE = [
     "workers.text.tokenizer",
     "workers.grammars.compiler_process",
 ]
+EXPORTING = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http", "google.protobuf")
 ON_THE_CPU = """
 import sys
 import torch
@@ -56,6 +57,21 @@ def test_what_the_worker_process_imports_loads_neither_torch_nor_transformers() 
 
 def test_the_api_alone_loads_prometheus_client() -> None:
     assert not loaded_by(import_of("workers.worker", "pipeline.main", "jobs.control.rq_worker"), "prometheus_client")
+
+
+def test_what_exports_traces_is_not_loaded_without_an_endpoint() -> None:
+    """The client of Redis loads OpenTelemetry's metrics by itself, where they are installed."""
+    processes = import_of(
+        "workers.worker", "api.main", "pipeline.main", "jobs.control.rq_worker", "jobs.control.ticker"
+    )
+    started = (
+        "from api.settings import ApiSettings\nfrom jobs.tracing import start_tracing\n"
+        "api.main.create_app(ApiSettings(redis_url='redis://localhost'))\n"
+        "assert start_tracing(ApiSettings().otlp_traces_endpoint, 'pipeline-api') is None\n"
+    )
+    assert not loaded_by(processes + started, *EXPORTING)
+    exporting = "start_tracing('http://localhost', 'pipeline-api')\n"
+    assert loaded_by(processes + started + exporting, *EXPORTING) == " ".join(EXPORTING)
 
 
 def test_help_and_the_worker_process_import_nothing_slow() -> None:

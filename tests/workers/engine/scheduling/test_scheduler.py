@@ -536,3 +536,26 @@ def test_stats_count_what_happened() -> None:
     assert (stats.running, stats.waiting, stats.steps, stats.tokens, stats.computed_tokens) == (1, 1, 1, 1, 5)
     assert stats.free_blocks == 64 - 2
     run_dry(scheduler)
+
+
+def test_a_timed_request_is_told_in_which_steps_it_got_a_slot() -> None:
+    """Its first, also where that was undone before, and the one after a preemption."""
+    scheduler = make_scheduler(seqs=1)
+    timed = request(1)
+    timed.timed = True
+    scheduler.add(timed)
+    scheduler.undo(plan_of(scheduler))
+    before = time.monotonic()
+    plan = plan_of(scheduler)
+    [(number, when)] = finish(scheduler, plan).starts[1]
+    assert (number, before <= when <= time.monotonic()) == (plan.step, True)
+    assert step(scheduler).starts == {}
+    scheduler.add(request(2, max_tokens=2, live=True))
+    outputs = [step(scheduler) for _ in range(4)]
+    [again] = [output for output in outputs if output.starts]
+    assert [number for number, _ in again.starts[1]] == [again.step]
+    assert again.request_ids == [1]
+    assert again.step > plan.step + 2
+    scheduler.abort([1])
+    assert scheduler.ended() is not None
+    assert scheduler._output.fresh_starts == {}
