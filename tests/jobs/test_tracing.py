@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from jobs.protocol.requests import Request, pack, unpack_request
+from jobs.queue.settings import QueueSettings
 from jobs.tracing import FLUSH_SECONDS, Tracing, check_endpoint, start_tracing
 from tests.support.trace_receiver import TraceReceiver, trace_receiver
 
@@ -95,6 +96,11 @@ def test_a_collector_that_hangs_holds_nothing_up_and_is_logged_once(
         tracing.close()
         assert time.monotonic() - began < FLUSH_SECONDS + BUSY_SECONDS
     assert [record.message for record in caplog.records if "full" in record.message] == [caplog.records[0].message]
+
+
+def test_children_get_the_endpoint_by_its_standard_variable() -> None:
+    url = "http://collector:4318/v1/traces"
+    assert QueueSettings(otlp_traces_endpoint=url).environment()["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] == url
 
 
 @pytest.mark.parametrize("endpoint", [None, "http://h:1/v1/traces", "https://h"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 import pytest
@@ -18,7 +19,6 @@ from jobs.protocol.results import ApiError
 from jobs.queue.streams import ControlMessage
 from jobs.tracing import Tracing
 from tests.support.scripted_engine import ScriptedEngine
-from workers.engine.messages.core import StepOutput
 from workers.replica.grammars import Grammars
 from workers.replica.preparation import Preparation
 from workers.replica.requests_in_flight import rejected
@@ -48,7 +48,7 @@ class TracedBench:
         provider.add_span_processor(SimpleSpanProcessor(self.spans))
         self.traces = RequestTraces(Tracing(provider), "w1")
         self.engine = ScriptedEngine(lambda prompt, sampling: [65] * 100)
-        self.running = Running(self.engine, self, Grammars(NoGrammars()), lambda: 100.0, 2.0, self.traces)
+        self.running = Running(self.engine, self, Grammars(NoGrammars()), partial(next, count(100)), 2.0, self.traces)
         limits = ModelLimits(256, 1024, ())
         self.preparation = Preparation(TOKENIZER, ["demo"], limits, traces=self.traces)
         self.results: list[Finished] = []
@@ -68,13 +68,12 @@ class TracedBench:
         self.running.start(prepared)
         self.running.reject(errors)
 
-    def step(self, starts: bool = False) -> StepOutput:
-        output = self.engine.step()
+    def step(self, starts: bool = False, tokens: int = 1) -> None:
+        output = self.engine.step(lambda request: tokens)
         output.step = next(self._steps)
         if starts:
             output.starts = {each: [(output.step, time.monotonic())] for each in output.request_ids}
         self.running.on_step(output)
-        return output
 
     def named(self) -> dict[str, ReadableSpan]:
         return {span.name: span for span in self.spans.get_finished_spans()}
@@ -109,14 +108,16 @@ def test_steps_and_preemptions_of_a_request(bench: TracedBench) -> None:
     bench.start(claim())
     assert all(request.timed for request in bench.engine.added)
     bench.step(starts=True)
-    bench.engine.step(lambda request: 0)
-    bench.running.on_step(StepOutput(6, [], [], [], [], [], [], bench.step(starts=True).stats))
+    bench.step(tokens=0)
+    bench.step(starts=True)
     bench.step()
     request = bench.named()["llm_request"]
     found = attributes(request)
     steps = [found[f"pipeline.engine.{name}"] for name in ("first_step", "first_token_step", "last_step")]
-    assert steps == [5, 5, 7]
+    assert steps == [5, 5, 8]
     assert (found["pipeline.engine.token_steps"], found["pipeline.worker"]) == (3, "w1")
+    assert found["pipeline.preemptions"] == 1
+    assert events(request) == ["resumed after preemption"]
     assert request.context is not None
     assert f"{request.context.trace_id:032x}" == TRACE_ID
 
