@@ -28,7 +28,7 @@ from benchmarks.profile_table import PARTS, profile_table
 from benchmarks.schemas import any_schema, schema_of_fields
 from benchmarks.work import shape_of, share_of
 
-MODULES = sorted({row[0] for row in rows.QUICK + rows.FULL} | {"peak", "goals", "pages", "__main__"})
+MODULES = sorted({row[0] for row in rows.QUICK + rows.FULL} | {"admission", "peak", "goals", "pages", "__main__"})
 
 
 def test_pages_quote_the_committed_results() -> None:

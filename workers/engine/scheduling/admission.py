@@ -15,7 +15,12 @@ _MAX_DEFERRED_STEPS = 32  # steps
 
 
 class AdmissionPolicy(Protocol):
-    """Decides whether a batch request that can begin is to begin."""
+    """Decides whether a batch request that can begin is to begin.
+
+    `step_cost_tokens`: how many prompt tokens take as long as a step without any, as measured.
+    """
+
+    step_cost_tokens: float
 
     def has_room(
         self, request: RequestState, prefix: Sequence[int], step: int, running: Sequence[RequestState], returning: int
@@ -38,6 +43,8 @@ class AdmissionPolicy(Protocol):
 class PlainAdmission:
     """Admits every request that can begin."""
 
+    step_cost_tokens = 0.0  # not used
+
     def has_room(self, *_: object) -> bool:
         return True
 
@@ -49,9 +56,9 @@ class PlainAdmission:
 
 def choose_policy(kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> AdmissionPolicy:
     """Return the plain rule where the longest request fits into every slot, else the forecast."""
-    if max_num_seqs * kv_cache.blocks_for(max_model_len) <= AdmissionForecast.room_of(kv_cache):
+    if max_num_seqs * kv_cache.blocks_for(max_model_len) < kv_cache.pool.num_blocks:
         return PlainAdmission()
-    return AdmissionForecast(kv_cache, max_num_seqs, max_model_len)
+    return AdmissionForecast(kv_cache, max_model_len)
 
 
 class AdmissionBatching:

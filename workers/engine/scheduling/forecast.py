@@ -1,201 +1,120 @@
-"""Forecast how many KV blocks the running requests will need in the steps to come."""
+"""Admission forecast: which batch requests may start where KV blocks are scarce."""
 
-import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
+from workers.engine.messages.core import Finish
 from workers.engine.scheduling.kv_cache import KVCache
-from workers.engine.scheduling.output_lengths import EDGES, Floats, OutputLengths
 from workers.engine.scheduling.request import RequestState
 
+Floats = NDArray[np.float64]
+_STEP_COST = 64.0  # tokens, until it is measured
 _REFRESH_STEPS = 16  # between two calculations over all running requests
-_SPARE = 1 / 32  # of the blocks, as a reserve
-_CAUTION = 1.75  # standard deviations
-_EASY = 0.5  # of the blocks: up to here admission is not paced
-# The variance of lengths by their squared mean from which no pacing is needed; equal lengths: 0
-_VARIED = 2 / 3
+_UNPACED = 0.5  # of the blocks: up to here requests start together
+_VARIED = 0.5  # the variance of lengths by their squared mean from which they always do
+_GUESS, _RECENT, _BATCHES = [(256, True)] * 2, 256, 64  # ended outputs: at first, by batch; batches
+
+
+class OutputLengths:
+    """Estimates by batch, from ended and running requests, how long outputs get."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, deque[tuple[int, bool]]] = {}  # tokens, and whether it ended by itself
+
+    def learn(self, request: RequestState) -> None:
+        """Record an output that ended; an abort is a stop string's, and an end like others."""
+        output = len(request.tokens) - request.prompt_length
+        if output > 0 and request.batch_id is not None and request.finish < Finish.ERROR:
+            ended = self._ended.pop(request.batch_id, None) or deque(_GUESS, maxlen=_RECENT)
+            self._ended[request.batch_id] = ended  # the batch without news for longest is first
+            ended.append((output, request.finish is not Finish.LENGTH))
+            if len(self._ended) > _BATCHES:
+                del self._ended[next(iter(self._ended))]
+
+    def log_survival(self, batch_id: str, running: Sequence[float]) -> tuple[Floats, Floats]:
+        """Return lengths, and the log of the share of longer outputs (Kaplan-Meier)."""
+        counts = sorted([*self._ended.get(batch_id, _GUESS), *((output, False) for output in running)])
+        lengths, ended = np.array(counts, dtype=np.float64).T
+        log = np.cumsum(np.log1p(-ended / (np.arange(len(counts), 0, -1) + 0.5)))
+        tail = 8 * lengths.sum() / (ended.sum() + 1)  # beyond the longest the mean rate goes on
+        return np.array([0, *lengths, lengths[-1] + tail]), np.array([0, *log, log[-1] - 8])
 
 
 class AdmissionForecast:
-    """The admission policy of a scarce cache: room until the end, by the survival of the batch.
+    """Weighs the steps that an admission saves against the tokens that a preemption costs.
 
-    For points of time ahead it keeps the expected number of blocks in use: the size that each
-    request will have then, times the probability that it still runs, and a margin for variance. A
-    new request must fit at the peak (as in Gong et al. 2025, "Past-Future Scheduler"). The curves
-    are recalculated every `_REFRESH_STEPS` steps, and updated in between as requests start and end.
-
-    Requests of about the same length that are admitted together also end together, and only at that
-    moment would the blocks be full. So such requests are admitted at a sustainable rate: one for
-    each time that the blocks can serve a whole request.
+    In a cache of T tokens, a request preempted with x tokens half way through its m steps has saved
+    x / 2T of each of m / 2 steps. So it may start where blocks run out with a probability below
+    m / 4T * `step_cost_tokens`. After Gong et al. 2025, "Past-Future Scheduler".
     """
 
-    def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> None:
-        self._lengths = OutputLengths()
-        self._pool = kv_cache.pool
-        self._size = kv_cache.block_size
-        self._room = self.room_of(kv_cache)
-        self._times = _times(max_model_len)
-        self._most = 0  # blocks, if each running request reached its limit
-        self._computed_at = -1  # the step of the last calculation; -1: none is valid
+    def __init__(self, kv_cache: KVCache, longest: int) -> None:
+        self.step_cost_tokens, self._lengths = _STEP_COST, OutputLengths()
+        self.learn = self._lengths.learn
+        self._pool, self._size, self._room = kv_cache.pool, kv_cache.block_size, kv_cache.pool.num_blocks - 1
+        self._times: Floats = np.unique(np.floor(np.geomspace(8, longest + 8, 40))) - 8  # steps ahead
+        self._weights: Floats = np.convolve(np.diff(self._times), [0.5, 0.5])  # of the trapezoid rule
+        self._survival: dict[str, tuple[Floats, Floats]] = {}  # by batch
+        self._curves: dict[int, Floats] = {}  # by running request: expected blocks, and their variance
+        self._total: Floats = np.zeros((2, len(self._times)))
         self._shared = 0  # blocks shared by several requests
-        # Blocks at each point of time: expected, their variance, and how many there may be; by
-        # slot, and of all together.
-        self._by_slot = np.zeros((3, max_num_seqs, len(self._times)))
-        self._all = np.zeros((3, len(self._times)))
-        self._survival_tables: dict[str, Floats] = {}  # by batch
-        # The last candidate: id, known tokens, shared blocks, step of the calculation, curves
-        self._candidate = (-1, -1, -1, -1, self._all)
-        # The request without room before that step, unless another one ends
-        self._refused, self._refused_until = -1, 0.0
-        self._next = 0.0  # the step from which equal requests may be admitted again
-
-    @staticmethod
-    def room_of(kv_cache: KVCache) -> int:
-        """Return how many blocks are given out by forecast; the others are a reserve."""
-        return int((kv_cache.pool.num_blocks - 1) * (1 - _SPARE))
+        self._refresh_at, self._retry_at, self._next_at = 0.0, 0.0, 0.0  # steps
 
     def has_room(
         self, request: RequestState, prefix: Sequence[int], step: int, running: Sequence[RequestState], returning: int
     ) -> bool:
-        if self._most + self._blocks(request.limit) <= self._room:
-            return True
-        if not self._is_fresh(step):
-            self._recompute(step, running, returning)
-        if request.id == self._refused and step < self._refused_until:
+        if step < min(self._retry_at, self._refresh_at):
             return False
         request.shared = len(prefix)
-        curves = self._curves_of(request, step)
-        late = int(np.searchsorted(self._times, step - self._computed_at))
-        expected, variance, most = (self._all + curves)[:, late:]
-        need = np.minimum(expected + _CAUTION * np.sqrt(np.maximum(variance, 0.0)), most)
-        peak = float(need.max()) + self._shared + self._pool.count_free(prefix)
-        if peak > self._room or (peak > _EASY * self._room and step < self._next):
-            self._refused, self._refused_until = request.id, math.inf if peak > self._room else self._next
+        (alive,), curves = self._forecast([request])
+        mean, square = float(alive @ self._weights), float(2 * alive * self._times @ self._weights)
+        risk = mean / 4 * self.step_cost_tokens / (self._room * self._size)
+        if risk >= 1:
+            return True
+        if step >= self._refresh_at:
+            self._recompute(step, running, returning)
+        expected, variance = self._total + curves[:, 0]
+        use = expected + NormalDist().inv_cdf(1 - risk) * np.sqrt(np.maximum(variance, 0.0))
+        peak = float(use.max()) + self._shared + self._pool.count_free(prefix)
+        if peak > self._room or (peak > _UNPACED * self._room and step < self._next_at):
+            self._retry_at = self._refresh_at if peak > self._room else self._next_at
             return False
-        self._next = max(self._next, step - 1) + self._interval(
-            request, curves[0, late:], self._times[late:] - (step - self._computed_at)
-        )
+        # Equal requests that start together would all be longest together, so these are spread.
+        share = max(0.0, 1 - (square / mean**2 - 1) / _VARIED) / self._room
+        self._next_at = max(self._next_at, step - 1) + share * float(curves[0, 0] @ self._weights)
         return True
 
     def enter(self, request: RequestState, step: int, revived: int) -> None:
-        self._most += self._blocks(request.limit)
-        if self._is_fresh(step):
-            self._put(request.slot, self._curves_of(request, step))
-            self._shared += revived
+        curve = self._curves[request.id] = self._forecast([request])[1][:, 0]
+        self._total, self._shared = self._total + curve, self._shared + revived
 
     def leave(self, request: RequestState) -> None:
-        self._most -= self._blocks(request.limit)
-        if self._computed_at >= 0:
-            self._put(request.slot, 0.0)
-
-    def learn(self, request: RequestState) -> None:
-        self._lengths.learn(request)
-
-    def _interval(self, request: RequestState, use: Floats, times: Floats) -> float:
-        """Return the steps until the next admission, if later requests are like this one."""
-        alive = use / (np.ceil(np.minimum(request.known + times, request.limit) / self._size) - request.shared)
-        widths = np.diff(times)
-        mean, half_square, area = (
-            float(widths @ (curve[1:] + curve[:-1])) / 2 for curve in (alive, alive * times, use)
-        )
-        if not mean:
-            return 0.0
-        variance = 2 * half_square / mean**2 - 1
-        return area / self._room * max(0.0, 1 - variance / _VARIED)
-
-    def _is_fresh(self, step: int) -> bool:
-        if self._computed_at >= 0 and step - self._computed_at >= _REFRESH_STEPS:
-            self._computed_at = -1
-        return self._computed_at >= 0
-
-    def _put(self, slot: int, curves: Floats | float) -> None:
-        self._all += curves - self._by_slot[:, slot]
-        self._by_slot[:, slot] = curves
-        self._refused = -1
+        self._total, self._retry_at = self._total - self._curves.pop(request.id), 0.0
 
     def _recompute(self, step: int, running: Sequence[RequestState], returning: int) -> None:
-        self._computed_at, self._refused = step, -1
-        self._survival_tables = {}
-        self._by_slot[:] = 0.0
-        if running:
-            self._learn_from(running)
-            for request in running:
-                self._find_shared(request)
-            self._by_slot[:, [request.slot for request in running]] = self._curves(running, step)
-        self._all = self._by_slot.sum(axis=1)
-        owned = sum(len(request.blocks) - request.shared for request in running)
-        self._shared = max(0, self._pool.num_blocks - 1 - self._pool.num_free - returning - owned)
-
-    def _learn_from(self, running: Iterable[RequestState]) -> None:
-        outputs: dict[str, list[int]] = {}
+        self._refresh_at, self._survival, references = step + _REFRESH_STEPS, {}, self._pool.ref_counts
         for request in running:
-            if request.batch_id is not None:
-                outputs.setdefault(request.batch_id, []).append(request.known - request.prompt_length)
-        self._survival_tables = {
-            batch_id: self._lengths.log_survival(batch_id, lengths) for batch_id, lengths in outputs.items()
-        }
+            request.shared = bisect_left(request.blocks, True, request.shared, key=lambda each: references[each] == 1)
+        curves = self._forecast(running)[1]
+        self._total, self._curves = curves.sum(axis=1), {each.id: curves[:, i] for i, each in enumerate(running)}
+        self._shared = self._room - self._pool.num_free - returning - sum(len(r.blocks) - r.shared for r in running)
 
-    def _find_shared(self, request: RequestState) -> None:
-        """Count the blocks of a computed prefix that other requests use too.
-
-        These are the first of its blocks, and they are not free when it ends.
-        """
-        blocks, ref_counts = request.blocks, self._pool.ref_counts
-        if request.shared < len(blocks) and ref_counts[blocks[request.shared]] > 1:
-            request.shared = bisect_left(blocks, True, request.shared, key=lambda block: ref_counts[block] == 1)
-
-    def _curves_of(self, request: RequestState, step: int) -> Floats:
-        """Return the curves of a request that is not running yet.
-
-        They are cached until the next calculation, since a few steps matter little.
-        """
-        *asked, curves = self._candidate
-        if asked != [request.id, request.known, request.shared, self._computed_at]:
-            curves = self._curves([request], step)[:, 0]
-            self._candidate = (request.id, request.known, request.shared, self._computed_at, curves)
-        return curves
-
-    def _curves(self, requests: Sequence[RequestState], step: int) -> Floats:
-        """Return curves of each request's own blocks: [3, requests, times].
-
-        For each point of time: the expected number, its variance and the maximum.
-        """
-        counts = np.array(
-            [(request.known, request.limit, request.prompt_length, request.shared) for request in requests],
-            dtype=np.float64,
-        )
-        known, limit, prompt, shared = (counts[:, i : i + 1] for i in range(4))
-        length = known + np.maximum(self._times - (step - self._computed_at), 0.0)
-        most = np.ceil(np.minimum(length, limit) / self._size) - shared
-        most[:, 1:][length[:, 1:] >= limit] = 0.0
-        alive = np.ones_like(most)
-        batch_ids = {request.batch_id for request in requests}
-        for batch_id in batch_ids - {None}:
-            assert batch_id is not None
-            rows = (
-                [row for row, request in enumerate(requests) if request.batch_id == batch_id]
-                if len(batch_ids) > 1
-                else slice(None)
-            )
-            alive[rows] = self._survival(batch_id, length[rows] - prompt[rows], known[rows] - prompt[rows])
-        expected = alive * most
-        return np.stack([expected, expected * (most - expected), most])
-
-    def _survival(self, batch_id: str, outputs: Floats, now: Floats) -> Floats:
-        """Return the probability that requests of `now` output tokens reach `outputs`."""
-        table = self._survival_tables.get(batch_id)
-        if table is None:
-            table = self._survival_tables[batch_id] = self._lengths.log_survival(batch_id, ())
-        survival: Floats = np.exp(np.interp(outputs, EDGES, table) - np.interp(now, EDGES, table))
-        return survival
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._size)
-
-
-def _times(longest: int) -> Floats:
-    """Return steps ahead: every 8, then 8 in each octave."""
-    times = np.unique(np.concatenate([np.arange(0, 64, 8), np.floor(64 * 2 ** (np.arange(120) / 8))]))
-    return times[: int(np.searchsorted(times, longest + _REFRESH_STEPS)) + 1].astype(np.float64)
+    def _forecast(self, requests: Sequence[RequestState]) -> tuple[Floats, Floats]:
+        """Return, by time ahead, the probability that each runs; its blocks' mean and variance."""
+        counts = [(request.known, request.limit, request.prompt_length, request.shared) for request in requests]
+        known, limit, prompt, shared = np.array(counts, dtype=np.float64).T[..., None]
+        alive: Floats = (known + self._times <= limit).astype(np.float64)
+        for batch_id in {request.batch_id for request in requests if request.batch_id is not None}:
+            rows = [request.batch_id == batch_id for request in requests]
+            now = (known - prompt)[rows]
+            if batch_id not in self._survival:
+                self._survival[batch_id] = self._lengths.log_survival(batch_id, now[:, 0].tolist())
+            table = self._survival[batch_id]
+            alive[rows] *= np.exp(np.interp(now + self._times, *table) - np.interp(now, *table))
+        most = np.ceil(np.minimum(known + self._times, limit) / self._size) - shared
+        return alive, np.stack([alive * most, alive * (1 - alive) * most**2])

@@ -66,8 +66,8 @@ class Scheduler:
         self._pool = kv_cache.pool
         self._stats = Stats()
         self._slots = SlotPool(max_num_seqs, self._pool)
-        policy = choose_policy(kv_cache, max_num_seqs, self.max_model_len)
-        self._queues = RequestQueues(kv_cache, self._slots, policy, self._stats)
+        self.admission = choose_policy(kv_cache, max_num_seqs, self.max_model_len)
+        self._queues = RequestQueues(kv_cache, self._slots, self.admission, self._stats)
         self._batching = AdmissionBatching(admission_batch, self._pool.num_blocks * admission_batch // max_num_seqs)
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)

@@ -41,8 +41,8 @@ def check_idle(scheduler: Scheduler) -> None:
     assert not scheduler._slots.returning
     policy = queues._policy
     if isinstance(policy, AdmissionForecast):
-        assert not policy._most, f"{policy._most} KV blocks are in the forecast"
-        assert policy._computed_at < 0 or np.abs(policy._by_slot).max() == 0
+        assert not policy._curves, f"{len(policy._curves)} requests are in the forecast"
+        assert np.abs(policy._total).max() < 1e-6
 
 
 def _is_free(pool: BlockPool, block_hash: bytes) -> bool:

@@ -59,7 +59,6 @@ def test_a_cache_of_two_prefixes_gives_nearly_all_that_fifty_could(
     assert sum(left != right for (left, _), (right, _) in pairwise(lines)) == SYSTEMS - 1, seed
     report = Simulation([line for _, line in lines], 2 * SYSTEM_BLOCKS, slots=slots, depth=depth).run()
     assert share_of_possible(lines, report) >= 0.95, (seed, share_of_possible(lines, report))
-    assert report.recomputed_share < 0.02, f"{report.recomputed_share:.2%}"
 
 
 def test_without_the_plan_there_is_little_to_find(seed: int) -> None:
