@@ -1,12 +1,13 @@
 """Writes what pages quote of the files of results: `python -m benchmarks.pages`.
 
 Between its marks, the README gets the table of goals, and `docs/performance.md` the tables of a
-step's parts, of batch sizes, of live calls and of the control plane; the plots are drawn anew. A
-test holds that what is committed is what the committed results give.
+step's parts, of batch sizes, of admission, of live calls and of the control plane; the plots are
+drawn anew. A test holds that what is committed is what the committed results give.
 """
 
 from pathlib import Path
 
+from benchmarks.admission import admission_table
 from benchmarks.control_table import SCENARIOS, control_table
 from benchmarks.goals import figures_of, table
 from benchmarks.live_plot import live_plot
@@ -34,7 +35,8 @@ def write() -> None:
 def pages(results: Path = RESULTS) -> dict[Path, str]:
     """Return each page's whole text as these results make it."""
     performance = (ROOT / PERFORMANCE).read_text()
-    for name, make in (("step-profile-gpt2-124m", profile_table), ("batch-sizes", sizes_table)):
+    tables = {"step-profile-gpt2-124m": profile_table, "batch-sizes": sizes_table, "admission": admission_table}
+    for name, make in tables.items():
         figures = figures_of(name, results)
         performance = between_marks(performance, name, make(figures) if figures else NOT_MEASURED)
     control = {scenario: figures_of(f"control-plane-{scenario}", results) for scenario in SCENARIOS}

@@ -15,8 +15,7 @@ from workers.engine.scheduling.request import RequestState
 Floats = NDArray[np.float64]
 _STEP_COST = 64.0  # tokens, until it is measured
 _REFRESH_STEPS = 16  # between two calculations over all running requests
-_UNPACED = 0.5  # of the blocks: up to here requests start together
-_VARIED = 0.5  # the variance of lengths by their squared mean from which they always do
+_UNPACED, _VARIED = 0.5, 0.5  # requests start together below so many blocks, or so much variance
 _GUESS, _RECENT, _BATCHES = [(256, True)] * 2, 256, 64  # ended outputs: at first, by batch; batches
 
 
@@ -94,7 +93,8 @@ class AdmissionForecast:
         self._total, self._shared = self._total + curve, self._shared + revived
 
     def leave(self, request: RequestState) -> None:
-        self._total, self._retry_at = self._total - self._curves.pop(request.id), 0.0
+        self._total = self._total - self._curves.pop(request.id)
+        self._retry_at = min(self._retry_at, self._next_at)
 
     def _recompute(self, step: int, running: Sequence[RequestState], returning: int) -> None:
         self._refresh_at, self._survival, references = step + _REFRESH_STEPS, {}, self._pool.ref_counts
