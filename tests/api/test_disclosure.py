@@ -7,6 +7,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -30,13 +31,14 @@ BODY = {"model": MODEL, "prompt": "x"}
 
 
 @pytest.fixture
-def secrets(redis_client: redis.Redis, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Keys of two tenants, for a server whose Redis has a password."""
-    yield {tenant: create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("red-tenant", "blue-tenant")}
+def secrets(tmp_path: Path) -> dict[str, str]:
+    """Keys of two tenants."""
+    return {tenant: create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("red-tenant", "blue-tenant")}
 
 
 @pytest.fixture
 def url(secrets: dict[str, str], redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> Iterator[str]:
+    """A server that needs a key, and whose Redis needs a password."""
     redis_client.acl_setuser("guarded", enabled=True, passwords=[f"+{PASSWORD}"], keys=["*"], commands=["+@all"])
     guarded = redis_url.replace("unix://", f"unix://guarded:{PASSWORD}@")
     try:
@@ -141,7 +143,7 @@ def test_what_belongs_to_another_tenant_takes_as_long_as_what_never_was(
             ("/v1/files/{}", file, ABSENT["file"]),
             ("/v1/streams/{}/0", "batch_of_red", ABSENT["batch"]),
         ]:
-            first, second = medians(*(lambda name=name: http.get(path.format(name)) for name in (theirs, unknown)))
+            first, second = medians(*(partial(http.get, path.format(name)) for name in (theirs, unknown)))
             print(f"{path}: {1000 * first:.2f} ms and {1000 * second:.2f} ms")
             assert abs(first - second) < 0.005
 
