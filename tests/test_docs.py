@@ -40,6 +40,12 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert sorted(name for name in named if f"def {name}(" not in tests) == []
 
 
+def test_every_threat_has_a_test_that_shows_what_happens() -> None:
+    rows = re.findall(r"^\| (?!threat|---).+\|$", (ROOT / "docs/security.md").read_text(), re.MULTILINE)
+    assert len(rows) > 30
+    assert [row for row in rows if not _TEST.search(row.rsplit("|", 2)[1])] == []
+
+
 def test_the_changelog_has_a_heading_for_each_version() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings == ["Unreleased", "0.1.0"]

@@ -82,7 +82,7 @@ def question(rng: random.Random, number: int) -> Question:
 
 def tasks() -> Counter[str]:
     """What runs in the event loops of this process, which are the API's."""
-    found = [task for task in gc.get_objects() if isinstance(task, asyncio.Task)]
+    found = [task for task in gc.get_objects() if type(task) is asyncio.Task]
     return Counter(str(task.get_coro()).split(" at ")[0] for task in found if not task.done())
 
 
