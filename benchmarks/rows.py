@@ -34,6 +34,6 @@ FULL: tuple[tuple[str, ...], ...] = (
     ("structured_outputs",),
     ("structured_outputs", "--turns", "3", *_VLLM),
     ("live",),
-    ("live", *_VLLM),
+    ("live", "--turns", "2", *_VLLM),
 )
 """Everything, with vLLM's CPU build and llama.cpp by turns; under an hour on two cores."""

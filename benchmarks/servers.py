@@ -21,7 +21,7 @@ from benchmarks.peers import KV_CACHE_GIB, vllm_environment, vllm_folder
 from benchmarks.processes import cpu_seconds
 
 HOST = "127.0.0.1"
-_START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 300.0, 30.0, 0.2
+_START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 600.0, 30.0, 0.2
 
 
 @dataclass(frozen=True, slots=True)
