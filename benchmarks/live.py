@@ -41,7 +41,8 @@ def main() -> int:
         return 0
     with running_pipeline(args.model) as server:
         figures = {part: _PARTS[part](server, args) for part in args.only}
-    write_report(f"live-{args.model}", figures, args.out, args.seed)
+    parts = "" if args.only == list(PARTS) else "".join(f"-{part}" for part in args.only)
+    write_report(f"live-{args.model}{parts}", figures, args.out, args.seed)
     return 0
 
 
@@ -49,7 +50,9 @@ def _arguments() -> Any:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
     parser.add_argument("--against", choices=("vllm",), help="the server to take turns with, in place of the parts")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="these alone, in a file of their own"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="seconds of each phase, as a share of the full time")
     parser.add_argument("--every", type=float, default=1.5, help="mean seconds between live calls beside the batch")
     parser.add_argument("--lines", type=int, default=1000, help="of the batch, which is to outlast its phases")

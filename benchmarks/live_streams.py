@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 from benchmarks.driving import greedy, running_engine
@@ -28,25 +29,27 @@ def measure(server: Server, concurrency: int, requests: int, turns: int, seed: i
     for turn in range(turns):
         bodies = _bodies(server.model, requests, seed + turn)
         began, used = time.perf_counter(), server.cpu_seconds()
-        served.append(
-            finished(started(HOST, server.port, [{"at": 0, "body": streamed(one)} for one in bodies], concurrency))
-        )
+        calls = [{"at": 0, "body": streamed(one)} for one in bodies]
+        served.append(finished(started(HOST, server.port, calls, concurrency)))
         cores.append((server.cpu_seconds() - used) / (time.perf_counter() - began))
         engine.append(asyncio.run(_engine_alone(server.model, bodies, concurrency)))
-    tokens = served[0].output_tokens
-    calls = [call for load in served for call in load.calls]
     return {
         "concurrency": concurrency,
         "output_tokens": [load.output_tokens for load in served],
         "seconds": [round(load.seconds, 2) for load in served],
         "engine_seconds": [round(seconds, 2) for seconds in engine],
-        "output_tokens_per_second": round(tokens / served[0].seconds, 1),
-        "engine_output_tokens_per_second": round(tokens / engine[0], 1),
+        "output_tokens_per_second": _median_rate(served, [load.seconds for load in served]),
+        "engine_output_tokens_per_second": _median_rate(served, engine),
         "server_cores": [round(value, 3) for value in cores],
         "load_generator_cores": [round(load.cpu_seconds / load.seconds, 3) for load in served],
-        **latencies(calls),
+        **latencies([call for load in served for call in load.calls]),
         **by_turns([load.seconds for load in served], engine),
     }
+
+
+def _median_rate(served: list[Load], seconds: list[float]) -> float:
+    """Both made the same tokens."""
+    return round(median(load.output_tokens / one for load, one in zip(served, seconds, strict=True)), 1)
 
 
 def _bodies(model: str, requests: int, seed: int) -> list[dict[str, Any]]:

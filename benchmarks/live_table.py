@@ -2,9 +2,11 @@
 
 from benchmarks.goals import Figures
 
+_PICTURE = "![Latency of each live call, and tokens a second, over time](../benchmarks/live.svg)"
+
 
 def live_table(figures: Figures) -> str:
-    """From the part `beside` of the figures of `live`."""
+    """From the part `beside` of the figures of `live`, below the picture of them."""
     idle, beside = figures["idle"], figures["beside"]
     batch, both = figures["batch_alone"], figures["live_and_batch"]
     rows = [
@@ -19,7 +21,9 @@ def live_table(figures: Figures) -> str:
         f"| rows of a step | {batch['rows']:.0f} | {both['rows']:.0f} | |",
         f"| a step | {batch['step_ms']:.0f} ms | {both['step_ms']:.0f} ms | |",
     ]
-    return "\n".join(["| | alone | live and batch | allowed |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    return (
+        "\n".join([_PICTURE, "", "| | alone | live and batch | allowed |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    )
 
 
 def streams_table(alone: Figures | None, against: Figures | None) -> str:

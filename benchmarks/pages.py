@@ -41,12 +41,12 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
         performance = between_marks(performance, name, make(figures) if figures else NOT_MEASURED)
     control = {scenario: figures_of(f"control-plane-{scenario}", results) for scenario in SCENARIOS}
     performance = between_marks(performance, "control-plane", control_table(control))
-    live = figures_of("live-gpt2-124m", results) or {"beside": None, "streams": None}
-    served = streams_table(live["streams"], figures_of("live-gpt2-124m-vllm", results))
-    performance = between_marks(performance, "live-streams", served)
-    performance = between_marks(performance, "live", live_table(live["beside"]) if live["beside"] else NOT_MEASURED)
+    live, against = (figures_of(f"live-gpt2-124m{name}", results) for name in ("", "-vllm"))
+    performance = between_marks(performance, "live", live_table(live["beside"]) if live else NOT_MEASURED)
+    streams = streams_table(live and live["streams"], against) if live or against else NOT_MEASURED
+    performance = between_marks(performance, "live-streams", streams)
     readme = between_marks((ROOT / README).read_text(), "goals", table(results))
-    plots = {PLOT: plot(results)} | ({LIVE_PLOT: live_plot(live["beside"])} if live["beside"] else {})
+    plots = {PLOT: plot(results)} | ({LIVE_PLOT: live_plot(live["beside"])} if live else {})
     return {**plots, README: readme, PERFORMANCE: performance}
 
 

@@ -54,7 +54,9 @@ def plot(folder: Path = RESULTS) -> str:
 
 def _title(title: str) -> str:
     plain = title.replace("`", "").replace("the same", "engine")
-    return plain.removesuffix(", whole process, against vllm run-batch").removesuffix(", against vLLM")
+    for peer in (", whole process, against vllm run-batch", ", against vllm serve", ", against vLLM"):
+        plain = plain.removesuffix(peer)
+    return plain
 
 
 def _text(x: float, y: float, text: str, look: str = "", anchor: str = "start") -> str:
