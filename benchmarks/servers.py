@@ -23,6 +23,9 @@ from benchmarks.processes import cpu_seconds
 HOST = "127.0.0.1"
 _START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 600.0, 30.0, 0.2
 
+_NO_COMMENTS = {"PIPELINE_PING_SECONDS": str(_START_SECONDS)}
+"""`vllm bench serve` loses a stream whose server sends a comment, as after 15 s of silence."""
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -49,7 +52,7 @@ def running_pipeline(model: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as store:
         options = ["--file-store", store, "--kv-cache-memory-bytes", str(KV_CACHE_GIB << 30), "--log-level", "warning"]
         command = [sys.executable, "-m", "pipeline", "serve", *options]
-        with _running(model, command, os.environ) as server:
+        with _running(model, command, os.environ | _NO_COMMENTS) as server:
             yield server
 
 
