@@ -338,7 +338,7 @@ redis_option, fleet_redis_option, optional_redis_option = (
     all_of(flag_of(QueueSettings, "redis_url", note, callback=check), _password_option)
     for note, check in ((" [default: a private one]", _check_url), (" [required]", _check_fleet_url), ("", _check_url))
 )
-"""The second is for commands that refuse to run without it, the third for those that may need none."""
+"""The second is for commands that refuse to run without it, the third where it may be needless."""
 
 
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
