@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
         """Raise `SettingsError` for files of TLS that cannot be used."""
         config = uvicorn.Config(
             app,
-            loop="asyncio",
+            loop="auto",  # uvloop, where it is installed
             http=HttpProtocol,
             ws="none",
             lifespan="on",

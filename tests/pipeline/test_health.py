@@ -2,7 +2,9 @@
 
 import os
 import signal
+from pathlib import Path
 
+import httpx
 import pytest
 
 from jobs.control.health import control_plane_fault
@@ -53,3 +55,19 @@ def test_a_queue_that_is_away_is_said(redis_url: str) -> None:
     assert "Redis is out of reach" in done.stderr
     assert "Traceback" not in done.stderr
     assert run_pipeline("health", "jobs").returncode == 2
+
+
+def test_an_api_is_asked_where_it_listens(redis_url: str, tmp_path: Path) -> None:
+    where = ("--uds", tmp_path / "api.sock")
+    before = run_pipeline("health", "api", *where)
+    assert before.returncode == 1
+    assert f"does not answer at {tmp_path}/api.sock" in before.stderr
+    with running_pipeline("api", *where, "--file-store", tmp_path / "store", redis_url=redis_url) as api:
+        api.wait_for(f"listening on http at the Unix socket {tmp_path}/api.sock")
+        done = run_pipeline("health", "api", *where)
+        assert (done.returncode, done.stderr) == (0, "")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "api.sock"))) as http:
+            assert http.get("http://localhost/v1/models").status_code == 200
+            refused = http.get("http://rebound.example/v1/models")
+            assert refused.json()["error"]["code"] == "host_not_allowed"
+    assert not (tmp_path / "api.sock").exists()

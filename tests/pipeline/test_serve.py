@@ -176,3 +176,19 @@ def test_a_second_server_keeps_off_the_file_store_of_the_first(tmp_path: Path, m
         done = CliRunner().invoke(serve, ["--port", "0", "--file-store", str(tmp_path)])
     assert done.exit_code == 2
     assert "another `pipeline serve` uses the file store" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--ssl-certfile", "absent.pem"), "the certificate absent.pem with the key absent.pem cannot be used"),
+        (("--middleware", "no_such_module.Name"), "--middleware no_such_module.Name cannot be imported"),
+    ],
+)
+def test_settings_of_the_http_server_that_cannot_be_used_end_it(
+    tmp_path: Path, flags: tuple[str, ...], reason: str
+) -> None:
+    done = run_pipeline("serve", "--port", 0, "--file-store", tmp_path, *flags)
+    assert done.returncode == 2
+    assert reason in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
