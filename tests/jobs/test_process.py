@@ -1,0 +1,58 @@
+"""What processes write to their log as JSON: those of the queue, and those of the engine."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.commands import REPOSITORY, command_environment
+
+LOGGED = """
+import logging
+log = logging.getLogger("some.module")
+log.info("two\\nlines of %s", "text", extra={"fields": {"status": 200}})
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("it failed")
+log.debug("not shown")
+"""
+OF_JOBS = 'from jobs.process import configure_logs; configure_logs("ticker")'
+OF_THE_ENGINE = """
+import os, socket
+from workers.engine.process import become_child
+become_child(os.getppid(), socket.socketpair()[0], "core", 20)
+"""
+
+
+def records_of(program: str, **environment: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-c", program + LOGGED],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=command_environment(None, {"PIPELINE_LOG_FORMAT": "json", **environment}),
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stderr.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "name_in_a_worker"),
+    [(OF_JOBS, "ticker", "worker-1"), (OF_THE_ENGINE, "core", "worker-1 core")],
+    ids=["jobs", "engine"],
+)
+def test_a_record_is_one_line(program: str, name: str, name_in_a_worker: str) -> None:
+    first, second = records_of(f"{program}\n")
+    assert (first["process"], first["logger"], first["level"]) == (name, "some.module", "INFO")
+    assert first["message"] == "two\nlines of text"
+    assert (second["level"], second["message"]) == ("ERROR", "it failed")
+    assert "ZeroDivisionError" in second["exception"]
+    named, _ = records_of(f"{program}\n", PIPELINE_LOG_NAME="worker-1")
+    assert named["process"] == name_in_a_worker
+
+
+def test_fields_of_a_record_are_keys() -> None:
+    assert records_of(f"{OF_JOBS}\n")[0]["status"] == 200
