@@ -77,7 +77,9 @@ class Simulation:
         self._prompts = [[*line.prompt[:-1], number] for number, line in enumerate(lines)]
         self._hashes = [_hashes(prompt) for prompt in self._prompts]
         kv_cache = KVCache(num_blocks + 1, BLOCK_SIZE)
-        self.scheduler = Scheduler(slots, budget, 4096, kv_cache, depth, vocab_size=EOS + 1, eos_token_ids=[EOS])
+        self.scheduler = Scheduler(
+            slots, budget, 4096, kv_cache, depth, vocab_size=EOS + 1, eos_token_ids=[EOS], live_step_seconds=0.15
+        )
         if admission is not None:
             self.scheduler._queues._policy = admission(kv_cache)
         self._most = slots + max(2, slots // 8)

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 # One admission batch is a 16th of the slots, where steps without a prompt are CUDA graphs
 _ADMISSION_BATCHES = 16
+_LONG_STEP = 2.0  # by a live step
 _SINGLE_TOKEN_TRIES = 3
 _SINGLE_TOKEN_PAUSE = 0.2  # seconds
 
@@ -55,7 +56,9 @@ class EngineCore:
         config = executor.config
         self._executor = executor
         self._depth = config.depth
-        self._launched: deque[tuple[StepPlan, LaunchedStep]] = deque()
+        self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
+        self._last: LaunchedStep | None = None  # to be retired
+        self._live_step_seconds = config.live_step_ms / 1000
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
         self._single_token_tries = 0
@@ -74,6 +77,7 @@ class EngineCore:
             config.depth,
             vocab_size=executor.vocab_size,
             eos_token_ids=executor.eos_token_ids,
+            live_step_seconds=self._live_step_seconds,
             admission_batch=max(1, config.max_num_seqs // _ADMISSION_BATCHES)
             if executor.runner.graphs is not None
             else 1,
@@ -147,6 +151,9 @@ class EngineCore:
         Where all requests wait for their guides, and no message can come meanwhile, it waits too.
         """
         self._add_guided(wait=not (self._has_steps or self._serving))
+        if self._launched and self._takes_long(self._launched[-1][0]):
+            return self._retire()
+        began = time.perf_counter()
         with span("schedule"):
             plan = self.scheduler.schedule()
         if plan is not None:
@@ -154,7 +161,7 @@ class EngineCore:
                 launched = self._launch(plan)
             except StepOutOfMemory as error:
                 return self._handle_out_of_memory(plan, error)
-            self._launched.append((plan, launched))
+            self._launched.append((plan, launched, began))
             self._single_token_tries = 0
             self.scheduler.token_budget = self._batch_size.fitted()
         if self._retired is not None:
@@ -216,13 +223,31 @@ class EngineCore:
         retired, self._retired = self._retired, None
         return retired
 
+    def _takes_long(self, plan: StepPlan) -> bool:
+        """Return whether no step is planned before this one has ended.
+
+        A live request that arrives meanwhile would wait for both. Beside a long step the device
+        idles for a short time only.
+        """
+        cost = self.scheduler.step_cost
+        return cost.known and cost.predict(plan.starts, plan.counts) > _LONG_STEP * self._live_step_seconds
+
     def _retire(self) -> StepOutput:
-        plan, launched = self._launched.popleft()
+        plan, launched, began = self._launched.popleft()
         with span("retire"):
-            output = self.scheduler.update(plan, self._executor.retire(launched))
+            result = self._executor.retire(launched)
+            self._record_time(plan, launched, time.perf_counter() - began)
+            output = self.scheduler.update(plan, result)
         output.stats.step_rows = [(len(plan.counts), "")]
         output.stats.step_tokens = [(int(plan.counts.sum()), "")]
         return output
+
+    def _record_time(self, plan: StepPlan, launched: "LaunchedStep", seconds: float) -> None:
+        """Record a step's own time: from its planning, or from the end of the step before it."""
+        if self._last is not None:
+            seconds = min(seconds, launched.seconds_after(self._last))
+        self._last = launched
+        self.scheduler.step_cost.record(plan.starts, plan.counts, seconds)
 
     def _handle_out_of_memory(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
         """Handle a step that did not fit into memory: halve the token budget.

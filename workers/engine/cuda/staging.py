@@ -93,7 +93,7 @@ class ResultCopies:
             ]
         for tensor in tensors:
             tensor.record_stream(self._stream)
-        done = _cuda.Event()
+        done = _cuda.Event(enable_timing=True)
         done.record(self._stream)
         self._under_way.append(done)
         return copies, done

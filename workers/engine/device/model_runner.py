@@ -4,8 +4,9 @@ tokens where the next step reads them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -41,6 +42,13 @@ class LaunchedStep:
     logprobs: Logprobs | None
     scores: list[Logprobs]  # of the plan's prompt scores, item by item
     done: torch.cuda.Event | None = None
+    launched: float = field(default_factory=time.perf_counter)  # when; on a CPU this is its end
+
+    def seconds_after(self, earlier: LaunchedStep) -> float:
+        """Return the seconds between the ends of two retired steps."""
+        if self.done is not None and earlier.done is not None:
+            return float(earlier.done.elapsed_time(self.done)) / 1000
+        return self.launched - earlier.launched
 
 
 class ModelRunner:

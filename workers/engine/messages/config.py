@@ -68,6 +68,12 @@ class EngineConfig:
         None, "Size of the KV cache on each GPU. [default: what the machine allows]", min=1, kind="size"
     )
     enforce_eager: bool = _flag(False, "Launch every kernel by itself, without CUDA graphs; saves the graphs' memory.")
+    live_step_ms: float | None = _flag(
+        None,
+        "Milliseconds that a step may take while a live call runs or waits; a step in which all running sequences get"
+        " a token may take longer. [default: 150 on a CPU, 50 on a GPU]",
+        min=1,
+    )
     step_timeout: float | None = _flag(
         None,
         "Seconds without a step after which the engine core counts as hung. [default: 300; lowered from the measured"

@@ -17,5 +17,6 @@ class ResolvedConfig(EngineConfig):
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    live_step_ms: float
     depth: int
     threads: int

@@ -12,6 +12,11 @@ from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.slots import SlotPool
 
+BATCH_SHARE = 0.1
+"""What live requests leave to batch requests of slots, blocks and the time of steps; claims keep as
+much for batches.
+"""
+
 _PRIORITY = attrgetter("priority")
 
 
@@ -29,6 +34,10 @@ class RequestQueues:
     Where these run out, the running request of the lowest priority is preempted: batch before live,
     then the highest priority number, then the newest. It keeps its tokens and waits for its turn.
     So the request of the highest priority always goes on, and none of equal priority starves.
+
+    While batch requests run or wait, live ones leave them `BATCH_SHARE` of the slots and blocks: no
+    more of them start, and they preempt no batch request within the share. A live request beside
+    which no other live one runs may have everything.
     """
 
     def __init__(self, kv_cache: KVCache, slots: SlotPool, policy: AdmissionPolicy, stats: Stats) -> None:
@@ -39,6 +48,8 @@ class RequestQueues:
         self._slots = slots
         self._policy = policy
         self._stats = stats
+        self._batch_slots = max(1, int(BATCH_SHARE * slots.size))
+        self._batch_blocks = int(BATCH_SHARE * self._pool.num_blocks)
 
     @property
     def running(self) -> list[RequestState]:
@@ -83,13 +94,27 @@ class RequestQueues:
 
         For live requests batch ones are preempted, as many at once as `budget` tokens can admit.
         """
-        if request.live and not self._slots.free:
-            waiting = self.live.waiting
-            wanted = sum(before < budget for before in accumulate((other.known for other in waiting), initial=0))
-            missing = min(wanted, len(waiting)) - len(self._slots.returning)
-            for _ in range(min(missing, len(self.batch.running))):
-                self._preempt(self.batch.running[-1])
+        if request.live:
+            kept = min(self._batch_slots, len(self.batch.running) + len(self.batch.waiting))
+            room = max(1, self._slots.size - kept) - len(self.live.running)
+            if room <= 0:
+                return False
+            if not self._slots.free:
+                self._preempt_for_slots(min(room, self._startable(budget)) - len(self._slots.returning))
         return bool(self._slots.free)
+
+    def kept_for_batch(self, request: RequestState) -> int:
+        """Return how many free blocks a waiting request must leave to batch requests."""
+        if not request.live or not self.live.running or not self.batch.waiting:
+            return 0
+        return max(0, self._batch_blocks - sum(len(other.blocks) for other in self.batch.running))
+
+    @property
+    def batch_may_start(self) -> bool:
+        """Return whether batch requests may start: beside live ones that wait, within their share
+        of the slots.
+        """
+        return not self.live.waiting or len(self.batch.running) < self._batch_slots
 
     def has_room(self, request: RequestState, prefix: list[int], step: int) -> bool:
         """Return whether a batch request that can begin is admitted; a single one always is."""
@@ -97,27 +122,52 @@ class RequestQueues:
             request, prefix, step, self.running, self._slots.returning_own_blocks
         )
 
-    def make_room(self, need: int, request: RequestState) -> bool:
+    def make_room(self, need: int, request: RequestState, step: int) -> bool:
         """Preempt requests of the lowest priority until `need` blocks are free.
 
-        For a running request these are all behind it and at last itself; for a waiting live one,
-        batch requests alone. Returns False when the blocks are not free now; they may be once a
-        launched step is retired.
+        For a running request these are all behind it and at last itself, but for those that have a
+        row in `step` already; for a waiting live one, batch requests alone. Returns False when the
+        blocks are not free now; they may be once a launched step is retired.
         """
-        waits = request.slot < 0
-        if waits:
-            in_batch = sum(len(other.blocks) for other in self.batch.running)
+        if request.slot < 0:
+            victims = self.batch.running[self._protected(request) :]
+            in_batch = sum(len(other.blocks) for other in victims)
             if self._pool.num_free + self._slots.returning_blocks + in_batch < need:
                 return False
         while self._pool.num_free < need:
-            running = self.batch.running if self.batch.running or waits else self.live.running
-            if self._pool.num_free + self._slots.returning_blocks >= need or not running:
+            victim = self._victim(request)
+            enough = self._pool.num_free + self._slots.returning_blocks >= need
+            if enough or victim is None or victim.last_step == step:
                 return False
-            victim = running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _victim(self, request: RequestState) -> RequestState | None:
+        """Return who is preempted next for a request that needs blocks; it may be the request."""
+        if len(self.batch.running) > self._protected(request):
+            return self.batch.running[-1]
+        return self.live.running[-1] if request.slot >= 0 else None
+
+    def _protected(self, request: RequestState) -> int:
+        """Return how many batch requests, the first ones, are not preempted for a request.
+
+        Beside other live requests a live one leaves those within the share, at least one.
+        """
+        if not request.live or len(self.live.running) == (request.slot >= 0):
+            return 0
+        blocks = accumulate(len(other.blocks) for other in self.batch.running[: self._batch_slots])
+        return max(1, sum(total <= self._batch_blocks for total in blocks))
+
+    def _startable(self, budget: int) -> int:
+        """Return how many waiting live requests begin within `budget` tokens."""
+        ends = accumulate(request.known for request in self.live.waiting)
+        return min(1 + sum(end < budget for end in ends), len(self.live.waiting))
+
+    def _preempt_for_slots(self, count: int) -> None:
+        for _ in range(min(count, len(self.batch.running))):
+            self._preempt(self.batch.running[-1])
 
     def _preempt(self, victim: RequestState) -> None:
         self._class_of(victim).running.pop()

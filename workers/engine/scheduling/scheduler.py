@@ -5,10 +5,10 @@ computes some of the difference, and at the last known token it samples the next
 
 Read a step in this order:
 
-1. `schedule` plans it: live requests first, then batch requests, under one token budget.
-2. `_advance` gives tokens to the running requests, `_extend` the blocks for them.
-3. `_admit` lets waiting requests start, `_enter` each of them. Room for the beginning is not enough
-   for a batch request: the admission policy decides (`admission.py`).
+1. `schedule` makes it, under one token budget.
+2. `StepPlanner` (`step_planner.py`) gives tokens and blocks to the running requests, then lets
+   waiting ones start: live requests first, then batch requests.
+3. While a live request runs or waits, the step's time has a limit too (`live_steps.py`).
 4. `RequestQueues` (`queues.py`) preempts requests where slots or blocks run out. What they lose is
    free once the last launched step that uses it has been retired (`slots.py`).
 5. `update` retires the oldest launched step: its tokens become known, and some requests end.
@@ -18,7 +18,6 @@ A request with a guide (`guides/`) samples under a mask. `schedule` names its sa
 advances the guide, and the request ends where the guide says so.
 """
 
-import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -27,13 +26,15 @@ from copy import copy
 from workers.engine.guides.guide import Guide
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput
 from workers.engine.messages.metrics import KINDS
-from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
+from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.admission import AdmissionBatching, choose_policy
 from workers.engine.scheduling.kv_cache import KVCache
-from workers.engine.scheduling.queues import PriorityClass, RequestQueues
+from workers.engine.scheduling.queues import RequestQueues
 from workers.engine.scheduling.request import RequestState, refusal
 from workers.engine.scheduling.slots import SlotPool
 from workers.engine.scheduling.step_builder import OutputBuilder, StepBuilder
+from workers.engine.scheduling.step_planner import StepPlanner
+from workers.engine.scheduling.step_time import StepCost
 
 
 class Scheduler:
@@ -53,11 +54,13 @@ class Scheduler:
         *,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
+        live_step_seconds: float,
         admission_batch: int = 1,
     ) -> None:
         """Lower `max_model_len` to what the cache can hold for a single request.
 
-        `admission_batch` is the size of `AdmissionBatching`.
+        `live_step_seconds`: how long a step may take while a live request runs or waits, judged by
+        `step_cost`. `admission_batch` is the size of `AdmissionBatching`.
         """
         self.token_budget = max_num_batched_tokens
         self.max_model_len = min(max_model_len, kv_cache.max_tokens)
@@ -68,7 +71,9 @@ class Scheduler:
         self._slots = SlotPool(max_num_seqs, self._pool)
         self.admission = choose_policy(kv_cache, max_num_seqs, self.max_model_len)
         self._queues = RequestQueues(kv_cache, self._slots, self.admission, self._stats)
-        self._batching = AdmissionBatching(admission_batch, self._pool.num_blocks * admission_batch // max_num_seqs)
+        self.step_cost = StepCost()
+        batching = AdmissionBatching(admission_batch, self._pool.num_blocks * admission_batch // max_num_seqs)
+        self._planner = StepPlanner(kv_cache, self._slots, self._queues, batching, self.step_cost, live_step_seconds)
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, RequestState] = {}
@@ -129,10 +134,8 @@ class Scheduler:
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
         step = StepBuilder(self._step + 1, self.token_budget)
-        for priority_class in (self._queues.live, self._queues.batch):
-            self._advance(priority_class.running, step)
-            if priority_class.waiting and not (priority_class is self._queues.batch and self._defers_admission()):
-                self._admit(priority_class, step)
+        self._planner.plan(step)
+        self._note_entries(step)
         if not step.slots:
             return None
         self._step = step.number
@@ -143,6 +146,14 @@ class Scheduler:
         if self._guided:
             plan.guided = [index for index, request in enumerate(step.sampling) if request.guide is not None]
         return plan
+
+    def _note_entries(self, step: StepBuilder) -> None:
+        now = time.monotonic()
+        for request in step.entered:
+            self._output.start(request, step.number, now)
+        for request in step.first_entries:
+            if request.cached_tokens:
+                self._output.fresh_hits[request.id] = request.cached_tokens
 
     def guided(self, plan: StepPlan) -> list[RequestState]:
         """Return the requests of the guided samples of the step planned last, in their order."""
@@ -242,110 +253,6 @@ class Scheduler:
     def _drop_guide(self, request: RequestState) -> None:
         self._guided -= request.guide is not None
         request.guide = None
-
-    def _advance(self, requests: list[RequestState], step: StepBuilder) -> None:
-        """Give requests with a slot as many of their uncomputed tokens as the budget has left.
-
-        Every row of every step passes this loop: its cost per row is the host's cost of a step.
-        """
-        budget, number = step.budget, step.number
-        add_slot, add_start, add_count = step.slots.append, step.starts.append, step.counts.append
-        add_samples, add_sampling = step.samples.append, step.sampling.append
-        for request in requests:  # preemption shortens the list only behind the request at hand
-            if not budget:
-                break
-            start, known = request.computed, request.known
-            if known >= request.limit:
-                continue  # its last token is in a launched step
-            count = known - start
-            if count > budget:
-                count = budget
-            end = start + count
-            if end > request.capacity and not self._extend(request, end, step):
-                continue
-            budget -= count
-            if end >= request.next_score:
-                self._score(request, end, step)
-            add_slot(request.slot)
-            add_start(start)
-            add_count(count)
-            request.computed = end
-            request.last_step = number
-            if end == known:
-                request.known = end + 1
-                add_samples(1)
-                add_sampling(request)
-            else:
-                add_samples(0)
-                step.outstanding += self._kv_cache.blocks_for(known - request.capacity)
-            if end >= request.hash_at:
-                self._kv_cache.cache_blocks(request)
-        step.budget = budget
-
-    def _score(self, request: RequestState, end: int, step: StepBuilder) -> None:
-        """Let the step's next row report the log probabilities of the prompt tokens after its own.
-
-        Each is reported once, also when tokens are recomputed after a preemption.
-        """
-        last = min(end + 1, request.prompt_length)
-        step.prompt_scores.append(PromptScores(len(step.slots), request.next_score, last))
-        step.scored.append(request)
-        request.next_score = last if last < request.prompt_length else sys.maxsize
-
-    def _extend(self, request: RequestState, end: int, step: StepBuilder) -> bool:
-        """Allocate blocks for a request's first `end` tokens; return False if it must wait.
-
-        Requests of lower priority are preempted if need be.
-        """
-        if not self._queues.make_room(self._kv_cache.blocks_for(end - request.capacity), request):
-            step.short = True
-            return False
-        first = len(request.blocks)
-        step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
-        return True
-
-    def _defers_admission(self) -> bool:
-        queues = self._queues
-        running = bool(queues.live.running or queues.batch.running)
-        return self._batching.defers(len(self._slots.free), self._pool.num_free, running)
-
-    def _admit(self, priority_class: PriorityClass, step: StepBuilder) -> None:
-        """Admit waiting requests in order of priority.
-
-        Their known tokens must fit beside what the running requests may soon need.
-        """
-        queues = self._queues
-        while priority_class.waiting and step.budget and not step.short:
-            request = priority_class.waiting[0]
-            if request.known > len(request.tokens) or not queues.find_slot(request, step.budget):
-                return
-            reserve = step.outstanding + len(queues.live.running) + (0 if request.live else len(queues.batch.running))
-            if not request.live and reserve >= self._pool.num_free:
-                return
-            # What the cache holds has no logits, so as long as prompt tokens are to be scored
-            # everything is computed.
-            prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
-            need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.count_free(prefix) + reserve
-            if need <= self._pool.num_free and (request.live or queues.has_room(request, prefix, step.number)):
-                self._enter(request, prefix, step)
-            elif not (request.live and queues.make_room(need, request)):
-                step.short = request.live and bool(self._slots.returning)
-                return
-
-    def _enter(self, request: RequestState, prefix: list[int], step: StepBuilder) -> None:
-        now = time.monotonic()
-        self._queues.enter(request, prefix, step.number)
-        self._output.start(request, step.number, now)
-        if request.cached_tokens < 0:
-            step.first_entries.append(request)
-            request.waited = now - request.arrived
-            request.cached_tokens = min(request.computed, request.prompt_length)
-            if request.cached_tokens:
-                self._output.fresh_hits[request.id] = request.cached_tokens
-        step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
-        if prefix:
-            step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
-        self._advance([request], step)
 
     def _end(
         self, request: RequestState, finish: Finish, stop_token: int = -1, *, error: str = "", token: int | None = None

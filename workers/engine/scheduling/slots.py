@@ -13,6 +13,7 @@ class SlotPool:
     """
 
     def __init__(self, num_slots: int, blocks: BlockPool) -> None:
+        self.size = num_slots
         self.free = list(range(num_slots - 1, -1, -1))
         self.returning: list[_Returning] = []
         self.retired_step = 0

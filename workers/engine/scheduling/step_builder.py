@@ -30,6 +30,7 @@ class StepBuilder:
     sampling: list[RequestState] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     scored: list[RequestState] = field(default_factory=list)
+    entered: list[RequestState] = field(default_factory=list)
     first_entries: list[RequestState] = field(default_factory=list)
 
     def build(self) -> StepPlan:

@@ -40,6 +40,7 @@ def make_scheduler(
         depth,
         vocab_size=100,
         eos_token_ids=[EOS],
+        live_step_seconds=0.15,
         admission_batch=admission_batch,
     )
 
@@ -521,7 +522,7 @@ def test_an_id_in_use_is_refused() -> None:
 
 def test_a_block_that_is_never_freed_is_detected_when_idle() -> None:
     kv_cache = KVCache(9, SIZE)
-    scheduler = Scheduler(1, 8, 32, kv_cache, 0, vocab_size=100)
+    scheduler = Scheduler(1, 8, 32, kv_cache, 0, vocab_size=100, live_step_seconds=0.15)
     check_idle(scheduler)
     kv_cache.pool.allocate(1)
     with pytest.raises(AssertionError, match="1 KV blocks are in use"):

@@ -208,6 +208,7 @@ class ScheduledRun:
             setup.depth,
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
+            live_step_seconds=0.15,
             admission_batch=setup.admission_batch,
         )
         if setup.crowded:

@@ -1,0 +1,75 @@
+"""The time of a step while a live request runs or waits.
+
+Such a step is to take no longer than `--live-step-ms`, since that is the gap that the clients of
+live streams see, and how long a live request that arrives waits for its first step. A step takes
+longer only where its decode rows do.
+
+- Prompts of live requests are cut to that time too, whether or not another live request decodes.
+  Cut prompts cost little more, and no later call waits for a long prompt to end. The prompt itself
+  loses no time, since batch requests give way to it.
+- Batch requests have a share of each step, so that endless live requests do not stop them.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from workers.engine.scheduling.queues import BATCH_SHARE, PriorityClass
+from workers.engine.scheduling.request import RequestState
+from workers.engine.scheduling.step_builder import StepBuilder
+from workers.engine.scheduling.step_time import StepCost
+
+# The least time of a step by that of its decode rows, so that prompts always go on
+_BEYOND_DECODING = 1.15
+
+
+class LiveStepTime:
+    """The seconds that a step has left; `step` has the live requests that decode.
+
+    Until `open_to_batch` the share of the batch requests is kept from the step's seconds and
+    tokens.
+    """
+
+    def __init__(self, cost: StepCost, limit: float, step: StepBuilder, batch: PriorityClass) -> None:
+        self._cost = cost
+        live = cost.empty + cost.decode(len(step.starts), sum(step.starts))
+        contexts = [request.computed for request in decoding(batch.running)]
+        self._rows, self._rows_seconds = len(contexts), cost.decode(len(contexts), sum(contexts))
+        limit = max(limit, _BEYOND_DECODING * (live + self._rows_seconds))
+        share = BATCH_SHARE if batch.running or batch.waiting else 0.0
+        self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
+        self.seconds = limit - live - self._kept_seconds
+        step.budget -= self._kept_tokens
+
+    def open_to_batch(self, step: StepBuilder) -> None:
+        """Give batch requests what was kept for them."""
+        self.seconds += self._kept_seconds
+        step.budget += self._kept_tokens
+
+    def rows(self) -> int:
+        """Return how many batch requests have time to decode, at least one."""
+        if self._rows_seconds <= self.seconds:
+            return self._rows
+        return max(1, int(self._rows * self.seconds / self._rows_seconds))
+
+    def spend_rows(self, rows: int) -> None:
+        self.seconds -= self._rows_seconds * rows / max(1, self._rows)
+
+    def tokens(self, start: int) -> int:
+        """Return how many prompt tokens from position `start` on there is time for: at least one
+        as long as there is any.
+        """
+        return max(1, self._cost.tokens_within(self.seconds, start)) if self.seconds > 0 else 0
+
+    def spend_tokens(self, start: int, count: int) -> None:
+        """Take the time of prompt tokens; where they are as many as there was time for, all."""
+        left = self.seconds - self._cost.prompt(start, count)
+        self.seconds = 0.0 if count >= self.tokens(start) else left
+
+
+def decoding(requests: Iterable[RequestState]) -> Iterator[RequestState]:
+    """Yield the requests with one token to compute; their list may become shorter meanwhile."""
+    return (request for request in requests if request.known - request.computed == 1)
+
+
+def in_prompt(requests: Iterable[RequestState]) -> Iterator[RequestState]:
+    """Yield the requests with more to compute; their list may become shorter meanwhile."""
+    return (request for request in requests if request.known - request.computed > 1)

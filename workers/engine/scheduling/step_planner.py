@@ -1,0 +1,198 @@
+"""Fill a step: which running requests go on, which waiting ones start, each with how many tokens.
+
+Room for the beginning is not enough for a batch request to start: the admission policy decides
+(`admission.py`).
+"""
+
+import sys
+import time
+from collections.abc import Iterable
+
+from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores
+from workers.engine.scheduling.admission import AdmissionBatching
+from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.live_steps import LiveStepTime, decoding, in_prompt
+from workers.engine.scheduling.queues import PriorityClass, RequestQueues
+from workers.engine.scheduling.request import RequestState
+from workers.engine.scheduling.slots import SlotPool
+from workers.engine.scheduling.step_builder import StepBuilder
+from workers.engine.scheduling.step_time import StepCost
+
+
+class StepPlanner:
+    """Gives the tokens of steps to requests."""
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        slots: SlotPool,
+        queues: RequestQueues,
+        batching: AdmissionBatching,
+        cost: StepCost,
+        live_step_seconds: float,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
+        self._slots = slots
+        self._queues = queues
+        self._batching = batching
+        self._cost = cost
+        self._live_step_seconds = live_step_seconds
+        self._time: LiveStepTime | None = None  # of the step that is planned, where it is limited
+
+    def plan(self, step: StepBuilder) -> None:
+        """Fill the step."""
+        queues, self._time = self._queues, None
+        if queues.live.running or queues.live.waiting:
+            self._plan_live(step)
+        else:
+            self._advance(queues.batch.running, step)
+        self._admit_batch(step)
+
+    def _plan_live(self, step: StepBuilder) -> None:
+        """Advance the running requests, and start live ones, in a step whose time is limited.
+
+        First are the live requests, then batch requests; in each class those that decode.
+        """
+        live, batch = self._queues.live, self._queues.batch
+        self._advance(decoding(live.running), step)
+        left = self._time = LiveStepTime(self._cost, self._live_step_seconds, step, batch)
+        self._advance_prompts(live.running, step)
+        self._admit(live, step)
+        left.open_to_batch(step)
+        left.spend_rows(self._advance_within(left.rows(), decoding(batch.running), step))
+        self._advance_prompts(batch.running, step)
+
+    def _room(self, step: StepBuilder) -> int:
+        """Return how many prompt tokens the step has room for."""
+        return step.budget if self._time is None else min(step.budget, self._time.tokens(0))
+
+    def _advance_prompts(self, requests: list[RequestState], step: StepBuilder) -> None:
+        """Advance the requests that do not decode yet, while there is time."""
+        for request in in_prompt(requests):
+            if not self._room(step):
+                step.outstanding += self._kv_cache.blocks_for(request.known - request.capacity)
+            else:
+                self._advance_prompt(request, step)
+
+    def _advance_prompt(self, request: RequestState, step: StepBuilder) -> None:
+        """Advance a request as far as there is room."""
+        if self._time is None:
+            self._advance([request], step)
+        else:
+            start = request.computed
+            count = self._advance_within(self._time.tokens(start), [request], step)
+            self._time.spend_tokens(start, count)
+
+    def _advance_within(self, tokens: int, requests: Iterable[RequestState], step: StepBuilder) -> int:
+        """Advance requests by at most `tokens` together; return by how many."""
+        rest = max(0, step.budget - tokens)
+        before = step.budget = step.budget - rest
+        self._advance(requests, step)
+        count = before - step.budget
+        step.budget += rest
+        return count
+
+    def _advance(self, requests: Iterable[RequestState], step: StepBuilder) -> None:
+        """Give requests with a slot as many of their uncomputed tokens as the budget has left.
+
+        Every row of every step passes this loop: its cost per row is the host's cost of a step.
+        """
+        budget, number = step.budget, step.number
+        add_slot, add_start, add_count = step.slots.append, step.starts.append, step.counts.append
+        add_samples, add_sampling = step.samples.append, step.sampling.append
+        for request in requests:  # preemption shortens the list only behind the request at hand
+            if not budget:
+                break
+            start, known = request.computed, request.known
+            if known >= request.limit:
+                continue  # its last token is in a launched step
+            count = known - start
+            if count > budget:
+                count = budget
+            end = start + count
+            if end > request.capacity and not self._extend(request, end, step):
+                continue
+            budget -= count
+            if end >= request.next_score:
+                self._score(request, end, step)
+            add_slot(request.slot)
+            add_start(start)
+            add_count(count)
+            request.computed = end
+            request.last_step = number
+            if end == known:
+                request.known = end + 1
+                add_samples(1)
+                add_sampling(request)
+            else:
+                add_samples(0)
+                step.outstanding += self._kv_cache.blocks_for(known - request.capacity)
+            if end >= request.hash_at:
+                self._kv_cache.cache_blocks(request)
+        step.budget = budget
+
+    def _score(self, request: RequestState, end: int, step: StepBuilder) -> None:
+        """Let the step's next row report the log probabilities of the prompt tokens after its own.
+
+        Each is reported once, also when tokens are recomputed after a preemption.
+        """
+        last = min(end + 1, request.prompt_length)
+        step.prompt_scores.append(PromptScores(len(step.slots), request.next_score, last))
+        step.scored.append(request)
+        request.next_score = last if last < request.prompt_length else sys.maxsize
+
+    def _extend(self, request: RequestState, end: int, step: StepBuilder) -> bool:
+        """Allocate blocks for a request's first `end` tokens; return False if it must wait.
+
+        Requests of lower priority are preempted if need be.
+        """
+        if not self._queues.make_room(self._kv_cache.blocks_for(end - request.capacity), request, step.number):
+            step.short = True
+            return False
+        first = len(request.blocks)
+        step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
+        return True
+
+    def _admit_batch(self, step: StepBuilder) -> None:
+        queues = self._queues
+        if queues.batch.waiting and queues.batch_may_start:
+            running = bool(queues.live.running or queues.batch.running)
+            if not self._batching.defers(len(self._slots.free), self._pool.num_free, running):
+                self._admit(queues.batch, step)
+
+    def _admit(self, priority_class: PriorityClass, step: StepBuilder) -> None:
+        """Admit waiting requests in order of priority.
+
+        Their known tokens must fit beside what the running requests may soon need.
+        """
+        queues = self._queues
+        while priority_class.waiting and not step.short and (room := self._room(step)):
+            request = priority_class.waiting[0]
+            if request.known > len(request.tokens) or not queues.find_slot(request, room):
+                return
+            reserve = step.outstanding + len(queues.live.running) + (0 if request.live else len(queues.batch.running))
+            if not request.live and reserve >= self._pool.num_free:
+                return
+            # What the cache holds has no logits, so as long as prompt tokens are to be scored
+            # everything is computed.
+            prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
+            need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.count_free(prefix) + reserve
+            kept = queues.kept_for_batch(request)
+            if need + kept <= self._pool.num_free and (request.live or queues.has_room(request, prefix, step.number)):
+                self._enter(request, prefix, step)
+            elif kept or not (request.live and queues.make_room(need, request, step.number)):
+                step.short = request.live and not kept and bool(self._slots.returning)
+                return
+
+    def _enter(self, request: RequestState, prefix: list[int], step: StepBuilder) -> None:
+        self._queues.enter(request, prefix, step.number)
+        step.entered.append(request)
+        if request.cached_tokens < 0:
+            step.first_entries.append(request)
+            request.waited = time.monotonic() - request.arrived
+            request.cached_tokens = min(request.computed, request.prompt_length)
+        step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
+        if prefix:
+            step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
+        self._advance_prompt(request, step)
