@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 # One admission batch is a 16th of the slots, where steps without a prompt are CUDA graphs
 _ADMISSION_BATCHES = 16
-_LONG_STEP = 2.0  # by a live step
 _SINGLE_TOKEN_TRIES = 3
 _SINGLE_TOKEN_PAUSE = 0.2  # seconds
 
@@ -58,7 +57,6 @@ class EngineCore:
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
         self._last: LaunchedStep | None = None  # to be retired
-        self._live_step_seconds = config.live_step_ms / 1000
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
         self._single_token_tries = 0
@@ -77,7 +75,7 @@ class EngineCore:
             config.depth,
             vocab_size=executor.vocab_size,
             eos_token_ids=executor.eos_token_ids,
-            live_step_seconds=self._live_step_seconds,
+            live_step_seconds=config.live_step_ms / 1000,
             admission_batch=max(1, config.max_num_seqs // _ADMISSION_BATCHES)
             if executor.runner.graphs is not None
             else 1,
@@ -151,8 +149,6 @@ class EngineCore:
         Where all requests wait for their guides, and no message can come meanwhile, it waits too.
         """
         self._add_guided(wait=not (self._has_steps or self._serving))
-        if self._launched and self._takes_long(self._launched[-1][0]):
-            return self._retire()
         began = time.perf_counter()
         with span("schedule"):
             plan = self.scheduler.schedule()
@@ -222,15 +218,6 @@ class EngineCore:
     def _take_retired(self) -> StepOutput | None:
         retired, self._retired = self._retired, None
         return retired
-
-    def _takes_long(self, plan: StepPlan) -> bool:
-        """Return whether no step is planned before this one has ended.
-
-        A live request that arrives meanwhile would wait for both. Beside a long step the device
-        idles for a short time only.
-        """
-        cost = self.scheduler.step_cost
-        return cost.known and cost.predict(plan.starts, plan.counts) > _LONG_STEP * self._live_step_seconds
 
     def _retire(self) -> StepOutput:
         plan, launched, began = self._launched.popleft()

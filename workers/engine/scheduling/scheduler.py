@@ -79,6 +79,8 @@ class Scheduler:
         self._requests: dict[int, RequestState] = {}
         self._guided = 0  # of them
         self._launched: deque[StepBuilder] = deque()
+        self._live_step_seconds = live_step_seconds
+        self._takes_long = False  # the step planned last
         self._arrivals = 0
         self._step = 0
         self._output = OutputBuilder()
@@ -129,10 +131,14 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None when nothing can be computed now.
 
-        More may become possible once a launched step is retired.
+        More may become possible once a launched step is retired. No step is planned behind one that
+        takes longer than a live step: a live request that arrives meanwhile would wait for both.
+        The device then idles between steps, for a small part of their time.
         """
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
+        if self._launched and self._takes_long:
+            return None
         step = StepBuilder(self._step + 1, self.token_budget)
         self._planner.plan(step)
         self._note_entries(step)
@@ -143,9 +149,13 @@ class Scheduler:
         self._stats.steps += 1
         self._stats.computed_tokens += self.token_budget - step.budget
         plan = step.build()
+        self._takes_long = self._exceeds_live_step(plan)
         if self._guided:
             plan.guided = [index for index, request in enumerate(step.sampling) if request.guide is not None]
         return plan
+
+    def _exceeds_live_step(self, plan: StepPlan) -> bool:
+        return self.step_cost.known and self.step_cost.predict(plan.starts, plan.counts) > self._live_step_seconds
 
     def _note_entries(self, step: StepBuilder) -> None:
         now = time.monotonic()

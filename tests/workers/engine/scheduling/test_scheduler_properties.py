@@ -5,6 +5,7 @@ The device does exactly what a plan says, so a wrong block, slot or count shows 
 and a wrong context as wrong tokens.
 """
 
+import math
 import random
 import zlib
 from collections import deque
@@ -88,6 +89,7 @@ class Setup:
     prefix_caching: bool
     admission_batch: int = 1
     failures: int = 0  # seed of the steps that cannot be launched; 0: all can
+    live_step: float = 0.15  # seconds, of a device that takes about a millisecond for a token
     # Requests come in without a look at how long they get, so that more are preempted
     crowded: bool = False
 
@@ -208,7 +210,7 @@ class ScheduledRun:
             setup.depth,
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
-            live_step_seconds=0.15,
+            live_step_seconds=setup.live_step,
             admission_batch=setup.admission_batch,
         )
         if setup.crowded:
@@ -230,21 +232,48 @@ class ScheduledRun:
             assert turn < last + limit, "a request starves"
             self._arrivals(turn)
             turn += 1
+            limit_of_step = self._time_limit()
             plan = self.scheduler.schedule()
             if plan is not None and self.setup.failures and self.chance.random() < 0.3:
                 self._fail(plan)
                 continue
             if plan is not None:
                 assert 0 < plan.counts.sum() <= self.setup.budget
+                self._check_time(plan, limit_of_step)
                 launched.append((plan, self.device.launch(plan)))
                 self._check_cached_content()
             assert plan is not None or launched or not self.scheduler.unfinished, "requests are left and nothing moves"
             if launched and (plan is None or len(launched) > self.setup.depth):
                 self.device.retire()
+                self.scheduler.step_cost.record(
+                    launched[0][0].starts, launched[0][0].counts, self._seconds(launched[0][0])
+                )
                 self._take(self.scheduler.update(*launched.popleft()))
             self._take(self.scheduler.ended())
             check_pool(self.kv_cache.pool)
         check_idle(self.scheduler)
+
+    def _seconds(self, plan: StepPlan) -> float:
+        pairs = plan.counts @ (plan.starts + plan.counts / 2)
+        return self.chance.uniform(0.8, 1.2) * float(4e-3 + 1e-3 * plan.counts.sum() + 1e-5 * pairs)
+
+    def _time_limit(self) -> float:
+        """Return how long the next step may take: for ever without live requests."""
+        queues, cost = self.scheduler._queues, self.scheduler.step_cost
+        self.decoding = {request.slot for request in queues.running if request.known - request.computed == 1}
+        contexts = [request.computed for request in queues.running if request.slot in self.decoding]
+        decode = cost.empty + cost.decode(len(contexts), sum(contexts))
+        return max(self.setup.live_step, 1.15 * decode) if queues.live.running or queues.live.waiting else math.inf
+
+    def _check_time(self, plan: StepPlan, limit: float) -> None:
+        """The prediction is within the limit, but for what has to go on: one row or token each."""
+        cost, longest = self.scheduler.step_cost, self.setup.max_model_len
+        predicted, added = cost.empty, {added.slot for added in plan.added}
+        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+            decodes = slot in self.decoding and slot not in added
+            predicted += cost.decode(1, start) if decodes else cost.prompt(start, count)
+        tolerance = cost.decode(1, longest) + 2 * cost.prompt(longest, 1)
+        assert predicted <= limit + tolerance, "a step beside live requests takes too long"
 
     def _fail(self, plan: StepPlan) -> None:
         self.device.fail(plan)
@@ -328,6 +357,7 @@ SETUPS = st.builds(
     prefix_caching=st.booleans(),
     admission_batch=st.sampled_from([1, 1, 2, 4]),
     failures=st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
+    live_step=st.sampled_from([0.15, 0.02, 0.01, 0.006]),
     crowded=st.booleans(),
 )
 PROMPTS = st.builds(
@@ -385,6 +415,7 @@ def random_setup(draw: random.Random) -> Setup:
         prefix_caching=draw.random() < 0.7,
         admission_batch=draw.choice([1, 1, 2, 4]),
         failures=draw.choice([0, draw.randrange(1, 1000)]),
+        live_step=draw.choice([0.15, 0.02, 0.01, 0.006]),
         crowded=draw.random() < 0.5,
     )
 

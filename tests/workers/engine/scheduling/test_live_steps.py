@@ -1,0 +1,184 @@
+"""Steps while a live request runs or waits, on a clock of their own."""
+
+import numpy as np
+import pytest
+
+from tests.workers.engine.scheduling.timed import LIVE_STEP, TimedCall, TimedEngine, TimedStep
+from workers.engine.scheduling.queues import BATCH_SHARE
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def keep_full(engine: TimedEngine, waiting: int = 80, prompt: int = 900) -> None:
+    while engine.unfinished_batch < waiting:
+        engine.add(prompt, engine.draw.randint(32, 128), live=False)
+
+
+def warm(engine: TimedEngine, turns: int = 40) -> None:
+    """Let the engine learn from a batch alone."""
+    for _ in range(turns):
+        keep_full(engine)
+        engine.turn()
+
+
+def serve(engine: TimedEngine, call: TimedCall) -> list[TimedStep]:
+    """Run beside a full batch until the call has ended; return the steps."""
+    first = len(engine.steps)
+    while not call.ended:
+        keep_full(engine)
+        engine.turn()
+    return engine.steps[first:]
+
+
+def computed_per_second(engine: TimedEngine, seconds: float, interval: float) -> tuple[float, list[TimedCall]]:
+    """Run beside a full batch, with a live call every `interval` seconds if that is not 0."""
+    began, computed, calls = engine.now, engine.scheduler._stats.computed_tokens, []
+    due = engine.now + interval
+    while engine.now < began + seconds:
+        keep_full(engine)
+        while interval and engine.now >= due:
+            calls.append(engine.add(100, 64, live=True, at=due))
+            due += interval * engine.draw.uniform(0.5, 1.5)
+        engine.turn()
+    return (engine.scheduler._stats.computed_tokens - computed) / (engine.now - began), calls
+
+
+@DEPTHS
+def test_a_step_beside_a_live_request_takes_no_longer_than_its_limit(depth: int) -> None:
+    engine = TimedEngine(depth=depth)
+    warm(engine)
+    steps = [step for step in serve(engine, engine.add(100, 100, live=True)) if step.live]
+    assert len(steps) > 90
+    for step in steps:
+        assert step.seconds <= max(LIVE_STEP, 1.15 * step.decode_seconds) * 1.1
+    assert np.mean([step.batch_prompt_tokens for step in steps]) > 50
+
+
+@DEPTHS
+def test_steps_grow_at_once_when_the_last_live_request_ends(depth: int) -> None:
+    engine = TimedEngine(depth=depth)
+    warm(engine)
+    steps = serve(engine, engine.add(10, 5, live=True))
+    end = engine.now
+    warm(engine, 3)
+    after = next(step for step in engine.steps if step.end > end and not step.live)
+    assert after.batch_prompt_tokens > 900 > 300 > max(step.batch_prompt_tokens for step in steps if step.live)
+
+
+@DEPTHS
+def test_a_live_request_that_arrives_during_a_step_waits_for_that_step_alone(depth: int) -> None:
+    engine = TimedEngine(depth=depth)
+    warm(engine)
+    while not (engine._launched or depth == 0):
+        engine.turn()
+    call = engine.add(50, 2, live=True)
+    under_way = engine._launched[-1][1].end - engine.now if engine._launched else 0.0
+    serve(engine, call)
+    assert call.ttft <= under_way + 1.1 * LIVE_STEP
+
+
+def test_live_rows_come_first_and_batch_prompts_give_way_first() -> None:
+    engine = TimedEngine(slots=8)
+    warm(engine)
+    engine.run_dry()
+    batch = [engine.add(50, 500, live=False) for _ in range(2)]
+    stream = engine.add(50, 500, live=True)
+    for _ in range(3):
+        engine.turn()
+    engine.add(3000, 4, live=False)
+    prompt = engine.add(1000, 4, live=True)
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    numbers = {request.slot: request.id for request in engine.scheduler._queues.running}
+    order = [numbers[slot] for slot in plan.slots.tolist()]
+    calls = [engine.calls.index(call) for call in (stream, prompt, *batch)]
+    assert order[:4] == calls
+    counts = dict(zip(order, plan.counts.tolist(), strict=True))
+    assert 200 < counts[calls[1]] < 400
+    assert sum(plan.counts[4:].tolist()) < 50
+
+
+def test_a_long_live_prompt_is_cut_and_batch_requests_give_way_to_it() -> None:
+    engine = TimedEngine()
+    warm(engine)
+    alone = 0.42e-3 * 900 + 0.11e-6 * 900**2 / 2
+    call = engine.add(900, 2, live=True)
+    steps = serve(engine, call)
+    assert max(step.seconds for step in steps) < 1.1 * LIVE_STEP
+    assert call.ttft < 1.5 * alone + LIVE_STEP
+
+
+def test_chunks_are_small_before_anything_is_measured() -> None:
+    engine = TimedEngine()
+    keep_full(engine)
+    engine.add(100, 2, live=True)
+    engine.turn()
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert plan.counts.max() <= 32
+
+
+@pytest.mark.parametrize("seed", range(3))
+@DEPTHS
+def test_live_calls_are_served_in_time_and_cost_the_batch_little(depth: int, seed: int) -> None:
+    """On a machine whose steps take up to a fifth more or less than usual.
+
+    The work of a minute differs by some per cent, since prompts and outputs are not in step.
+    """
+    engine = TimedEngine(depth=depth, noise=0.2, seed=seed)
+    warm(engine)
+    alone, _ = computed_per_second(engine, 60, 0)
+    beside, calls = computed_per_second(engine, 60, 1.5)
+    served = [call for call in calls[1:] if call.ended]
+    assert len(served) > 25
+    assert beside > 0.87 * alone
+    assert max(call.longest_gap for call in served) < 0.25
+    assert np.quantile([call.ttft for call in served], 0.99) < (0.33 if depth == 0 else 0.5)
+
+
+@DEPTHS
+def test_endless_live_requests_leave_batch_requests_their_share(depth: int) -> None:
+    engine = TimedEngine(depth=depth, slots=20)
+    warm(engine, 20)
+    live: list[TimedCall] = []
+    for turn in range(600):
+        keep_full(engine, waiting=10, prompt=200)
+        live = [call for call in live if not call.ended]
+        live += [engine.add(100, 30, live=True) for _ in range(40 - len(live))]
+        engine.turn()
+        if turn == 200:
+            began, ended = len(engine.steps), sum(call.ended for call in engine.calls if not call.live)
+    steps = engine.steps[began:]
+    queues = engine.scheduler._queues
+    assert len(queues.live.running) <= 20 - int(20 * BATCH_SHARE)
+    assert sum(call.ended for call in engine.calls if not call.live) > ended + 2
+    assert all(step.seconds <= 1.15 * LIVE_STEP for step in steps)
+    assert min(step.rows - step.live_rows for step in steps) >= 1
+
+
+@DEPTHS
+def test_endless_live_requests_leave_batch_requests_their_blocks(depth: int) -> None:
+    """Each live request takes a quarter of the cache, so that four would take all of it."""
+    engine = TimedEngine(depth=depth, slots=20, blocks=101)
+    live: list[TimedCall] = []
+    batch = engine.add(40, 40, live=False)
+    while not batch.ended:
+        assert len(engine.steps) < 3000, "the batch request starves"
+        live = [call for call in live if not call.ended]
+        live += [engine.add(300, 90, live=True) for _ in range(8 - len(live))]
+        engine.turn()
+    engine.run_dry()
+
+
+@DEPTHS
+def test_a_live_request_may_take_all_blocks_when_no_other_live_one_runs(depth: int) -> None:
+    engine = TimedEngine(depth=depth, slots=4, blocks=65)
+    keep_full(engine, waiting=6, prompt=100)
+    for _ in range(5):
+        engine.turn()
+    call = engine.add(900, 100, live=True)
+    while not call.ended:
+        assert len(engine.steps) < 500, "the live request waits for ever"
+        engine.turn()
+    engine.run_dry()
+    assert all(each.ended for each in engine.calls)
