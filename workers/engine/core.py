@@ -26,7 +26,7 @@ from workers.engine.messages.core import (
     StepOutput,
     ToCore,
 )
-from workers.engine.messages.errors import StepOutOfMemory
+from workers.engine.messages.errors import StepAbandoned, StepOutOfMemory
 from workers.engine.messages.step import StepPlan, TokenMasks
 from workers.engine.profiling import StepTrace, mark_spans, span
 from workers.engine.scheduling.kv_cache import KVCache
@@ -34,6 +34,7 @@ from workers.engine.scheduling.scheduler import Scheduler
 from workers.engine.scheduling.step_time import AdaptiveBatchSize, StepTimeEstimate
 
 if TYPE_CHECKING:
+    from workers.engine.attention.context import Interruption
     from workers.engine.device.executor import Executor
     from workers.engine.device.model_runner import LaunchedStep
 
@@ -57,6 +58,7 @@ class EngineCore:
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
         self._last: LaunchedStep | None = None  # to be retired
+        self._live_step_seconds = config.live_step_ms / 1000
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
         self._single_token_tries = 0
@@ -64,6 +66,9 @@ class EngineCore:
         self._masks = MaskMaker(config.threads)
         self._retired: StepOutput | None = None  # by the launch of a guided step
         self._serving = False
+        self._interruption = executor.interruption
+        self._interruptible_until = 0.0  # by time.perf_counter()
+        self._live_received = self._live_taken = 0  # messages
         self._trace = StepTrace(Path(config.profile), config.device) if config.profile else None
         if config.nvtx:
             mark_spans()
@@ -75,7 +80,7 @@ class EngineCore:
             config.depth,
             vocab_size=executor.vocab_size,
             eos_token_ids=executor.eos_token_ids,
-            live_step_seconds=config.live_step_ms / 1000,
+            live_step_seconds=self._live_step_seconds,
             admission_batch=max(1, config.max_num_seqs // _ADMISSION_BATCHES)
             if executor.runner.graphs is not None
             else 1,
@@ -117,6 +122,16 @@ class EngineCore:
         if self._trace is not None:
             self._trace.close()
 
+    def interrupt_for(self, message: ToCore) -> None:
+        """Abandon a step of batch requests alone for a live request, unless it is about to end.
+
+        To be called by the thread that receives, once the message is in the inbox.
+        """
+        if self._interruption is not None and _has_live(message):
+            self._live_received += 1
+            if time.perf_counter() < self._interruptible_until:
+                self._interruption.set()
+
     def add(self, requests: Iterable[EngineRequest]) -> None:
         """Add requests; one with a guide waits until that is made, beside the steps of others."""
         for request in requests:
@@ -155,6 +170,9 @@ class EngineCore:
         if plan is not None:
             try:
                 launched = self._launch(plan)
+            except StepAbandoned:
+                self.scheduler.undo(plan)
+                return self._retire() if self._launched else self.scheduler.ended()
             except StepOutOfMemory as error:
                 return self._handle_out_of_memory(plan, error)
             self._launched.append((plan, launched, began))
@@ -186,6 +204,8 @@ class EngineCore:
         Masks are made beside the model's forward pass: from its beginning where all tokens before
         are known, else once it is launched and the step before it retired.
         """
+        if self._interruption is not None:
+            self._prepare_interruption(self._interruption, plan)
         if not plan.guided:
             return self._executor.launch(plan)
         requests = self.scheduler.guided(plan)
@@ -196,6 +216,19 @@ class EngineCore:
             return self._executor.launch(plan, lambda: self._checked(plan, begun()))
         finally:
             begun()  # nothing else may touch the guides meanwhile
+
+    def _prepare_interruption(self, interruption: "Interruption", plan: StepPlan) -> None:
+        """Set until when this step may be abandoned: while more of it is left than a live step
+        takes.
+
+        A live request may have arrived since the inbox was emptied.
+        """
+        cost = self.scheduler.step_cost
+        long = 0.0 if self.scheduler.has_live else cost.predict(plan.starts, plan.counts) - self._live_step_seconds
+        self._interruptible_until = time.perf_counter() + long
+        interruption.clear()
+        if long > 0 and self._live_received > self._live_taken:
+            interruption.set()
 
     def _masks_after_retiring(self, plan: StepPlan) -> TokenMasks:
         self._retired = self._retire()
@@ -274,6 +307,7 @@ class EngineCore:
     def _handle(self, message: ToCore) -> bool:
         match message:
             case AddRequests(requests):
+                self._live_taken += _has_live(message)
                 self.add(requests)
             case AbortRequests(request_ids):
                 self.abort(request_ids)
@@ -282,3 +316,7 @@ class EngineCore:
             case Shutdown():
                 return False
         return True
+
+
+def _has_live(message: ToCore) -> bool:
+    return isinstance(message, AddRequests) and any(request.live for request in message.requests)

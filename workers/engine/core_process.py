@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +22,9 @@ from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import Failed, ToCore
 from workers.engine.messages.transport import FrameReader, FrameSender
 from workers.engine.process import become_child, bound_spinning, explains_itself, leave, sentence, settle_heap
+
+if TYPE_CHECKING:
+    from workers.engine.core import EngineCore
 
 
 def main() -> int:
@@ -36,10 +40,11 @@ def main() -> int:
     if config is None:
         return 0
     inbox: SimpleQueue[ToCore] = SimpleQueue()
-    threading.Thread(target=_receive, args=(reader, inbox), name="receive", daemon=True).start()
+    cores: list[EngineCore] = []  # one, once it serves
+    threading.Thread(target=_receive, args=(reader, inbox, cores), name="receive", daemon=True).start()
     sender = FrameSender(connection)
     try:
-        _serve(config, inbox, sender)
+        _serve(config, inbox, sender, cores)
     except Exception as error:
         if not explains_itself(error):
             traceback.print_exc()
@@ -50,7 +55,7 @@ def main() -> int:
     return 0
 
 
-def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender) -> None:
+def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender, cores: "list[EngineCore]") -> None:
     bound_spinning()
     # Imported here, when messages are already received, since importing torch takes
     # seconds.
@@ -67,17 +72,20 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
     executor = Executor(config, on_rank_death)
     core = EngineCore(executor)
     settle_heap()
+    cores.append(core)
     sender.put(core.ready)
     core.run(inbox, sender.put)
     executor.close()
 
 
-def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore]) -> None:
+def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore], cores: "list[EngineCore]") -> None:
     decoder = msgspec.msgpack.Decoder(ToCore)
     status = 0
     try:
         while (message := reader.read(decoder)) is not None:
             inbox.put(message)
+            for core in cores:
+                core.interrupt_for(message)
     except msgspec.MsgspecError as error:
         print(f"a frame from the worker process could not be read: {error}", file=sys.stderr, flush=True)
         status = 1

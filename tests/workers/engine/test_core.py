@@ -1,7 +1,9 @@
 """The core's loop with a real model, without a process around it."""
 
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
 
 
-def make_core(depth: int = 0, place: Place = CPU, **settings: int | bool) -> EngineCore:
+def make_core(depth: int = 0, place: Place = CPU, **settings: float | bool) -> EngineCore:
     config = EngineConfig(
         model=str(folder(MODEL)),
         depth=depth,
@@ -152,6 +154,55 @@ def test_the_loop_takes_messages_between_steps_and_waits_when_idle(depth: int) -
     inbox.put(Shutdown())
     loop.join(20)
     assert not loop.is_alive()
+
+
+class WatchedModel:
+    """The core's model; `arrives` is called in the middle of a forward pass of more than `tokens`
+    tokens.
+    """
+
+    def __init__(self, core: EngineCore, tokens: int, arrives: Callable[[], None]) -> None:
+        model = core._executor.runner.model
+        self._forward, self._tokens, self._arrives = model.forward, tokens, arrives
+        model.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if len(input_ids) > self._tokens:
+            arrives, self._arrives = self._arrives, lambda: None
+            arrives()
+        return self._forward(input_ids, *others)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_step_of_batch_requests_alone_is_abandoned_for_a_live_one(depth: int, live: bool) -> None:
+    """All tokens are as without, and the live request has its first token before the others."""
+    core, inbox, outputs = make_core(depth, live_step_ms=1.0), SimpleQueue[ToCore](), list[StepOutput]()
+    first, *others = requests()
+    first.live = live
+    for _ in range(4):  # a step counts as one of a second
+        core.scheduler.step_cost.record(np.zeros(1, np.int32), np.full(1, 20, np.int32), 1.0)
+    undone = []
+    undo = core.scheduler.undo
+    core.scheduler.undo = lambda plan: undone.append(plan.step) or undo(plan)  # type: ignore[method-assign,func-returns-value]
+
+    def arrives() -> None:
+        inbox.put(AddRequests([first]))
+        core.interrupt_for(AddRequests([first]))
+
+    WatchedModel(core, 16, arrives)
+
+    def emit(output: StepOutput) -> None:
+        outputs.append(output)
+        if len(finishes(outputs)) == 1 + len(others):
+            inbox.put(Shutdown())
+
+    inbox.put(AddRequests(others))
+    core.run(inbox, emit)
+    assert len(undone) == live
+    assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens
+    if live:
+        assert outputs[0].request_ids[0] == first.request_id
 
 
 class TightExecutor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,24 +10,53 @@ from torch import Tensor
 
 from workers.engine.attention.base import Attention, Metadata
 from workers.engine.layers.base import RotaryHeads
+from workers.engine.messages.errors import StepAbandoned
+
+
+class Interruption:
+    """A flag by which another thread lets a running step end at its next layer."""
+
+    def __init__(self) -> None:
+        self._flag = ctypes.c_int32(0)
+
+    def set(self) -> None:
+        self._flag.value = 1
+
+    def clear(self) -> None:
+        self._flag.value = 0
+
+    @property
+    def address(self) -> int:
+        """Where native code reads it; not 0 once it is set."""
+        return ctypes.addressof(self._flag)
+
+    def check(self) -> None:
+        """Raise StepAbandoned if the flag is set."""
+        if self._flag.value:
+            raise StepAbandoned("a live request has arrived")
 
 
 @dataclass(slots=True)
 class StepAttention:
-    """A backend, each layer's cache, scale and window, and one step's rows."""
+    """A backend, each layer's cache, scale and window, one step's rows, and what may end it."""
 
     attention: Attention
     caches: list[Tensor]
     metadata: Metadata
     scales: Sequence[float]
     windows: Sequence[int | None]
+    interruption: Interruption | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.interruption is not None:
+            self.interruption.check()
         return self.attention.forward(
             q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
         )
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+        if self.interruption is not None:
+            self.interruption.check()
         return self.attention.forward_rotary(
             qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
         )

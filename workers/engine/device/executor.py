@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+from workers.engine.attention.context import Interruption
 from workers.engine.device.device import take_devices
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.rank import Rank, open_shard
@@ -53,6 +54,11 @@ class Executor:
         return self._rank.runner
 
     @property
+    def interruption(self) -> Interruption | None:
+        """What abandons a step; None on a GPU, and where other ranks run the step too."""
+        return self.runner.interruption if self.config.tensor_parallel_size == 1 else None
+
+    @property
     def gpus(self) -> list[str]:
         """The host's names of the GPUs that the replica took; none on a CPU."""
         return self._gpus.names
@@ -66,9 +72,9 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
-        """Raise StepOutOfMemory, after which the cache holds what it held before and the step may
-        be launched again, in other parts; or RankError, after which nothing can be launched any
-        more.
+        """Raise StepAbandoned or StepOutOfMemory, after which the cache holds what it held before
+        and the step may be launched again, in other parts; or RankError, after which nothing can be
+        launched any more.
 
         A step with guided samples calls `masks` between the model and the draw.
         """

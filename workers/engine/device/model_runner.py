@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.attention.base import CacheShape
-from workers.engine.attention.context import StepAttention
+from workers.engine.attention.context import Interruption, StepAttention
 from workers.engine.backends.base import Backend
 from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work
 from workers.engine.cuda.staging import ResultCopies
@@ -76,6 +76,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and not config.enforce_eager and model.recordable:
             self.use_graphs(CudaRecorder(), forgiving=config.tensor_parallel_size == 1)
+        self.interruption = Interruption() if self.device.type == "cpu" else None
         self._copies = ResultCopies(self.device)
         self._scored_rows = max(1, _SCORED_LOGITS // vocab)
         self._scores_asked = np.zeros(self.num_slots, np.int64)
@@ -105,7 +106,8 @@ class ModelRunner:
         """Compute a step's tokens and samples; the sampled tokens are in the token table when the
         next launch reads it.
 
-        `masks` may retire the step before.
+        `masks` may retire the step before. Raises StepAbandoned when `interruption` is set before
+        the last layer has begun.
         """
         self._copies.make_room()
         for request in plan.added:
@@ -169,7 +171,12 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs) -> Tensor:
         config = self.model.config
         attend = StepAttention(
-            self.attention, self.caches, inputs.metadata, config.attention_scales, config.sliding_windows
+            self.attention,
+            self.caches,
+            inputs.metadata,
+            config.attention_scales,
+            config.sliding_windows,
+            self.interruption,
         )
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 

@@ -135,8 +135,8 @@ class Rank:
             self.runner.prepare()
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
-        """Raise StepOutOfMemory, after which the cache holds what it held before and the step may
-        be launched again, in other parts.
+        """Raise StepAbandoned or StepOutOfMemory, after which the cache holds what it held before
+        and the step may be launched again, in other parts.
 
         Raises RankError for the same where there are other ranks: they may be in the middle of the
         step, and wait for this one in vain.

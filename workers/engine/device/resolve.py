@@ -31,7 +31,7 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
         "max_model_len": _longest_context(config, model),
         "may_shorten": config.max_model_len is None,
         "max_num_seqs": config.max_num_seqs or (1024 if cuda else 64),
-        "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if cuda else 2048),
+        "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if cuda else 1024),
         "block_size": config.block_size or 16,
         "live_step_ms": config.live_step_ms or (50.0 if cuda else 150.0),
         "depth": config.depth if config.depth is not None else int(cuda),

@@ -59,7 +59,7 @@ class EngineConfig:
         kind="size",
     )
     max_num_batched_tokens: int | None = _flag(
-        None, "Tokens computed in one step. [default: 2048 on a CPU, 16384 on a GPU]", min=1, kind="size"
+        None, "Tokens computed in one step. [default: 1024 on a CPU, 16384 on a GPU]", min=1, kind="size"
     )
     block_size: int | None = _flag(None, "Tokens per block of the KV cache.", min=1, kind="size")
     enable_prefix_caching: bool = _flag(True, "Reuse the KV cache of shared prompt beginnings.")

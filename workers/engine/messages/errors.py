@@ -4,6 +4,7 @@ EngineError
   ModelLoadError        the model cannot be loaded
   RankError             the ranks cannot go on together
   StepOutOfMemory       a step does not fit
+  StepAbandoned         a step made way for a live request
   NativeUnavailable     there is no native library
   EngineStartError      the core could not be started
   EngineDeadError       the core has ended
@@ -22,6 +23,10 @@ class StepOutOfMemory(EngineError):
 
     A smaller one may do.
     """
+
+
+class StepAbandoned(EngineError):
+    """A step was interrupted before it sampled anything; it may be launched again."""
 
 
 class RankError(EngineError):

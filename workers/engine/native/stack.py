@@ -49,6 +49,7 @@ class _Stack(ctypes.Structure):
         ("layers", ctypes.POINTER(_Layer)),
         ("norm", _Norm),
         *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "queries", "keys", "mlp_rows")),
+        ("interrupted", ctypes.c_void_p),
         ("seconds", ctypes.c_double * len(PARTS)),
     ]
 
@@ -62,7 +63,7 @@ class NativeStack(LayerStack):
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
         self._mlp = max(_packed(layer.up).columns for layer in layers)
         self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
-        self._c_stack = _Stack(self._c_layers, _c_norm(norm), len(layers), self._hidden, queries, keys, _MLP_ROWS)
+        self._c_stack = _Stack(self._c_layers, _c_norm(norm), len(layers), self._hidden, queries, keys, _MLP_ROWS, None)
         self._pointer = ctypes.addressof(self._c_stack)
         self._windows: list[int | None] = []
         self._caches: list[Tensor] = []
@@ -85,7 +86,10 @@ class NativeStack(LayerStack):
         steps = [
             attend.attention.prepared(attend.metadata, window, self._qkv, rotation).pointer for window in self._windows
         ]
+        self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
         self._run(self._pointer, (ctypes.c_void_p * len(steps))(*steps), tokens, hidden.data_ptr(), *self._buffers)
+        if attend.interruption is not None:
+            attend.interruption.check()
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
 
     def _take_caches(self, attend: StepAttention) -> None:

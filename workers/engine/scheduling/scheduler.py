@@ -90,6 +90,11 @@ class Scheduler:
         """Requests that run or wait."""
         return len(self._requests)
 
+    @property
+    def has_live(self) -> bool:
+        """Return whether a live request runs or waits."""
+        return bool(self._queues.live.running or self._queues.live.waiting)
+
     def add(self, request: EngineRequest, guide: Guide | None = None) -> None:
         """Add a request; one that cannot run, or has nothing left to generate, ends at once.
 

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
-from workers.engine.attention.context import StepAttention
+from workers.engine.attention.context import Interruption, StepAttention
 from workers.engine.backends.registry import find_backend
 from workers.engine.layers.base import DecoderLayer, Rotation
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.layers.stack import LayerStack
 from workers.engine.layers.weights import Weights
+from workers.engine.messages.errors import StepAbandoned
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.stack import NativeStack
 
@@ -151,6 +152,21 @@ def test_caches_that_were_made_anew_are_the_ones_that_are_used() -> None:
     model = Model("llama")
     for moved, stayed in zip(model.run(one_call=True, moves=True), model.run(one_call=False), strict=True):
         assert moved.equal(stayed)
+
+
+def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right() -> None:
+    model = Model("llama")
+    caches, interruption = model.attention.new_cache(LAYERS), Interruption()
+    metadata, positions = step_of([(0, 40)])
+    attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS, interruption)
+    hidden, rotation = random(40, HIDDEN), ROPE.cos_sin(positions, positions + 1)
+    expected = model.stack(hidden.clone(), rotation, attend).clone()
+    interruption.set()
+    for stack in (model.stack, super(NativeStack, model.stack).__call__):
+        with pytest.raises(StepAbandoned):
+            stack(hidden.clone(), rotation, attend)
+    interruption.clear()
+    assert model.stack(hidden.clone(), rotation, attend).equal(expected)
 
 
 def test_it_reports_where_the_time_goes() -> None:

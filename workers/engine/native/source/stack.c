@@ -26,6 +26,7 @@ typedef struct {
     norm norm;
     int32_t num_layers, hidden, queries, keys; /* the latter three: numbers of a token */
     int32_t mlp_rows;                          /* tokens that go through an MLP together */
+    const int32_t *interrupted;                /* not 0: end at the next layer; NULL: never */
     double seconds[PARTS];                     /* spent so far, for those who profile */
 } decoder_stack;
 
@@ -61,13 +62,15 @@ static void run_mlp(const decoder_stack *stack, const decoder_layer *layer, cons
 
 /* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]:
    the result, [hidden] for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is
-   more. */
+   more. Of an interrupted step there is no result. */
 void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y,
                bf16 *narrow, bf16 *wide) {
     ptrdiff_t size = stack->hidden;
     const bf16 *residual = NULL;
     double since = now();
     for (const decoder_layer *layer = stack->layers; layer < stack->layers + stack->num_layers; layer++) {
+        if (stack->interrupted && __atomic_load_n(stack->interrupted, __ATOMIC_RELAXED))
+            return;
         add_norm(&layer->attention_norm, x, residual, narrow, tokens, size);
         count(stack, NORMS, &since);
         packed_matmul(layer->qkv, narrow, tokens, wide);
