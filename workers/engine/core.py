@@ -267,7 +267,10 @@ class EngineCore:
         if self._last is not None:
             seconds = min(seconds, launched.seconds_after(self._last))
         self._last = launched
-        self.scheduler.step_cost.record(plan.starts, plan.counts, seconds)
+        cost = self.scheduler.step_cost
+        cost.record(plan.starts, plan.counts, seconds)
+        if cost.known:
+            self.scheduler.admission.step_cost_tokens = cost.empty / cost.prompt(0, 1)
 
     def _handle_out_of_memory(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
         """Handle a step that did not fit into memory: halve the token budget.
