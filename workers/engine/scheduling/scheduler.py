@@ -18,7 +18,6 @@ A request with a guide (`guides/`) samples under a mask. `schedule` names its sa
 advances the guide, and the request ends where the guide says so.
 """
 
-import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -163,8 +162,7 @@ class Scheduler:
         return self.step_cost.known and self.step_cost.predict(plan.starts, plan.counts) > self._live_step_seconds
 
     def _note_entries(self, step: StepBuilder) -> None:
-        now = time.monotonic()
-        for request in step.entered:
+        for request, now in step.entered:
             self._output.start(request, step.number, now)
         for request in step.first_entries:
             if request.cached_tokens:

@@ -14,7 +14,7 @@ class StepBuilder:
     """Collects the rows of one `StepPlan`.
 
     `budget`: tokens left; `outstanding`: blocks that unfinished prefills still need; `short`: a
-    running request got no block.
+    running request got no block; `entered`: requests that got a slot, with the time.
     """
 
     number: int
@@ -30,7 +30,7 @@ class StepBuilder:
     sampling: list[RequestState] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     scored: list[RequestState] = field(default_factory=list)
-    entered: list[RequestState] = field(default_factory=list)
+    entered: list[tuple[RequestState, float]] = field(default_factory=list)
     first_entries: list[RequestState] = field(default_factory=list)
 
     def build(self) -> StepPlan:

@@ -186,11 +186,12 @@ class StepPlanner:
                 return
 
     def _enter(self, request: RequestState, prefix: list[int], step: StepBuilder) -> None:
+        now = time.monotonic()
         self._queues.enter(request, prefix, step.number)
-        step.entered.append(request)
+        step.entered.append((request, now))
         if request.cached_tokens < 0:
             step.first_entries.append(request)
-            request.waited = time.monotonic() - request.arrived
+            request.waited = now - request.arrived
             request.cached_tokens = min(request.computed, request.prompt_length)
         step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
         if prefix:
