@@ -68,7 +68,7 @@ def running_vllm_server(model: str) -> Iterator[Server]:
 def _running(model: str, command: list[str], environment: Mapping[str, str]) -> Iterator[Server]:
     port = _free_port()
     words = [
-        *("--model", str(model_folder(model)), "--served-model-name", model),
+        *(str(model_folder(model)), "--served-model-name", model),
         *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--host", HOST, "--port", str(port)),
     ]
     with tempfile.TemporaryFile("w+") as log:
