@@ -13,6 +13,7 @@ The first has three parts, on one server:
 With `--against vllm`, `vllm bench serve` drives this server and `vllm serve` by turns.
 """
 
+import signal
 import sys
 import time
 from typing import Any
@@ -29,6 +30,7 @@ _SETTLING_SECONDS = 5.0  # after the start
 
 def main() -> int:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the servers
     try:
         versions = {"vllm": vllm_version()} if args.against else {}
     except NoPeer as error:
