@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import redis.asyncio
@@ -10,6 +11,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from api.fleet import Fleet
+from api.followers import Followers
 from api.reader import Reader
 from api.settings import ApiSettings
 from jobs.protocol.requests import RequestKey, is_live_id_of
@@ -31,6 +33,11 @@ class ApiState:
     fleet: Fleet
     files: FileStore
     keys: KeyRing
+
+    @cached_property
+    def followers(self) -> Followers:
+        """The clients that read with `stream_client`."""
+        return Followers(self.stream_client)
 
     async def knows(self, key: RequestKey) -> bool:
         """Return whether the request waits, runs, or left a stream."""

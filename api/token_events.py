@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import redis
 from fastapi import Request
 
+from api.followers import Followers
 from api.http.errors import answer_to
 from api.http.event_stream import event
 from api.state import ApiState
@@ -46,13 +47,14 @@ def last_event_id(request: Request) -> str | None:
     return given or None
 
 
-async def to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def to_the_end(events: AsyncIterator[bytes], followers: Followers) -> AsyncIterator[bytes]:
     """The events, an error where they cannot go on (Redis stayed away for too long, or what was
     followed is gone), and the end mark.
     """
     try:
-        async for one in events:
-            yield one
+        async with followers.one_more():
+            async for one in events:
+                yield one
     except ApiError as error:
         yield event(error.body())
     except (QueueUnavailable, redis.RedisError) as error:

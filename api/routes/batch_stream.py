@@ -52,7 +52,7 @@ async def stream(request: Request, batch_id: str) -> Response:
     finding = run_in_threadpool(find_batch, state, caller_of(request).tenant, batch_id)
     follower = Follower(state, await state.fleet.unless_away(finding))
     await state.fleet.unless_away(follower.begin())
-    return EventStream(to_the_end(follower.events(after)), state.settings.ping_seconds, follower.close)
+    return EventStream(to_the_end(follower.events(after), state.followers), state.settings.ping_seconds, follower.close)
 
 
 class Follower:

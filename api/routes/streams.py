@@ -48,7 +48,7 @@ async def stream(request: Request, name: str) -> Response:
     if not await state.fleet.unless_away(_is_readable(state, caller_of(request).tenant, key)):
         message = f"No request {fields.shown(name)} is running, and no stream of it is kept."
         raise ApiError(404, message, "not_found_error", code="stream_not_found")
-    return EventStream(to_the_end(_events(state, key, after)), state.settings.ping_seconds)
+    return EventStream(to_the_end(_events(state, key, after), state.followers), state.settings.ping_seconds)
 
 
 async def _is_readable(state: ApiState, tenant: str, key: RequestKey) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import redis
 
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.requests import Request, RequestKey, new_live_id
@@ -47,9 +48,13 @@ def test_a_cut_reader_goes_on_after_the_last_event_it_saw(
 
 
 def test_many_who_follow_delay_no_call_and_miss_nothing(
-    api_url: str, client: openai.OpenAI, queue: Queue, scripted: Callable[..., ScriptedWorker]
+    api_url: str,
+    client: openai.OpenAI,
+    redis_client: redis.Redis,
+    queue: Queue,
+    scripted: Callable[..., ScriptedWorker],
 ) -> None:
-    """More than there are connections to Redis for all else."""
+    """More than there are connections to Redis for all else; theirs end with them."""
     waiting = RequestKey(new_live_id(""), 0)
     queue.submit(waiting.batch, Request(COMPLETIONS, "later", b"{}", seed=0))
 
@@ -75,10 +80,18 @@ def test_many_who_follow_delay_no_call_and_miss_nothing(
         async with asyncio.timeout(120):
             return await run()
 
+    before = connected_clients(redis_client)
     for values in asyncio.run(limited()):
         assert values[-1] is None
         assert values[-2]["status"] == 200
         assert "".join(_text(value) for value in values[:-1]) == "".join(PIECES)
+    threads = 70  # each may keep a connection of its own
+    wait_until(lambda: connected_clients(redis_client) < before + threads, 60, "connections to be closed")
+
+
+def connected_clients(client: redis.Redis) -> int:
+    info: Any = client.info("clients")
+    return int(info["connected_clients"])
 
 
 def _text(event: dict[str, Any]) -> str:
