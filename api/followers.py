@@ -7,7 +7,7 @@ import redis.asyncio
 
 
 class Followers:
-    """Each takes a connection to Redis while it waits; they are closed when the last one has left."""
+    """Each takes a connection to Redis while it waits, which is closed when the last has left."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
