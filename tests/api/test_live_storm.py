@@ -24,7 +24,7 @@ from jobs.queue.settings import QueueSettings
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import running_api
 from tests.support.integrity import faults
-from tests.support.storm import Question, Storm
+from tests.support.storm import StormQuestion, Storm
 from tests.support.waiting import wait_until
 
 STREAMS = 64
@@ -73,11 +73,11 @@ async def run(storm: Storm, held: threading.Event) -> None:
         await running
 
 
-def question(rng: random.Random, number: int) -> Question:
+def question(rng: random.Random, number: int) -> StormQuestion:
     """Its answer is a function of its prompt."""
     words = [f"{number}-{rng.randrange(10**6)} " for _ in range(rng.randint(5, 40))]
     body = {"model": MODEL, "messages": [{"role": "user", "content": "".join(words)}]}
-    return Question(body, "".join(reversed(words)), len(words))
+    return StormQuestion(body, "".join(reversed(words)), len(words))
 
 
 def tasks() -> Counter[str]:

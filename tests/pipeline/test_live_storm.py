@@ -19,7 +19,7 @@ from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.integrity import faults
 from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.ports import reserved_port
-from tests.support.storm import Question, Storm
+from tests.support.storm import StormQuestion, Storm
 from tests.support.waiting import wait_until
 
 STREAMS = 1000
@@ -70,10 +70,10 @@ def test_a_thousand_streams_outlast_a_worker_and_an_api_process(
         before.wait_for_it()
 
 
-def questions() -> list[Question]:
+def questions() -> list[StormQuestion]:
     """Those with a short prompt."""
     return [
-        Question(
+        StormQuestion(
             {"model": "demo", "messages": row["messages"], "max_tokens": row["max_tokens"], "temperature": 0},
             str(row["answer"]),
             row["answer_tokens"],  # type: ignore[arg-type]

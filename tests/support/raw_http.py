@@ -68,7 +68,7 @@ def error_of(answer: HTTPResponse) -> tuple[int, str]:
 
 
 def _answers(received: bytes) -> list[RawAnswer]:
-    source = _Bytes(received)
+    source = _ReceivedBytes(received)
     found = []
     while source.file.tell() < len(received):
         answer = HTTPResponse(source)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def _answers(received: bytes) -> list[RawAnswer]:
     return found
 
 
-class _Bytes:
+class _ReceivedBytes:
     """What `HTTPResponse` wants of a socket."""
 
     def __init__(self, received: bytes) -> None:

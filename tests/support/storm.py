@@ -20,7 +20,7 @@ _LOST = (OSError, EOFError)  # a connection that was refused, or ended before th
 
 
 @dataclass(frozen=True)
-class Question:
+class StormQuestion:
     """A chat, the only right answer to it, and about how many tokens that has."""
 
     body: dict[str, Any]
@@ -87,7 +87,7 @@ class Shown:
 class Storm:
     """Clients of `urls`, by turns, one for each question; every second one leaves."""
 
-    def __init__(self, urls: list[str], questions: Iterable[Question], rng: random.Random) -> None:
+    def __init__(self, urls: list[str], questions: Iterable[StormQuestion], rng: random.Random) -> None:
         self._urls = urls
         self._questions = list(questions)
         self._rng = rng
@@ -131,7 +131,7 @@ class Storm:
                     first_ones.create_task(client)
             self._settled.set()
 
-    async def _leave(self, url: str, question: Question) -> None:
+    async def _leave(self, url: str, question: StormQuestion) -> None:
         after = self._rng.randint(0, question.tokens)
         plain = self._rng.random() < PLAIN
         body = {**question.body, "stream": False} if plain else streamed(question)
@@ -153,7 +153,7 @@ class Storm:
         if not question.answer.startswith(shown.text):
             self.faults.append(f"{shown.text!r} was shown of {question.answer!r}")
 
-    async def _stay(self, urls: "itertools.cycle[str]", question: Question, slow: bool) -> None:
+    async def _stay(self, urls: "itertools.cycle[str]", question: StormQuestion, slow: bool) -> None:
         shown = Shown()
         stream_id = await self._call(next(urls), question, shown, slow)
         while stream_id is None:
@@ -165,7 +165,7 @@ class Storm:
             await self._resume(next(urls), stream_id, shown)
         self._judge(question, shown)
 
-    async def _call(self, url: str, question: Question, shown: Shown, slow: bool) -> str | None:
+    async def _call(self, url: str, question: StormQuestion, shown: Shown, slow: bool) -> str | None:
         """Read to the end, or until the server dies. The stream's id; None if the call has none."""
         stream_id = None
         try:
@@ -198,7 +198,7 @@ class Storm:
         except _LOST:
             await asyncio.sleep(_PAUSE)
 
-    def _judge(self, question: Question, shown: Shown) -> None:
+    def _judge(self, question: StormQuestion, shown: Shown) -> None:
         self.faults += shown.faults
         if (shown.text, shown.status, shown.ended) == (question.answer, 200, True):
             self.right += 1
@@ -213,7 +213,7 @@ class Storm:
         )
 
 
-def streamed(question: Question) -> dict[str, Any]:
+def streamed(question: StormQuestion) -> dict[str, Any]:
     """The body of a call that streams and says with each chunk how many tokens have come."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     return {**question.body, "stream": True, "stream_options": options}
