@@ -24,7 +24,7 @@ from jobs.queue.settings import QueueSettings
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import running_api
 from tests.support.integrity import faults
-from tests.support.storm import StormQuestion, Storm
+from tests.support.storm import Storm, StormQuestion
 from tests.support.waiting import wait_until
 
 STREAMS = 64

@@ -19,7 +19,7 @@ from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.integrity import faults
 from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.ports import reserved_port
-from tests.support.storm import StormQuestion, Storm
+from tests.support.storm import Storm, StormQuestion
 from tests.support.waiting import wait_until
 
 STREAMS = 1000
