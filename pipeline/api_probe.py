@@ -12,7 +12,7 @@ _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 def api_fault(settings: HttpSettings) -> str | None:
     """Return why the API is not healthy, None if it is."""
-    connection = _Connection(settings)
+    connection = _ProbeConnection(settings)
     try:
         connection.request("GET", "/health")
         answer = connection.getresponse()
@@ -24,7 +24,7 @@ def api_fault(settings: HttpSettings) -> str | None:
     return None if answer.status == 200 else f"the API answers {answer.status}: {text}"
 
 
-class _Connection(http.client.HTTPConnection):
+class _ProbeConnection(http.client.HTTPConnection):
     """One to this host; the certificate is not checked, whose name is that for other hosts."""
 
     def __init__(self, settings: HttpSettings) -> None:

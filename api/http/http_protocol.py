@@ -33,7 +33,7 @@ class HttpProtocol(H11Protocol):
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], limits: HttpSettings, full: "Full"
     ) -> None:
         super().__init__(config, server_state, app_state)
-        self.conn = _Connection(limits)
+        self.conn = _BoundedConnection(limits)
         self._limits = limits
         self._full = full
         self._head_timer: asyncio.TimerHandle | None = None
@@ -122,7 +122,7 @@ class Full:
         await error_response(error, {"retry-after": "1", "connection": "close"})(scope, receive, send)
 
 
-class _Connection(h11.Connection):
+class _BoundedConnection(h11.Connection):
     """h11's, which also bounds the number of headers."""
 
     def __init__(self, limits: HttpSettings) -> None:

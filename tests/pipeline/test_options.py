@@ -198,7 +198,12 @@ def test_a_seed_is_a_flag_only_where_there_are_lines_without_one(command: click.
 
 @pytest.mark.parametrize(
     "given",
-    ["", "--insecure --port 0 --completion-window 10s --completion-window 24h --max-batch-lines 2 --max-file-bytes 1K"],
+    [
+        "",
+        "--insecure --port 0 --completion-window 10s --completion-window 24h --max-batch-lines 2 --max-file-bytes 1K"
+        ' --allowed-origins ["https://a.example","https://b.example"] --allowed-methods GET --allowed-methods POST'
+        " --uds /run/api.sock --timeout-head 2.5 --middleware a.B --middleware c.D --disable-uvicorn-access-log",
+    ],
 )
 def test_the_api_of_a_server_gets_the_same_flags(given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meant = serve.make_context("serve", [*given.split(), "--file-store", str(tmp_path)]).params
@@ -209,4 +214,5 @@ def test_the_api_of_a_server_gets_the_same_flags(given: str, monkeypatch: pytest
     assert {"host", "port", "insecure", "max_file_bytes", "file_store"} <= shared
     assert {name: got[name] for name in shared} == {name: meant[name] for name in shared}
     assert got["max_batch_lines"] == (2 if given else 50_000)
+    assert got["middleware"] == (("a.B", "c.D") if given else ())
     assert got["completion_window"] == (("10s", "24h") if given else ("24h",))
