@@ -25,7 +25,7 @@ STREAMS = 8
 BODY = {"model": "demo", "prompt": "a tortoise", "max_tokens": 1900, "stream": True, "ignore_eos": True}
 
 
-class ServedTwice:
+class TwoApis:
     """The command, its address and the files of its TLS."""
 
     def __init__(self, command: RunningCommand, url: str, files: Certificates) -> None:
@@ -71,7 +71,7 @@ def text_of(lines: Iterator[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedTwice]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoApis]:
     folder = tmp_path_factory.mktemp("served")
     files = make_certificates(folder / "tls")
     flags = ("--port", 0, "--api-server-count", 2, "--log-format", "json", "--served-model-name", "demo")
@@ -80,14 +80,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedTwice]:
         command.wait_for("listening on https")
         url = re.search(r"listening on (https://127\.0\.0\.1:\d+)", command.output)
         assert url is not None
-        served = ServedTwice(command, url[1], files)
+        served = TwoApis(command, url[1], files)
         with served.client() as client:
             wait_until(lambda: client.get("/ready").status_code == 200, 120, "the model to be served")
         wait_until(lambda: command.output.count("listening on") == 2, 120, "both processes")
         yield served
 
 
-def test_the_end_of_one_touches_no_call_of_the_other(served: ServedTwice) -> None:
+def test_the_end_of_one_touches_no_call_of_the_other(served: TwoApis) -> None:
     before = served.apis()
     assert len(before) == 2
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def test_the_end_of_one_touches_no_call_of_the_other(served: ServedTwice) -> Non
             assert next(lines).startswith("data: ")
 
 
-def test_a_call_waits_while_no_process_is_there(served: ServedTwice) -> None:
+def test_a_call_waits_while_no_process_is_there(served: TwoApis) -> None:
     """The supervisor keeps listening."""
     for pid in served.apis():
         os.kill(pid, signal.SIGKILL)
@@ -122,7 +122,7 @@ def test_a_call_waits_while_no_process_is_there(served: ServedTwice) -> None:
         assert client.get("/v1/models").status_code == 200
 
 
-def test_each_process_answers_the_same_metrics(served: ServedTwice) -> None:
+def test_each_process_answers_the_same_metrics(served: TwoApis) -> None:
     """All of them are counted in Redis; none is of a process."""
     wait_until(lambda: len(served.apis()) == 2, 120, "both processes")
     found: dict[int, set[str]] = {}
@@ -137,7 +137,7 @@ def test_each_process_answers_the_same_metrics(served: ServedTwice) -> None:
     assert "pipeline_generated_tokens_total" in next(iter(found.values()))
 
 
-def test_every_line_of_the_log_is_json_and_names_its_process(served: ServedTwice) -> None:
+def test_every_line_of_the_log_is_json_and_names_its_process(served: TwoApis) -> None:
     with served.client() as client:
         client.get("/v1/models", headers={"x-request-id": "own-id"})
     wait_until(lambda: "own-id" in served.command.output, 60, "the access log")
@@ -149,7 +149,7 @@ def test_every_line_of_the_log_is_json_and_names_its_process(served: ServedTwice
     assert any("was killed by SIGKILL" in line["message"] for line in served.records("supervisor"))
 
 
-def test_our_own_clients_speak_tls(served: ServedTwice, tmp_path: Path) -> None:
+def test_our_own_clients_speak_tls(served: TwoApis, tmp_path: Path) -> None:
     port = served.url.rpartition(":")[2]
     source = tmp_path / "requests.jsonl"
     body = {"model": "demo", "prompt": "x", "max_tokens": 2}
