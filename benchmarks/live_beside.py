@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 
 from benchmarks.batch_sizes import measure as decode_step_seconds
-from benchmarks.live_load import Call, Load, finished, started
-from benchmarks.live_metrics import COMPUTED, GENERATED, ROWS, STEP_SECONDS, Recorder, Span
+from benchmarks.live_load import LiveLoad, MeasuredCall, finished, started
+from benchmarks.live_metrics import COMPUTED, GENERATED, ROWS, STEP_SECONDS, MetricsRecorder, Span
 from benchmarks.live_prompts import body, streamed, write_batch
 from benchmarks.servers import HOST, Server
 
@@ -49,7 +49,7 @@ def measure(server: Server, phases: Phases, every: float, lines: int, seed: int)
 
     every: mean seconds between two live calls.
     """
-    with Recorder(server) as recorder:
+    with MetricsRecorder(server) as recorder:
         began = time.time()
         idle = _live_calls(server, phases.live, every, seed)
         with _running_batch(server, lines, seed):
@@ -73,7 +73,7 @@ def measure(server: Server, phases: Phases, every: float, lines: int, seed: int)
     return _latencies(server.model, idle, beside, rows) | throughput | {"timeline": timeline}
 
 
-def _live_calls(server: Server, seconds: float, every: float, seed: int) -> Load:
+def _live_calls(server: Server, seconds: float, every: float, seed: int) -> LiveLoad:
     """Calls that arrive at random for so long, by the load generator; wait for the last."""
     draw = random.Random(seed)
     calls, at = [], draw.expovariate(1 / every)
@@ -112,7 +112,7 @@ def _joined(first: Span, second: Span) -> Span:
     return Span(first.begin, first.end + second.seconds, counted)
 
 
-def _latencies(model: str, idle: Load, beside: Load, rows: int) -> dict[str, Any]:
+def _latencies(model: str, idle: LiveLoad, beside: LiveLoad, rows: int) -> dict[str, Any]:
     """Return what clients saw, and what they were to see at most."""
     latency = {"idle": latencies(idle.calls), "beside": latencies(beside.calls)}
     first_token_bar = 3 * latency["idle"]["first_token_p99_ms"] + 1e3 * LIVE_STEP_SECONDS
@@ -135,7 +135,7 @@ def _gap_allowed_ms(model: str, longest_ms: float, rows: int) -> float:
     return max(least, 1.25e3 * decode_step_seconds(model, rows, _STEP_CONTEXT, 2.0))
 
 
-def latencies(calls: Sequence[Call]) -> dict[str, Any]:
+def latencies(calls: Sequence[MeasuredCall]) -> dict[str, Any]:
     """Return times to the first token and gaps of some calls, in milliseconds."""
     first = [1e3 * call.first_token_seconds for call in calls]
     gaps = [1e3 * gap for call in calls for gap in call.gaps]
@@ -192,7 +192,7 @@ def _throughput(span: Span) -> dict[str, float]:
 
 
 def _timeline(
-    began: float, marks: list[tuple[str, float, float]], calls: list[Call], spans: list[Span]
+    began: float, marks: list[tuple[str, float, float]], calls: list[MeasuredCall], spans: list[Span]
 ) -> dict[str, Any]:
     """Return what the picture draws; times in seconds after the beginning."""
     return {
@@ -217,7 +217,7 @@ def _timeline(
     }
 
 
-def _live_rate(calls: Sequence[Call], span: Span) -> float:
+def _live_rate(calls: Sequence[MeasuredCall], span: Span) -> float:
     """Tokens of live calls a second: a prompt's count with its first token."""
     tokens = 0.0
     for call in calls:

@@ -25,7 +25,7 @@ _SECONDS_TO_CONNECT = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MeasuredCall:
     """A stream as its client saw it; times in unix seconds."""
 
     sent: float
@@ -44,10 +44,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LiveLoad:
     """What one run of the generator found."""
 
-    calls: list[Call]
+    calls: list[MeasuredCall]
     cpu_seconds: float
 
     @property
@@ -75,23 +75,23 @@ def started(host: str, port: int, calls: Sequence[dict[str, Any]], concurrency: 
     return process
 
 
-def finished(process: subprocess.Popen) -> Load:
+def finished(process: subprocess.Popen) -> LiveLoad:
     """Wait for the last call. Raises RuntimeError where one failed, with what the server said."""
     assert process.stdout is not None
     output = process.stdout.read()
     if process.wait():
         raise RuntimeError(f"the load generator ended with status {process.returncode}")
     found = json.loads(output)
-    return Load([_call(one) for one in found["calls"]], found["cpu_seconds"])
+    return LiveLoad([_call(one) for one in found["calls"]], found["cpu_seconds"])
 
 
-def _call(found: dict[str, Any]) -> Call:
+def _call(found: dict[str, Any]) -> MeasuredCall:
     events = [(when, json.loads(event)) for when, event in found["events"] if event != "[DONE]"]
     usage = next((event["usage"] for _, event in events if event.get("usage")), None)
     arrivals = [when for when, event in events if event.get("choices")]
     if usage is None or not arrivals:
         raise RuntimeError(f"a call failed: {found['refusal'] or [event for _, event in events][-1:]}")
-    return Call(found["sent"], arrivals, usage["prompt_tokens"], usage["completion_tokens"])
+    return MeasuredCall(found["sent"], arrivals, usage["prompt_tokens"], usage["completion_tokens"])
 
 
 async def _run(plan: dict[str, Any]) -> dict[str, Any]:

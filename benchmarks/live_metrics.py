@@ -39,7 +39,7 @@ class Span:
         return self.counted[counter] / max(1.0, self.counted[STEPS])
 
 
-class Recorder:
+class MetricsRecorder:
     """Scrapes a server in a thread, from `with` to its end."""
 
     def __init__(self, server: Server) -> None:
@@ -48,7 +48,7 @@ class Recorder:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._scrape, daemon=True)
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "MetricsRecorder":
         self._thread.start()
         return self
 

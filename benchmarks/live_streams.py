@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.driving import greedy, running_engine
 from benchmarks.live_beside import latencies
-from benchmarks.live_load import Load, finished, started
+from benchmarks.live_load import LiveLoad, finished, started
 from benchmarks.live_prompts import body, streamed
 from benchmarks.report import by_turns
 from benchmarks.servers import HOST, Server
@@ -23,7 +23,7 @@ _PROMPT, _OUTPUT = 64, (64, 128)  # tokens
 
 def measure(server: Server, concurrency: int, requests: int, turns: int, seed: int) -> dict[str, Any]:
     """Each turn has prompts of its own, for the server keeps those of the last one."""
-    served: list[Load] = []
+    served: list[LiveLoad] = []
     engine: list[float] = []
     cores = []
     for turn in range(turns):
@@ -47,7 +47,7 @@ def measure(server: Server, concurrency: int, requests: int, turns: int, seed: i
     }
 
 
-def _median_rate(served: list[Load], seconds: list[float]) -> float:
+def _median_rate(served: list[LiveLoad], seconds: list[float]) -> float:
     """Both made the same tokens."""
     return round(median(load.output_tokens / one for load, one in zip(served, seconds, strict=True)), 1)
 

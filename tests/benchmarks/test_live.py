@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import goals, live_beside, live_load, live_metrics, live_table
-from benchmarks.live_load import Call
+from benchmarks.live_load import MeasuredCall
 from benchmarks.live_plot import live_plot
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -67,7 +67,7 @@ def test_a_call_that_fails_is_no_figure() -> None:
 
 
 def test_figures_of_calls() -> None:
-    calls = [Call(10.0, [10.1, 10.2, 10.5], 64, 3), Call(20.0, [20.3, 20.4], 64, 2)]
+    calls = [MeasuredCall(10.0, [10.1, 10.2, 10.5], 64, 3), MeasuredCall(20.0, [20.3, 20.4], 64, 2)]
     found = live_beside.latencies(calls)
     assert (found["first_token_p50_ms"], found["first_token_p99_ms"]) == (200.0, 300.0)
     assert (found["gap_p50_ms"], found["longest_gap_ms"]) == (100.0, 300.0)

@@ -1,13 +1,12 @@
 """The benchmarks' simulation of a scheduler, which has to be idle at the end."""
 
-from benchmarks.simulation import BLOCK_SIZE, Report, SimulatedLine
-from benchmarks.simulation import Simulation as UncheckedSimulation
+from benchmarks.simulation import BLOCK_SIZE, Report, SimulatedLine, Simulation
 from tests.workers.engine.scheduling.integrity import check_idle
 
-__all__ = ["BLOCK_SIZE", "Report", "SimulatedLine", "Simulation"]
+__all__ = ["BLOCK_SIZE", "CheckedSimulation", "Report", "SimulatedLine"]
 
 
-class Simulation(UncheckedSimulation):
+class CheckedSimulation(Simulation):
     """Checks at the end that nothing is in use."""
 
     def run(self) -> Report:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.admission import KINDS, LENGTHS, STEP_COSTS, figures_of, forecast_at
-from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Report, SimulatedLine, Simulation
+from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, CheckedSimulation, Report, SimulatedLine
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
 from workers.engine.scheduling.admission import PlainAdmission, choose_policy
 from workers.engine.scheduling.forecast import OutputLengths
@@ -40,7 +40,7 @@ def blocks_of(lines: list[SimulatedLine], requests: float) -> int:
 def in_a_quarter(lines: list[SimulatedLine], depth: int) -> Report:
     """On a CPU."""
     blocks = blocks_of(lines, SLOTS / 4)
-    return Simulation(
+    return CheckedSimulation(
         lines, blocks, slots=SLOTS, depth=depth, admission=lambda cache: forecast_at(STEP_COSTS["CPU"], cache)
     ).run()
 
@@ -63,8 +63,8 @@ def test_no_policy_costs_a_hundredth_less_in_a_short_run(kind: str) -> None:
 def test_steps_that_cost_much_are_saved_at_the_price_of_preemptions(step_cost: float) -> None:
     lines = lines_of("narrow", 300)
     blocks = blocks_of(lines, SLOTS / 4)
-    report = Simulation(lines, blocks, depth=1, admission=lambda cache: forecast_at(step_cost, cache)).run()
-    plain = Simulation(lines, blocks, depth=1, admission=lambda _: PlainAdmission()).run()
+    report = CheckedSimulation(lines, blocks, depth=1, admission=lambda cache: forecast_at(step_cost, cache)).run()
+    plain = CheckedSimulation(lines, blocks, depth=1, admission=lambda _: PlainAdmission()).run()
     if step_cost > 1000:
         assert (report.steps, report.computed) == (plain.steps, plain.computed)
     else:
@@ -83,7 +83,9 @@ def test_many_come_in_at_a_step_where_many_run() -> None:
     """Two for each three steps or so: a pace of whole steps would let in half as many."""
     draw = random.Random(4)
     lines = [SimulatedLine(draw.choices(range(50_000), k=100), max(1, int(draw.gauss(150, 15)))) for _ in range(1200)]
-    report = Simulation(lines, 1400, slots=256, admission=lambda cache: forecast_at(STEP_COSTS["CPU"], cache)).run()
+    report = CheckedSimulation(
+        lines, 1400, slots=256, admission=lambda cache: forecast_at(STEP_COSTS["CPU"], cache)
+    ).run()
     assert report.recomputed_share < 0.02
     assert report.rows / report.steps > 0.8 * 1400 / 12, (
         f"{report.rows / report.steps:.0f} rows in {report.steps} steps"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.batch.plan import PlanBuilder, PlanEntry, read_plan
-from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Report, SimulatedLine, Simulation
+from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, CheckedSimulation, Report, SimulatedLine
 
 SYSTEMS = 50
 SYSTEM_BLOCKS = 16
@@ -57,14 +57,14 @@ def test_a_cache_of_two_prefixes_gives_nearly_all_that_fifty_could(
 ) -> None:
     lines = planned(shuffled(seed), tmp_path)
     assert sum(left != right for (left, _), (right, _) in pairwise(lines)) == SYSTEMS - 1, seed
-    report = Simulation([line for _, line in lines], 2 * SYSTEM_BLOCKS, slots=slots, depth=depth).run()
+    report = CheckedSimulation([line for _, line in lines], 2 * SYSTEM_BLOCKS, slots=slots, depth=depth).run()
     assert share_of_possible(lines, report) >= 0.95, (seed, share_of_possible(lines, report))
 
 
 def test_without_the_plan_there_is_little_to_find(seed: int) -> None:
     """So that the test above shows something."""
     lines = shuffled(seed)
-    report = Simulation([line for _, line in lines], 2 * SYSTEM_BLOCKS, slots=8).run()
+    report = CheckedSimulation([line for _, line in lines], 2 * SYSTEM_BLOCKS, slots=8).run()
     assert share_of_possible(lines, report) < 0.5
 
 
@@ -81,7 +81,9 @@ def test_one_goes_ahead_and_no_other_computes_what_it_just_did(
     """
     lines = shuffled(seed + 1)
     lines = planned(lines, tmp_path) if in_order else lines
-    report = Simulation([line for _, line in lines], 64 * SYSTEM_BLOCKS, slots=32, budget=budget, depth=depth).run()
+    report = CheckedSimulation(
+        [line for _, line in lines], 64 * SYSTEM_BLOCKS, slots=32, budget=budget, depth=depth
+    ).run()
     for computed in report.computed_at.values():
         for (step, number), (next_step, other) in pairwise(computed):
             assert number == other or next_step > step + 1, (step, number, other)
