@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jobs.protocol import fields
-from jobs.protocol.endpoint import AnswerHead, ChoiceEnd, Endpoint
+from jobs.protocol.endpoint import AnswerHead, ChoiceEnd, TextEndpoint
 from jobs.protocol.logprobs import TextOffsets, chat_logprobs, prompt_logprobs
 from jobs.protocol.messages import deltas_of, message_of
 from jobs.protocol.prompts import MESSAGES, read_messages
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 
 
-class ChatEndpoint(Endpoint):
+class ChatEndpoint(TextEndpoint):
     """Messages in, a message out."""
 
     url = CHAT

@@ -4,6 +4,8 @@ from typing import Any
 
 from jobs.protocol import fields
 from jobs.protocol.format_parameters import settle_format
+from jobs.protocol.prompts import settle_final_message
+from jobs.protocol.service_tier import settle_tier
 from jobs.protocol.template_variables import settle_effort
 from jobs.protocol.tools import settle_tools
 
@@ -16,12 +18,13 @@ def combine(values: dict[str, Any], chat: bool) -> None:
     Raise `ApiError` 400 for those that contradict each other.
     """
     _limit_tokens(values, chat)
+    settle_tier(values)
     settle_format(values)
     if chat:
         _settle_logprobs(values)
         settle_tools(values)
         settle_effort(values)
-        _settle_final_message(values)
+        settle_final_message(values)
     else:
         for name in ("tools", "tool_choice"):
             values.pop(name, None)
@@ -44,15 +47,6 @@ def _settle_logprobs(values: dict[str, Any]) -> None:
         message = "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled."
         fields.fail(message, "top_logprobs", None)
     values["logprobs"] = count if wanted else None
-
-
-def _settle_final_message(values: dict[str, Any]) -> None:
-    if not values.get("continue_final_message", False):
-        return
-    if values.get("add_generation_prompt", False):
-        message = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
-        fields.fail(message, "continue_final_message", "invalid_value")
-    values["add_generation_prompt"] = False
 
 
 def _settle_best_of(values: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jobs.protocol import fields
-from jobs.protocol.endpoint import Endpoint
+from jobs.protocol.endpoint import TextEndpoint
 from jobs.protocol.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, text_offsets
 from jobs.protocol.prompts import PROMPT, read_prompts
 from jobs.protocol.results import Choice, PositionLogprobs
@@ -13,7 +13,7 @@ from jobs.protocol.value_types import Schema
 COMPLETIONS = "/v1/completions"
 
 
-class CompletionsEndpoint(Endpoint):
+class CompletionsEndpoint(TextEndpoint):
     """Prompts in, what follows them out."""
 
     url = COMPLETIONS

@@ -1,5 +1,5 @@
-"""What an endpoint of text in and text out is: how its prompt is read, and what its answers look
-like. `chat.py` and `completions.py` are two, `endpoints.py` lists them.
+"""What an endpoint is, and what one of text in and text out is: how its prompt is read, and what
+its answers look like. `chat.py` and `completions.py` are two of these, `endpoints.py` lists all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jobs.protocol.value_types import Schema
 if TYPE_CHECKING:
     from jobs.protocol.requests import TokenChunk
 
-Task = Literal["generate"]
+Task = Literal["generate", "tokenize"]
 """What a model does for the endpoints that it answers."""
 
 
@@ -27,6 +27,8 @@ class AnswerHead(NamedTuple):
     id: str
     model: str
     created: int  # unix seconds
+    system_fingerprint: str | None = None  # of the worker
+    service_tier: str | None = None  # what the call's came to, where it names one
 
 
 class ChoiceEnd(NamedTuple):
@@ -40,7 +42,20 @@ class Endpoint(ABC):
     """One endpoint; it holds no state."""
 
     url: ClassVar[str]
-    task: ClassVar[Task] = "generate"
+    task: ClassVar[Task]
+
+    @property
+    @abstractmethod
+    def body_schema(self) -> Schema:
+        """Which bodies it takes, as a JSON Schema; of a `TextEndpoint` only the members that there
+        must be.
+        """
+
+
+class TextEndpoint(Endpoint):
+    """One whose answers are generated."""
+
+    task = "generate"
     is_chat: ClassVar[bool]  # which of a parameter's types count
     prompt_field: ClassVar[str]
     prompt_schema: ClassVar[Schema]
@@ -59,7 +74,6 @@ class Endpoint(ABC):
 
     @property
     def body_schema(self) -> Schema:
-        """Which of a body's members there must be, as a JSON Schema."""
         return {"required": ["model", self.prompt_field]}
 
     def prompt_of(self, body: dict[str, Any], prefix: str = "") -> Any:
@@ -131,11 +145,14 @@ class Endpoint(ABC):
         return self._envelope(head, self.chunk_object, []) | {"usage": usage.as_openai()}
 
     def _envelope(self, head: AnswerHead, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+        envelope: dict[str, Any] = {
             "id": head.id,
             "object": kind,
             "created": head.created,
             "model": head.model,
             "choices": choices,
-            "system_fingerprint": None,
+            "system_fingerprint": head.system_fingerprint,
         }
+        if head.service_tier is not None:
+            envelope["service_tier"] = head.service_tier
+        return envelope

@@ -15,6 +15,7 @@ import msgspec
 from jobs.protocol import fields
 from jobs.protocol.format_parameters import FORMATS, WHITESPACE
 from jobs.protocol.output_format import FormatText, OutputFormat
+from jobs.protocol.service_tier import SERVICE_TIERS
 from jobs.protocol.template_variables import EFFORTS, TemplateVariables
 from jobs.protocol.tools import ToolChoices, Tools
 from jobs.protocol.value_types import (
@@ -159,6 +160,12 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
             "lower runs first inside a worker, among live calls and among batch lines; vLLM's meaning",
         ),
     ] = 0
+    service_tier: Annotated[
+        str | None,
+        Parameter(
+            OneOf(SERVICE_TIERS), "flex: `priority` 100, priority: -100, others: 0; the answer repeats what it came to"
+        ),
+    ] = None
     # The next eight give `Call.output_format`, and are not set in a call
     response_format: Annotated[
         OutputFormat | None,

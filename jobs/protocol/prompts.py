@@ -1,5 +1,6 @@
 """What a call is about: the prompts of a completion, the messages of a chat."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jobs.protocol import fields
@@ -100,6 +101,26 @@ def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
         _message(message, f"{param}[{i}]")
         for i, message in enumerate(fields.array(value, param, MOST_MESSAGES, least=1))
     ]
+
+
+def settle_final_message(values: dict[str, Any]) -> None:
+    """Settle, in place, whether a chat's last message is gone on with or an answer begins.
+
+    Raise `ApiError` 400 where both are asked for.
+    """
+    if not values.get("continue_final_message", False):
+        return
+    if values.get("add_generation_prompt", False):
+        message = "'continue_final_message' and 'add_generation_prompt' cannot both be true."
+        fields.fail(message, "continue_final_message", "invalid_value")
+    values["add_generation_prompt"] = False
+
+
+def check_continued(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise `ApiError` 400 where there is no message of the assistant to go on with."""
+    if messages[-1]["role"] != "assistant":
+        message = "Invalid 'continue_final_message': the last message must be the assistant's."
+        fields.fail(message, "continue_final_message", "invalid_value")
 
 
 def _prompt(value: Any, param: str, like: Any = None) -> str | list[int]:

@@ -56,7 +56,7 @@ class RequestKey(msgspec.Struct, frozen=True, order=True):
 class Request(msgspec.Struct):
     """A line of a batch or a live call, as Redis stores it."""
 
-    endpoint: str  # "/v1/chat/completions" or "/v1/completions"
+    endpoint: str  # its url
     model: str
     body: bytes  # JSON as submitted
     seed: int  # used when the body names none
@@ -150,6 +150,7 @@ class Delta(msgspec.Struct):
     chunks: list[TokenChunk]
     reply_to: str | None = None
     accepted: bool = False  # the first message of a live call
+    system_fingerprint: str = ""  # with it
 
 
 class Finished(msgspec.Struct):
@@ -170,6 +171,7 @@ class StreamEntry(msgspec.Struct):
     chunks: list[TokenChunk]
     accepted: bool = False
     result: Result | None = None  # the request's end
+    system_fingerprint: str | None = None  # of the worker that accepted it
 
 
 class BatchEntry(msgspec.Struct, frozen=True):

@@ -9,11 +9,12 @@ import msgspec
 
 from jobs.protocol import fields
 from jobs.protocol.combining import combine
-from jobs.protocol.endpoint import Endpoint
-from jobs.protocol.endpoints import ENDPOINTS
+from jobs.protocol.endpoint import TextEndpoint
+from jobs.protocol.endpoints import ENDPOINTS, TOKENIZER_ENDPOINTS
 from jobs.protocol.lines import Line, body_of, decode_json
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.parameters import Parameters, read_parameters, schemas
+from jobs.protocol.prompts import check_continued
 from jobs.protocol.results import ApiError
 from jobs.protocol.value_types import Schema
 
@@ -41,7 +42,7 @@ class Call(Parameters, frozen=True, kw_only=True):
     way that was asked for.
     """
 
-    endpoint: Endpoint
+    endpoint: TextEndpoint
     model: str
     prompts: Sequence[str | list[int]] = ()  # texts, or lists of token ids
     # Role, content (a string), and name, tool_calls, tool_call_id, reasoning_content, reasoning
@@ -119,14 +120,16 @@ def parse_call(endpoint: str, body: Any) -> Call:
     combine(values, found.is_chat)
     prompt = found.read_prompt(found.prompt_of(body), values["best_of"])
     if values.get("continue_final_message", False):
-        _check_continued(prompt["messages"])
+        check_continued(prompt["messages"])
     return Call(endpoint=found, model=model, **prompt, **values)
 
 
 def body_schema(endpoint: str) -> Schema:
-    """The bodies that `parse_call` takes, as a JSON Schema, but for parameters that contradict each
+    """The bodies that an endpoint takes, as a JSON Schema, but for parameters that contradict each
     other, and for JSON that is given as text.
     """
+    if endpoint in TOKENIZER_ENDPOINTS:
+        return TOKENIZER_ENDPOINTS[endpoint].body_schema
     found = ENDPOINTS[endpoint]
     return {
         "type": "object",
@@ -147,13 +150,6 @@ def decode_body(raw: bytes) -> Any:
         raise ApiError(400, f"We could not parse the JSON body of your request: {error}.") from error
 
 
-def _check_continued(messages: Sequence[dict[str, Any]]) -> None:
-    """Raise `ApiError` where there is no message of the assistant to go on with."""
-    if messages[-1]["role"] != "assistant":
-        message = "Invalid 'continue_final_message': the last message must be the assistant's."
-        fields.fail(message, "continue_final_message", "invalid_value")
-
-
 def _check_body(body: dict[str, Any], endpoint: str) -> None:
     """What a request cannot do without. Raises `ApiError`."""
     found = ENDPOINTS[endpoint]
@@ -172,7 +168,9 @@ def _read_line(
     url = fields.required(line, "url")
     allowed = [*ENDPOINTS] if endpoint is None else [endpoint]
     if url not in allowed:
-        message = "The URL provided for this request does not match the batch endpoint. Expected"
+        live_only = url in list(TOKENIZER_ENDPOINTS)
+        what = "is for live calls alone" if live_only else "does not match the batch endpoint"
+        message = f"The URL provided for this request {what}. Expected"
         fields.fail(f"{message} {' or '.join(allowed)}.", "url", "invalid_url")
     body = fields.mapping(fields.required(line, "body"), "body")
     if body.get("stream") is True:

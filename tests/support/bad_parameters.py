@@ -212,6 +212,15 @@ def _contradictions() -> Iterator[BadRequest]:
         "unsupported_value",
         "for chats",
     )
+    yield bad(CHAT, chat(service_tier="fast"), "an unknown tier", "service_tier", "invalid_value", "'auto', 'default'")
+    yield bad(
+        CHAT,
+        chat(service_tier="flex", priority=1),
+        "a tier and a priority",
+        "service_tier",
+        "invalid_value",
+        "leave one of them out",
+    )
     yield bad(
         COMPLETIONS,
         completion(n=3, best_of=2),

@@ -88,7 +88,7 @@ def test_what_the_engine_does_not_take_is_known() -> None:
     of_the_answer |= {"return_tokens_as_token_ids", "parallel_tool_calls", "tools", "tool_choice"}
     of_the_form = {*FORMATS, "guided_whitespace_pattern", "thinking_token_budget"}
     of_the_prompt = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"}
-    joined = {"max_completion_tokens", "priority", "top_logprobs"}
+    joined = {"max_completion_tokens", "priority", "service_tier", "top_logprobs"}
     engine = set(SamplingParams.__struct_fields__)
     assert set(Parameters.__struct_fields__) - engine == here | of_the_answer | of_the_form | of_the_prompt | joined
     assert engine - set(Parameters.__struct_fields__) == {"choice"}

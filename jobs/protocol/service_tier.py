@@ -1,0 +1,26 @@
+"""The service tier of a call: OpenAI's names for how urgent it is."""
+
+from typing import Any
+
+from jobs.protocol import fields
+
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
+
+_PRIORITIES = {"flex": 100, "priority": -100}  # the other tiers are "default"
+
+
+def settle_tier(values: dict[str, Any]) -> None:
+    """Settle, in place, which tier a call gets, and the priority that follows from it.
+
+    Raise `ApiError` 400 for a tier that says something else than a priority beside it.
+    """
+    tier = values.get("service_tier")
+    if tier is None:
+        return
+    if tier not in _PRIORITIES:
+        values["service_tier"] = "default"
+        return
+    if "priority" in values:
+        message = f"'service_tier' {tier!r} and 'priority' both say how urgent the call is: leave one of them out."
+        fields.fail(message, "service_tier", "invalid_value")
+    values["priority"] = _PRIORITIES[tier]
