@@ -20,6 +20,16 @@ STOPPED_SECONDS = 10.0
 """How long a worker that ended in good order is still shown."""
 
 
+class EngineRecord(msgspec.Struct, frozen=True):
+    """What a worker runs its model with."""
+
+    device: str  # "cpu", "cuda:0"
+    dtype: str
+    backend: str
+    max_num_seqs: int  # sequences that run at once
+    system_fingerprint: str
+
+
 class WorkerRecord(msgspec.Struct):
     """One worker, as `pipeline status` shows it."""
 
@@ -32,6 +42,7 @@ class WorkerRecord(msgspec.Struct):
     pid: int
     metrics: list[MetricDescriptor] = []  # whose values it reports (`WorkerGauges.metrics`)
     tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
+    engine: EngineRecord | None = None  # while unknown, and of the version before
 
 
 class ModelRecord(msgspec.Struct):

@@ -68,11 +68,12 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
     All methods raise `QueueUnavailable`.
     """
 
-    def submit(self, live_id: str, request: Request) -> None:
-        """Submit a live call, whose key is `RequestKey(live_id, 0)`.
+    def submit(self, live_id: str, request: Request) -> int:
+        """Submit a live call, whose key is `RequestKey(live_id, 0)`; return how many the tenant has
+        with it, 0 where that is not counted.
 
-        Repeating it changes nothing. Raise `TooManyCalls`, and `ModelOverloaded` where other
-        tenants' calls count too.
+        Repeating it changes nothing, and returns 0. Raise `TooManyCalls`, and `ModelOverloaded`
+        where other tenants' calls count too.
 
         A call that an API process waits for (`reply_to`) ends when no such process is alive and no
         client watches it.
@@ -88,6 +89,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
             raise TooManyCalls("The tenant has {} live calls or {} bytes of them at once.".format(*tenant))
         if answer == _MODEL_FULL:
             raise ModelOverloaded("The model has {} live calls or {} bytes of them at once.".format(*model))
+        return int(answer)
 
     def claim(
         self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
@@ -227,7 +229,8 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
 
 
 def _delta_arguments(delta: Delta) -> list[Any]:
-    return [str(delta.key), delta.fence, *_tokens(delta), delta.reply_to or "", int(delta.accepted)]
+    accepted = delta.system_fingerprint or "1" if delta.accepted else "0"
+    return [str(delta.key), delta.fence, *_tokens(delta), delta.reply_to or "", accepted]
 
 
 def _tokens(delta: Delta) -> list[Any]:

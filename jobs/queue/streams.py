@@ -135,13 +135,14 @@ def position(entry_id: str) -> tuple[int, int]:
 
 def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -> StreamEntry:
     """An entry of the token stream of `key`."""
-    result = fields.get(b"f")
+    result, accepted = fields.get(b"f"), fields.get(b"a", b"0")
     return StreamEntry(
         key=key,
         entry_id=entry_id,
         chunks=unpack_chunks(fields[b"p"]),
-        accepted=fields.get(b"a") == b"1",
+        accepted=accepted != b"0",
         result=None if result is None else unpack_result(result),
+        system_fingerprint=None if accepted in (b"0", b"1") else text(accepted),
     )
 
 

@@ -2,6 +2,7 @@
 test says.
 """
 
+import json
 import threading
 import time
 import uuid
@@ -20,34 +21,44 @@ from jobs.protocol.results import (
     encode_json,
     new_request_id,
 )
+from jobs.protocol.validation import parse_call
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 
-Answer = Iterable[str | ParsedDelta] | ApiError
+Answer = Iterable[str | ParsedDelta] | ApiError | Result
+FINGERPRINT = "fp_scripted"
 MODEL = "scripted"
 
 
 class ScriptedWorker:
     """Takes live calls in a thread and answers each with what `script(claim)` gives: pieces of
-    text, what a parser made of pieces of a text, or an error.
+    text, what a parser made of pieces of a text, an error, or a result.
 
     Between two pieces it waits for `step`, if that was set; `cancelled` names calls whose lease was
     lost.
     """
 
-    def __init__(self, queue: Queue, script: Callable[[Claim], Answer], models: tuple[str, ...] = (MODEL,)) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        script: Callable[[Claim], Answer],
+        models: tuple[str, ...] = (MODEL,),
+        tasks: tuple[str, ...] = ("generate",),
+    ) -> None:
         self.queue = queue
         self.id = f"scripted-{uuid.uuid4().hex[:8]}"
         self.step: threading.Semaphore | None = None
         self.cancelled: list[RequestKey] = []
         self.claims: list[Claim] = []
         self._models = list(models)
+        self._tasks = tasks
         self._script = script
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> "ScriptedWorker":
-        self.queue.register_worker(WorkerRecord(self.id, self._models, "ready", 128, time.time(), "host", 1))
+        record = WorkerRecord(self.id, self._models, "ready", 128, time.time(), "host", 1, tasks=self._tasks)
+        self.queue.register_worker(record)
         self._thread.start()
         return self
 
@@ -73,12 +84,11 @@ class ScriptedWorker:
     def _answer(self, claim: Claim) -> None:
         reply_to = claim.request.reply_to
         answer = self._script(claim)
-        if isinstance(answer, ApiError):
-            self.queue.commit(
-                self.id, [Finished(claim.key, claim.fence, answer.result(new_request_id()), None, reply_to)]
-            )
+        if isinstance(answer, ApiError | Result):
+            result = answer.result(new_request_id()) if isinstance(answer, ApiError) else answer
+            self.queue.commit(self.id, [Finished(claim.key, claim.fence, result, None, reply_to)])
             return
-        self.queue.publish(self.id, [Delta(claim.key, claim.fence, 0, [], reply_to, accepted=True)])
+        self.queue.publish(self.id, [Delta(claim.key, claim.fence, 0, [], reply_to, True, FINGERPRINT)])
         text, index = "", 0
         parsed: list[ParsedDelta] = []
         for piece in answer:
@@ -96,7 +106,8 @@ class ScriptedWorker:
             text, index = text + shown, index + 1
         usage = Usage(7, index, 3)
         endpoint = ENDPOINTS[claim.request.endpoint]
-        head = AnswerHead(endpoint.new_id(), claim.request.model, int(claim.request.created))
+        tier = parse_call(endpoint.url, json.loads(claim.request.body)).service_tier
+        head = AnswerHead(endpoint.new_id(), claim.request.model, int(claim.request.created), FINGERPRINT, tier)
         message = _message(parsed) if parsed else None
         reason = "tool_calls" if message is not None and message.tool_calls else "stop"
         body = endpoint.body(head, [Choice(0, text, reason, message=message)], usage)

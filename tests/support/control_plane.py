@@ -20,7 +20,7 @@ import redis
 
 from jobs.protocol.chat import CHAT
 from jobs.protocol.endpoint import AnswerHead
-from jobs.protocol.endpoints import ENDPOINTS
+from jobs.protocol.endpoints import ENDPOINTS, TOKENIZER_ENDPOINTS
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json
 from jobs.queue.connection import connect
@@ -58,7 +58,11 @@ def write_input(path: Path, count: int, **parameters: Any) -> Path:
 
 
 def echo(claim: Claim) -> Result:
-    """Answers with what was said, so that a mix-up of lines shows."""
+    """Answers with what was said, so that a mix-up of lines shows; as the demo model's tokenizer
+    does where that is asked.
+    """
+    if claim.request.endpoint in TOKENIZER_ENDPOINTS:
+        return _by_tokenizer(claim)
     body = json.loads(claim.request.body)
     usage = Usage(7, 3, 2, 1)
     if claim.request.endpoint == CHAT:
@@ -68,6 +72,16 @@ def echo(claim: Claim) -> Result:
     endpoint = ENDPOINTS[claim.request.endpoint]
     answer = endpoint.body(AnswerHead(f"{endpoint.id_prefix}{claim.key.line}", body["model"], 1), [choice], usage)
     return Result(200, encode_json(answer), usage, f"req_{claim.key.line}")
+
+
+def _by_tokenizer(claim: Claim) -> Result:
+    from workers.replica.sampling_params import ModelLimits
+    from workers.replica.tokenization import TokenizerAnswers
+    from workers.settings import DEMO_MODEL
+    from workers.text.tokenizer import TextTokenizer
+
+    limits = ModelLimits(4096, 1024)
+    return TokenizerAnswers(TextTokenizer.load(DEMO_MODEL), [claim.request.model], limits).answer(claim).result
 
 
 def _as_text(said: Any) -> str:
@@ -117,7 +131,9 @@ class Answering:
         self._stop.set()
 
     def _register(self) -> None:
-        self._queue.register_worker(WorkerRecord(self.name, self._models, "ready", 4096, time.time(), "test", 1))
+        tasks = ("generate", "tokenize")
+        record = WorkerRecord(self.name, self._models, "ready", 4096, time.time(), "test", 1, tasks=tasks)
+        self._queue.register_worker(record)
 
     def _run(self) -> None:
         seq = 1  # the same again after an error: a claim whose answer was lost is given anew

@@ -99,6 +99,8 @@ class EngineCore:
             threads=config.threads,
             weights_seconds=executor.weights_seconds,
             gpus=executor.gpus,
+            backend=config.attention_backend,
+            model_digest=executor.model_digest,
         )
 
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:

@@ -19,6 +19,7 @@ from workers.replica.leases import Leases
 from workers.replica.preparation import Preparation
 from workers.replica.prepared import PreparedRequest
 from workers.replica.running import Load
+from workers.replica.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Intake:
         max_num_seqs: int,
         leases: Leases,
         preparation: Preparation,
+        tokenization: Tokenization,
         load: Callable[[], Load],
     ) -> None:
         """`load` is what the engine has."""
@@ -64,6 +66,7 @@ class Intake:
         self._max_num_seqs = max_num_seqs
         self._leases = leases
         self._preparation = preparation
+        self._tokenization = tokenization
         self._load = load
         self._state = IntakeState.WOKEN
         self._changed = asyncio.Event()
@@ -117,6 +120,7 @@ class Intake:
     def close(self) -> None:
         """Wait for nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._tokenization.close()
 
     def _change(self, state: IntakeState, *sources: IntakeState) -> None:
         """Enter `state` from one of `sources`; in any other state nothing happens."""
@@ -152,7 +156,7 @@ class Intake:
         if claims:
             logger.debug("claimed %d requests", len(claims))
             self._leases.add((claim.key, claim.fence) for claim in claims)
-            start(*await in_thread(self._preparation.prepare, claims))
+            start(*await in_thread(self._preparation.prepare, self._tokenization.take(claims)))
 
     def _claim(self, room: int, live_room: int) -> list[Claim]:
         """After an outage the same number asks again."""

@@ -1,5 +1,8 @@
 """The metrics that a worker process counts; those that its engine counts are in `Stats`."""
 
+import msgspec
+
+from jobs.protocol.results import Result
 from workers.engine.messages.metrics import KINDS, LATENCY_BUCKETS, Counter, Gauge, Histogram
 
 _TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
@@ -59,6 +62,11 @@ class RequestMetrics:
             "pipeline_engine_tokens_per_second",
             "Output tokens per second between the worker's last two reports, which come every 5 seconds.",
         )
+
+    def count_error(self, result: Result) -> None:
+        """Count a request that was answered with an error."""
+        error = msgspec.json.decode(result.body)["error"]
+        self.errors.add(1, error["code"] or error["type"])
 
     def all(self) -> list[Counter]:
         return list(vars(self).values())

@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jobs.protocol import fields
 from jobs.protocol.requests import Claim, Finished
@@ -19,6 +18,7 @@ from jobs.protocol.validation import Call, decode_body, parse_call
 from workers.replica.answer_parsers import AnswerParsers
 from workers.replica.checked_answers import is_json
 from workers.replica.prepared import PreparedRequest, Prompt
+from workers.replica.rendering import render
 from workers.replica.requests_in_flight import rejected
 from workers.replica.sampling_params import (
     ModelLimits,
@@ -29,7 +29,7 @@ from workers.replica.sampling_params import (
 )
 from workers.replica.tool_choice import format_of
 from workers.replica.tracing import RequestTraces
-from workers.text.errors import EncodingError, FormatError, TemplateError, TemplateTimeoutError
+from workers.text.errors import EncodingError, FormatError
 from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -68,11 +68,13 @@ class Preparation:
         parsers: AnswerParsers | None = None,
         retries: int = 0,
         traces: RequestTraces | None = None,
+        system_fingerprint: str | None = None,
     ) -> None:
         """`retries`: how often a batch line is answered again whose answer is not the JSON that it
-        asks for.
+        asks for. `system_fingerprint` is what answers say of the worker.
         """
         self._traces = traces
+        self._system_fingerprint = system_fingerprint
         self._tokenizer = tokenizer
         self._parsers = parsers or AnswerParsers()
         self._retries = retries
@@ -90,7 +92,7 @@ class Preparation:
             try:
                 pending.append(self._parse(claim))
             except Exception as error:
-                errors.append(rejected(claim, _answer_for(error, claim)))
+                errors.append(rejected(claim, error_of(error, claim)))
         for chats in (True, False):
             self._tokenize([item for item in pending if bool(item.call.messages) == chats], special_tokens=not chats)
         prepared: list[PreparedRequest] = []
@@ -98,7 +100,7 @@ class Preparation:
             try:
                 prepared.append(self._check(item))
             except Exception as error:
-                errors.append(rejected(item.claim, _answer_for(error, item.claim)))
+                errors.append(rejected(item.claim, error_of(error, item.claim)))
         if self._traces is not None:
             self._traces.prepared(prepared)
         return prepared, errors
@@ -109,34 +111,11 @@ class Preparation:
             message = f"The model '{fields.shown(call.model)}' is not served here."
             raise ApiError(404, message, param="model", code="model_not_found")
         self._parsers.check(call)
-        given: Sequence[str | list[int]] = [self._render(call)] if call.messages else call.prompts
+        given: Sequence[str | list[int]] = [render(self._tokenizer, call)] if call.messages else call.prompts
         item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
         item.in_reasoning = self._parsers.in_reasoning(call, str(given[0]))
         item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
         return item
-
-    def _render(self, call: Call) -> str:
-        variables = {
-            **call.chat_template_kwargs,
-            "tools": call.tools or None,
-            "add_generation_prompt": call.add_generation_prompt,
-            "continue_final_message": call.continue_final_message,
-        }
-        try:
-            return self._tokenizer.render(call.messages, **variables)
-        except TemplateError as error:
-            param = "messages" if isinstance(error, TemplateTimeoutError) else self._find_cause(call, variables)
-            raise ApiError(400, str(error), param=param, code="invalid_value") from None
-
-    def _find_cause(self, call: Call, variables: dict[str, Any]) -> str:
-        """Return the parameter without which the messages can be rendered, else that of these."""
-        for param, left_out in (("tools", ["tools"]), ("chat_template_kwargs", call.chat_template_kwargs)):
-            if getattr(call, param):
-                with contextlib.suppress(TemplateError):
-                    left = {name: value for name, value in variables.items() if name not in left_out}
-                    self._tokenizer.render(call.messages, **left)
-                    return param
-        return "messages"
 
     def _cut(self, prompt: str | list[int], item: _Pending, number: int) -> str | list[int]:
         """The part of a prompt that can matter, so that a long one is not tokenized for nothing."""
@@ -201,6 +180,7 @@ class Preparation:
     def _with_form(self, prepared: PreparedRequest, in_reasoning: bool | None) -> PreparedRequest:
         """Say what form the answers must have, and how they are read."""
         call, parsers = prepared.call, self._parsers
+        prepared.system_fingerprint = self._system_fingerprint
         prepared.output_format = format_of(call, parsers.call_syntax)
         prepared.guide = parsers.guide(call, in_reasoning, prepared.output_format)
         if prepared.guide is not None and prepared.output_format is None:
@@ -266,7 +246,7 @@ class Preparation:
         )
 
 
-def _answer_for(error: Exception, claim: Claim) -> ApiError:
+def error_of(error: Exception, claim: Claim) -> ApiError:
     """Return the caller's error; an unforeseen one ends this request alone."""
     if isinstance(error, ApiError):
         return error

@@ -71,3 +71,4 @@ class PreparedRequest:
     guide: OutputGuide | None = None
     parsing: Parsing | None = None
     retries: int = 0
+    system_fingerprint: str | None = None

@@ -9,12 +9,19 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from jobs.queue.registry import WorkerRecord, WorkerState
+from jobs.protocol.endpoint import Task
+from jobs.queue.registry import EngineRecord, WorkerRecord, WorkerState
 from jobs.queue.request_queue import Queue, QueueUnavailable
+from workers.engine.messages.core import Ready
+from workers.replica.fingerprint import system_fingerprint
 from workers.replica.statistics import declared_metrics
+
+TASKS: tuple[Task, ...] = ("generate", "tokenize")
+"""What a worker does with its model."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +33,14 @@ class Registration:
         self._queue = queue
         host, pid = socket.gethostname(), os.getpid()
         self.id = f"{host}-{pid}-{secrets.token_hex(3)}"
-        self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics())
+        self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics(), TASKS)
 
-    async def set_state(self, state: WorkerState, max_model_len: int = 0) -> None:
-        """Write the record with this state, and with the longest context once it is known."""
-        longest = max_model_len or self._record.max_model_len
-        self._record = msgspec.structs.replace(self._record, state=state, max_model_len=longest)
+    async def set_state(self, state: WorkerState, info: Ready | None = None) -> None:
+        """Write the record with this state, and with what the core says of itself once it is
+        ready.
+        """
+        engine = {} if info is None else _described(info)
+        self._record = msgspec.structs.replace(self._record, state=state, **engine)
         await _call(lambda: self._queue.register_worker(self._record))
 
     async def remove(self, generated: int) -> None:
@@ -41,6 +50,11 @@ class Registration:
         """
         await _call(lambda: self._queue.renew(self.id, [], generated))
         await _call(lambda: self._queue.remove_worker(self.id))
+
+
+def _described(info: Ready) -> dict[str, Any]:
+    engine = EngineRecord(info.device, info.dtype, info.backend, info.max_num_seqs, system_fingerprint(info))
+    return {"max_model_len": info.max_model_len, "engine": engine}
 
 
 async def _call(action: Callable[[], object]) -> None:

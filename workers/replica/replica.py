@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from jobs.protocol.requests import RequestKey
 from jobs.queue.request_queue import Held, Queue
 from jobs.queue.streams import ControlMessage
 from jobs.tracing import Tracing
@@ -18,6 +19,7 @@ from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.replica.answer_parsers import find_parsers
+from workers.replica.fingerprint import system_fingerprint
 from workers.replica.grammars import Grammars
 from workers.replica.intake import Intake
 from workers.replica.leases import Leases
@@ -32,6 +34,7 @@ from workers.replica.sampling_params import ModelLimits
 from workers.replica.serving import Serving
 from workers.replica.starting import start_engine
 from workers.replica.stopping import wait_or_stop
+from workers.replica.tokenization import Tokenization, TokenizerAnswers
 from workers.replica.tracing import RequestTraces
 from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
@@ -88,9 +91,10 @@ class Replica:
         self._requeue = Requeue(queue, worker, self._running, self._outbox, self._leases, stopping)
         self._orders = Orders(queue, worker, lambda orders: loop.call_soon_threadsafe(self._on_orders, orders))
         self._on_order: dict[str, Callable[[ControlMessage], None]] = {
-            "cancel": lambda order: self._leases.drop(self._running.cancel(order)),
+            "cancel": self._cancel,
             "watch": self._running.watch,
         }
+        self._cancel_in_tokenizer: Callable[[list[RequestKey]], list[Held]] = lambda keys: []
         self._self_test_tokens = 0
 
     @property
@@ -142,7 +146,7 @@ class Replica:
             engine.cancel()
         self._self_test_tokens = self._engine.stats.tokens
         serving = self._make_serving(self._tokenizer.result())
-        await self._registration.set_state("ready", max_model_len=self._engine.info.max_model_len)
+        await self._registration.set_state("ready", self._engine.info)
         self.was_ready = True
         seconds, worker, models = time.monotonic() - started, self._registration.id, ", ".join(self._settings.models)
         logger.info("ready after %.1f s as %s: %s", seconds, worker, models)
@@ -151,11 +155,13 @@ class Replica:
     def _make_serving(self, tokenizer: TextTokenizer) -> Serving:
         info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
         limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
-        retries = self._settings.retry_on_invalid
-        preparation = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces)
+        retries, fingerprint = self._settings.retry_on_invalid, system_fingerprint(info)
+        preparation = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces, fingerprint)
+        tokenization = Tokenization(TokenizerAnswers(tokenizer, models, limits), self._outbox, running.metrics)
         worker, slots = self._registration.id, info.max_num_seqs
-        intake = Intake(queue, worker, models, slots, self._leases, preparation, lambda: running.load)
+        intake = Intake(queue, worker, models, slots, self._leases, preparation, tokenization, lambda: running.load)
         running.room_made = intake.room_made
+        self._cancel_in_tokenizer = tokenization.cancel
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)
         self._on_order |= {"bell": lambda _: intake.wake(), "trial": lambda _: quarantine.make_room()}
         engine, registration, outbox = self._engine, self._registration, self._outbox
@@ -193,6 +199,9 @@ class Replica:
             handle = self._on_order.get(order.kind)
             if handle is not None:
                 handle(order)
+
+    def _cancel(self, order: ControlMessage) -> None:
+        self._leases.drop([*self._running.cancel(order), *self._cancel_in_tokenizer(order.keys)])
 
     def _on_lost(self, held: list[Held]) -> None:
         running = self._running.lose(held)

@@ -37,6 +37,7 @@ class RequestInFlight:
         "_prompt_logprobs",
         "_prompts",
         "_spent",
+        "_system_fingerprint",
         "_tokenizer",
         "_tries_left",
         "announced",
@@ -73,6 +74,7 @@ class RequestInFlight:
         self._tokenizer = prepared.tokenizer
         self._guide = prepared.guide
         self._parsing = prepared.parsing
+        self._system_fingerprint = prepared.system_fingerprint
         self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         self._tries_left = prepared.retries
         self._spent: Usage | None = None  # what earlier tries took
@@ -149,7 +151,8 @@ class RequestInFlight:
     def accepted(self) -> Delta:
         """The first message of a live call, before its first tokens."""
         published = sum(sequence.published_tokens for sequence in self.sequences)
-        return Delta(self.claim.key, self.claim.fence, published, [], self.claim.request.reply_to, accepted=True)
+        key, fence, reply_to = self.claim.key, self.claim.fence, self.claim.request.reply_to
+        return Delta(key, fence, published, [], reply_to, True, self._system_fingerprint or "")
 
     def delta(self) -> Delta:
         """What is not published yet, which counts as published from now on."""
@@ -175,7 +178,8 @@ class RequestInFlight:
             for rank, sequence in enumerate(self._best_of(prompt))
         ]
         usage, delta = self._usage(), None if self._spent is not None else self.delta()
-        head = AnswerHead(call.endpoint.new_id(), call.model, int(request.created or time.time()))
+        created = int(request.created or time.time())
+        head = AnswerHead(call.endpoint.new_id(), call.model, created, self._system_fingerprint, call.service_tier)
         result = Result(200, encode_json(call.endpoint.body(head, choices, usage)), usage, new_request_id())
         return Finished(self.claim.key, self.claim.fence, result, delta, request.reply_to)
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from jobs.protocol.requests import Claim, Delta, Finished, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Held
@@ -399,8 +397,7 @@ class Running:
             self._traces.ended(finished)
         if not finished.result.succeeded:
             self.failed += 1
-            error = msgspec.json.decode(finished.result.body)["error"]
-            self.metrics.errors.add(1, error["code"] or error["type"])
+            self.metrics.count_error(finished.result)
         self._outbox.finish(finished)
 
     def _forget(self, request: RequestInFlight) -> list[int]:

@@ -93,6 +93,10 @@ class TextTokenizer:
             raise EncodingError(f"The model's tokenizer cannot encode this text: {reason[:500]}") from error
         return [encoding.ids for encoding in encodings]
 
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return what the vocabulary calls each token."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def encode_word(self, word: str) -> list[list[int]]:
         """Return the token ids that write a word at the start of a text and, where they are others,
         after a space; none for a word without any.

@@ -3,18 +3,20 @@
 -- of its model.
 -- ARGV: live id, model, request (msgpack), API process or '', most calls and bytes of a tenant, most
 --       calls and bytes of a model, seconds that the API process counts as alive from now
--- Returns 1, or 0 when it is here already (waiting, running, or its stream still exists), -1 at the
--- limit of the tenant, -2 at that of the model.
+-- Returns how many calls the tenant has with this one; 0 when it is here already (waiting, running,
+-- or its stream still exists), -1 at the limit of the tenant, -2 at that of the model.
 -- Workers of the version before end calls without taking them off the counts: as long as they serve
--- the model, nothing is counted.
+-- the model, nothing is counted, and 0 is returned.
 
 local live_id, model, request, reply_to = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local name = live_id .. '/0'
 
-local function is_full(usage, most_calls, most_bytes)
+-- How many calls are counted; nil where there may be no more.
+local function calls_of(usage, most_calls, most_bytes)
   local calls, bytes = unpack(redis.call('HMGET', usage, 'calls', 'bytes'))
   calls, bytes = tonumber(calls or 0), tonumber(bytes or 0)
-  return calls >= tonumber(most_calls) or (calls > 0 and bytes + #request > tonumber(most_bytes))
+  local full = calls >= tonumber(most_calls) or (calls > 0 and bytes + #request > tonumber(most_bytes))
+  return not full and calls or nil
 end
 
 if reply_to ~= '' then
@@ -23,11 +25,13 @@ end
 if redis.call('EXISTS', key.bodies(live_id), key.tokens(name)) > 0 then
   return 0
 end
+local calls = -1
 local in_turns = all_take_turns(model)
 if in_turns then
-  if is_full(key.live_usage('tenant', tenant_of(name)), ARGV[5], ARGV[6]) then
+  calls = calls_of(key.live_usage('tenant', tenant_of(name)), ARGV[5], ARGV[6])
+  if not calls then
     return -1
-  elseif is_full(key.live_usage('model', model), ARGV[7], ARGV[8]) then
+  elseif not calls_of(key.live_usage('model', model), ARGV[7], ARGV[8]) then
     return -2
   end
   local api = reply_to ~= '' and reply_to or '-'
@@ -43,4 +47,4 @@ else
   redis.call('RPUSH', key.live(model), name)
 end
 wake_workers(model, 3, true)
-return 1
+return calls + 1

@@ -54,6 +54,11 @@ def is_full(queue: Queue) -> bool:
     return False
 
 
+def test_a_submission_says_how_many_the_tenant_has(small: Queue) -> None:
+    assert [small.submit(f"{GREEDY}{number}", request()) for number in (0, 1, 1)] == [1, 2, 0]
+    assert small.submit(f"{OTHER}0", request()) == 1
+
+
 def test_a_tenant_has_no_more_than_it_may(small: Queue, redis_client: redis.Redis) -> None:
     fill(small)
     before = sorted(redis_client.keys())

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import redis
+from msgspec.structs import replace
 
 from jobs.protocol.requests import ChoiceCheckpoint, Finished, RequestCheckpoint, RequestKey
 from jobs.protocol.results import Result, Usage
@@ -391,6 +392,18 @@ class TestCommit:
         assert [entry for _, entry in read_api(queue, "api1")] == entries
         assert 0 < redis_client.ttl(keys.tokens("live_a/0")) <= 300
         assert 0 < redis_client.ttl(keys.api("api1")) <= 300
+
+    def test_the_first_entry_of_a_call_names_its_workers_fingerprint(self, queue: Queue) -> None:
+        queue.submit("live_a", request(reply_to="api1"))
+        [claim] = take(queue, "w1", 1)
+        accepted = replace(delta(claim, 0, [], accepted=True), system_fingerprint="fp_1")
+        assert queue.publish("w1", [accepted, delta(claim, 0, [5], "a")]) == []
+        entries = queue.read_tokens({claim.key: "0-0"})
+        assert [(entry.entry_id, entry.accepted, entry.system_fingerprint) for entry in entries] == [
+            ("0-1", True, "fp_1"),
+            ("1-0", False, None),
+        ]
+        assert [entry for _, entry in read_api(queue, "api1")] == entries
 
     def test_without_last_tokens(self, queue: Queue) -> None:
         queue.submit("live_a", request())

@@ -16,10 +16,12 @@ from jobs.queue.request_queue import Queue
 from tests.support.requests import ready_length
 from workers.replica.intake import Intake, free_places, requests_for
 from workers.replica.leases import Leases
+from workers.replica.metrics import RequestMetrics
 from workers.replica.preparation import Preparation
 from workers.replica.prepared import PreparedRequest
 from workers.replica.running import Load
 from workers.replica.sampling_params import ModelLimits
+from workers.replica.tokenization import Tokenization, TokenizerAnswers
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
@@ -33,6 +35,7 @@ class Collector:
     def __init__(self) -> None:
         self.taken: list[PreparedRequest] = []
         self.refused: list[Finished] = []
+        self.answered: list[Finished] = []
 
     def load(self) -> Load:
         choices = [(item.claim.live, len(item.prompts) * item.call.best_of) for item in self.taken]
@@ -45,6 +48,10 @@ class Collector:
     def start(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
         self.taken += prepared
         self.refused += errors
+
+    def finish(self, finished: Finished) -> None:
+        """Take the place of the outbox."""
+        self.answered.append(finished)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +87,10 @@ def with_intake(
     async def run() -> None:
         collector = Collector()
         leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
-        preparation = Preparation(TOKENIZER, ["demo"], ModelLimits(2048, 1024))
-        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, collector.load)
+        limits = ModelLimits(2048, 1024)
+        preparation, answers = (kind(TOKENIZER, ["demo"], limits) for kind in (Preparation, TokenizerAnswers))
+        tokenization = Tokenization(answers, collector, RequestMetrics())
+        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, tokenization, collector.load)
         task = asyncio.create_task(intake.run(collector.start))
         try:
             await scenario(intake, collector, leases)

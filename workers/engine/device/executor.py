@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from workers.engine.attention.context import Interruption
 from workers.engine.device.device import take_devices
+from workers.engine.device.model_digest import digest_of
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.rank import Rank, open_shard
 from workers.engine.device.ranks import OnDeath, Ranks, end_likewise
@@ -48,6 +49,7 @@ class Executor:
             self._undo = undo.pop_all()
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds
+        self.model_digest = digest_of(checkpoint.folder)
 
     @property
     def runner(self) -> ModelRunner:

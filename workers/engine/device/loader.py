@@ -122,7 +122,7 @@ def load_weights(
     """
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
-        _weight_files(checkpoint.folder)
+        weight_files(checkpoint.folder)
         from workers.engine.models.transformers_parity import load_checked
 
         length = max_model_len or config.max_model_len
@@ -148,7 +148,7 @@ def weight_bytes(checkpoint: ModelCheckpoint, dtype: torch.dtype) -> int:
     Raises ModelLoadError where there are none.
     """
     stored = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32)
-    return sum(file.stat().st_size for file in _weight_files(checkpoint.folder)) * dtype.itemsize // stored.itemsize
+    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) * dtype.itemsize // stored.itemsize
 
 
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -244,7 +244,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _tensor_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Every tensor's name with a function that reads it; the index decides where there is one."""
     readers: dict[str, Callable[[], Tensor]] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             handle: Any = safe_open(file, framework="pt")
             readers.update({name: partial(handle.get_tensor, name) for name in list(handle.keys())})
@@ -253,7 +253,8 @@ def _tensor_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
     return readers
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that a model's tensors are read from. Raise ModelLoadError."""
     index = folder / _INDEX
     if index.is_file():
         files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]

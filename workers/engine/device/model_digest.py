@@ -1,0 +1,40 @@
+"""What stands for a model: the same wherever its files are, another one for other weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import IO
+
+from workers.engine.device.loader import weight_files
+
+_SETTINGS = ("config.json", "generation_config.json")
+_SAMPLED_BYTES = 256
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of a model's configuration, and of its tensors: their names, types, shapes
+    and some bytes from the middle of each, since reading all of them would take too long.
+    """
+    digest = hashlib.sha256()
+    for file in (folder / name for name in _SETTINGS):
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    for file in weight_files(folder):
+        with file.open("rb") as stream:
+            for piece in _pieces(stream):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(stream: IO[bytes]) -> list[bytes]:
+    """The header of a safetensors file, and bytes of each of its tensors."""
+    length = int.from_bytes(stream.read(8), "little")
+    header = stream.read(length)
+    tensors = json.loads(header)
+    tensors.pop("__metadata__", None)
+    found = [header]
+    for begin, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
+        stream.seek(8 + length + begin + max(0, end - begin - _SAMPLED_BYTES) // 2)
+        found.append(stream.read(min(_SAMPLED_BYTES, end - begin)))
+    return found

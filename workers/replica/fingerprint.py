@@ -1,0 +1,17 @@
+"""What stands for all that a worker's answers follow from, besides the request."""
+
+from __future__ import annotations
+
+import hashlib
+
+from jobs.version import version
+from workers.engine.messages.core import Ready
+
+
+def system_fingerprint(info: Ready) -> str:
+    """Return OpenAI's `system_fingerprint`: the same for workers of one version that run the same
+    weights with the same arithmetic, on one kind of device.
+    """
+    kind = info.device.partition(":")[0]
+    parts = (version(), info.model_digest, info.dtype, kind, info.backend)
+    return f"fp_{hashlib.sha256('/'.join(parts).encode()).hexdigest()[:12]}"
