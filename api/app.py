@@ -18,7 +18,7 @@ from api.http.openapi import describe
 from api.http.own_middleware import add_middleware
 from api.http.request_ids import RequestIds
 from api.reader import Reader
-from api.routes import batch_stream, batches, files, health, live_calls, metrics, models, streams
+from api.routes import batch_stream, batches, files, health, live_calls, metrics, models, server, streams, tokenization
 from api.settings import ApiSettings
 from api.state import ApiState
 from api.tracing import Traced
@@ -33,6 +33,7 @@ from jobs.tracing import start_tracing
 _MOST_FOLLOWERS = 4096  # clients that follow streams at once; each takes a connection to Redis
 _EXPOSED = (
     "openai-processing-ms",
+    "openai-version",
     "retry-after",
     "retry-after-ms",
     "x-incomplete",
@@ -92,10 +93,10 @@ def create_app(settings: ApiSettings) -> FastAPI:
     if tracing is not None:
         app.add_middleware(Traced, tracing)
     install_error_handlers(app)
-    for module in (live_calls, streams, models, files, batches, batch_stream):
+    for module in (live_calls, tokenization, streams, models, files, batches, batch_stream, server):
         app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)
-    for module in (health, metrics):
-        app.include_router(module.router)
+    for router in (health.router, metrics.router, server.open_router):
+        app.include_router(router)
     describe(app, settings.completion_windows)
     return app
 

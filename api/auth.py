@@ -7,6 +7,7 @@ from typing import Annotated, Any, cast
 from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from api.http.answer_headers import note_headers, rate_limit, span
 from api.settings import ApiSettings
 from api.state import queue_reachable, state_of
 from api.threads import KEYS, LIVE, run_in
@@ -58,11 +59,11 @@ async def authorize(
         await queue_reachable(request)
         admitting = run_in(LIVE, state.queue.admit, caller.key_id, caller.requests_per_minute)
         admission = await state.fleet.unless_away(admitting)
-        request.state.headers = _rate_headers(admission, caller.requests_per_minute)
+        note_headers(request, _rate_headers(admission, caller.requests_per_minute))
         if not admission.admitted:
             raise ApiError(
                 429, f"The key's limit of {caller.requests_per_minute} requests per minute is reached; try again in "
-                f"{_span(admission.wait_seconds)}.", "rate_limit_error", code="rate_limit_exceeded",
+                f"{span(admission.wait_seconds)}.", "rate_limit_error", code="rate_limit_exceeded",
             )  # fmt: skip
     return caller
 
@@ -91,25 +92,13 @@ def _caller(ring: KeyRing, settings: ApiSettings, secret: str) -> Caller:
 
 def _rate_headers(admission: Admission, limit: int) -> dict[str, str]:
     """OpenAI's, and for one who is turned away those that its clients obey."""
-    headers = {
-        "x-ratelimit-limit-requests": str(limit),
-        "x-ratelimit-remaining-requests": str(admission.left),
-        "x-ratelimit-reset-requests": _span(admission.full_seconds),
-    }
+    headers = rate_limit(limit, admission.left, admission.full_seconds)
     if not admission.admitted:
         headers |= {
             "retry-after": str(math.ceil(admission.wait_seconds)),
             "retry-after-ms": str(math.ceil(1000 * admission.wait_seconds)),
         }
     return headers
-
-
-def _span(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 12s, 1m0s."""
-    if seconds < 1:
-        return f"{math.ceil(1000 * seconds)}ms"
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
 def _as_caller(record: KeyRecord) -> Caller:

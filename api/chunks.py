@@ -14,10 +14,12 @@ from jobs.protocol.validation import Call
 class Chunks:
     """Turns the entries of one call into the chunks that OpenAI's clients read."""
 
-    def __init__(self, call: Call, created: int) -> None:
+    def __init__(self, call: Call, created: int, system_fingerprint: str | None = None) -> None:
+        """`system_fingerprint` is that of the worker which accepted the call."""
         self._call = call
         self._endpoint = call.endpoint
-        self._head = AnswerHead(call.endpoint.new_id(), call.model, created)
+        new_id = call.endpoint.new_id()
+        self._head = AnswerHead(new_id, call.model, created, system_fingerprint, call.service_tier)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._usage: dict[int, Usage] = {}  # so far, by choice
 

@@ -13,6 +13,7 @@ import redis
 
 from api.threads import run_in
 from jobs.protocol import fields
+from jobs.protocol.endpoint import Endpoint
 from jobs.protocol.results import ApiError
 from jobs.queue.connection import twin
 from jobs.queue.registry import ModelRecord, WorkerRecord
@@ -25,6 +26,7 @@ _FRESH_SECONDS = 1.0
 """How long one reading, or its failure, is the answer for all."""
 
 _RETRY_SECONDS = 0.2  # of a reading: for a connection that Redis has closed
+_LEAVING = ("draining", "stopped")  # states of workers that take no more calls
 _PROBE_SECONDS = 2.0  # also of a connection on which nothing arrives any more
 
 
@@ -39,6 +41,11 @@ class Snapshot:
     def names(self, *states: str) -> set[str]:
         """Models of the workers in one of `states`."""
         return {name for worker in self.workers if worker.state in states for name in worker.models}
+
+    def tasks(self, model: str) -> set[str]:
+        """What all workers of a model do that may take its calls, now or soon."""
+        takes = [set(one.tasks) for one in self.workers if model in one.models and one.state not in _LEAVING]
+        return set.intersection(*takes) if takes else set()
 
     @property
     def served(self) -> list[ModelRecord]:
@@ -135,15 +142,17 @@ class Fleet:
         except TimeoutError:
             raise QueueUnavailable("Redis does not answer") from None
 
-    async def require(self, model: str, fresh: bool = False) -> None:
+    async def require(self, model: str, fresh: bool = False, endpoint: Endpoint | None = None) -> None:
         """Raise `ApiError` unless a worker serves the model: 503 while none is ready that did or
-        will, else 404.
+        will, else 404; and 404 unless all of them answer the endpoint.
         """
         snapshot = await self.snapshot(fresh)
         if model not in snapshot.names("ready") and not fresh:
             snapshot = await self.snapshot(fresh=True)
         if model not in snapshot.names("ready"):
             raise not_served(model, snapshot)
+        if endpoint is not None and endpoint.task not in snapshot.tasks(model):
+            raise _not_answered(model, endpoint.url)
 
     async def _shared(self, fresh: bool) -> Snapshot:
         """The outcome of a reading: one that began within the last second, or, if it is to be
@@ -212,6 +221,12 @@ def not_served(model: str, snapshot: Snapshot) -> ApiError:
             503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
         )
     return model_not_found(model, [record.name for record in snapshot.served])
+
+
+def _not_answered(model: str, url: str) -> ApiError:
+    """The error of an endpoint that not every worker of a model answers."""
+    message = f"The model `{model}` cannot be used with {url}: some of its workers, of an older version, lack it."
+    return ApiError(404, message, param="model", code="unsupported_endpoint")
 
 
 def model_not_found(model: str, served: list[str]) -> ApiError:

@@ -23,6 +23,7 @@ from api.tracing import TRACE
 from jobs.protocol import requests
 from jobs.protocol.requests import RequestKey, StreamEntry
 from jobs.protocol.results import ApiError, Result
+from jobs.protocol.tokenization import TokenizerCall
 from jobs.protocol.validation import Call
 from jobs.queue.limits import TooManyCalls
 from jobs.queue.request_queue import Queue
@@ -38,8 +39,9 @@ logger = logging.getLogger(__name__)
 class LiveCall:
     """One call on its way through the queue."""
 
-    def __init__(self, state: ApiState, call: Call, tenant: str = "") -> None:
+    def __init__(self, state: ApiState, call: Call | TokenizerCall, tenant: str = "") -> None:
         self.key = RequestKey(requests.new_live_id(tenant), 0)
+        self.at_once = 0  # calls of its tenant with this one, where they are counted
         self._state = state
         self._queue: Queue = state.queue
         self._reader: Reader = state.reader
@@ -93,8 +95,9 @@ class LiveCall:
         """The server-sent events of a streamed call, as OpenAI words them, from its first entry
         on.
         """
+        assert isinstance(self._call, Call)
         self._streaming = True
-        chunks = Chunks(self._call, int(self._created))
+        chunks = Chunks(self._call, int(self._created), entry.system_fingerprint)
         for opening in chunks.openings():
             yield event(opening)
         try:
@@ -144,7 +147,7 @@ class LiveCall:
 
     def _submit_now(self) -> None:
         if not self._finished:
-            self._fleet.short_retry_queue.submit(self.key.batch, self._request)
+            self.at_once = self._fleet.short_retry_queue.submit(self.key.batch, self._request) or self.at_once
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None

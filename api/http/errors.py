@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http.answer_headers import own_headers
 from api.http.responses import json_response
 from jobs.errors import JobsError
 from jobs.protocol import fields
@@ -169,4 +170,6 @@ async def _unforeseen(request: Request, _error: Exception) -> Response:
     request_id = request.state.request_id
     logger.error("request %s failed: %s", request_id, _shown_call(request))
     failure = ApiError(500, "The server had an error while handling the request.", "server_error")
-    return error_response(failure, {"x-request-id": request_id})
+    answer = error_response(failure)
+    answer.raw_headers += own_headers(request.scope["state"])
+    return answer

@@ -1,12 +1,14 @@
-"""Headers of every response: `x-request-id`, which OpenAI's clients show with an error, and those
-that a dependency noted.
+"""Headers of every response: `x-request-id`, which OpenAI's clients show with an error, how long it
+took, and those that a route or a dependency noted.
 """
 
 import re
+import time
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http.answer_headers import own_headers
 from jobs.protocol.results import new_request_id
 
 _GIVEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:=+/@-]{0,127}")
@@ -28,13 +30,14 @@ class RequestIds:
             return
         request_id = _given(scope) or new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
+        scope["state"]["began"] = time.monotonic()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers.setdefault("x-request-id", request_id)
-                for name, value in scope["state"].get("headers", {}).items():
-                    headers.setdefault(name, value)
+                noted = [(name.encode(), value.encode()) for name, value in scope["state"].get("headers", {}).items()]
+                known = {name for name, _ in message["headers"]} if noted else ()
+                more = (one for one in noted if one[0] not in known)
+                message["headers"] = [*message["headers"], *own_headers(scope["state"]), *more]
             await send(message)
 
         await self._app(scope, receive, send_named)

@@ -6,7 +6,8 @@ A client that leaves cancels its call.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,6 +17,7 @@ from openai.types.chat import ChatCompletion
 from starlette.requests import ClientDisconnect
 
 from api.auth import caller_of
+from api.http.answer_headers import note_headers, rate_limit
 from api.http.event_stream import EventStream, until_gone
 from api.http.openapi import EVENTS, json_body
 from api.http.request_body import read_body
@@ -25,6 +27,7 @@ from api.threads import LIVE, run_in
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.results import ApiError
+from jobs.protocol.tokenization import TokenizerCall
 from jobs.protocol.validation import Call, decode_body, parse_call
 from jobs.queue.limits import ModelOverloaded, TooManyCalls
 
@@ -43,7 +46,7 @@ router = APIRouter()
 )
 async def completions(request: Request) -> Response:
     """Continue a prompt."""
-    return await answer(request, COMPLETIONS)
+    return await answer(request, partial(_parse, COMPLETIONS))
 
 
 @router.post(
@@ -53,27 +56,33 @@ async def completions(request: Request) -> Response:
 )
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    return await answer(request, CHAT)
+    return await answer(request, partial(_parse, CHAT))
 
 
-async def answer(request: Request, endpoint: str) -> Response:
-    """The response of either endpoint, plain or as an event stream. Raises `ApiError`."""
+async def answer(request: Request, parse: Callable[[bytes], Call | TokenizerCall]) -> Response:
+    """The response to any live call, plain or as an event stream; `parse` reads its body.
+
+    Raises `ApiError`.
+    """
     state = state_of(request)
     raw = await read_body(request, state.settings.max_body_bytes)
-    call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await run_in(LIVE, _parse, endpoint, raw)
-    await state.fleet.require(call.model)
+    call = parse(raw) if len(raw) < _LARGE_BODY else await run_in(LIVE, parse, raw)
+    await state.fleet.require(call.model, endpoint=call.endpoint)
     live = LiveCall(state, call, caller_of(request).tenant)
     request.state.stream_id = live.key.batch  # by which workers log it
     try:
         await live.submit(raw)
+        _note_limit(request, live.at_once)
         first = await _unless_gone(request, live.first())
         if call.stream and (first.result is None or first.result.succeeded):
-            headers = {"x-request-id": request.state.request_id, "x-stream-id": live.key.batch}
+            headers = {"x-stream-id": live.key.batch}
             return EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
         result = await _unless_gone(request, live.result(first))
     except TooManyCalls as error:
         await _for_a_moment(live.close())
-        request.state.headers = {**getattr(request.state, "headers", {}), "retry-after": _RETRY_SECONDS}
+        if not isinstance(error, ModelOverloaded):
+            _note_limit(request, state.queue.settings.live_calls_per_tenant)
+        note_headers(request, {"retry-after": _RETRY_SECONDS})
         raise _refusal(error, call.model) from None
     except BaseException:
         await _for_a_moment(live.close())
@@ -88,6 +97,14 @@ async def _for_a_moment(closing: Coroutine[Any, Any, None]) -> None:
     _leaving.add(task)
     task.add_done_callback(_leaving.discard)
     await asyncio.wait({task}, timeout=_LEAVING_SECONDS)
+
+
+def _note_limit(request: Request, at_once: int) -> None:
+    """Report the limit of the tenant's calls at once, where its key has none by the minute."""
+    if at_once and caller_of(request).requests_per_minute is None:
+        limit = state_of(request).queue.settings.live_calls_per_tenant
+        left = max(0, limit - at_once)
+        note_headers(request, rate_limit(limit, left, 0.0 if left else float(_RETRY_SECONDS)))
 
 
 def _refusal(error: TooManyCalls, model: str) -> ApiError:

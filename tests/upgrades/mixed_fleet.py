@@ -138,6 +138,10 @@ class Client:
         for path in ("/health", "/metrics", "/v1/models"):
             assert self._http.get(path).status_code == 200, path
 
+    def tokenize(self) -> int:
+        """Return the status of a call that workers of the version before cannot answer."""
+        return self._http.post("/tokenize", json={"model": "demo", "prompt": "one"}).status_code
+
     def read_stream(self, name: str) -> tuple[str, dict[str, Any]]:
         """Read the stream of a live call to its end: its text, without gaps, and the last event."""
         text, last = "", {}

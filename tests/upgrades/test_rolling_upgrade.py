@@ -78,6 +78,7 @@ class _Upgrade:
         for batch in self._batches:
             self._client.wait_ended(batch, "completed")
         self._check_callers()
+        assert self._client.tokenize() == 200
         assert faults(self._fleet.client) == []
         self._fleet.stop("api", "worker-0", "worker-1", "jobs")
         assert self._fleet.tracebacks() == {}
@@ -107,6 +108,7 @@ class _Upgrade:
         self._url = self._fleet.start_api("api")
         self._client = Client(self._url)
         self._client.wait_ready()
+        assert self._client.tokenize() == (200 if "worker-0" in self._fleet.members else 404)
         self._submit()
         self._stop("old-api")
 

@@ -1,0 +1,70 @@
+"""`/version`, open to every client, and `/server_info`: what is served, by which workers, within
+which limits.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from api.fleet import Snapshot
+from api.settings import ApiSettings
+from api.state import state_of
+from jobs.queue.registry import WorkerRecord
+from jobs.version import version
+
+router = APIRouter()
+open_router = APIRouter()
+
+_SHOWN_TEXTS = ("completion_windows",)
+"""Settings of text that are shown: others may be addresses, passwords or paths."""
+
+
+@open_router.get("/version")
+async def show_version() -> dict[str, str]:
+    """The version of the package."""
+    return {"version": version()}
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> dict[str, Any]:
+    """The version, the models with the workers that serve them, and the numbers among the
+    settings; no address, name of a host, path or secret.
+    """
+    state = state_of(request)
+    snapshot = await state.fleet.snapshot()
+    return {
+        "version": version(),
+        "api_version": "v1",
+        "models": [
+            {"id": record.name, "max_model_len": record.max_model_len, "endpoints": record.endpoints}
+            for record in snapshot.served
+        ],
+        "workers": _workers(snapshot),
+        "settings": _settings(state.settings),
+    }
+
+
+def _workers(snapshot: Snapshot) -> list[dict[str, Any]]:
+    return [_worker(worker) for worker in snapshot.workers]
+
+
+def _worker(worker: WorkerRecord) -> dict[str, Any]:
+    """What its engine is known to be; nothing of that while it loads."""
+    engine = worker.engine
+    return {
+        "state": worker.state,
+        "models": worker.models,
+        "max_model_len": worker.max_model_len or None,
+        "device": engine and engine.device,
+        "dtype": engine and engine.dtype,
+        "backend": engine and engine.backend,
+        "max_num_seqs": engine and engine.max_num_seqs,
+        "system_fingerprint": engine and engine.system_fingerprint,
+    }
+
+
+def _settings(settings: ApiSettings) -> dict[str, Any]:
+    """Numbers, and few texts by name, so that a setting to come is not shown by mistake."""
+    values = {one.name: getattr(settings, one.name) for one in fields(settings) if "help" in one.metadata}
+    return {name: value for name, value in values.items() if isinstance(value, int | float) or name in _SHOWN_TEXTS}
