@@ -159,7 +159,11 @@ class Scheduler:
         return plan
 
     def _exceeds_live_step(self, plan: StepPlan) -> bool:
-        return self.step_cost.known and self.step_cost.predict(plan.starts, plan.counts) > self._live_step_seconds
+        return (
+            self.depth > 0
+            and self.step_cost.known
+            and self.step_cost.predict(plan.starts, plan.counts) > self._live_step_seconds
+        )
 
     def _note_entries(self, step: StepBuilder) -> None:
         for request, now in step.entered:

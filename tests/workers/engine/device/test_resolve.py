@@ -15,7 +15,8 @@ from workers.engine.messages.ranks import RankSetup
 def test_what_is_left_open_is_decided_for_the_device_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     config = resolved("llama", device="cpu")
-    assert (config.max_num_seqs, config.max_num_batched_tokens, config.depth, config.threads) == (64, 2048, 0, 3)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.depth, config.threads) == (64, 1024, 0, 3)
+    assert config.live_step_ms == 150
     assert (config.max_model_len, config.may_shorten) == (256, True)
     assert config.dtype in ("bfloat16", "float32")
     assert config.attention_backend == ("torch" if missing_native() else "cpu")
@@ -27,6 +28,7 @@ def test_what_is_left_open_is_decided_for_the_device_and_the_model(monkeypatch: 
 def test_on_a_gpu_steps_are_larger_and_launched_ahead(place: Place) -> None:
     config = resolved("llama", device=place.device)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.depth) == (1024, 16384, 1)
+    assert config.live_step_ms == 50
 
 
 def test_what_was_asked_for_stays() -> None:
