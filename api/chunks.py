@@ -1,13 +1,16 @@
 """What a live call's clients read of its answer: chunks in OpenAI's form."""
 
 import json
+import secrets
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
+from api.http.event_stream import event
 from jobs.protocol.endpoint import AnswerHead, ChoiceEnd
 from jobs.protocol.logprobs import TextOffsets
 from jobs.protocol.requests import StreamEntry, TokenChunk
-from jobs.protocol.results import Result, Usage
+from jobs.protocol.results import Result, Usage, encode_json
 from jobs.protocol.validation import Call
 
 
@@ -22,6 +25,15 @@ class Chunks:
         self._head = AnswerHead(new_id, call.model, created, system_fingerprint, call.service_tier)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._usage: dict[int, Usage] = {}  # so far, by choice
+        counts = call.include_usage and call.continuous_usage_stats
+        self._only_text = not (call.return_token_ids or counts)  # unless a chunk has log probabilities
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # the text, in an event of each choice
+
+    def events(self, entries: Iterable[StreamEntry]) -> bytes:
+        """Return the server-sent events of these entries; of those that give nothing to show,
+        nothing.
+        """
+        return b"".join(map(self._events_of, entries))
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the chunks that carry the role, one for each answer of a chat."""
@@ -38,6 +50,27 @@ class Chunks:
         if entry.result is not None:
             chunks += map(self._with_usage, self._ending(entry.result))
         return chunks
+
+    def _events_of(self, entry: StreamEntry) -> bytes:
+        if entry.result is not None or not all(map(self._is_only_text, entry.chunks)):
+            return b"".join(map(event, self.of(entry)))
+        return b"".join(self._text_event(chunk) for chunk in entry.chunks if chunk.text)
+
+    def _is_only_text(self, chunk: TokenChunk) -> bool:
+        return self._only_text and chunk.parsed is None and not chunk.logprobs and not chunk.prompt_logprobs
+
+    def _text_event(self, chunk: TokenChunk) -> bytes:
+        """All that differs between two such events of a choice is their text."""
+        around = self._around.get(chunk.choice)
+        if around is None:
+            around = self._around[chunk.choice] = self._event_around_text(chunk.choice)
+        return around[0] + encode_json(chunk.text) + around[1]
+
+    def _event_around_text(self, choice: int) -> tuple[bytes, bytes]:
+        mark = secrets.token_hex()
+        [shown] = self._tokens(TokenChunk(choice, 0, [], mark, 0))
+        before, _, behind = event(self._with_usage(shown)).partition(encode_json(mark))
+        return before, behind
 
     def _ending(self, result: Result) -> list[dict[str, Any]]:
         body = json.loads(result.body)

@@ -98,13 +98,13 @@ class LiveCall:
         assert isinstance(self._call, Call)
         self._streaming = True
         chunks = Chunks(self._call, int(self._created), entry.system_fingerprint)
-        for opening in chunks.openings():
-            yield event(opening)
+        if openings := chunks.openings():
+            yield b"".join(map(event, openings))
         try:
             while True:
-                for chunk in chunks.of(entry):
-                    yield event(chunk)
-                if entry.result is not None:
+                if events := chunks.events([entry, *self._others()]):
+                    yield events
+                if self._finished:
                     break
                 entry = await self._next()
         except ApiError as error:
@@ -151,16 +151,16 @@ class LiveCall:
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None
-        getting = asyncio.ensure_future(self._inbox.get())
-        try:
-            while not (await asyncio.wait({getting}, timeout=_SILENCE_SECONDS))[0]:
-                await self._ask_after(self._inbox)
-            entry = getting.result()
-        finally:
-            getting.cancel()
-        if entry.result is not None:
-            self._finished = True
+        while (entry := await self._inbox.get(_SILENCE_SECONDS)) is None:
+            await self._ask_after(self._inbox)
+        self._finished = self._finished or entry.result is not None
         return entry
+
+    def _others(self) -> list[StreamEntry]:
+        """What came beside the last entry."""
+        entries = [] if self._inbox is None else self._inbox.get_others()
+        self._finished = self._finished or any(entry.result is not None for entry in entries)
+        return entries
 
     async def _ask_after(self, inbox: Inbox) -> None:
         """Submit the call again if Redis came back empty; the tokens that come again are not shown

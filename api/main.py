@@ -8,6 +8,7 @@ from types import FrameType
 from api.app import create_app
 from api.http.listening import address, inherited, listening
 from api.http.server import HttpServer
+from api.process import prepare_process
 from api.settings import ApiSettings
 
 _STOP_SECONDS = 10
@@ -26,6 +27,7 @@ def main(settings: ApiSettings) -> None:
         server = HttpServer(create_app(settings), settings, _STOP_SECONDS, counts)
         logger.info("listening on %s", address(listener, "https" if settings.ssl_certfile else "http"))
         signal.signal(signal.SIGTERM, _exit)  # which uvicorn raises again when it has stopped
+        prepare_process()
         server.run(sockets=[listener])
 
 

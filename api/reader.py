@@ -8,6 +8,7 @@ stream instead, so a slow client delays no other and misses nothing.
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections import deque
 from typing import Any
@@ -20,12 +21,13 @@ from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
-from jobs.queue.streams import API_ALIVE_SECONDS, FIRST_ID, parse_api_entry, position
+from jobs.queue.streams import API_ALIVE, API_ALIVE_SECONDS, FIRST_ID, ApiItem, parse_api_entry, position
 
 QUEUE_LENGTH = 256
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 _TIDY_SECONDS = 1.0
+_SHORTEST_WAIT = 0.01
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +42,19 @@ class Inbox:
         self._news = asyncio.Event()
         self._missed = False
         self._failure: Exception | None = None
-        self._arrived = FIRST_ID  # the last entry that was put
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits_since = 0.0  # on the monotonic clock
+        self._silent = False  # nothing came for as long as `get` was to wait
+        self._arrived = position(FIRST_ID)  # of the last entry that was put
         self._last_id = FIRST_ID  # the last entry that was got
         # Tokens and characters that were got of each choice, and `tokens` of its parsed deltas
         self._seen: dict[int, tuple[int, int, int]] = {}
 
     def put(self, entry: StreamEntry) -> None:
         """Called by the reader; never waits. After a gap, `get` goes on in the request's stream."""
-        gap = (
-            position(entry.entry_id)[0] - sum(len(chunk.token_ids) for chunk in entry.chunks)
-            > position(self._arrived)[0]
-        )
-        self._arrived = max(self._arrived, entry.entry_id, key=position)
+        arrived = position(entry.entry_id)
+        gap = arrived[0] - sum([len(chunk.token_ids) for chunk in entry.chunks]) > self._arrived[0]
+        self._arrived = max(self._arrived, arrived)
         if gap or len(self._entries) >= QUEUE_LENGTH:
             self._entries.clear()
             self._missed = True
@@ -61,7 +64,7 @@ class Inbox:
 
     def read_up_to(self, entry_id: str) -> None:
         """Called by the reader for an entry that is only in the request's own stream."""
-        self._arrived = max(self._arrived, entry_id, key=position)
+        self._arrived = max(self._arrived, position(entry_id))
         self.look()
 
     def fail(self, error: Exception) -> None:
@@ -76,8 +79,9 @@ class Inbox:
         self._missed = True
         self._news.set()
 
-    async def get(self) -> StreamEntry:
-        """The next entry that brings something new; each choice goes on where it ended.
+    async def get(self, seconds: float | None = None) -> StreamEntry | None:
+        """The next entry that brings something new; each choice goes on where it ended. None when
+        nothing came for so many `seconds`, the same in each call.
 
         Raises what `fail` was given.
         """
@@ -93,7 +97,38 @@ class Inbox:
             if self._failure is not None:
                 raise self._failure
             self._news.clear()
-            await self._news.wait()
+            if not await self._comes(seconds):
+                return None
+
+    def get_others(self) -> list[StreamEntry]:
+        """The entries that could be got now without waiting."""
+        if self._missed:
+            return []
+        found = [self._trim(entry) for entry in self._entries]
+        self._entries.clear()
+        return [entry for entry in found if entry is not None]
+
+    def close(self) -> None:
+        """Nothing is got any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _comes(self, seconds: float | None) -> bool:
+        """Wait for news; return whether some came in time. One timer serves many waits."""
+        self._waits_since = time.monotonic()
+        if seconds is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._end_silence, seconds)
+        await self._news.wait()
+        silent, self._silent = self._silent, False
+        return not silent
+
+    def _end_silence(self, seconds: float) -> None:
+        left = self._waits_since + seconds - time.monotonic()
+        if left > 0 or self._news.is_set():
+            self._timer = asyncio.get_running_loop().call_later(max(left, _SHORTEST_WAIT), self._end_silence, seconds)
+        else:
+            self._timer, self._silent = None, True
+            self._news.set()
 
     async def _catch_up(self) -> None:
         """Read on from the request's own stream.
@@ -120,6 +155,9 @@ class Inbox:
     def _rest(self, chunk: TokenChunk) -> TokenChunk:
         """A server that was rolled back may say the end of a choice again, and differently cut."""
         tokens, characters, parsed = self._seen.get(chunk.choice, (0, 0, -1))
+        if chunk.index == tokens and chunk.text_offset == characters and chunk.parsed is None:
+            self._seen[chunk.choice] = tokens + len(chunk.token_ids), characters + len(chunk.text), parsed
+            return chunk
         old, known = max(0, tokens - chunk.index), max(0, characters - chunk.text_offset)
         deltas = None if chunk.parsed is None else [delta for delta in chunk.parsed if delta.tokens > parsed]
         self._seen[chunk.choice] = (
@@ -154,7 +192,7 @@ class Reader:
         self._client = client
         self._queue = queue
         self._short_retry_queue = short_retry_queue
-        self._inboxes: dict[RequestKey, Inbox] = {}
+        self._inboxes: dict[str, Inbox] = {}  # by the name of the call
         self._unneeded: list[RequestKey] = []  # calls whose streams are read, and no client can ask for
         self._uncancelled: list[RequestKey] = []  # calls whose clients left while Redis was away
         self._wanted = asyncio.Event()
@@ -167,7 +205,7 @@ class Reader:
 
     def open(self, key: RequestKey) -> Inbox:
         """An inbox for a call that is about to be submitted."""
-        inbox = self._inboxes[key] = Inbox(key, self._queue)
+        inbox = self._inboxes[str(key)] = Inbox(key, self._queue)
         self._wanted.set()
         return inbox
 
@@ -176,7 +214,9 @@ class Reader:
 
         `unneeded`: the call has ended, and no client can come back for its stream.
         """
-        self._inboxes.pop(key, None)
+        inbox = self._inboxes.pop(str(key), None)
+        if inbox is not None:
+            inbox.close()
         if unneeded:
             self._unneeded.append(key)
         self._rest()
@@ -220,19 +260,23 @@ class Reader:
         for _, entries in answer:
             for entry_id, fields in entries:
                 last_id = entry_id.decode()
-                key, own_id, entry = parse_api_entry(fields)
-                inbox = self._inboxes.get(key)
-                if inbox is not None and entry is not None:
-                    inbox.put(entry)
-                elif inbox is not None:
-                    inbox.read_up_to(own_id)
+                for item in parse_api_entry(fields):
+                    self._hand_on(item)
         return last_id
+
+    def _hand_on(self, item: ApiItem) -> None:
+        inbox = self._inboxes.get(item.name)
+        entry = None if inbox is None else item.entry(inbox.key)
+        if inbox is not None and entry is not None:
+            inbox.put(entry)
+        elif inbox is not None:
+            inbox.read_up_to(item.entry_id)
 
     async def _tidy(self, last_id: str) -> None:
         unneeded, uncancelled = list(self._unneeded), list(self._uncancelled)
         async with self._client.pipeline(transaction=False) as pipeline:
             pipeline.expire(keys.api_alive(self.api_id), API_ALIVE_SECONDS)  # also where memory is full
-            pipeline.set(keys.api_alive(self.api_id), b"", ex=API_ALIVE_SECONDS, nx=True)
+            pipeline.set(keys.api_alive(self.api_id), API_ALIVE, ex=API_ALIVE_SECONDS, nx=True)
             pipeline.xtrim(keys.api(self.api_id), minid=last_id, approximate=False)
             await pipeline.execute(raise_on_error=False)
         if unneeded:

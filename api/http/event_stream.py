@@ -3,6 +3,8 @@ the client leaves.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -40,12 +42,13 @@ class EventStream(Response):
         self._events = events
         self._ping_seconds = ping_seconds
         self._close = close
+        self._quiet_since = math.inf  # when the last event was sent, on the monotonic clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
         leaving = asyncio.ensure_future(until_gone(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await self._ping_until_one_ends(sending, leaving, send)
             if sending.done():
                 sending.result()
         except OSError:  # the client left between two events
@@ -57,31 +60,26 @@ class EventStream(Response):
             if self._close is not None:
                 await self._close()
 
+    async def _ping_until_one_ends(
+        self, sending: asyncio.Future[None], leaving: asyncio.Future[None], send: Send
+    ) -> None:
+        """One timer for the whole stream, not one per event: it is set anew when it has run out."""
+        wait = self._ping_seconds
+        while not (await asyncio.wait({sending, leaving}, timeout=wait, return_when=asyncio.FIRST_COMPLETED))[0]:
+            wait = self._quiet_since + self._ping_seconds - time.monotonic()
+            if wait <= 0:
+                self._quiet_since, wait = time.monotonic(), self._ping_seconds
+                await send({"type": "http.response.body", "body": _PING, "more_body": True})
+
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        iterator = aiter(self._events)
-        waiting: asyncio.Future[bytes] | None = None
-        try:
-            while True:
-                waiting = waiting or asyncio.ensure_future(_next(iterator))
-                done, _ = await asyncio.wait({waiting}, timeout=self._ping_seconds)
-                if not done:
-                    await send({"type": "http.response.body", "body": _PING, "more_body": True})
-                    continue
-                try:
-                    data = waiting.result()
-                except StopAsyncIteration:
-                    break
-                waiting = None
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        finally:
-            if waiting is not None:
-                waiting.cancel()
+        self._quiet_since = time.monotonic()
+        async for data in self._events:
+            self._quiet_since = math.inf  # a client that does not read needs no ping
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._quiet_since = time.monotonic()
+        self._quiet_since = math.inf
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _next(iterator: AsyncIterator[bytes]) -> bytes:
-    return await anext(iterator)
 
 
 async def until_gone(receive: Receive) -> None:

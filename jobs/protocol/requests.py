@@ -30,7 +30,7 @@ def _live_ids_of(tenant: str) -> str:
     return LIVE_PREFIX + hashlib.sha256(tenant.encode()).hexdigest()[:12]
 
 
-class RequestKey(msgspec.Struct, frozen=True, order=True):
+class RequestKey(msgspec.Struct, frozen=True, order=True, gc=False):
     """Names a request everywhere: a line of a batch, or a live call (its only line is 0)."""
 
     batch: str
@@ -117,7 +117,7 @@ class ParsedDelta(msgspec.Struct, array_like=True):
     tool_calls: list[ToolCallDelta] = []
 
 
-class TokenChunk(msgspec.Struct, array_like=True):
+class TokenChunk(msgspec.Struct, array_like=True, gc=False):
     """The next tokens of one choice, and the text they gave."""
 
     choice: int  # index in the response
@@ -141,7 +141,7 @@ class TokenChunk(msgspec.Struct, array_like=True):
         return {"index": self.choice, "token_offset": self.index, "text": self.text, "text_offset": self.text_offset}
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """The next tokens of a request."""
 
     key: RequestKey
@@ -163,7 +163,7 @@ class Finished(msgspec.Struct):
     reply_to: str | None = None
 
 
-class StreamEntry(msgspec.Struct):
+class StreamEntry(msgspec.Struct, gc=False):
     """One entry of a token stream or of an API process' stream."""
 
     key: RequestKey

@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from jobs.protocol.requests import BatchEntry, RequestKey, StreamEntry, unpack_chunks, unpack_result
+from jobs.protocol.requests import BatchEntry, RequestKey, StreamEntry, TokenChunk, unpack_chunks, unpack_result
+from jobs.protocol.results import Result
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, text
 from jobs.queue.connection import MAX_BLOCK_SECONDS
@@ -16,6 +17,35 @@ FIRST_ID = "0-0"
 
 API_ALIVE_SECONDS = 60
 """How long the live calls of an API process outlast it, unless a client reads their streams."""
+
+
+API_ALIVE = "1"
+"""What an API process stores that takes what is published together as one entry of its stream; the
+version before stored nothing.
+"""
+
+
+class ApiItem(msgspec.Struct, array_like=True, gc=False):
+    """What a worker said of one request, as an entry of an API process' stream has it.
+
+    `entry_id` is that of the same entry of the request's token stream; without `chunks` it is only
+    there, since it is too large to be repeated.
+    """
+
+    name: str
+    entry_id: str
+    accepted: str  # "0", "1", or in place of "1" the worker's fingerprint
+    chunks: list[TokenChunk] | None
+    result: Result | None = None
+
+    def entry(self, key: RequestKey) -> StreamEntry | None:
+        """The entry of the token stream of `key`, whose name this has, if it is here."""
+        if self.chunks is None:
+            return None
+        return _entry(key, self.entry_id, self.chunks, self.accepted, self.result)
+
+
+_group_decoder = msgspec.msgpack.Decoder(list[ApiItem])
 
 
 class ControlMessage(msgspec.Struct, frozen=True):
@@ -135,23 +165,27 @@ def position(entry_id: str) -> tuple[int, int]:
 
 def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -> StreamEntry:
     """An entry of the token stream of `key`."""
-    result, accepted = fields.get(b"f"), fields.get(b"a", b"0")
-    return StreamEntry(
-        key=key,
-        entry_id=entry_id,
-        chunks=unpack_chunks(fields[b"p"]),
-        accepted=accepted != b"0",
-        result=None if result is None else unpack_result(result),
-        system_fingerprint=None if accepted in (b"0", b"1") else text(accepted),
-    )
+    result = unpack_result(fields[b"f"]) if b"f" in fields else None
+    return _entry(key, entry_id, unpack_chunks(fields[b"p"]), text(fields.get(b"a", b"0")), result)
 
 
-def parse_api_entry(fields: Mapping[bytes, bytes]) -> tuple[RequestKey, str, StreamEntry | None]:
-    """An entry of an API process' stream: the request, the id of the entry of its token stream, and
-    that entry, unless it is too large to be repeated here.
+def _entry(
+    key: RequestKey, entry_id: str, chunks: list[TokenChunk], accepted: str, result: Result | None
+) -> StreamEntry:
+    fingerprint = None if accepted in ("0", "1") else accepted
+    return StreamEntry(key, entry_id, chunks, accepted != "0", result, fingerprint)
+
+
+def parse_api_entry(fields: Mapping[bytes, bytes]) -> list[ApiItem]:
+    """What an entry of an API process' stream holds: of one request, or what a worker published
+    together (`publish.lua`).
     """
-    key, entry_id = RequestKey.parse(fields[b"k"]), text(fields[b"e"])
-    return key, entry_id, parse_entry(key, entry_id, fields) if b"p" in fields else None
+    group = fields.get(b"g")
+    if group is not None:
+        return _group_decoder.decode(group)
+    chunks = unpack_chunks(fields[b"p"]) if b"p" in fields else None
+    result = unpack_result(fields[b"f"]) if b"f" in fields else None
+    return [ApiItem(text(fields[b"k"]), text(fields[b"e"]), text(fields.get(b"a", b"0")), chunks, result)]
 
 
 def _parse_batch_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> BatchEntry:

@@ -4,10 +4,12 @@ client's types say.
 
 from typing import Any
 
+import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from api.chunks import Chunks
+from api.http.event_stream import event
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoint import AnswerHead
@@ -21,12 +23,16 @@ USAGE = Usage(3, 4)
 
 
 def chunks_of(endpoint: str, *entries: StreamEntry, **body: Any) -> list[dict[str, Any]]:
-    """All chunks of a call, opening ones first."""
+    """All chunks of a call, opening ones first; as events they are the same."""
     call = parse_call(
         endpoint, {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "stream": True, **body}
     )
-    chunks = Chunks(call, 1)
-    found = [*chunks.openings(), *(chunk for entry in entries for chunk in chunks.of(entry))]
+    chunks, again = Chunks(call, 1), Chunks(call, 1)
+    again._head = chunks._head
+    openings = chunks.openings()
+    answer = [chunk for entry in entries for chunk in chunks.of(entry)]
+    assert again.events(entries) == b"".join(map(event, answer))
+    found = [*openings, *answer]
     for chunk in found:
         model = ChatCompletionChunk if endpoint == CHAT else Completion
         choices = chunk.get("choices", [])
@@ -202,3 +208,16 @@ def test_a_failure_in_the_midst_is_the_last_chunk() -> None:
         COMPLETIONS, entry(TokenChunk(0, 0, [1], "a", 0)), entry(result=failed), stream_options={"include_usage": True}
     )
     assert found[-1] == {"error": {"message": "x", "type": "server_error", "param": None, "code": None}}
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}, {"logprobs": 0}])
+def test_text_of_any_kind_is_escaped_as_in_any_other_chunk(endpoint: str, options: dict[str, Any]) -> None:
+    """Its choices come in any order, and some of their chunks have nothing to show."""
+    if endpoint == CHAT and "logprobs" in options:
+        options = {"logprobs": True, "top_logprobs": 0}
+    texts = ['"quoted" \\ back', "line\n\r\t\0\x7f", "h\u00e9 \u2028 \U0001f600", "half \ud83d of one", "data: x", ""]
+    entries = [entry(TokenChunk(number % 2, number, [number], text, 0)) for number, text in enumerate(texts)]
+    found = chunks_of(endpoint, *entries, entry(), n=2, model='m"\\', **options)
+    shown = [choice.get("text", choice.get("delta", {}).get("content")) for one in found for choice in one["choices"]]
+    assert [text for text in shown if text] == texts[:-1]

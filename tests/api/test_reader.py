@@ -114,3 +114,16 @@ def test_a_call_that_ends_with_less_than_was_seen_still_ends(queue: Queue, claim
     received = receive(queue, claim.key, [*entries, StreamEntry(claim.key, "4-2", [], result=last.result)])
     check(received, 4)
     assert received[-1].result is not None
+
+
+def test_silence_ends_a_wait_and_not_the_call(queue: Queue, claim: Claim) -> None:
+    async def read() -> list[StreamEntry | None]:
+        inbox = Inbox(claim.key, queue)
+        silent = [await inbox.get(0.02), await inbox.get(0.02)]
+        for number in range(3):
+            inbox.put(StreamEntry(claim.key, f"{number + 1}-0", [TokenChunk(0, number, [number], "x", number)]))
+        found = [await inbox.get(0.02), *inbox.get_others()]
+        return [*silent, *found, await inbox.get(0.02)]
+
+    received = asyncio.run(asyncio.wait_for(read(), 60))
+    assert [one and one.entry_id for one in received] == [None, None, "1-0", "2-0", "3-0", None]

@@ -2,12 +2,12 @@
 
 import redis
 
-from jobs.protocol.requests import Claim, Delta, Finished, Request, StreamEntry, TokenChunk
+from jobs.protocol.requests import Claim, Delta, Finished, Request, RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.base import text
 from jobs.queue.request_queue import Queue
-from jobs.queue.streams import FIRST_ID, parse_api_entry
+from jobs.queue.streams import FIRST_ID, ApiItem, parse_api_entry
 
 MODEL = "m"
 
@@ -76,10 +76,15 @@ def read_api(queue: Queue, api_id: str, last_id: str = FIRST_ID, block: int | No
     `block` milliseconds for it.
     """
     found = queue.redis.xread({keys.api(api_id): last_id}, block=block)
-    return [(text(entry_id), _whole(queue, fields)) for _, entries in found for entry_id, fields in entries]
+    return [
+        (text(entry_id), _whole(queue, item))
+        for _, entries in found
+        for entry_id, fields in entries
+        for item in parse_api_entry(fields)
+    ]
 
 
-def _whole(queue: Queue, fields: dict[bytes, bytes]) -> StreamEntry:
+def _whole(queue: Queue, item: ApiItem) -> StreamEntry:
     """A large one is in the request's own stream only."""
-    key, entry_id, entry = parse_api_entry(fields)
-    return entry or queue.read_ranges([(key, entry_id, entry_id)])[0][0]
+    key = RequestKey.parse(item.name)
+    return item.entry(key) or queue.read_ranges([(key, item.entry_id, item.entry_id)])[0][0]

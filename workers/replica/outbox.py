@@ -23,7 +23,14 @@ from jobs.queue.request_queue import Held, Queue, QueueFull, QueueUnavailable
 logger = logging.getLogger(__name__)
 
 COALESCE_SECONDS = 0.05
-"""Longest time that watched tokens and results wait to be sent together."""
+"""Longest time that results of batches, and their tokens that a client watches, wait to be sent
+together.
+"""
+
+_SHORTEST_INTERVAL = 0.003
+"""Seconds from one delivery to the next: tokens of live calls are sent at once, but a fast engine
+must not flood Redis.
+"""
 
 _PAUSE_AFTER_ERROR = 0.2
 
@@ -47,7 +54,7 @@ class Outbox:
         """
         self._queue = queue
         self._worker = worker
-        self._sweep_seconds = min(stream_interval / 4, 0.5)
+        self._sweep_seconds = max(COALESCE_SECONDS, min(stream_interval / 4, 0.5))
         self._generated = generated
         self._on_ended = on_ended
         self._on_lost = on_lost
@@ -57,7 +64,10 @@ class Outbox:
         self._finished: list[Finished] = []
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._last = 0.0
+        self._last = 0.0  # when everything was delivered last
+        self._next = 0.0  # before which nothing is sent
+        self._others_wait = False  # something else than live calls has news
+        self._all_at_once = False
         self._sending = asyncio.Lock()
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outbox")
@@ -66,38 +76,60 @@ class Outbox:
     def accept(self, delta: Delta) -> None:
         """Send the first message of a live call at once."""
         self._accepted.append(delta)
-        self._wake_at(0.0)
+        self._wake_at(self._next)
 
     def finish(self, finished: Finished) -> None:
         """Commit a result: at once for a live call, else with those that end about then."""
         self._finished.append(finished)
-        self._wake_at(0.0 if finished.key.live else self._last + COALESCE_SECONDS)
+        if finished.key.live:
+            self._wake_at(self._next)
+        else:
+            self._others_wait = True
+            self._wake_at(self._last + COALESCE_SECONDS)
+
+    def live_tokens_wait(self) -> None:
+        """Live calls have new tokens: send them at once."""
+        self._wake_at(self._next)
 
     def tokens_wait(self, first: bool) -> None:
-        """Watched requests have new tokens, the first ones of some of them."""
-        self._wake_at(0.0 if first else self._last + COALESCE_SECONDS)
+        """Watched requests of batches have new tokens, the first ones of some of them."""
+        self._others_wait = True
+        self._all_at_once = self._all_at_once or first
+        self._wake_at(self._next if first else self._last + COALESCE_SECONDS)
 
     def requests_run(self) -> None:
         """There are requests whose tokens will be due at some time."""
         self._wake_at(self._last + self._sweep_seconds)
 
-    async def run(self, due: Callable[[], list[Delta]], busy: Callable[[], bool]) -> None:
-        """Deliver results and the tokens that are `due`, which is asked now and then while requests
-        run (`busy`), until cancelled.
+    async def run(self, due: Callable[[bool], list[Delta]], busy: Callable[[], bool]) -> None:
+        """Deliver results and the tokens that are `due`, of live calls alone or all, until
+        cancelled; it is asked now and then while requests run (`busy`).
         """
+        loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
+            if (pause := self._next - loop.time()) > 0:
+                await asyncio.sleep(pause)
             self._wake.clear()
-            await self.deliver(due())
-            if busy():
+            live_only = not self._all_at_once and loop.time() < self._last + COALESCE_SECONDS
+            if not live_only:
+                self._others_wait = self._all_at_once = False
+            await self._deliver(due(live_only), live_only)
+            if self._others_wait:
+                self._wake_at(self._last + COALESCE_SECONDS)
+            elif busy():
                 self._wake_at(self._last + self._sweep_seconds)
 
     async def deliver(self, deltas: list[Delta]) -> None:
         """Publish these tokens and commit the results there are; return once Redis has them."""
+        await self._deliver(deltas, False)
+
+    async def _deliver(self, deltas: list[Delta], live_only: bool) -> None:
         loop = asyncio.get_running_loop()
         async with self._sending:
+            began = loop.time()
             deltas, self._accepted, self._refused = self._refused + self._accepted + deltas, [], []
-            finished, self._finished = self._finished, []
+            finished = self._take_finished(live_only)
             if deltas or finished:
                 lost = await loop.run_in_executor(self._thread, self._send, deltas, finished)
                 if lost is None:
@@ -105,7 +137,17 @@ class Outbox:
                 self._on_ended([(item.key, item.fence) for item in finished])
                 if lost:
                     self._on_lost(lost)
-            self._last = loop.time()
+            self._rest(began, loop.time())
+            self._last = self._last if live_only else loop.time()
+
+    def _take_finished(self, live_only: bool) -> list[Finished]:
+        taken = [item for item in self._finished if item.key.live] if live_only else self._finished
+        self._finished = [item for item in self._finished if not item.key.live] if live_only else []
+        return taken
+
+    def _rest(self, began: float, ended: float) -> None:
+        """Leave Redis, and the clients' API, as much time for others as this delivery took."""
+        self._next = max(began + _SHORTEST_INTERVAL, ended + min(ended - began, COALESCE_SECONDS))
 
     def close(self) -> None:
         """Give up what Redis does not take; nothing is sent any more."""

@@ -122,7 +122,7 @@ class Running:
         position = steady = generated = 0
         added: list[EngineRequest] = []
         over: list[int] = []
-        waiting = first = False
+        news: list[RequestInFlight] = []
         sequences, watched, logprobs = self._sequences, self._watched, output.logprobs
         rows = zip(
             output.request_ids, output.counts, output.finish, output.stop_token, output.cached_tokens, strict=True
@@ -149,7 +149,7 @@ class Running:
                 if finish or stopped:
                     over += self._end_choice(request_id, finish, stop_token, output.errors.get(request_id))
                 if request in watched and request.running:
-                    waiting, first = True, first or not request.announced
+                    news.append(request)
             except Exception as error:
                 over += self._fail(request, _unforeseen(request.claim, error))
         self.metrics.generation_tokens.add(generated)
@@ -157,13 +157,14 @@ class Running:
             self.metrics.inter_token_latency.observe(now - before, count=steady)
         self._add(added)
         self._abort(over)
-        if waiting:
-            self._outbox.tokens_wait(first)
+        self._wake_outbox(news)
 
-    def due(self) -> list[Delta]:
-        """What is to be published now: everything of requests that someone watches, of the others
-        once per stream interval.
+    def due(self, live_only: bool = False) -> list[Delta]:
+        """What is to be published now: everything of live calls and of requests that a client
+        watches, of the others once per stream interval.
         """
+        if live_only:
+            return self._deltas(request for request in self._watched if request.claim.live)
         now = self._clock()
         self._watched = {request: until for request, until in self._watched.items() if until > now}
         deltas = self._deltas(self._watched)
@@ -271,6 +272,14 @@ class Running:
         if request_ids:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
+
+    def _wake_outbox(self, news: list[RequestInFlight]) -> None:
+        """Have new tokens of requests sent that a client watches."""
+        of_batches = [request.announced for request in news if not request.claim.live]
+        if len(of_batches) < len(news):
+            self._outbox.live_tokens_wait()
+        if of_batches:
+            self._outbox.tokens_wait(not all(of_batches))
 
     def _begin(self, item: PreparedRequest, now: float) -> list[EngineRequest]:
         """What the engine is to have of a request at once; nothing if what was published is the

@@ -477,16 +477,24 @@ local function notify_api(api, name, entry_id, fields, bytes)
   redis.call('EXPIRE', stream, API_SECONDS)
 end
 
+-- Adds an entry to a request's token stream; returns whether it is new.
+local function store_entry(name, entry_id, chunks, more, value)
+  local added = redis.pcall('XADD', key.tokens(name), entry_id, 'p', chunks, more, value)
+  if type(added) == 'table' and added.err then
+    if string.find(added.err, 'equal or smaller', 1, true) then
+      return false
+    end
+    error(added)
+  end
+  return true
+end
+
 -- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that exists
 -- already is left alone, which makes repeats harmless; only a new one goes on to the API process
 -- and to the readers of the batch. A large one is stored once: its API process reads it here.
 local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
-  local added = redis.pcall('XADD', key.tokens(name), entry_id, 'p', chunks, more, value)
-  if type(added) == 'table' and added.err then
-    if string.find(added.err, 'equal or smaller', 1, true) then
-      return
-    end
-    error(added)
+  if not store_entry(name, entry_id, chunks, more, value) then
+    return
   end
   if reply_to ~= '' then
     notify_api(reply_to, name, entry_id, {'p', chunks, more, value}, #chunks + #value)

@@ -20,7 +20,7 @@ local function calls_of(usage, most_calls, most_bytes)
 end
 
 if reply_to ~= '' then
-  redis.call('SET', key.api_alive(reply_to), '', 'EX', ARGV[9])
+  redis.call('SET', key.api_alive(reply_to), '1', 'EX', ARGV[9])
 end
 if redis.call('EXISTS', key.bodies(live_id), key.tokens(name)) > 0 then
   return 0

@@ -8,7 +8,7 @@ import pytest
 import redis
 from msgspec.structs import replace
 
-from jobs.protocol.requests import ChoiceCheckpoint, Finished, RequestCheckpoint, RequestKey
+from jobs.protocol.requests import ChoiceCheckpoint, Delta, Finished, RequestCheckpoint, RequestKey, TokenChunk
 from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
@@ -31,6 +31,7 @@ from tests.support.requests import (
 )
 
 LEASE = 30.0
+API_IDS = ("api0", "api1")
 
 
 @pytest.fixture
@@ -452,9 +453,39 @@ class TestPublish:
         queue.publish("w1", [delta(claim, 0, [5], "x" * 5000)])
         redis_client.delete(keys.api_alive("api1"))
         queue.publish("w1", [delta(claim, 1, [6], "y" * 5000, 5000)])
-        entries = [parse_api_entry(fields) for _, fields in redis_client.xrange(keys.api("api1"))]
-        assert entries[0] == (claim.key, "1-0", None)
-        assert [entries[1][2]] == queue.read_tokens({claim.key: "1-0"})
+        [large], [whole] = [parse_api_entry(fields) for _, fields in redis_client.xrange(keys.api("api1"))]
+        assert (large.name, large.entry_id, large.chunks) == (str(claim.key), "1-0", None)
+        assert [whole.entry(claim.key)] == queue.read_tokens({claim.key: "1-0"})
+
+    def test_what_is_published_together_comes_to_an_api_together(self, queue: Queue, redis_client: redis.Redis) -> None:
+        """One of the version before, which never says that it takes that, gets one entry each."""
+        for number in range(40):
+            queue.submit(f"live_{number:02d}", request(reply_to=f"api{number % 2}"))
+        redis_client.set(keys.api_alive("api1"), "")
+        claims = take(queue, "w1", 1, limit=40)
+        refused = claims[0].key, claims[0].fence + 1
+        foreign = Delta(*refused, 1, [TokenChunk(0, 0, [9], "foreign", 0)], "api0")
+        accepted = [Delta(claim.key, claim.fence, 0, [], claim.request.reply_to, accepted=True) for claim in claims]
+        assert queue.publish("w1", [foreign, *accepted]) == [claims[0].key]
+        tokens = [delta(claim, 0, [5], "x" * (300 if claim is claims[2] else 5000)) for claim in claims[:4]]
+        queue.publish("w1", tokens)
+        found = [[len(parse_api_entry(fields)) for _, fields in redis_client.xrange(keys.api(api))] for api in API_IDS]
+        assert found[0] == [20, 2]
+        assert found[1] == [1] * 22
+        for api in API_IDS:
+            entries = [entry for _, entry in read_api(queue, api)]
+            assert [entry.accepted for entry in entries] == [len(entry.chunks) == 0 for entry in entries]
+            for key in {entry.key for entry in entries}:
+                assert [entry for entry in entries if entry.key == key] == queue.read_tokens({key: "0-0"})
+
+    def test_a_large_group_is_cut(self, queue: Queue, redis_client: redis.Redis) -> None:
+        for number in range(12):
+            queue.submit(f"live_{number:02d}", request(reply_to="api0"))
+        claims = take(queue, "w1", 1, limit=12)
+        assert queue.publish("w1", [delta(claim, 0, [5], "x" * 3000) for claim in claims]) == []
+        found = [fields[b"g"] for _, fields in redis_client.xrange(keys.api("api0"))]
+        assert [len(parse_api_entry({b"g": group})) for group in found] == [3, 3, 3, 3]
+        assert len(read_api(queue, "api0")) == 12
 
     def test_after_tokens_that_the_server_forgot(self, queue: Queue) -> None:
         start_batch(queue, "b", 1)

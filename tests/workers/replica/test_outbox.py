@@ -3,14 +3,16 @@ left out of a stream.
 """
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
 import redis
 
+from jobs.protocol.requests import Delta, Finished, RequestKey
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
-from tests.support.requests import MODEL, delta, finished, start_batch, text_in, token_ids_in
+from tests.support.requests import MODEL, delta, finished, request, start_batch, text_in, token_ids_in
 from workers.replica.leases import Held
 from workers.replica.outbox import Outbox
 
@@ -51,3 +53,79 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
         entries = queue.read_tokens({key: "0-0"})
         assert [token for entry in entries for token in token_ids_in(entry)] == [1, 2, 3]
         assert "".join(text_in(entry) for entry in entries) == "abc"
+
+
+class RecordingQueue(Queue):
+    """Notes what each call brings, and publishes only while `open`."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        super().__init__(client)
+        self.open = threading.Event()
+        self.open.set()
+        self.began = threading.Event()
+        self.published: list[int] = []
+        self.committed: list[list[str]] = []
+
+    def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
+        self.began.set()
+        assert self.open.wait(60)
+        self.published.append(len(deltas))
+        return super().publish(worker, deltas, generated)
+
+    def commit(self, worker: str, finished: list[Finished], generated: int = 0) -> list[RequestKey]:
+        self.committed.append([str(one.key) for one in finished])
+        return super().commit(worker, finished, generated)
+
+
+def test_what_comes_while_tokens_are_sent_goes_together(redis_client: redis.Redis) -> None:
+    """Tokens of a live call are not held back otherwise; results of batches are."""
+    queue = RecordingQueue(redis_client)
+    queue.submit("live_a", request())
+    start_batch(queue, "batch_a", 2)
+    live, *of_batch = queue.claim("w1", 1, 3, models=[MODEL])
+    tokens = [delta(live, index, [index], "x", index) for index in range(5)]
+    asked: list[bool] = []
+
+    async def run() -> None:
+        outbox = Outbox(queue, "w1", 2.0, lambda: 7, lambda held: None, lambda held: None)
+        fresh: list[Delta] = []
+
+        def due(live_only: bool) -> list[Delta]:
+            asked.append(live_only)
+            return [fresh.pop(0) for _ in range(len(fresh))]
+
+        def step(number: int) -> None:
+            fresh.append(tokens[number])
+            outbox.live_tokens_wait()
+
+        running = asyncio.create_task(outbox.run(due, lambda: False))
+        step(0)
+        await sent(queue, 1)
+        queue.open.clear()
+        queue.began.clear()
+        step(1)
+        await asyncio.to_thread(queue.began.wait)
+        outbox.finish(finished(of_batch[0]))
+        step(2)
+        step(3)
+        outbox.finish(finished(live))
+        queue.open.set()
+        await sent(queue, 4)
+        outbox.finish(finished(of_batch[1]))
+        step(4)
+        while len(queue.committed) < 2:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        outbox.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert sum(queue.published) == 5
+    assert queue.published[:3] == [1, 1, 2]
+    assert asked[1:3] == [True, True]
+    assert queue.committed[0] == [str(live.key)]
+    assert queue.committed[1] == [str(one.key) for one in of_batch]
+
+
+async def sent(queue: RecordingQueue, tokens: int) -> None:
+    while sum(queue.published) < tokens:
+        await asyncio.sleep(0.001)

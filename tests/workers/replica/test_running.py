@@ -70,6 +70,7 @@ class Bench:
         self.now = 100.0
         self.results: list[Finished] = []
         self.woken: list[bool] = []
+        self.live_woken = 0
         self._seq = 0
 
     def accept(self, delta: Delta) -> None:
@@ -81,6 +82,9 @@ class Bench:
 
     def tokens_wait(self, first: bool) -> None:
         self.woken.append(first)
+
+    def live_tokens_wait(self) -> None:
+        self.live_woken += 1
 
     def claim(self) -> None:
         self._seq += 1
@@ -340,19 +344,32 @@ def test_what_has_not_begun_is_listed_apart(queue: Queue) -> None:
     assert len(bench.running.keys()) == 1
 
 
-def test_watchers_are_woken_at_the_first_token(queue: Queue) -> None:
+def test_tokens_of_a_live_call_are_to_be_sent_at_each_step(queue: Queue) -> None:
     bench = begun(queue, 1, n=2)
-    assert bench.woken == [True]
-    bench.publish()
-    bench.step()
-    assert bench.woken == [True, False]
-    batch = ControlMessage("0-1", "watch", keys=[RequestKey("live_a", 0)], seconds=10)
-    bench.running.watch(batch)
-    assert [delta.total for delta in bench.publish()] == [3]
+    assert (bench.live_woken, bench.woken) == (1, [])
     while bench.running.num_sequences == 2:  # the end of a choice is news too while another goes on
-        woken = len(bench.woken)
+        woken = bench.live_woken
         bench.step()
-        assert len(bench.woken) == woken + 1
+        assert bench.live_woken == woken + 1
+
+
+def test_watchers_of_a_batch_are_woken_at_the_first_token(queue: Queue) -> None:
+    """While live calls run, these wait longer than those."""
+    bench = begun(queue, 0)
+    assert queue.create_batch("batch_a", 1, state="in_progress")
+    body = json.dumps({"model": "demo", "prompt": PROMPTS[0], "max_tokens": 30}).encode()
+    queue.ingest("batch_a", [(0, Request("/v1/completions", "demo", body, seed=1))], 0, 1)
+    queue.watch("batch_a", 60)
+    bench.claim()
+    bench.step()
+    assert bench.woken == [True]
+    assert len(bench.publish()) == 2
+    bench.step()
+    assert (bench.woken, bench.live_woken) == ([True, False], 2)
+    assert [delta.key.live for delta in bench.running.due(live_only=True)] == [True]
+    assert [delta.key.live for delta in bench.running.due()] == [False]
+    bench.running.watch(ControlMessage("0-1", "watch", batch="batch_a", seconds=10))
+    assert bench.woken == [True, False, True]
 
 
 def metric(bench: Bench, name: str) -> dict[str, Any]:
