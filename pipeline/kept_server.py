@@ -2,6 +2,8 @@
 call to Redis can block.
 """
 
+import os
+import select
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ class KeptServer:
         self._say = say
         self._started = threading.Event()
         self._stopping = threading.Event()
+        self._stop_order = os.eventfd(0)  # wakes the thread
         self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._keep, name="private-redis", daemon=True)
         self.url = ""
@@ -34,12 +37,15 @@ class KeptServer:
         self._started.wait()
         if self._start_error is not None:
             self._thread.join()
+            os.close(self._stop_order)
             raise self._start_error
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stopping.set()
+        os.eventfd_write(self._stop_order, 1)
         self._thread.join()
+        os.close(self._stop_order)
 
     def _keep(self) -> None:
         try:
@@ -52,7 +58,7 @@ class KeptServer:
             finally:
                 self._started.set()
             starts = 1
-            while not self._stopping.wait(_LOOK_SECONDS):
+            while not self._stops():
                 if self._server.is_running():
                     continue
                 if starts > _STARTS_ALLOWED:
@@ -62,6 +68,22 @@ class KeptServer:
                 self._start_again()
         finally:
             self._server.stop()
+
+    def _stops(self) -> bool:
+        """Wait until the server ends or is to be stopped, without waking up meanwhile; return
+        whether it is to be stopped.
+        """
+        if not self._server.is_running():
+            return self._stopping.wait(_LOOK_SECONDS)
+        process = os.pidfd_open(self._server.pid)
+        try:
+            ended = select.poll()
+            for one in (process, self._stop_order):
+                ended.register(one, select.POLLIN)
+            ended.poll()
+        finally:
+            os.close(process)
+        return self._stopping.is_set() or self._stopping.wait(_LOOK_SECONDS)
 
     def _start_again(self) -> None:
         self._say("the private Redis ended; restarting it")

@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from pipeline.commands.serve import serve
 from tests.pipeline.results import ANSWERS
 from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment
-from tests.support.processes import command_line, descendants, send_all, wait_for_rest
+from tests.support.processes import command_line, cpu_seconds, descendants, send_all, wait_for_rest
 from tests.support.waiting import wait_until
 
 LISTED_AT_FIRST: list[dict[str, object]] = []
@@ -56,6 +58,15 @@ def test_idle_processes_use_next_to_nothing(served: tuple[RunningCommand, str]) 
     pids = [command.process.pid, *descendants(command.process.pid)]
     assert len({command_line(pid) for pid in pids}) >= 7
     wait_for_rest(pids, 0.01)
+
+    def rest_together() -> bool:
+        before, began = sum(map(cpu_seconds, pids)), time.monotonic()
+        time.sleep(20)  # what is measured is this very time
+        share = (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - began)
+        print(f"all together use {100 * share:.2f} % of a core")
+        return share < 0.01
+
+    wait_until(rest_together, 120, "the processes to use less than 1 % of a core together")
 
 
 def test_the_official_client_streams_the_right_tokens(client: openai.OpenAI) -> None:
@@ -118,6 +129,39 @@ def test_a_client_that_leaves_frees_its_place(served: tuple[RunningCommand, str]
     with endless(client) as stream:
         next(iter(stream))
     wait_until(lambda: httpx.get(f"{served[1]}/health").json()["live_calls"] == 0, 60, "the call to end")
+
+
+def call(url: str, stream: bool) -> socket.socket:
+    """A connection with a call that takes a minute and a half."""
+    body = {"model": "demo", "prompt": "a tortoise", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {url.partition('//')[2]}\r\ncontent-length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def calls_at(url: str) -> tuple[int, float, float]:
+    """Calls that the API has, and sequences that run and wait in the engine."""
+    metrics = httpx.get(f"{url}/metrics").text
+    running, waiting = (
+        sum(map(float, re.findall(rf"^vllm:num_requests_{state}\{{.*\}} (\S+)$", metrics, re.MULTILINE)))
+        for state in ("running", "waiting")
+    )
+    return httpx.get(f"{url}/health").json()["live_calls"], running, waiting
+
+
+def test_clients_that_leave_together_end_their_calls_wherever_they_are(served: tuple[RunningCommand, str]) -> None:
+    """Half of them are streams; 64 run, some wait in the engine and some in the queue."""
+    url = served[1]
+    connections = [call(url, stream=bool(number % 2)) for number in range(160)]
+    wait_until(lambda: calls_at(url)[:2] == (160, 64), 60, "all calls to be there")
+    for connection in connections:
+        connection.close()
+    began = time.monotonic()
+    wait_until(lambda: calls_at(url) == (0, 0, 0), 60, "all calls to be gone")
+    print(f"gone, and seen to be, after {time.monotonic() - began:.2f} s")
+    assert time.monotonic() - began < 15  # a second where the machine has nothing else to do
 
 
 @pytest.mark.parametrize(
