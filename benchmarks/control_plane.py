@@ -129,7 +129,7 @@ def running_fleet(worker: list[str]) -> Iterator[BatchLoad]:
     """Run an API, a control plane, a Redis and a null worker; end them all."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        store, port = folder / "store", _free_port()
+        store, port = folder / "store", free_port()
         settings = QueueSettings.from_environment(file_store=str(store))
         supervisor = stack.enter_context(Supervisor(None, settings, _say, "warning"))
         supervisor.start_jobs(str(store))
@@ -274,7 +274,8 @@ def _null_worker(redis_url: str, options: list[str]) -> Iterator[dict[str, float
         reader.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nothing listens on."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         return int(holder.getsockname()[1])

@@ -15,6 +15,8 @@ from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.transport import frame
 from workers.engine.process import child_environment
 
+CORE_MODULE = "workers.engine.core_process"
+
 
 @dataclass
 class LaunchedCore:
@@ -58,7 +60,7 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
                     sys.executable,
                     "-P",
                     "-m",
-                    "workers.engine.core_process",
+                    CORE_MODULE,
                     "--fd",
                     str(theirs.fileno()),
                     *_log_and_parent(),
