@@ -93,7 +93,10 @@ class RequestQueues:
         """Return whether a slot is free.
 
         For live requests batch ones are preempted, as many at once as `budget` tokens can admit.
+        While any of them wait, batch requests start within their share only.
         """
+        if not request.live and self.live.waiting and len(self.batch.running) >= self._batch_slots:
+            return False
         if request.live:
             kept = min(self._batch_slots, len(self.batch.running) + len(self.batch.waiting))
             room = max(1, self._slots.size - kept) - len(self.live.running)
@@ -108,13 +111,6 @@ class RequestQueues:
         if not request.live or not self.live.running or not self.batch.waiting:
             return 0
         return max(0, self._batch_blocks - sum(len(other.blocks) for other in self.batch.running))
-
-    @property
-    def batch_may_start(self) -> bool:
-        """Return whether batch requests may start: beside live ones that wait, within their share
-        of the slots.
-        """
-        return not self.live.waiting or len(self.batch.running) < self._batch_slots
 
     def has_room(self, request: RequestState, prefix: list[int], step: int) -> bool:
         """Return whether a batch request that can begin is admitted; a single one always is."""

@@ -156,7 +156,7 @@ class StepPlanner:
 
     def _admit_batch(self, step: StepBuilder) -> None:
         queues = self._queues
-        if queues.batch.waiting and queues.batch_may_start:
+        if queues.batch.waiting:
             running = bool(queues.live.running or queues.batch.running)
             if not self._batching.defers(len(self._slots.free), self._pool.num_free, running):
                 self._admit(queues.batch, step)

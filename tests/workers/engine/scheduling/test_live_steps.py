@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.workers.engine.scheduling.integrity import check_pool
+from tests.workers.engine.scheduling.test_scheduler import make_scheduler, request, run_dry, step
 from tests.workers.engine.scheduling.timed import LIVE_STEP, TimedCall, TimedEngine, TimedStep
 from workers.engine.scheduling.queues import BATCH_SHARE
+from workers.engine.scheduling.scheduler import Scheduler
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -47,11 +50,11 @@ def computed_per_second(engine: TimedEngine, seconds: float, interval: float) ->
 def test_a_step_beside_a_live_request_takes_no_longer_than_its_limit(depth: int) -> None:
     engine = TimedEngine(depth=depth)
     warm(engine)
-    steps = [step for step in serve(engine, engine.add(100, 100, live=True)) if step.live]
+    steps = [each for each in serve(engine, engine.add(100, 100, live=True)) if each.live]
     assert len(steps) > 90
-    for step in steps:
-        assert step.seconds <= max(LIVE_STEP, 1.15 * step.decode_seconds) * 1.1
-    assert np.mean([step.batch_prompt_tokens for step in steps]) > 50
+    for each in steps:
+        assert each.seconds <= max(LIVE_STEP, 1.15 * each.decode_seconds) * 1.1
+    assert np.mean([each.batch_prompt_tokens for each in steps]) > 50
 
 
 @DEPTHS
@@ -182,3 +185,71 @@ def test_a_live_request_may_take_all_blocks_when_no_other_live_one_runs(depth: i
         engine.turn()
     engine.run_dry()
     assert all(each.ended for each in engine.calls)
+
+
+def running(scheduler: Scheduler) -> list[int]:
+    return [request.id for request in scheduler._queues.running]
+
+
+def run_steps(scheduler: Scheduler, steps: int) -> None:
+    for _ in range(steps):
+        step(scheduler)
+
+
+def test_a_live_request_beside_others_leaves_waiting_batch_ones_their_blocks() -> None:
+    scheduler = make_scheduler(seqs=8, blocks=31, caching=False)  # 3 of the 30 are the batch's share
+    scheduler.add(request(1, prompt=20, max_tokens=4, live=True))
+    step(scheduler)
+    scheduler.add(request(2, prompt=88, live=True))  # would leave 2
+    scheduler.add(request(3, prompt=5))
+    step(scheduler)
+    assert running(scheduler) == [1, 3]
+    run_dry(scheduler)
+
+
+def test_a_live_request_beside_others_preempts_no_batch_one_within_the_share() -> None:
+    scheduler = make_scheduler(seqs=8, blocks=31, caching=False)
+    scheduler.add(request(1, prompt=8, max_tokens=4))
+    scheduler.add(request(2, prompt=60, max_tokens=20, live=True))
+    run_steps(scheduler, 2)
+    scheduler.add(request(3, prompt=48, live=True))  # has no room beside the others
+    assert step(scheduler).stats.preemptions == 0
+    assert running(scheduler) == [2, 1]
+    run_dry(scheduler)
+
+
+def test_a_live_request_alone_preempts_batch_ones_within_the_share_too() -> None:
+    scheduler = make_scheduler(seqs=8, blocks=31, caching=False)
+    scheduler.add(request(1, prompt=8, max_tokens=4))
+    step(scheduler)
+    scheduler.add(request(2, prompt=116, max_tokens=2, live=True))
+    assert step(scheduler).stats.preemptions == 1
+    assert running(scheduler) == [2]
+    run_dry(scheduler)
+
+
+def test_while_live_requests_wait_batch_ones_start_within_their_share_of_slots() -> None:
+    scheduler = make_scheduler(seqs=20, blocks=61, caching=False)  # two slots
+    scheduler.add(request(1, prompt=120, max_tokens=20, live=True))
+    run_steps(scheduler, 4)
+    scheduler.add(request(2, prompt=140, live=True))
+    for number in (3, 4, 5):
+        scheduler.add(request(number, max_tokens=20))
+    step(scheduler)
+    assert running(scheduler) == [1, 3, 4]
+    run_dry(scheduler)
+
+
+def test_a_request_with_a_row_in_the_step_is_not_preempted_for_another_in_that_step() -> None:
+    """A prompt of higher priority comes after the rows that decode."""
+    scheduler = make_scheduler(blocks=54, caching=False)
+    scheduler.add(request(1, prompt=8, max_tokens=40, live=True))
+    step(scheduler)
+    scheduler.add(request(2, prompt=200, max_tokens=4, live=True, priority=-1))
+    run_steps(scheduler, 6)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert (plan.counts.tolist(), scheduler._stats.preemptions) == ([1], 0)  # the prompt lacks a block
+    scheduler.undo(plan)
+    check_pool(scheduler._pool)
+    run_dry(scheduler)
