@@ -81,7 +81,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class MeasuredFleet:
     """A worker, Redis and an API, by their process ids."""
 
     url: str
@@ -118,7 +118,9 @@ def measure(model: str, streams: int, tokens: int, pace_ms: float | None) -> dic
 
 
 @contextmanager
-def running_fleet(folder: Path, model: str, streams: int, stamps: Path, pace_ms: float | None) -> Iterator[Fleet]:
+def running_fleet(
+    folder: Path, model: str, streams: int, stamps: Path, pace_ms: float | None
+) -> Iterator[MeasuredFleet]:
     """A worker with room for so many streams, behind a Redis and an API of its own."""
     pace = {} if pace_ms is None else {PACE: str(pace_ms)}
     slots = ["--max-num-seqs", str(streams)]
@@ -134,7 +136,7 @@ def running_fleet(folder: Path, model: str, streams: int, stamps: Path, pace_ms:
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(url)
         core = next(pid for pid in family(worker_pid) if pid != worker_pid)
-        yield Fleet(
+        yield MeasuredFleet(
             url, server.url, {"worker": worker_pid, "core": core, "redis": _redis_pid(server.url), "api": api_pid}
         )
 
