@@ -186,7 +186,7 @@ def ask(url: str, query: str) -> list[Any]:
 
 def _is_up(url: str) -> bool:
     try:
-        return bool(ask(url, 'up{job="pipeline"} == 1'))
+        return httpx.get(f"{url}/-/ready").is_success and bool(ask(url, 'up{job="pipeline"} == 1'))
     except httpx.TransportError:
         return False
 
