@@ -8,7 +8,7 @@ from starlette.types import Message
 from api.http.event_stream import EventStream
 
 
-class ScriptedReceiver:
+class EventTaker:
     """Takes what is sent; `leave` is its end."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ def test_a_silent_stream_is_pinged_and_one_with_events_is_not() -> None:
                 await asyncio.sleep(0.01)
             yield b"end"
 
-        client = ScriptedReceiver()
+        client = EventTaker()
         await client.get(EventStream(events(), 0.3))
         return client.bodies
 
@@ -65,7 +65,7 @@ def test_a_client_that_does_not_read_gets_no_pings_and_its_leaving_ends_the_stre
         async def close() -> None:
             closed.append(True)
 
-        client = ScriptedReceiver()
+        client = EventTaker()
         task = asyncio.create_task(client.get(EventStream(events(), 0.02, close)))
         await asyncio.sleep(0.2)
         client.leave()

@@ -7,6 +7,7 @@ stop, and then drains (`draining.py`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -148,6 +149,9 @@ class Replica:
         serving = self._make_serving(self._tokenizer.result())
         await self._registration.set_state("ready", self._engine.info)
         self.was_ready = True
+        # What loading left behind stays; looking through it would hold up every token
+        gc.collect()
+        gc.freeze()
         seconds, worker, models = time.monotonic() - started, self._registration.id, ", ".join(self._settings.models)
         logger.info("ready after %.1f s as %s: %s", seconds, worker, models)
         return serving
