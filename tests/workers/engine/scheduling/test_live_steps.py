@@ -242,11 +242,12 @@ def test_while_live_requests_wait_batch_ones_start_within_their_share_of_slots()
 
 def test_a_request_with_a_row_in_the_step_is_not_preempted_for_another_in_that_step() -> None:
     """A prompt of higher priority comes after the rows that decode."""
-    scheduler = make_scheduler(blocks=54, caching=False)
-    scheduler.add(request(1, prompt=8, max_tokens=40, live=True))
+    scheduler = make_scheduler(blocks=55, caching=False)
+    scheduler.add(request(1, prompt=11, max_tokens=40, live=True))
     step(scheduler)
     scheduler.add(request(2, prompt=200, max_tokens=4, live=True, priority=-1))
     run_steps(scheduler, 6)
+    assert running(scheduler) == [2, 1]
     plan = scheduler.schedule()
     assert plan is not None
     assert (plan.counts.tolist(), scheduler._stats.preemptions) == ([1], 0)  # the prompt lacks a block
