@@ -60,6 +60,9 @@ class TracedBench:
     def finish(self, finished: Finished) -> None:
         self.results.append(finished)
 
+    def live_tokens_wait(self) -> None:
+        pass
+
     def tokens_wait(self, first: bool) -> None:
         pass
 
