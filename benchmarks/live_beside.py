@@ -20,8 +20,8 @@ from benchmarks.live_load import LiveLoad, MeasuredCall, finished, started
 from benchmarks.live_metrics import COMPUTED, GENERATED, ROWS, STEP_SECONDS, MetricsRecorder, Span
 from benchmarks.live_prompts import body, streamed, write_batch
 from benchmarks.servers import HOST, Server
+from workers.engine.messages.config import CPU_LIVE_STEP_MS
 
-LIVE_STEP_SECONDS = 0.15  # of --live-step-ms on a CPU
 LEAST_GAP_SECONDS = 0.25  # a longer gap counts
 _LIVE_TOKENS = (64, 32)  # of a call's prompt and its answer
 _BATCH_TOKENS, _BATCH_OUTPUT = 900, (32, 120)
@@ -115,7 +115,7 @@ def _joined(first: Span, second: Span) -> Span:
 def _latencies(model: str, idle: LiveLoad, beside: LiveLoad, rows: int) -> dict[str, Any]:
     """Return what clients saw, and what they were to see at most."""
     latency = {"idle": latencies(idle.calls), "beside": latencies(beside.calls)}
-    first_token_bar = 3 * latency["idle"]["first_token_p99_ms"] + 1e3 * LIVE_STEP_SECONDS
+    first_token_bar = 3 * latency["idle"]["first_token_p99_ms"] + CPU_LIVE_STEP_MS
     gap_bar = _gap_allowed_ms(model, latency["beside"]["longest_gap_ms"], rows)
     return {
         **latency,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from workers.engine.messages.config import CPU_LIVE_STEP_MS
 from workers.engine.messages.core import EngineRequest, SamplingParams, Stats, StepOutput
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.admission import AdmissionPolicy
@@ -78,7 +79,14 @@ class Simulation:
         self._hashes = [_hashes(prompt) for prompt in self._prompts]
         kv_cache = KVCache(num_blocks + 1, BLOCK_SIZE)
         self.scheduler = Scheduler(
-            slots, budget, 4096, kv_cache, depth, vocab_size=EOS + 1, eos_token_ids=[EOS], live_step_seconds=0.15
+            slots,
+            budget,
+            4096,
+            kv_cache,
+            depth,
+            vocab_size=EOS + 1,
+            eos_token_ids=[EOS],
+            live_step_seconds=CPU_LIVE_STEP_MS / 1000,
         )
         if admission is not None:
             self.scheduler._queues._policy = admission(kv_cache)

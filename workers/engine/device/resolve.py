@@ -8,7 +8,7 @@ import torch
 
 from workers.engine.backends.registry import default_backend, find_backend
 from workers.engine.device.loader import resolve_dtype
-from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.config import CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS, EngineConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.models.config import ModelConfig
@@ -33,7 +33,7 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
         "max_num_seqs": config.max_num_seqs or (1024 if cuda else 64),
         "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if cuda else 1024),
         "block_size": config.block_size or 16,
-        "live_step_ms": config.live_step_ms or (50.0 if cuda else 150.0),
+        "live_step_ms": config.live_step_ms or (GPU_LIVE_STEP_MS if cuda else CPU_LIVE_STEP_MS),
         "depth": config.depth if config.depth is not None else int(cuda),
         "threads": config.compute_threads(),
     }

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS = 150.0, 50.0
+"""Defaults of `live_step_ms`."""
+
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _PROCESSES_PER_CPU = 8
 
@@ -71,7 +74,7 @@ class EngineConfig:
     live_step_ms: float | None = _flag(
         None,
         "Milliseconds that a step may take while a live call runs or waits; a step in which all running sequences get"
-        " a token may take longer. [default: 150 on a CPU, 50 on a GPU]",
+        f" a token may take longer. [default: {CPU_LIVE_STEP_MS:g} on a CPU, {GPU_LIVE_STEP_MS:g} on a GPU]",
         min=1,
     )
     step_timeout: float | None = _flag(
