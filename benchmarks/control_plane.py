@@ -13,7 +13,6 @@ Scenarios, each on a Redis that was just started:
 """
 
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import httpx
 
 from benchmarks.null_worker import MODEL
+from benchmarks.ports import free_port
 from benchmarks.processes import ProcessorTime
 from benchmarks.report import arguments, write_report
 from jobs.batch.client import BatchSpec, create_batch
@@ -272,13 +272,6 @@ def _null_worker(redis_url: str, options: list[str]) -> Iterator[dict[str, float
         process.kill()
         process.wait()
         reader.join()
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        return int(holder.getsockname()[1])
 
 
 def _answers(load: BatchLoad) -> bool:

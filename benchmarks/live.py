@@ -42,7 +42,7 @@ def main() -> int:
         write_report(f"live-{args.model}-vllm", figures, args.out, args.seed, **versions)
         return 0
     with running_pipeline(args.model) as server:
-        figures = {part: _PARTS[part](server, args) for part in args.only}
+        figures = {part: _MEASURE[part](server, args) for part in args.only}
     parts = "" if args.only == list(PARTS) else "".join(f"-{part}" for part in args.only)
     write_report(f"live-{args.model}{parts}", figures, args.out, args.seed)
     return 0
@@ -82,7 +82,7 @@ def _streams(server: Server, args: Any) -> dict[str, Any]:
     return live_streams.measure(server, args.concurrency, args.requests, args.turns, args.seed)
 
 
-_PARTS = {"idle": _idle, "beside": _beside, "streams": _streams}
+_MEASURE = {"idle": _idle, "beside": _beside, "streams": _streams}
 
 
 if __name__ == "__main__":

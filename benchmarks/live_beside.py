@@ -3,7 +3,6 @@ the batch alone again.
 """
 
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,14 @@ import httpx
 import numpy as np
 
 from benchmarks.batch_sizes import measure as decode_step_seconds
-from benchmarks.live_load import LiveLoad, MeasuredCall, finished, started
+from benchmarks.live_latencies import latencies
+from benchmarks.live_load import LiveLoad, MeasuredCall, start_load, wait_for_load
 from benchmarks.live_metrics import COMPUTED, GENERATED, ROWS, STEP_SECONDS, MetricsRecorder, Span
 from benchmarks.live_prompts import body, streamed, write_batch
 from benchmarks.servers import HOST, Server
 from workers.engine.messages.config import CPU_LIVE_STEP_MS
 
-LEAST_GAP_SECONDS = 0.25  # a longer gap counts
+_UNNOTICED_GAP_MS = 250.0  # allowed however fast a decode step is
 _LIVE_TOKENS = (64, 32)  # of a call's prompt and its answer
 _BATCH_TOKENS, _BATCH_OUTPUT = 900, (32, 120)
 _LEAST_SECONDS = 12.0  # of a phase
@@ -55,11 +55,11 @@ def measure(server: Server, phases: Phases, every: float, lines: int, seed: int)
         with _running_batch(server, lines, seed):
             batch_began = time.time()
             time.sleep(phases.filling)
-            alone = _rest(phases.batch)
+            alone = _wait(phases.batch)
             both_began = time.time()
             beside = _live_calls(server, phases.both, every, seed + 1)
             both = (both_began, time.time())
-            again = _rest(phases.after)
+            again = _wait(phases.after)
         ended = time.time()
         marks = [("live alone", began, batch_began), ("batch alone", batch_began, both[0])]
         marks += [("live and batch", *both), ("batch alone", both[1], ended)]
@@ -80,10 +80,11 @@ def _live_calls(server: Server, seconds: float, every: float, seed: int) -> Live
     while at < seconds:
         calls.append({"at": at, "body": streamed(body(draw, server.model, *_LIVE_TOKENS))})
         at += draw.expovariate(1 / every)
-    return finished(started(HOST, server.port, calls))
+    return wait_for_load(start_load(HOST, server.port, calls))
 
 
-def _rest(seconds: float) -> tuple[float, float]:
+def _wait(seconds: float) -> tuple[float, float]:
+    """Return when the time began and when it ended."""
     began = time.time()
     time.sleep(seconds)
     return began, time.time()
@@ -113,46 +114,25 @@ def _joined(first: Span, second: Span) -> Span:
 
 
 def _latencies(model: str, idle: LiveLoad, beside: LiveLoad, rows: int) -> dict[str, Any]:
-    """Return what clients saw, and what they were to see at most."""
+    """Return the latencies that clients measured, and the limits that they are held to."""
     latency = {"idle": latencies(idle.calls), "beside": latencies(beside.calls)}
-    first_token_bar = 3 * latency["idle"]["first_token_p99_ms"] + CPU_LIVE_STEP_MS
-    gap_bar = _gap_allowed_ms(model, latency["beside"]["longest_gap_ms"], rows)
+    first_token_limit = 3 * latency["idle"]["first_token_p99_ms"] + CPU_LIVE_STEP_MS
+    gap_limit = _gap_allowed_ms(model, latency["beside"]["longest_gap_ms"], rows)
     return {
         **latency,
-        "first_token_allowed_ms": round(first_token_bar, 1),
-        "first_token_share": round(latency["beside"]["first_token_p99_ms"] / first_token_bar, 3),
-        "gap_allowed_ms": round(gap_bar, 1),
-        "gap_share": round(latency["beside"]["longest_gap_ms"] / gap_bar, 3),
+        "first_token_allowed_ms": round(first_token_limit, 1),
+        "first_token_share": round(latency["beside"]["first_token_p99_ms"] / first_token_limit, 3),
+        "gap_allowed_ms": round(gap_limit, 1),
+        "gap_share": round(latency["beside"]["longest_gap_ms"] / gap_limit, 3),
         "load_generator_cores": round(beside.cpu_seconds / beside.seconds, 4),
     }
 
 
 def _gap_allowed_ms(model: str, longest_ms: float, rows: int) -> float:
-    """Return the bar of gaps; a decode step of so many rows is measured where it matters."""
-    least = 1e3 * LEAST_GAP_SECONDS
-    if longest_ms <= least:
-        return least
-    return max(least, 1.25e3 * decode_step_seconds(model, rows, _STEP_CONTEXT, 2.0))
-
-
-def latencies(calls: Sequence[MeasuredCall]) -> dict[str, Any]:
-    """Return times to the first token and gaps of some calls, in milliseconds."""
-    first = [1e3 * call.first_token_seconds for call in calls]
-    gaps = [1e3 * gap for call in calls for gap in call.gaps]
-    return {
-        "calls": len(calls),
-        "first_token_p50_ms": round(statistics.median(first), 1),
-        "first_token_p99_ms": round(percentile(first, 0.99), 1),
-        "gap_p50_ms": round(statistics.median(gaps), 1),
-        "gap_p99_ms": round(percentile(gaps, 0.99), 1),
-        "longest_gap_ms": round(max(gaps), 1),
-    }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that so many are not above, with none made up between two."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    """Return the longest gap allowed; a decode step of `rows` is measured where it matters."""
+    if longest_ms <= _UNNOTICED_GAP_MS:
+        return _UNNOTICED_GAP_MS
+    return max(_UNNOTICED_GAP_MS, 1.25e3 * decode_step_seconds(model, rows, _STEP_CONTEXT, 2.0))
 
 
 def _throughputs(alone: Span, both: Span, spans_alone: Sequence[Span]) -> dict[str, Any]:

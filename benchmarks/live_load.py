@@ -45,7 +45,7 @@ class MeasuredCall:
 
 @dataclass(frozen=True, slots=True)
 class LiveLoad:
-    """What one run of the generator found."""
+    """The result of one run of the generator."""
 
     calls: list[MeasuredCall]
     cpu_seconds: float
@@ -64,8 +64,10 @@ def main() -> None:
     json.dump(asyncio.run(_run(json.load(sys.stdin))), sys.stdout)
 
 
-def started(host: str, port: int, calls: Sequence[dict[str, Any]], concurrency: int | None = None) -> subprocess.Popen:
-    """Start the generator's process with its plan; `finished` waits for it."""
+def start_load(
+    host: str, port: int, calls: Sequence[dict[str, Any]], concurrency: int | None = None
+) -> subprocess.Popen:
+    """Start the generator's process with its plan; `wait_for_load` returns its result."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.live_load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -75,7 +77,7 @@ def started(host: str, port: int, calls: Sequence[dict[str, Any]], concurrency: 
     return process
 
 
-def finished(process: subprocess.Popen) -> LiveLoad:
+def wait_for_load(process: subprocess.Popen) -> LiveLoad:
     """Wait for the last call. Raises RuntimeError where one failed, with what the server said."""
     assert process.stdout is not None
     output = process.stdout.read()

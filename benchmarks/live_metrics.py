@@ -1,4 +1,4 @@
-"""What a server's workers count, over time, from its `/metrics`."""
+"""The counters of a server's workers over time, read from its `/metrics`."""
 
 import threading
 import time
@@ -15,8 +15,10 @@ GENERATED = "vllm:generation_tokens_total"
 ROWS, STEPS = "pipeline_step_rows_sum", "pipeline_step_rows_count"
 STEP_SECONDS = "pipeline_step_seconds_sum"
 _COUNTERS = frozenset({COMPUTED, GENERATED, ROWS, STEPS, STEP_SECONDS})
-_REST_SECONDS, _POLL_SECONDS = 4.5, 0.1
-"""Workers report every 5 s: no scrape in between, then often, so that a change has its time."""
+_REPORT_SECONDS, _POLL_SECONDS = 4.5, 0.1
+"""Workers report every 5 s: after a report no scrape for most of that, then frequent ones, so that
+the time of the next report is precise.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Span:
         return self.end - self.begin
 
     def rate(self, counter: str) -> float:
-        """By second."""
+        """Return the count per second."""
         return self.counted[counter] / self.seconds
 
     def per_step(self, counter: str) -> float:
@@ -58,12 +60,12 @@ class MetricsRecorder:
         self._client.close()
 
     def spans(self, begin: float, end: float) -> list[Span]:
-        """Return those between the reports that came from `begin` to `end`."""
+        """Return a span for each two successive reports between `begin` and `end`."""
         reports = [report for report in self._reports if begin <= report[0] <= end]
         return [_between(*pair) for pair in pairwise(reports)]
 
     def whole(self, begin: float, end: float) -> Span:
-        """Return all that the reports from `begin` to `end` tell as one.
+        """Return one span from the first to the last report between `begin` and `end`.
 
         Raises RuntimeError where there are fewer than two.
         """
@@ -79,7 +81,7 @@ class MetricsRecorder:
             changed = not self._reports or found != self._reports[-1][1]
             if changed:
                 self._reports.append((time.time(), found))
-            wait = _REST_SECONDS if changed and len(self._reports) > 1 else _POLL_SECONDS
+            wait = _REPORT_SECONDS if changed and len(self._reports) > 1 else _POLL_SECONDS
 
 
 def counters(text: str) -> dict[str, float]:

@@ -10,9 +10,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.driving import greedy, running_engine
-from benchmarks.live_beside import latencies
-from benchmarks.live_load import LiveLoad, finished, started
+from benchmarks.live_latencies import latencies
+from benchmarks.live_load import LiveLoad, start_load, wait_for_load
 from benchmarks.live_prompts import body, streamed
+from benchmarks.models import model_folder
 from benchmarks.report import by_turns
 from benchmarks.servers import HOST, Server
 from workers.engine.client.async_engine import AsyncEngine
@@ -30,7 +31,7 @@ def measure(server: Server, concurrency: int, requests: int, turns: int, seed: i
         bodies = _bodies(server.model, requests, seed + turn)
         began, used = time.perf_counter(), server.cpu_seconds()
         calls = [{"at": 0, "body": streamed(one)} for one in bodies]
-        served.append(finished(started(HOST, server.port, calls, concurrency)))
+        served.append(wait_for_load(start_load(HOST, server.port, calls, concurrency)))
         cores.append((server.cpu_seconds() - used) / (time.perf_counter() - began))
         engine.append(asyncio.run(_engine_alone(server.model, bodies, concurrency)))
     return {
@@ -87,9 +88,7 @@ def _submit(engine: AsyncEngine, requests: Iterator[EngineRequest], most: int) -
 
 
 def _tokenized(model: str, bodies: list[dict[str, Any]]) -> list[EngineRequest]:
-    from transformers import AutoTokenizer
-
-    from benchmarks.models import model_folder
+    from transformers import AutoTokenizer  # slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(model))
     tokens = tokenizer([one["prompt"] for one in bodies])["input_ids"]

@@ -4,7 +4,6 @@ them.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import httpx
 from benchmarks.driving import CONTEXT
 from benchmarks.models import model_folder
 from benchmarks.peers import KV_CACHE_GIB, vllm_environment, vllm_folder
+from benchmarks.ports import free_port
 from benchmarks.processes import cpu_seconds
 
 HOST = "127.0.0.1"
@@ -29,7 +29,7 @@ _NO_COMMENTS = {"PIPELINE_PING_SECONDS": str(_START_SECONDS)}
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers."""
+    """A running server, and how to reach it."""
 
     model: str
     port: int
@@ -66,7 +66,7 @@ def running_vllm_server(model: str) -> Iterator[Server]:
 
 @contextmanager
 def _running(model: str, command: list[str], environment: Mapping[str, str]) -> Iterator[Server]:
-    port = _free_port()
+    port = free_port()
     words = [
         *(str(model_folder(model)), "--served-model-name", model),
         *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--host", HOST, "--port", str(port)),
@@ -79,7 +79,7 @@ def _running(model: str, command: list[str], environment: Mapping[str, str]) -> 
             yield server
         except Exception as error:
             log.seek(0)
-            error.add_note(f"last words of {' '.join(command)}:\n{log.read()[-4000:]}")
+            error.add_note(f"end of the output of {' '.join(command)}:\n{log.read()[-4000:]}")
             raise
         finally:
             _stop(process)
@@ -105,9 +105,3 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as holder:
-        holder.bind((HOST, 0))
-        return int(holder.getsockname()[1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import goals, live_beside, live_load, live_metrics, live_table
+from benchmarks import goals, live_beside, live_latencies, live_load, live_metrics, live_table
 from benchmarks.live_load import MeasuredCall
 from benchmarks.live_plot import live_plot
 
@@ -52,7 +52,9 @@ BESIDE = {
 
 def test_what_a_client_sees_of_a_stream() -> None:
     with answering(STREAM) as port:
-        load = live_load.finished(live_load.started("127.0.0.1", port, [{"at": 0, "body": {}}] * 3, concurrency=2))
+        load = live_load.wait_for_load(
+            live_load.start_load("127.0.0.1", port, [{"at": 0, "body": {}}] * 3, concurrency=2)
+        )
     assert [(call.prompt_tokens, call.output_tokens, len(call.arrivals)) for call in load.calls] == [(3, 2, 2)] * 3
     assert all(call.first_token_seconds > 0 for call in load.calls)
     assert load.output_tokens == 6
@@ -61,18 +63,18 @@ def test_what_a_client_sees_of_a_stream() -> None:
 
 def test_a_call_that_fails_is_no_figure() -> None:
     with answering([], status="503 Service Unavailable", words=b"no model") as port:
-        process = live_load.started("127.0.0.1", port, [{"at": 0, "body": {}}])
+        process = live_load.start_load("127.0.0.1", port, [{"at": 0, "body": {}}])
         with pytest.raises(RuntimeError, match=r"a call failed: .*no model"):
-            live_load.finished(process)
+            live_load.wait_for_load(process)
 
 
 def test_figures_of_calls() -> None:
     calls = [MeasuredCall(10.0, [10.1, 10.2, 10.5], 64, 3), MeasuredCall(20.0, [20.3, 20.4], 64, 2)]
-    found = live_beside.latencies(calls)
+    found = live_latencies.latencies(calls)
     assert (found["first_token_p50_ms"], found["first_token_p99_ms"]) == (200.0, 300.0)
     assert (found["gap_p50_ms"], found["longest_gap_ms"]) == (100.0, 300.0)
-    assert live_beside.percentile(range(1, 101), 0.99) == 100
-    assert live_beside.percentile(range(1, 202), 0.99) == 199
+    assert live_latencies.percentile(range(1, 101), 0.99) == 100
+    assert live_latencies.percentile(range(1, 202), 0.99) == 199
 
 
 def test_counters_are_summed_over_workers() -> None:
