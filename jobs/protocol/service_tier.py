@@ -1,4 +1,4 @@
-"""The service tier of a call: OpenAI's names for how urgent it is."""
+"""The service tier of a call: OpenAI's names for priorities."""
 
 from typing import Any
 
@@ -21,6 +21,6 @@ def settle_tier(values: dict[str, Any]) -> None:
         values["service_tier"] = "default"
         return
     if "priority" in values:
-        message = f"'service_tier' {tier!r} and 'priority' both say how urgent the call is: leave one of them out."
+        message = f"'service_tier' {tier!r} and 'priority' both set the priority of the call: leave one of them out."
         fields.fail(message, "service_tier", "invalid_value")
     values["priority"] = _PRIORITIES[tier]

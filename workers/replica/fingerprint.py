@@ -1,4 +1,4 @@
-"""What stands for all that a worker's answers follow from, besides the request."""
+"""The fingerprint of what a worker's answers depend on, besides the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How urgent a call is that names a service tier."""
+"""The priority of a call that names a service tier."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What stands for a model: the same wherever its files are, another one for other weights."""
+"""A digest of a model's configuration and weights, whatever folder they are in."""
 
 from __future__ import annotations
 

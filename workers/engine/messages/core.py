@@ -183,7 +183,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
 
     `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold.
     `weights_seconds`: how long loading took. `gpus`: what the driver calls the GPUs that it runs
-    on ("GPU-" and a UUID). `model_digest` stands for the model's configuration and weights.
+    on ("GPU-" and a UUID). `model_digest` identifies the model's configuration and weights.
     """
 
     max_model_len: int

@@ -1,4 +1,4 @@
-"""What stands for a model follows from its files' contents, and from nothing else."""
+"""The digest of a model depends on the contents of its files, and on nothing else."""
 
 import json
 import shutil
