@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from api.http.answer_headers import note_headers, rate_limit, span
+from api.http.answer_headers import note_headers, openai_duration, rate_limit
 from api.settings import ApiSettings
 from api.state import queue_reachable, state_of
 from api.threads import KEYS, LIVE, run_in
@@ -63,7 +63,7 @@ async def authorize(
         if not admission.admitted:
             raise ApiError(
                 429, f"The key's limit of {caller.requests_per_minute} requests per minute is reached; try again in "
-                f"{span(admission.wait_seconds)}.", "rate_limit_error", code="rate_limit_exceeded",
+                f"{openai_duration(admission.wait_seconds)}.", "rate_limit_error", code="rate_limit_exceeded",
             )  # fmt: skip
     return caller
 

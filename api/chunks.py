@@ -1,4 +1,4 @@
-"""What a live call's clients read of its answer: chunks in OpenAI's form."""
+"""The chunks of a live call's answer, in OpenAI's form."""
 
 import json
 import secrets
@@ -30,9 +30,7 @@ class Chunks:
         self._around: dict[int, tuple[bytes, bytes]] = {}  # the text, in an event of each choice
 
     def events(self, entries: Iterable[StreamEntry]) -> bytes:
-        """Return the server-sent events of these entries; of those that give nothing to show,
-        nothing.
-        """
+        """Return the server-sent events of these entries; empty if none has anything to show."""
         return b"".join(map(self._events_of, entries))
 
     def openings(self) -> list[dict[str, Any]]:
@@ -43,8 +41,8 @@ class Chunks:
         return [self._with_usage(self._endpoint.chunk(self._head, index, opening)) for index in range(self._call.n)]
 
     def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
-        """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the
-        usage.
+        """Return the chunks of one entry: its text; at the end also the finish reasons and, on
+        request, the usage.
         """
         chunks = [self._with_usage(shown) for chunk in entry.chunks for shown in self._tokens(chunk)]
         if entry.result is not None:
@@ -60,7 +58,7 @@ class Chunks:
         return self._only_text and chunk.parsed is None and not chunk.logprobs and not chunk.prompt_logprobs
 
     def _text_event(self, chunk: TokenChunk) -> bytes:
-        """All that differs between two such events of a choice is their text."""
+        """Return an event of plain text; those of one choice differ in their text only."""
         around = self._around.get(chunk.choice)
         if around is None:
             around = self._around[chunk.choice] = self._event_around_text(chunk.choice)

@@ -1,4 +1,4 @@
-"""Which clients follow streams, for the connections to Redis that they take."""
+"""The clients that follow streams, and the connections to Redis that they use."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -7,15 +7,18 @@ import redis.asyncio
 
 
 class Followers:
-    """Each takes a connection to Redis while it waits, which is closed when the last has left."""
+    """Counts the clients that follow streams, each with a connection to Redis while it waits.
+
+    Idle connections are closed when the last client leaves.
+    """
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
         self._count = 0
 
     @contextlib.asynccontextmanager
-    async def one_more(self) -> AsyncIterator[None]:
-        """Count a client for as long as it follows."""
+    async def following(self) -> AsyncIterator[None]:
+        """Count one more client within the context."""
         self._count += 1
         try:
             yield

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class LiveCall:
-    """One call on its way through the queue."""
+    """Submits one call, follows its entries and cancels it if its client leaves."""
 
     def __init__(self, state: ApiState, call: Call | TokenizerCall, tenant: str = "") -> None:
         self.key = RequestKey(requests.new_live_id(tenant), 0)
-        self.at_once = 0  # calls of its tenant with this one, where they are counted
+        self.calls_of_tenant = 0  # that are unfinished, with this one; 0 where they are not counted
         self._state = state
         self._queue: Queue = state.queue
         self._reader: Reader = state.reader
@@ -86,15 +86,13 @@ class LiveCall:
                 await self._fleet.require(self._call.model, fresh=True)
 
     async def result(self, entry: StreamEntry) -> Result:
-        """The finished response."""
+        """Wait for the end of the call and return its result; `entry` is the last one read."""
         while entry.result is None:
             entry = await self._next()
         return entry.result
 
     async def events(self, entry: StreamEntry) -> AsyncIterator[bytes]:
-        """The server-sent events of a streamed call, as OpenAI words them, from its first entry
-        on.
-        """
+        """Yield the events of a streamed call in OpenAI's form, from its first entry on."""
         assert isinstance(self._call, Call)
         self._streaming = True
         chunks = Chunks(self._call, int(self._created), entry.system_fingerprint)
@@ -147,7 +145,8 @@ class LiveCall:
 
     def _submit_now(self) -> None:
         if not self._finished:
-            self.at_once = self._fleet.short_retry_queue.submit(self.key.batch, self._request) or self.at_once
+            counted = self._fleet.short_retry_queue.submit(self.key.batch, self._request)
+            self.calls_of_tenant = counted or self.calls_of_tenant
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None
@@ -157,7 +156,7 @@ class LiveCall:
         return entry
 
     def _others(self) -> list[StreamEntry]:
-        """What came beside the last entry."""
+        """Return the entries that arrived together with the last one."""
         entries = [] if self._inbox is None else self._inbox.get_others()
         self._finished = self._finished or any(entry.result is not None for entry in entries)
         return entries

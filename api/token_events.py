@@ -52,7 +52,7 @@ async def to_the_end(events: AsyncIterator[bytes], followers: Followers) -> Asyn
     followed is gone), and the end mark.
     """
     try:
-        async with followers.one_more():
+        async with followers.following():
             async for one in events:
                 yield one
     except ApiError as error:

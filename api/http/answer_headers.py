@@ -1,4 +1,4 @@
-"""What the headers of responses say: those of every one, and those that some have."""
+"""The headers of responses: those that every one has, and those of limits."""
 
 import math
 import time
@@ -29,11 +29,11 @@ def rate_limit(limit: int, left: int, reset_seconds: float) -> dict[str, str]:
     return {
         "x-ratelimit-limit-requests": str(limit),
         "x-ratelimit-remaining-requests": str(left),
-        "x-ratelimit-reset-requests": span(reset_seconds),
+        "x-ratelimit-reset-requests": openai_duration(reset_seconds),
     }
 
 
-def span(seconds: float) -> str:
+def openai_duration(seconds: float) -> str:
     """Return a time as OpenAI writes it: 120ms, 12s, 1m0s."""
     if seconds < 1:
         return f"{math.ceil(1000 * seconds)}ms"

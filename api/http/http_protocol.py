@@ -30,7 +30,12 @@ class HttpProtocol(H11Protocol):
     """uvicorn's, but for limits, and for the answers that it gives without asking the app."""
 
     def __init__(
-        self, config: Config, server_state: ServerState, app_state: dict[str, Any], limits: HttpSettings, full: "Full"
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        limits: HttpSettings,
+        full: "FullServer",
     ) -> None:
         super().__init__(config, server_state, app_state)
         self.conn = _BoundedConnection(limits)
@@ -99,7 +104,7 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
 
-class Full:
+class FullServer:
     """ASGI app of connections beyond the limit: probes get the app's answer, every call a 503."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from api.http import tls
-from api.http.http_protocol import Full, HttpProtocol
+from api.http.http_protocol import FullServer, HttpProtocol
 from api.http.listening import ConnectionCounts
 from api.http_settings import HttpSettings
 
@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = tls.server_context(settings)
         self._settings = replace(settings, max_connections=_most_connections(settings))
-        self._full = Full(config.loaded_app, self._settings.max_connections)
+        self._full = FullServer(config.loaded_app, self._settings.max_connections)
         self._counts = counts
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting = 0

@@ -60,9 +60,9 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def answer(request: Request, parse: Callable[[bytes], Call | TokenizerCall]) -> Response:
-    """The response to any live call, plain or as an event stream; `parse` reads its body.
+    """Return the response to a live call, plain or as an event stream; `parse` reads its body.
 
-    Raises `ApiError`.
+    Raise `ApiError`.
     """
     state = state_of(request)
     raw = await read_body(request, state.settings.max_body_bytes)
@@ -72,7 +72,7 @@ async def answer(request: Request, parse: Callable[[bytes], Call | TokenizerCall
     request.state.stream_id = live.key.batch  # by which workers log it
     try:
         await live.submit(raw)
-        _note_limit(request, live.at_once)
+        _note_limit(request, live.calls_of_tenant)
         first = await _unless_gone(request, live.first())
         if call.stream and (first.result is None or first.result.succeeded):
             headers = {"x-stream-id": live.key.batch}
@@ -99,11 +99,11 @@ async def _for_a_moment(closing: Coroutine[Any, Any, None]) -> None:
     await asyncio.wait({task}, timeout=_LEAVING_SECONDS)
 
 
-def _note_limit(request: Request, at_once: int) -> None:
-    """Report the limit of the tenant's calls at once, where its key has none by the minute."""
-    if at_once and caller_of(request).requests_per_minute is None:
+def _note_limit(request: Request, calls: int) -> None:
+    """Note the limit of concurrent calls of the tenant, unless its key has a limit per minute."""
+    if calls and caller_of(request).requests_per_minute is None:
         limit = state_of(request).queue.settings.live_calls_per_tenant
-        left = max(0, limit - at_once)
+        left = max(0, limit - calls)
         note_headers(request, rate_limit(limit, left, 0.0 if left else float(_RETRY_SECONDS)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api.http.answer_headers import span
+from api.http.answer_headers import openai_duration
 from api.settings import ApiSettings
 from jobs.store.api_keys import create_key
 from tests.api.scripted_worker import FINGERPRINT, MODEL, ScriptedWorker
@@ -82,7 +82,7 @@ def test_a_limit_by_the_minute_goes_before_that(redis_url: str, tmp_path: Path, 
     ("seconds", "written"), [(0, "0ms"), (0.12, "120ms"), (1, "1s"), (59.2, "1m0s"), (360, "6m0s")]
 )
 def test_a_time_is_written_as_the_hosted_service_does(seconds: float, written: str) -> None:
-    assert span(seconds) == written
+    assert openai_duration(seconds) == written
 
 
 def test_a_stream_and_a_plain_answer_say_the_same_of_the_worker_and_the_tier(
