@@ -56,7 +56,8 @@ def test_many_who_follow_delay_no_call_and_miss_nothing(
 ) -> None:
     """More than there are connections to Redis for all else; theirs end with them."""
     waiting = RequestKey(new_live_id(""), 0)
-    queue.submit(waiting.batch, Request(COMPLETIONS, "later", b"{}", seed=0))
+    body = json.dumps({"model": "later", "prompt": "x", "stream": True}).encode()
+    queue.submit(waiting.batch, Request(COMPLETIONS, "later", body, seed=0))
 
     async def follow() -> list[Any]:
         async with StreamAnswer(api_url, f"/v1/streams/{waiting.batch}") as answer:
