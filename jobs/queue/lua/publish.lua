@@ -9,18 +9,20 @@
 -- the entry of the token stream, accepted, chunks or nil where they are large) each.
 
 local MOST_BYTES_OF_A_GROUP = 8192
+-- First bytes of values in msgpack: a text below 256 bytes, lists of any and of 4 values, nil
+local STR8, ARRAY32, ARRAY_OF_4, NIL = '\217', '\221', '\148', '\192'
 local worker, generated = ARGV[1], tonumber(ARGV[2])
 local lost, named, fences, gone = {}, {}, {}, {}
 local groups_of = {} -- by API process; false for one of the version before, which takes no groups
 
 local function short_text(value)
-  return '\217' .. string.char(#value) .. value
+  return STR8 .. string.char(#value) .. value
 end
 
 local function send_group(api)
   local group = groups_of[api]
   if group and #group.items > 0 then
-    local list = '\221' .. struct.pack('>I4', #group.items) .. table.concat(group.items)
+    local list = ARRAY32 .. struct.pack('>I4', #group.items) .. table.concat(group.items)
     redis.call('XADD', key.api(api), 'MAXLEN', '~', API_ENTRIES, '*', 'g', list)
     redis.call('EXPIRE', key.api(api), API_SECONDS)
   end
@@ -36,8 +38,8 @@ local function send(api, name, entry_id, chunks, accepted)
     notify_api(api, name, entry_id, {'p', chunks, 'a', accepted}, #chunks + #accepted)
     return
   end
-  local shown = #chunks <= MOST_BYTES_OF_AN_API_ENTRY and chunks or '\192'
-  local item = '\148' .. short_text(name) .. short_text(entry_id) .. short_text(accepted) .. shown
+  local shown = #chunks <= MOST_BYTES_OF_AN_API_ENTRY and chunks or NIL
+  local item = ARRAY_OF_4 .. short_text(name) .. short_text(entry_id) .. short_text(accepted) .. shown
   group.items[#group.items + 1] = item
   group.bytes = group.bytes + #item
   if group.bytes >= MOST_BYTES_OF_A_GROUP then
