@@ -10,6 +10,9 @@ from jobs.queue.settings import QueueSettings
 from jobs.settings import setting
 
 ANY = "*"
+PROBED = ("/health", "/ready", "/metrics")
+"""Paths of probes and scrapers: open to every client, by default not logged, and never traced."""
+
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,]+")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -128,7 +131,7 @@ class HttpSettings(QueueSettings):
     )
     disable_uvicorn_access_log: bool = setting(False, "Log no line per answered request.")
     disable_access_log_for_endpoints: str = setting(
-        "/health,/ready,/metrics", "Paths without a line in the access log, with commas.", check=_check_paths
+        ",".join(PROBED), "Paths without a line in the access log, with commas.", check=_check_paths
     )
     disable_fastapi_docs: bool = setting(False, "Do not serve /openapi.json.")
 

@@ -5,10 +5,8 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http_settings import PROBED
 from jobs.tracing import Tracing, mark_failed
-
-UNTRACED = ("/health", "/ready", "/metrics")
-"""Calls of probes and of Prometheus, which would bury the others."""
 
 TRACE: ContextVar[tuple[str | None, str | None]] = ContextVar("trace", default=(None, None))
 """`traceparent` and `tracestate` of the call that is being answered."""
@@ -28,7 +26,7 @@ class Traced:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in UNTRACED:
+        if scope["type"] != "http" or scope["path"] in PROBED:
             await self._app(scope, receive, send)
             return
         span = self._tracing.start("HTTP", "SERVER", *_context_of(Headers(scope=scope)))

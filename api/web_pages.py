@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.auth import needs_no_key
 from api.http.errors import error_response
-from api.http.route_path import PROBED, route_path
-from api.http_settings import ANY, is_loopback
+from api.http.route_path import route_path
+from api.http_settings import ANY, PROBED, is_loopback
 from api.settings import ApiSettings
 from api.threads import KEYS, run_in
 from jobs.protocol import fields

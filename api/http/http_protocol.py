@@ -16,8 +16,8 @@ from uvicorn.server import ServerState
 
 from api.http.errors import error_response
 from api.http.request_ids import RequestIds
-from api.http.route_path import PROBED, route_path
-from api.http_settings import HttpSettings
+from api.http.route_path import route_path
+from api.http_settings import PROBED, HttpSettings
 from jobs.protocol.results import ApiError, encode_json, new_request_id
 
 _TOO_LARGE = 431

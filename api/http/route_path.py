@@ -1,9 +1,6 @@
-"""The path of a request as routes know it, whether a proxy took the root path off or not."""
+"""The path of a request below the root path, which a proxy may have taken off."""
 
 from starlette.types import Scope
-
-PROBED = ("/health", "/ready", "/metrics")
-"""Paths that probes and scrapers call, which are answered to everybody."""
 
 
 def route_path(scope: Scope) -> str:
