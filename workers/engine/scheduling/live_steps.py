@@ -19,6 +19,9 @@ from workers.engine.scheduling.step_time import StepCost
 
 # The least time of a step by that of its decode rows, so that prompts always go on
 _BEYOND_DECODING = 1.15
+# Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
+# prompts that is far too high
+_LEAST_TOKENS = 4
 
 
 class LiveStepTime:
@@ -54,14 +57,14 @@ class LiveStepTime:
         self.seconds -= self._rows_seconds * rows / max(1, self._rows)
 
     def tokens(self, start: int) -> int:
-        """Return how many prompt tokens from position `start` on there is time for: at least one
-        as long as there is any.
+        """Return how many prompt tokens from position `start` on there is time for: at least
+        `_LEAST_TOKENS` as long as there is any.
         """
-        return max(1, self._cost.tokens_within(self.seconds, start)) if self.seconds > 0 else 0
+        return max(_LEAST_TOKENS, self._cost.tokens_within(self.seconds, start)) if self.seconds > 0 else 0
 
     def spend_tokens(self, start: int, count: int) -> None:
         """Take the time of prompt tokens; where they are as many as there was time for, all."""
-        left = self.seconds - self._cost.prompt(start, count)
+        left = max(0.0, self.seconds - self._cost.prompt(start, count))
         self.seconds = 0.0 if count >= self.tokens(start) else left
 
 

@@ -111,6 +111,19 @@ def test_a_long_live_prompt_is_cut_and_batch_requests_give_way_to_it() -> None:
     assert call.ttft < 1.5 * alone + LIVE_STEP
 
 
+def test_a_pause_in_the_first_step_that_counts_does_not_keep_prompts_small() -> None:
+    """No batch request corrects the cost of prompts either."""
+    engine = TimedEngine()
+    engine.add(15, 2, live=False)
+    engine.run_dry()  # the worker's own request: the two cold steps
+    engine.scheduler.step_cost.record(np.zeros(1, np.int32), np.full(1, 32, np.int32), 8.0)
+    calls = []
+    for _ in range(5):
+        calls.append(engine.add(900, 8, live=True))
+        engine.run_dry()
+    assert calls[-1].ttft < 1.0
+
+
 def test_chunks_are_small_before_anything_is_measured() -> None:
     engine = TimedEngine()
     keep_full(engine)

@@ -266,13 +266,13 @@ class ScheduledRun:
         return max(self.setup.live_step, 1.15 * decode) if queues.live.running or queues.live.waiting else math.inf
 
     def _check_time(self, plan: StepPlan, limit: float) -> None:
-        """The prediction is within the limit, but for what has to go on: one row or token each."""
+        """The prediction is within the limit, but for what has to go on: a row, or a few tokens."""
         cost, longest = self.scheduler.step_cost, self.setup.max_model_len
         predicted, added = cost.empty, {added.slot for added in plan.added}
         for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
             decodes = slot in self.decoding and slot not in added
             predicted += cost.decode(1, start) if decodes else cost.prompt(start, count)
-        tolerance = cost.decode(1, longest) + 2 * cost.prompt(longest, 1)
+        tolerance = cost.decode(1, longest) + 2 * cost.prompt(longest, 4)
         assert predicted <= limit + tolerance, "a step beside live requests takes too long"
 
     def _fail(self, plan: StepPlan) -> None:
