@@ -19,6 +19,9 @@ from workers.engine.scheduling.step_time import StepCost
 
 # The least time of a step by that of its decode rows, so that prompts always go on
 _BEYOND_DECODING = 1.15
+# The same by an empty step where no live stream would wait for it: cut finer, a prompt on a device
+# with slow steps would take several times as long as whole
+_WITHOUT_STREAMS = 3.0
 # Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
 # prompts that is far too high
 _LEAST_TOKENS = 4
@@ -36,7 +39,8 @@ class LiveStepTime:
         live = cost.empty + cost.decode(len(step.starts), sum(step.starts))
         contexts = [request.computed for request in decoding(batch.running)]
         self._rows, self._rows_seconds = len(contexts), cost.decode(len(contexts), sum(contexts))
-        limit = max(limit, _BEYOND_DECODING * (live + self._rows_seconds))
+        prompt_limit = 0.0 if step.starts else _WITHOUT_STREAMS * cost.empty
+        limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
         share = BATCH_SHARE if batch.running or batch.waiting else 0.0
         self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
         self.seconds = limit - live - self._kept_seconds

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.workers.engine.scheduling import timed
 from tests.workers.engine.scheduling.integrity import check_pool
 from tests.workers.engine.scheduling.test_scheduler import make_scheduler, request, run_dry, step
 from tests.workers.engine.scheduling.timed import LIVE_STEP, TimedCall, TimedEngine, TimedStep
@@ -109,6 +110,18 @@ def test_a_long_live_prompt_is_cut_and_batch_requests_give_way_to_it() -> None:
     steps = serve(engine, call)
     assert max(step.seconds for step in steps) < 1.1 * LIVE_STEP
     assert call.ttft < 1.5 * alone + LIVE_STEP
+
+
+def test_on_a_device_with_slow_steps_a_live_prompt_alone_is_not_cut_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 7B parameters, whose weights are read in 230 ms."""
+    monkeypatch.setattr(timed, "DEVICE", (0.23, 2e-3, 1e-6, 14e-3, 1e-7))
+    engine = TimedEngine()
+    for _ in range(6):
+        engine.add(600, 20, live=False)
+    engine.run_dry()
+    call = engine.add(900, 3, live=True)
+    engine.run_dry()
+    assert call.ttft < 2 * (0.23 + 900 * 14e-3)
 
 
 def test_a_pause_in_the_first_step_that_counts_does_not_keep_prompts_small() -> None:

@@ -261,6 +261,7 @@ class ScheduledRun:
         """Return how long the next step may take: for ever without live requests."""
         queues, cost = self.scheduler._queues, self.scheduler.step_cost
         self.decoding = {request.slot for request in queues.running if request.known - request.computed == 1}
+        self.streams = self.decoding & {request.slot for request in queues.live.running}
         contexts = [request.computed for request in queues.running if request.slot in self.decoding]
         decode = cost.empty + cost.decode(len(contexts), sum(contexts))
         return max(self.setup.live_step, 1.15 * decode) if queues.live.running or queues.live.waiting else math.inf
@@ -272,6 +273,8 @@ class ScheduledRun:
         for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
             decodes = slot in self.decoding and slot not in added
             predicted += cost.decode(1, start) if decodes else cost.prompt(start, count)
+        if self.streams.isdisjoint(plan.slots.tolist()):
+            limit = max(limit, 3 * cost.empty)
         tolerance = cost.decode(1, longest) + 2 * cost.prompt(longest, 4)
         assert predicted <= limit + tolerance, "a step beside live requests takes too long"
 
