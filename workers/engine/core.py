@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # One admission batch is a 16th of the slots, where steps without a prompt are CUDA graphs
 _ADMISSION_BATCHES = 16
+# Of the steps' time, what abandoned ones may lose, and how many seconds of that are saved up
+_LOST_SHARE, _MOST_LOST_SECONDS = 0.05, 5.0
 _SINGLE_TOKEN_TRIES = 3
 _SINGLE_TOKEN_PAUSE = 0.2  # seconds
 
@@ -68,6 +70,7 @@ class EngineCore:
         self._serving = False
         self._interruption = executor.interruption
         self._interruptible_until = 0.0  # by time.perf_counter()
+        self._may_lose = _MOST_LOST_SECONDS  # by steps that are abandoned
         self._live_received = self._live_taken = 0  # messages
         self._trace = StepTrace(Path(config.profile), config.device) if config.profile else None
         if config.nvtx:
@@ -173,6 +176,7 @@ class EngineCore:
             try:
                 launched = self._launch(plan)
             except StepAbandoned:
+                self._may_lose -= time.perf_counter() - began
                 self.scheduler.undo(plan)
                 return self._retire() if self._launched else self.scheduler.ended()
             except StepOutOfMemory as error:
@@ -221,12 +225,14 @@ class EngineCore:
 
     def _prepare_interruption(self, interruption: "Interruption", plan: StepPlan) -> None:
         """Set until when this step may be abandoned: while more of it is left than a live step
-        takes.
+        takes, unless too much was lost already. Live requests that come more often than a batch's
+        steps end would stop the batch.
 
         A live request may have arrived since the inbox was emptied.
         """
-        cost = self.scheduler.step_cost
-        long = 0.0 if self.scheduler.has_live else cost.predict(plan.starts, plan.counts) - self._live_step_seconds
+        cost, long = self.scheduler.step_cost, 0.0
+        if self._may_lose > 0 and not self.scheduler.has_live:
+            long = cost.predict(plan.starts, plan.counts) - self._live_step_seconds
         self._interruptible_until = time.perf_counter() + long
         interruption.clear()
         if long > 0 and self._live_received > self._live_taken:
@@ -271,6 +277,7 @@ class EngineCore:
         self._last = launched
         cost = self.scheduler.step_cost
         cost.record(plan.starts, plan.counts, seconds)
+        self._may_lose = min(_MOST_LOST_SECONDS, self._may_lose + _LOST_SHARE * seconds)
         if cost.known:
             self.scheduler.admission.step_cost_tokens = cost.empty / cost.prompt(0, 1)
 

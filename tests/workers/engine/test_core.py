@@ -1,6 +1,8 @@
 """The core's loop with a real model, without a process around it."""
 
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -203,6 +205,36 @@ def test_a_step_of_batch_requests_alone_is_abandoned_for_a_live_one(depth: int, 
     assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens
     if live:
         assert outputs[0].request_ids[0] == first.request_id
+
+
+def test_live_requests_that_end_at_once_do_not_stop_a_batch() -> None:
+    """One arrives in the middle of each long step, and fails; the batch ends nevertheless."""
+    core, inbox, outputs = make_core(live_step_ms=1.0), SimpleQueue[ToCore](), list[StepOutput]()
+    for _ in range(4):  # a step counts as one of a second
+        core.scheduler.step_cost.record(np.zeros(1, np.int32), np.full(1, 20, np.int32), 1.0)
+    core._may_lose = 0.02
+    ids, forward = itertools.count(1000), core._executor.runner.model.forward
+
+    def interrupted(input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if len(input_ids) > 4 and not finishes(outputs).keys() & set(range(1000)):
+            message = AddRequests([EngineRequest(next(ids), [], [], GREEDY, live=True)])
+            inbox.put(message)
+            core.interrupt_for(message)
+            assert next(ids) < 1400, "the batch starves"
+            time.sleep(0.005)  # of the step's time
+        return forward(input_ids, *others)
+
+    core._executor.runner.model.forward = interrupted  # type: ignore[method-assign]
+
+    def emit(output: StepOutput) -> None:
+        outputs.append(output)
+        if len(finishes(outputs).keys() & set(range(1000))) == len(requests()):
+            inbox.put(Shutdown())
+
+    inbox.put(AddRequests(requests()))
+    core.run(inbox, emit)
+    tokens = {number: each for number, each in collect(outputs).items() if number < 1000}
+    assert list(dict(sorted(tokens.items())).values()) == reference(MODEL).tokens
 
 
 class TightExecutor:
