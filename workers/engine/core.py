@@ -203,6 +203,7 @@ class EngineCore:
                 self.scheduler.add(request, made)
             else:
                 self.scheduler.refuse(request, Finish.ERROR, made)
+        self.scheduler.expect_live(self._guides.live_wait)
 
     def _launch(self, plan: StepPlan) -> "LaunchedStep":
         """Launch a step.

@@ -62,6 +62,11 @@ class GuideCompiler:
         """Requests that wait for their guides."""
         return len(self._waiting)
 
+    @property
+    def live_wait(self) -> bool:
+        """Return whether a live one is among them."""
+        return any(request.live for request in self._waiting.values())
+
     def set_vocabulary(self, tokens: list[bytes]) -> None:
         self._vocabulary = Vocabulary(tokens, self._vocab_size)
         self._compiled.clear()

@@ -43,6 +43,7 @@ class RequestQueues:
     def __init__(self, kv_cache: KVCache, slots: SlotPool, policy: AdmissionPolicy, stats: Stats) -> None:
         self.live = PriorityClass()
         self.batch = PriorityClass()
+        self.expects_live = False  # one waits elsewhere, and will be added
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self._slots = slots
@@ -50,6 +51,11 @@ class RequestQueues:
         self._stats = stats
         self._batch_slots = max(1, int(BATCH_SHARE * slots.size))
         self._batch_blocks = int(BATCH_SHARE * self._pool.num_blocks)
+
+    @property
+    def has_live(self) -> bool:
+        """Return whether a live request runs or waits."""
+        return bool(self.live.running or self.live.waiting or self.expects_live)
 
     @property
     def running(self) -> list[RequestState]:

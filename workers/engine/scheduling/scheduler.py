@@ -92,7 +92,11 @@ class Scheduler:
     @property
     def has_live(self) -> bool:
         """Return whether a live request runs or waits."""
-        return bool(self._queues.live.running or self._queues.live.waiting)
+        return self._queues.has_live
+
+    def expect_live(self, expected: bool) -> None:
+        """Say whether a live request waits elsewhere, so that steps are short when it comes."""
+        self._queues.expects_live = expected
 
     def add(self, request: EngineRequest, guide: Guide | None = None) -> None:
         """Add a request; one that cannot run, or has nothing left to generate, ends at once.

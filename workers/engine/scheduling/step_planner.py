@@ -43,7 +43,7 @@ class StepPlanner:
     def plan(self, step: StepBuilder) -> None:
         """Fill the step."""
         queues, self._time = self._queues, None
-        if queues.live.running or queues.live.waiting:
+        if queues.has_live:
             self._plan_live(step)
         else:
             self._advance(queues.batch.running, step)

@@ -67,6 +67,20 @@ def test_a_long_compile_holds_up_no_other_request(depth: int, gate: Gate) -> Non
     assert gate.compiled.count(choice("later")) == 1
 
 
+def test_a_live_request_counts_as_waiting_while_its_guide_is_made(gate: Gate) -> None:
+    core = guided_core()
+    held = request(1, choice("later"))
+    held.live = True
+    core.add([held, request(2, choice("later")), plain(3)])
+    core.step()
+    assert core.scheduler.has_live
+    core.abort([1])
+    core.step()
+    assert not core.scheduler.has_live
+    gate.open.set()
+    drive(core, {2, 3})
+
+
 def test_a_request_that_waits_for_its_guide_can_be_aborted(gate: Gate) -> None:
     core = guided_core()
     core.add([request(1, choice("later")), request(2, choice("later"))])

@@ -102,6 +102,22 @@ def test_live_rows_come_first_and_batch_prompts_give_way_first() -> None:
     assert sum(plan.counts[4:].tolist()) < 50
 
 
+@DEPTHS
+def test_steps_are_short_too_while_a_live_request_is_expected(depth: int) -> None:
+    """Its grammar is being compiled."""
+    engine = TimedEngine(depth=depth)
+    warm(engine)
+    engine.run_dry()
+    keep_full(engine)
+    engine.scheduler.expect_live(True)
+    before = len(engine.steps)
+    warm(engine, 20)
+    assert max(step.seconds for step in engine.steps[before:]) < 1.15 * LIVE_STEP
+    engine.scheduler.expect_live(False)
+    warm(engine, 5)
+    assert engine.steps[-1].seconds > 2 * LIVE_STEP
+
+
 def test_a_long_live_prompt_is_cut_and_batch_requests_give_way_to_it() -> None:
     engine = TimedEngine()
     warm(engine)
