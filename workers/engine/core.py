@@ -203,7 +203,8 @@ class EngineCore:
                 self.scheduler.add(request, made)
             else:
                 self.scheduler.refuse(request, Finish.ERROR, made)
-        self.scheduler.expect_live(self._guides.live_wait)
+        # Where live requests came so often that no more steps may be abandoned, short ones are due
+        self.scheduler.expect_live(self._guides.live_wait or self._may_lose <= 0)
 
     def _launch(self, plan: StepPlan) -> "LaunchedStep":
         """Launch a step.
