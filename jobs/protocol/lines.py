@@ -23,7 +23,8 @@ Readers recurse, and how far they come depends on who calls them; this they all 
 _MOST_VALUES = 2_000_000  # in one text; an empty one of 3 bytes takes up to 100 as an object
 
 _STEPS = [{ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}.get(byte, 0) for byte in range(256)]
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# One that never ends reaches to the end: else the search would begin again at each quote inside
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _AT_ONCE = 4096  # brackets; the depth is found out soon where it is too much
 _NO_BRACKETS = bytes(byte for byte, step in enumerate(_STEPS) if step == 0)
 

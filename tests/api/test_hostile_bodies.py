@@ -32,6 +32,7 @@ def nested(opening: bytes, inner: bytes, closing: bytes, count: int) -> bytes:
 REFUSED = {
     "arrays in arrays": nested(b"[", b"", b"]", MOST // 2),
     "arrays that never end": b"[" * MOST,
+    "a string that never ends": b"[" * 1000 + b'"' + b'\\"' * (MOST // 2),
     "objects in objects": nested(b'{"a":', b"1", b"}", MOST // 6),
     "empty arrays": with_raw("metadata", b"[" + b"[]," * (MOST // 3) + b"1]"),
     "digits": with_raw("seed", b"1" * MOST),
