@@ -55,10 +55,17 @@ class HttpProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE or not self.conn.trailing_data[0]:
+        if not self._waits_for_the_client():
             self._unset_head_timer()
         elif self._head_timer is None:  # the first part of one more head on the same connection
             self._set_head_timer()
+
+    def _waits_for_the_client(self) -> bool:
+        """Return whether a head is to come, or the rest of a body whose answer was sent: uvicorn
+        ends its own timer with the first byte of either.
+        """
+        theirs = self.conn.their_state
+        return theirs is h11.IDLE or (theirs is h11.SEND_BODY and self.conn.our_state is h11.DONE)
 
     def send_400_response(self, msg: str) -> None:
         error = sys.exception()  # called while it is handled

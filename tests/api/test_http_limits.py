@@ -56,6 +56,15 @@ def test_a_head_that_does_not_arrive_in_time_is_answered_408(api: Api) -> None:
             assert error_of(answer_on(connection)) == (408, "request_head_timeout")
 
 
+@pytest.mark.parametrize("rest", [b"x", b"xx"], ids=["in part", "all of it"])
+def test_the_rest_of_a_body_that_comes_after_its_answer_keeps_no_connection(api: Api, rest: bytes) -> None:
+    with api(timeout_head=0.3) as url, connected(url) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n")
+        assert answer_on(connection).status == 200
+        connection.sendall(rest)
+        assert connection.recv(1) == b""
+
+
 def test_a_connection_on_which_nothing_comes_is_closed(api: Api) -> None:
     with api(timeout_head=0.2) as url, connected(url) as connection:
         assert connection.recv(1) == b""
