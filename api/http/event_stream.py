@@ -66,7 +66,7 @@ class EventStream(Response):
         """One timer for the whole stream, not one per event: it is set anew when it has run out."""
         wait = self._ping_seconds
         while not (await asyncio.wait({sending, leaving}, timeout=wait, return_when=asyncio.FIRST_COMPLETED))[0]:
-            wait = self._quiet_since + self._ping_seconds - time.monotonic()
+            wait = min(self._quiet_since + self._ping_seconds - time.monotonic(), self._ping_seconds)
             if wait <= 0:
                 self._quiet_since, wait = time.monotonic(), self._ping_seconds
                 await send({"type": "http.response.body", "body": _PING, "more_body": True})

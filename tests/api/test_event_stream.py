@@ -74,3 +74,21 @@ def test_a_client_that_does_not_read_gets_no_pings_and_its_leaving_ends_the_stre
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == [b"", b"first"]
     assert closed == [True]
+
+
+def test_a_client_that_reads_on_after_a_pause_is_pinged_again() -> None:
+    async def run() -> list[bytes]:
+        async def events() -> AsyncIterator[bytes]:
+            client.reads.clear()
+            yield b"first"
+            while b": ping\n\n" not in client.bodies:
+                await asyncio.sleep(0.01)
+
+        client = ScriptedReceiver()
+        task = asyncio.create_task(client.get(EventStream(events(), 0.05)))
+        await asyncio.sleep(0.2)  # several times as long as until a ping
+        client.reads.set()
+        await task
+        return client.bodies
+
+    assert asyncio.run(asyncio.wait_for(run(), 60))[:3] == [b"", b"first", b": ping\n\n"]
