@@ -45,6 +45,7 @@ class AccessLog:
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
     host, port = scope.get("client") or ("-", 0)
+    host = quote(host, safe=":")  # a header of a proxy, or of who poses as one
     fields = {
         "client": f"{host}:{port}" if port else host,
         "method": scope["method"],

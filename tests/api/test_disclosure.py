@@ -185,10 +185,11 @@ def test_what_a_client_sends_becomes_no_line_of_the_log(
         http.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": evil, "content": evil}]})
         http.post("/v1/batches", json={"input_file_id": evil, "endpoint": evil, "completion_window": evil})
         http.post("/v1/files", files={"file": (evil.replace("\0", ""), b"{}")}, data={"purpose": evil})
+    given = ("user-agent", "x-request-id", "x-forwarded-for")
     for path in (f"/{encoded}", f"/v1/streams/{encoded}", f"/v1/files/{encoded}", f"/v1/models/{encoded}"):
         for method in ("GET", "DELETE", "BREW"):
-            exchange(api_url, head("user-agent: \x1b[2Jevil", "x-request-id: \x1b[2Jevil", method=method, path=path))
-    own = [record for record in caplog.records if not record.name.startswith(("httpcore", "httpx"))]
+            exchange(api_url, head(*(f"{name}: \x1b[2Jevil" for name in given), method=method, path=path))
+    own = [record for record in caplog.records if not record.name.startswith(("httpcore", "httpx", "uvicorn.access"))]
     written = [f"{record.getMessage()}{record.exc_text or ''}" for record in own]
     assert [text for text in written if "evil" in text and not text.isprintable()] == []
 
