@@ -5,6 +5,7 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -62,7 +63,7 @@ class HttpServer(uvicorn.Server):
             listener.setblocking(False)
             self._start(self._accept(listener))
         if self._settings.enable_ssl_refresh and self.config.ssl is not None:
-            self._start(tls.refresh(self.config.ssl, self._settings))
+            self._start(tls.refresh(self._settings, self._use))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and end what runs."""
@@ -125,6 +126,9 @@ class HttpServer(uvicorn.Server):
             raise
         finally:
             self._connecting -= 1
+
+    def _use(self, context: ssl.SSLContext | None) -> None:
+        self.config.ssl = context
 
     def _protocol(self) -> HttpProtocol:
         return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._settings, self._full)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import ssl
+from collections.abc import Callable
 
 from api.http_settings import HttpSettings
 from jobs.errors import SettingsError
@@ -34,8 +35,9 @@ def server_context(settings: HttpSettings) -> ssl.SSLContext | None:
     return context
 
 
-async def refresh(context: ssl.SSLContext, settings: HttpSettings) -> None:
-    """Load the files again whenever they change; connections that exist keep what they have.
+async def refresh(settings: HttpSettings, use: Callable[[ssl.SSLContext | None], None]) -> None:
+    """Have new connections use a new context whenever the files change: one that exists would go on
+    to trust authorities that were taken out.
 
     Files that do not fit, as between the writes of a key and its certificate, are left for the next
     look.
@@ -47,8 +49,7 @@ async def refresh(context: ssl.SSLContext, settings: HttpSettings) -> None:
         if found == loaded:
             continue
         try:
-            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), settings)  # a failure would leave half of them behind
-            _load(context, settings)
+            use(server_context(settings))
         except SettingsError as error:
             logger.warning("TLS files changed and cannot be used yet: %s", error)
             continue

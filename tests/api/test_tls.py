@@ -92,10 +92,29 @@ def test_new_certificates_are_taken_while_it_runs(
         assert not _is_trusted(url, old)
 
 
+def test_an_authority_that_is_taken_out_is_trusted_no_more(
+    redis_url: str, tmp_path: Path, files: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "CHECK_SECONDS", 0.05)
+    other = make_certificates(tmp_path / "other")
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_text(Path(files.authority).read_text() + Path(other.authority).read_text())
+    one, another = files.client_context(with_certificate=True), files.client_context()
+    another.load_cert_chain(other.client)
+    settings = settings_of(
+        redis_url, tmp_path, files, ssl_ca_certs=str(authorities), ssl_cert_reqs=2, enable_ssl_refresh=True
+    )
+    with running_api(settings, scheme="https") as url:
+        assert (status(url, one), status(url, another)) == (200, 200)
+        authorities.write_text(Path(files.authority).read_text())
+        wait_until(lambda: not _is_trusted(url, another), 60, "the other authority to be forgotten")
+        assert status(url, one) == 200
+
+
 def _is_trusted(url: str, context: ssl.SSLContext) -> bool:
     try:
         return status(url, context) == 200
-    except httpx.ConnectError:
+    except httpx.TransportError:  # in TLS 1.3 that of a client is refused after its handshake
         return False
 
 
