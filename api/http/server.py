@@ -19,6 +19,7 @@ from api.http.listening import ConnectionCounts
 from api.http_settings import HttpSettings
 
 _OTHER_FILES = 128  # that a process has open besides its connections
+_REFUSED_AT_ONCE = 64  # connections beyond the limit that get an answer
 _WAITS = 5
 _WAIT_SECONDS = 0.001
 _PAUSE_SECONDS = 1.0  # until there may be a free descriptor
@@ -93,6 +94,9 @@ class HttpServer(uvicorn.Server):
                 logger.error("cannot accept connections, trying again in %g s: %s", _PAUSE_SECONDS, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
+            if self._connections >= self._settings.max_connections + _REFUSED_AT_ONCE:
+                connection.close()  # else those that say nothing would use up the files of all calls
+                continue
             connection.setblocking(False)
             self._connecting += 1
             self._publish()
@@ -133,9 +137,13 @@ class HttpServer(uvicorn.Server):
     def _protocol(self) -> HttpProtocol:
         return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._settings, self._full)
 
+    @property
+    def _connections(self) -> int:
+        return len(self.server_state.connections) + self._connecting
+
     def _publish(self) -> None:
         if self._counts is not None:
-            self._counts.publish(len(self.server_state.connections) + self._connecting)
+            self._counts.publish(self._connections)
 
 
 def _most_connections(settings: HttpSettings) -> int:
@@ -144,7 +152,8 @@ def _most_connections(settings: HttpSettings) -> int:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    return settings.max_connections if soft < 0 else max(1, min(settings.max_connections, soft - _OTHER_FILES))
+    left = soft - _OTHER_FILES - _REFUSED_AT_ONCE
+    return settings.max_connections if soft < 0 else max(1, min(settings.max_connections, left))
 
 
 async def _readable(listener: socket.socket) -> None:

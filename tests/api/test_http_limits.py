@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from api.http import server
 from api.settings import ApiSettings
 from tests.support.api_server import running_api
 from tests.support.certificates import make_certificates
@@ -63,6 +64,15 @@ def test_the_rest_of_a_body_that_comes_after_its_answer_keeps_no_connection(api:
         assert answer_on(connection).status == 200
         connection.sendall(rest)
         assert connection.recv(1) == b""
+
+
+def test_few_connections_beyond_the_limit_are_kept(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that say nothing get no 503 either, and would use up the files that calls need."""
+    monkeypatch.setattr(server, "_REFUSED_AT_ONCE", 1)
+    with api(max_connections=1) as url, connected(url) as first, connected(url) as beyond, connected(url) as dropped:
+        assert dropped.recv(1) == b""
+        assert get(first).status == 200
+        assert error_of(get(beyond)) == (503, "server_full")
 
 
 def test_a_connection_on_which_nothing_comes_is_closed(api: Api) -> None:
@@ -153,7 +163,7 @@ def test_rubbish_in_a_body_after_the_answer_began_ends_the_connection(
 
 
 def test_the_limit_of_open_files_is_kept_too(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.http.server.resource.getrlimit", lambda _: (131, 131))
+    monkeypatch.setattr("api.http.server.resource.getrlimit", lambda _: (195, 195))
     monkeypatch.setattr("api.http.server.resource.setrlimit", lambda *_: None)
     with api() as url, ExitStack() as stack:
         held = [stack.enter_context(connected(url)) for _ in range(3)]
