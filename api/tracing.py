@@ -5,6 +5,7 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http.route_path import route_path
 from api.http_settings import PROBED
 from jobs.tracing import Tracing, mark_failed
 
@@ -26,7 +27,7 @@ class Traced:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PROBED:
+        if scope["type"] != "http" or route_path(scope) in PROBED:  # they would bury the others
             await self._app(scope, receive, send)
             return
         span = self._tracing.start("HTTP", "SERVER", *_context_of(Headers(scope=scope)))

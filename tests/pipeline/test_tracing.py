@@ -58,7 +58,7 @@ def stack() -> Iterator[TracedStack]:
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", receiver.endpoint)  # the framework reads it too
         headers = {"OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=lab"}
         stack.enter_context(running_worker(queue, url, *FLAGS, *traced, **headers))
-        settings = ApiSettings.from_environment(redis_url=url, file_store=folder)
+        settings = ApiSettings.from_environment(redis_url=url, file_store=folder, root_path="/below")
         api_url = stack.enter_context(running_api(settings))
         yield TracedStack(queue, receiver, stack.enter_context(plain_client(api_url)))
 
@@ -183,12 +183,12 @@ def test_what_a_client_does_not_sample_has_no_spans(stack: TracedStack) -> None:
 
 def test_lines_of_a_batch_and_probes_have_no_spans_of_their_own(stack: TracedStack) -> None:
     run_line(stack.queue, "batch_t")
-    assert stack.http.get("/health").status_code == 200
+    assert [stack.http.get(path).status_code for path in ("/health", "/below/health")] == [200, 200]
     trace_id, headers = context(5)
     assert stack.http.post(CHAT, json=chat(), headers=headers).status_code == 200
     stack.receiver.wait_for(trace_id, f"POST {CHAT}", "llm_request")
     assert not [span for span in stack.receiver.spans if "pipeline.batch_id" in span.attributes]
-    assert not [span for span in stack.receiver.spans if span.name.endswith("/health")]
+    assert not [span for span in stack.receiver.spans if span.attributes.get("url.path", "").endswith("/health")]
 
 
 def test_spans_hold_no_text_and_no_key(stack: TracedStack) -> None:
