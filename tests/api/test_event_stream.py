@@ -84,7 +84,7 @@ def test_a_client_that_reads_on_after_a_pause_is_pinged_again() -> None:
             while b": ping\n\n" not in client.bodies:
                 await asyncio.sleep(0.01)
 
-        client = ScriptedReceiver()
+        client = EventTaker()
         task = asyncio.create_task(client.get(EventStream(events(), 0.05)))
         await asyncio.sleep(0.2)  # several times as long as until a ping
         client.reads.set()
