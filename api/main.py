@@ -1,6 +1,7 @@
 """Runs one API process."""
 
 import contextlib
+import gc
 import logging
 import signal
 from types import FrameType
@@ -8,7 +9,6 @@ from types import FrameType
 from api.app import create_app
 from api.http.listening import address, inherited, listening
 from api.http.server import HttpServer
-from api.process import prepare_process
 from api.settings import ApiSettings
 
 _STOP_SECONDS = 10
@@ -27,7 +27,8 @@ def main(settings: ApiSettings) -> None:
         server = HttpServer(create_app(settings), settings, _STOP_SECONDS, counts)
         logger.info("listening on %s", address(listener, "https" if settings.ssl_certfile else "http"))
         signal.signal(signal.SIGTERM, _exit)  # which uvicorn raises again when it has stopped
-        prepare_process()
+        gc.collect()
+        gc.freeze()  # what the imports made stays; collecting it again would hold up every stream
         server.run(sockets=[listener])
 
 
