@@ -97,6 +97,7 @@ class Inbox:
             if self._failure is not None:
                 raise self._failure
             self._news.clear()
+            self._silent = False
             if not await self._comes(seconds):
                 return None
 
@@ -119,8 +120,7 @@ class Inbox:
         if seconds is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._end_silence, seconds)
         await self._news.wait()
-        silent, self._silent = self._silent, False
-        return not silent
+        return not self._silent
 
     def _end_silence(self, seconds: float) -> None:
         left = self._waits_since + seconds - time.monotonic()

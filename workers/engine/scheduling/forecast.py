@@ -72,7 +72,7 @@ class AdmissionForecast:
         request.shared = len(prefix)
         (alive,), curves = self._forecast([request])
         mean, square = float(alive @ self._weights), float(2 * alive * self._times @ self._weights)
-        risk = mean / 4 * self.step_cost_tokens / (self._room * self._size)
+        risk = max(1e-6, mean / 4 * self.step_cost_tokens / (self._room * self._size))
         if risk >= 1:
             return True
         if step >= self._refresh_at:

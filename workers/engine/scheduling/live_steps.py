@@ -4,9 +4,9 @@ Such a step is to take no longer than `--live-step-ms`, since that is the gap th
 live streams see, and how long a live request that arrives waits for its first step. A step takes
 longer only where its decode rows do.
 
-- Prompts of live requests are cut to that time too, whether or not another live request decodes.
-  Cut prompts cost little more, and no later call waits for a long prompt to end. The prompt itself
-  loses no time, since batch requests give way to it.
+- Prompts of live requests are cut to 1.6 times that, whether or not another live request decodes.
+  Cut prompts cost little more, and no live stream has a gap as long as a prompt. The prompt itself
+  loses no time, since batch requests give way to it. Live prompts are computed one after the other.
 - Batch requests have a share of each step, so that endless live requests do not stop them.
 """
 
@@ -22,6 +22,9 @@ _BEYOND_DECODING = 1.15
 # The same by an empty step where no live stream would wait for it: cut finer, a prompt on a device
 # with slow steps would take several times as long as whole
 _WITHOUT_STREAMS = 3.0
+# How much longer a step may take where live prompts fill it, so that many calls that come together
+# do not wait for each other in a device that mostly decodes
+FOR_LIVE_PROMPTS = 1.6
 # Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
 # prompts that is far too high
 _LEAST_TOKENS = 4
@@ -40,15 +43,17 @@ class LiveStepTime:
         contexts = [request.computed for request in decoding(batch.running)]
         self._rows, self._rows_seconds = len(contexts), cost.decode(len(contexts), sum(contexts))
         prompt_limit = 0.0 if step.starts else _WITHOUT_STREAMS * cost.empty
+        live_prompts = FOR_LIVE_PROMPTS * limit
         limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
+        self._beyond = max(0.0, live_prompts - limit)  # for live prompts alone
         share = BATCH_SHARE if batch.running or batch.waiting else 0.0
         self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
-        self.seconds = limit - live - self._kept_seconds
+        self.seconds = limit + self._beyond - live - self._kept_seconds
         step.budget -= self._kept_tokens
 
     def open_to_batch(self, step: StepBuilder) -> None:
         """Give batch requests what was kept for them."""
-        self.seconds += self._kept_seconds
+        self.seconds = max(0.0, self.seconds - self._beyond) + self._kept_seconds
         step.budget += self._kept_tokens
 
     def rows(self) -> int:

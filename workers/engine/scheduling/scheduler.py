@@ -80,6 +80,7 @@ class Scheduler:
         self._launched: deque[StepBuilder] = deque()
         self._live_step_seconds = live_step_seconds
         self._takes_long = False  # the step planned last
+        self._serves_live = False  # a live request has ever come
         self._arrivals = 0
         self._step = 0
         self._output = OutputBuilder()
@@ -106,6 +107,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         self._arrivals += 1
+        self._serves_live = self._serves_live or request.live
         added = RequestState(request, self._arrivals, self.max_model_len, self._eos_token_ids)
         problem = refusal(added, self.max_model_len, self._vocab_size)
         finish, stop_token = (Finish.ERROR, -1) if problem else added.ended_by()
@@ -140,7 +142,7 @@ class Scheduler:
         """Return the next step, or None when nothing can be computed now.
 
         More may become possible once a launched step is retired. No step is planned behind one that
-        takes longer than a live step: a live request that arrives meanwhile would wait for both.
+        takes longer than a live step, once live requests come: the next would wait for both.
         The device then idles between steps, for a small part of their time.
         """
         if len(self._launched) > self.depth:
@@ -165,6 +167,7 @@ class Scheduler:
     def _exceeds_live_step(self, plan: StepPlan) -> bool:
         return (
             self.depth > 0
+            and self._serves_live
             and self.step_cost.known
             and self.step_cost.predict(plan.starts, plan.counts) > self._live_step_seconds
         )

@@ -7,6 +7,7 @@ from tests.workers.engine.scheduling import timed
 from tests.workers.engine.scheduling.integrity import check_pool
 from tests.workers.engine.scheduling.test_scheduler import make_scheduler, request, run_dry, step
 from tests.workers.engine.scheduling.timed import LIVE_STEP, TimedCall, TimedEngine, TimedStep
+from workers.engine.scheduling.live_steps import FOR_LIVE_PROMPTS
 from workers.engine.scheduling.queues import BATCH_SHARE
 from workers.engine.scheduling.scheduler import Scheduler
 
@@ -98,7 +99,7 @@ def test_live_rows_come_first_and_batch_prompts_give_way_first() -> None:
     calls = [engine.calls.index(call) for call in (stream, prompt, *batch)]
     assert order[:4] == calls
     counts = dict(zip(order, plan.counts.tolist(), strict=True))
-    assert 200 < counts[calls[1]] < 400
+    assert 200 * FOR_LIVE_PROMPTS < counts[calls[1]] < 400 * FOR_LIVE_PROMPTS
     assert sum(plan.counts[4:].tolist()) < 50
 
 
@@ -124,7 +125,7 @@ def test_a_long_live_prompt_is_cut_and_batch_requests_give_way_to_it() -> None:
     alone = 0.42e-3 * 900 + 0.11e-6 * 900**2 / 2
     call = engine.add(900, 2, live=True)
     steps = serve(engine, call)
-    assert max(step.seconds for step in steps) < 1.1 * LIVE_STEP
+    assert max(step.seconds for step in steps) < 1.1 * FOR_LIVE_PROMPTS * LIVE_STEP
     assert call.ttft < 1.5 * alone + LIVE_STEP
 
 
@@ -197,7 +198,7 @@ def test_endless_live_requests_leave_batch_requests_their_share(depth: int) -> N
     queues = engine.scheduler._queues
     assert len(queues.live.running) <= 20 - int(20 * BATCH_SHARE)
     assert sum(call.ended for call in engine.calls if not call.live) > ended + 2
-    assert all(step.seconds <= 1.15 * LIVE_STEP for step in steps)
+    assert all(step.seconds <= 1.15 * FOR_LIVE_PROMPTS * LIVE_STEP for step in steps)
     assert min(step.rows - step.live_rows for step in steps) >= 1
 
 

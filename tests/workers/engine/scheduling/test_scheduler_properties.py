@@ -21,6 +21,7 @@ from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, 
 from workers.engine.messages.step import PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.admission import PlainAdmission
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
+from workers.engine.scheduling.live_steps import FOR_LIVE_PROMPTS
 from workers.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 11
@@ -273,6 +274,9 @@ class ScheduledRun:
         for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
             decodes = slot in self.decoding and slot not in added
             predicted += cost.decode(1, start) if decodes else cost.prompt(start, count)
+        live = {request.slot for request in self.scheduler._queues.live.running}
+        if not live.isdisjoint({*plan.slots.tolist()} - (self.decoding - added)):
+            limit = max(limit, FOR_LIVE_PROMPTS * self.setup.live_step)
         if self.streams.isdisjoint(plan.slots.tolist()):
             limit = max(limit, 3 * cost.empty)
         tolerance = cost.decode(1, longest) + 2 * cost.prompt(longest, 4)
