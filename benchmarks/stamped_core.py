@@ -78,7 +78,7 @@ def read_stamps(path: Path) -> list[Note]:
 
 
 class Notes:
-    """A file that has each note at once: nobody waits for the end of a core."""
+    """A file that has each note at once, not only at the end of a core."""
 
     def __init__(self) -> None:
         self._file = open(os.environ[STAMPS], "ab", buffering=0)  # noqa: SIM115
@@ -123,7 +123,7 @@ def main() -> int:
     return core_process.main()
 
 
-def _serve_paced(config: EngineConfig, inbox: "SimpleQueue[ToCore]", sender: FrameSender) -> None:
+def _serve_paced(config: EngineConfig, inbox: "SimpleQueue[ToCore]", sender: FrameSender, *_: object) -> None:
     slots = config.max_num_seqs or 64
     ready = Ready(
         max_model_len=config.max_model_len or 1024,
