@@ -79,7 +79,7 @@ def test_a_model_has_no_more_than_it_may(small: Queue) -> None:
 
 
 def test_bytes_are_limited_but_for_a_single_call(redis_client: redis.Redis) -> None:
-    queue = Queue(redis_client, QueueSettings(live_bytes_per_tenant=1000, live_bytes_per_model=2500))
+    queue = Queue(redis_client, QueueSettings(live_bytes_per_tenant=1000, live_bytes_per_model=2600))
     queue.submit(f"{GREEDY}0", request(body=b"x" * 2000))
     with pytest.raises(TooManyCalls):
         queue.submit(f"{GREEDY}1", request(body=b"x"))
