@@ -56,7 +56,7 @@ def test_a_thousand_streams_outlast_a_worker_and_an_api_process(
     with running_fleet(folder, api=True, max_num_seqs=1024, kind=StormFleet) as fleet:
         assert fleet.api_url is not None
         urls = [fleet.api_url, *(fleet.add_api() for _ in range(apis - 1))]
-        ask_once(urls)
+        ask_once(fleet, urls)
         before = Rest(fleet, urls)
         rng = random.Random(seed)
         storm = Storm(urls, rng.sample(questions(), STREAMS), rng)
@@ -66,7 +66,7 @@ def test_a_thousand_streams_outlast_a_worker_and_an_api_process(
         assert storm.faults == []
         assert storm.right == STREAMS // 2
         assert {name: len(exits) for name, exits in fleet.exits.items()} == {"api": 1, "worker-0": 1}
-        ask_once(urls)
+        ask_once(fleet, urls)
         before.wait_for_it()
 
 
@@ -83,10 +83,12 @@ def questions() -> list[StormQuestion]:
     ]
 
 
-def ask_once(urls: list[str]) -> None:
-    """One call to each API process, so that all is there that an idle one has."""
+def ask_once(fleet: LocalFleet, urls: list[str]) -> None:
+    """One call to each API process, so that all is there that an idle one has; one that was killed
+    may not be back yet.
+    """
     for url in urls:
-        wait_until(partial(answers, url), 60, "an answer")
+        fleet.wait(partial(answers, url), 60, "an answer")
 
 
 async def rage(fleet: LocalFleet, storm: Storm, hold: Path) -> None:
