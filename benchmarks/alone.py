@@ -12,7 +12,6 @@ hour.
 
 import asyncio
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 
 from benchmarks.driving import running_engine
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.peers import LlamaCpp, NoPeer, llama_cpp_version, running_llama_cpp
+from benchmarks.peers import LlamaCpp, peer_versions, running_llama_cpp
 from benchmarks.report import arguments, by_turns, write_report
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.core import EngineRequest, SamplingParams
@@ -31,7 +30,7 @@ PROMPT, OUTPUT = 144, 80  # tokens
 LLAMA_CPP = {"gpt2-124m": {"bf16": 159.0, "q8_0": 208.0}}
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
     parser.add_argument("--requests", type=int, default=7, help="one after the other; the median counts")
@@ -41,18 +40,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.against and SHAPES[args.model]["model_type"] != "gpt2":
         parser.error("--against llama.cpp takes shapes of GPT-2's family alone")
-    try:
-        versions = {"llama_cpp_python": llama_cpp_version()} if args.against else {}
-    except NoPeer as error:
-        print(error, file=sys.stderr)
-        return 2
+    versions = peer_versions(args.against)
     model_folder(args.model)
     with ExitStack() as stack:
         peer = stack.enter_context(running_llama_cpp(args.model)) if args.against else None
         figures = asyncio.run(measure(args.model, args.requests, args.seed, peer))
     name = f"alone-{args.model}"
     write_report(f"{name}-llama-cpp" if args.against else name, figures, args.out, args.seed, **versions)
-    return 0
 
 
 async def measure(model: str, requests: int, seed: int, peer: LlamaCpp | None = None) -> dict[str, Any]:
@@ -102,4 +96,4 @@ def _times(arrivals: list[float]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,7 +11,6 @@ prefix cache is emptied before each of its turns.
 
 import asyncio
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -19,13 +18,13 @@ from typing import Any
 from benchmarks.driving import run_pass, running_engine, workload
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.peak import matrix_peak
-from benchmarks.peers import NoPeer, Vllm, running_vllm, vllm_version
+from benchmarks.peers import Vllm, peer_versions, running_vllm
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.work import shape_of, share_of
 from workers.engine.messages.core import EngineRequest
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
     parser.add_argument(
@@ -39,18 +38,13 @@ def main() -> int:
     parser.add_argument("--against", choices=("vllm",), help="the engine to take turns with")
     args = parser.parse_args()
     name = f"engine-{args.model}-{args.kind}-{args.requests}"
-    try:
-        versions = {"vllm": vllm_version()} if args.against else {}
-    except NoPeer as error:
-        print(error, file=sys.stderr)
-        return 2
+    versions = peer_versions(args.against)
     model_folder(args.model)
     requests = workload(args.model, args.kind, args.requests, args.seed)
     with ExitStack() as stack:
         peer = stack.enter_context(running_vllm(args.model)) if args.against else None
         figures = measure(args.model, requests, args.turns, peer)
     write_report(f"{name}-vllm" if peer else name, figures, args.out, args.seed, **versions)
-    return 0
 
 
 def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | None = None) -> dict[str, Any]:
@@ -116,4 +110,4 @@ def _bound(model: str, figures: dict[str, Any], peak: float) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

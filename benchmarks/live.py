@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import live_beside, live_peer, live_streams
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.peers import NoPeer, vllm_version
+from benchmarks.peers import peer_versions
 from benchmarks.report import arguments, write_report
 from benchmarks.servers import Server, running_pipeline
 
@@ -28,24 +28,19 @@ PARTS = ("idle", "beside", "streams")
 _SETTLING_SECONDS = 5.0  # after the start
 
 
-def main() -> int:
+def main() -> None:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the servers
-    try:
-        versions = {"vllm": vllm_version()} if args.against else {}
-    except NoPeer as error:
-        print(error, file=sys.stderr)
-        return 2
+    versions = peer_versions(args.against)
     model_folder(args.model)
     if args.against:
         figures = live_peer.measure(args.model, args.concurrency, args.requests, args.turns, args.seed)
         write_report(f"live-{args.model}-vllm", figures, args.out, args.seed, **versions)
-        return 0
+        return
     with running_pipeline(args.model) as server:
         figures = {part: _MEASURE[part](server, args) for part in args.only}
     parts = "" if args.only == list(PARTS) else "".join(f"-{part}" for part in args.only)
     write_report(f"live-{args.model}{parts}", figures, args.out, args.seed)
-    return 0
 
 
 def _arguments() -> Any:
@@ -86,4 +81,4 @@ _MEASURE = {"idle": _idle, "beside": _beside, "streams": _streams}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

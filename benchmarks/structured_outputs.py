@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -25,7 +24,7 @@ import numpy as np
 
 from benchmarks.driving import running_engine
 from benchmarks.models import SHAPES, model_folder, token_bytes
-from benchmarks.peers import NoPeer, Vllm, running_vllm, vllm_version
+from benchmarks.peers import Vllm, peer_versions, running_vllm
 from benchmarks.processes import cpu_seconds
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.schemas import Schema, any_schema, grammar_text, schema_of_fields
@@ -37,7 +36,7 @@ PROMPT, OUTPUT = 32, 64  # tokens
 FIRST_TOKENS = 500  # schemas whose first token is waited for
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m-151936")
     parser.add_argument("--turns", type=int, default=5, help="of 64 rows with schemas")
@@ -46,11 +45,7 @@ def main() -> int:
     parser.add_argument("--against", choices=("vllm",), help="the engine to take turns with, in place of all else")
     args = parser.parse_args()
     name = f"structured-outputs-{args.model}"
-    try:
-        versions = {"vllm": vllm_version()} if args.against else {}
-    except NoPeer as error:
-        print(error, file=sys.stderr)
-        return 2
+    versions = peer_versions(args.against)
     model_folder(args.model)
     with ExitStack() as stack:
         peer = stack.enter_context(running_vllm(args.model)) if args.against else None
@@ -58,7 +53,6 @@ def main() -> int:
         figures = asyncio.run(work)
     versions |= {"llguidance": metadata.version("llguidance")}
     write_report(f"{name}-vllm" if peer else name, figures, args.out, args.seed, **versions)
-    return 0
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -196,4 +190,4 @@ def _slower(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

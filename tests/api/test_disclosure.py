@@ -65,8 +65,8 @@ def test_what_needs_no_key_tells_no_secret(
     with plain_client(url) as http:
         for path in ("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/nowhere"):
             answer = http.get(path)
-            told = answer.text + str(answer.headers)
-            assert [secret for secret in forbidden if secret in told] == [], path
+            answered = answer.text + str(answer.headers)
+            assert [secret for secret in forbidden if secret in answered] == [], path
 
 
 def test_an_error_tells_nothing_of_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,10 +88,10 @@ def test_an_error_tells_nothing_of_the_server(tmp_path: Path, caplog: pytest.Log
                 http.get("/metrics"),
             ]
     for answer in answers:
-        told = answer.text + str(answer.headers)
-        assert answer.status_code == 503, told
+        answered = answer.text + str(answer.headers)
+        assert answer.status_code == 503, answered
         for word in (PASSWORD, machine.url, "redis.sock", str(tmp_path), "Traceback", ".py", "guarded"):
-            assert word not in told
+            assert word not in answered
     assert PASSWORD not in caplog.text
 
 
