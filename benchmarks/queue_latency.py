@@ -12,8 +12,9 @@ which the socket of the client has its event, both on the machine's monotonic cl
   the same requests on the engine alone;
 - leaving: four calls for each slot of the core, half of them streams, so that some wait in the
   queue; all clients leave at once: how long until the core has the orders to end what it has of
-  them, and until nothing waits;
-- idle: processor time of an idle `pipeline serve`, all its processes together.
+  them, and until nothing waits.
+
+What an idle `pipeline serve` takes is a part of `benchmarks.live`.
 
 The first tokens of a stream count only once all streams have begun; processor time is per output
 token, of each process.
@@ -40,7 +41,7 @@ import httpx
 from benchmarks.control_plane import free_port
 from benchmarks.driving import CONTEXT, greedy, run_pass, running_engine
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.processes import cpu_seconds, family, memory, own_cpu_seconds
+from benchmarks.processes import family, memory, own_cpu_seconds
 from benchmarks.report import arguments, write_report
 from benchmarks.stamped_core import PACE, STAMPS, Aborted, Added, Note, Step, read_stamps
 from benchmarks.stream_client import FIRST_PROMPT_TOKEN, request
@@ -50,9 +51,8 @@ from jobs.queue.request_queue import Queue
 from pipeline.kept_server import KeptServer
 from workers.text.tokenizer import TextTokenizer
 
-_SCENARIOS = ("paced", "engine", "leaving", "idle")
+_SCENARIOS = ("paced", "engine", "leaving")
 _PATIENCE_SECONDS, _LOOK_SECONDS = 120.0, 0.01
-_SETTLE_SECONDS = 5.0  # from a server's first answer to rest
 
 
 def main() -> None:
@@ -62,13 +62,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--pace-ms", type=float, default=50.0, help="of the paced core's steps")
-    parser.add_argument("--idle-seconds", type=float, default=60.0)
     args = parser.parse_args()
     model_folder(args.model)
     for name in args.only:
-        if name == "idle":
-            write_report("queue-latency-idle", idle(args.idle_seconds), args.out)
-            continue
         if name == "leaving":
             figures = leaving(args.model, args.streams, args.pace_ms)
             write_report(f"queue-latency-leaving-{args.streams}", figures, args.out)
@@ -219,20 +215,6 @@ def engine_alone(model: str, streams: int, tokens: int, through_everything: floa
 
     alone = asyncio.run(run())
     return {"engine_alone_tokens_per_second": round(alone, 1), "ratio": round(through_everything / alone, 3)}
-
-
-def idle(seconds: float) -> dict[str, Any]:
-    """Processor time of an idle `pipeline serve`, as a share of a core."""
-    with tempfile.TemporaryDirectory() as scratch:
-        port = free_port()
-        serve = ["pipeline", "serve", "--port", str(port), "--file-store", f"{scratch}/store", "--log-level", "warning"]
-        with _child(serve, {}) as pid:
-            _wait_until_ready(f"http://127.0.0.1:{port}")
-            time.sleep(_SETTLE_SECONDS)
-            before, began = cpu_seconds(pid), time.monotonic()
-            time.sleep(seconds)
-            share = (cpu_seconds(pid) - before) / (time.monotonic() - began)
-            return {"seconds": seconds, "processes": len(family(pid)), "percent_of_a_core": round(100 * share, 2)}
 
 
 @contextmanager
