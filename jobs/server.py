@@ -20,6 +20,8 @@ from jobs.process import die_with_parent
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 _OLDEST_MAJOR = 7
 _PING_SECONDS = 5.0
+_CLOCK_TICKS = 3
+"""Times a second that an idle server wakes up; blocking reads may end one tick late."""
 
 THREE_WAYS = (
     "No Redis found: set REDIS_URL to a running Redis 7.0 / Valkey 7.2 or later, or put redis-server or valkey-server"
@@ -145,6 +147,7 @@ class PrivateServer:
             "daemonize": "no",
             "logfile": str(self.log_path),
             "databases": "4",
+            "hz": str(_CLOCK_TICKS),
         }
         return [part for name, value in options.items() for part in (f"--{name}", value)]
 

@@ -6,12 +6,15 @@ import logging
 import resource
 import socket
 import ssl
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from email.utils import formatdate
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from api.http import tls
 from api.http.http_protocol import FullServer, HttpProtocol
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's, but that it accepts connections one by one.
+    """uvicorn's, but that it never polls, and accepts connections one by one.
 
     asyncio's takes all that wait, so that of several processes the first one awake would get them.
     """
@@ -48,7 +51,9 @@ class HttpServer(uvicorn.Server):
             timeout_keep_alive=settings.timeout_keep_alive,
             timeout_graceful_shutdown=stop_seconds,
         )
+        self._stop_order = _StopOrder()
         super().__init__(config)
+        self.server_state = _DatedState(config)
         config.load()
         config.ssl = tls.server_context(settings)
         self._settings = replace(settings, max_connections=_most_connections(settings))
@@ -56,6 +61,20 @@ class HttpServer(uvicorn.Server):
         self._counts = counts
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting = 0
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether the server is to end; a signal handler and other threads may set it."""
+        return self._stop_order.is_given
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._stop_order.give()
+
+    async def main_loop(self) -> None:
+        """Wait for the order to stop; uvicorn would look for it ten times a second."""
+        await self._stop_order.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept from `sockets`."""
@@ -144,6 +163,49 @@ class HttpServer(uvicorn.Server):
     def _publish(self) -> None:
         if self._counts is not None:
             self._counts.publish(self._connections)
+
+
+class _StopOrder:
+    """An order that a signal handler or another thread may give to the event loop, also before it
+    runs.
+    """
+
+    def __init__(self) -> None:
+        self.is_given = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._came = asyncio.Event()
+
+    def give(self) -> None:
+        self.is_given = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._came.set)
+
+    async def wait(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if not self.is_given:
+            await self._came.wait()
+
+
+class _DatedState(ServerState):
+    """uvicorn's, whose Date header is made when a request needs it, at most once a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._config = config
+        self._second = 0
+        super().__init__()
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that each answer begins with."""
+        if (second := int(time.time())) != self._second:
+            self._second = second
+            self._headers = [(b"date", formatdate(second, usegmt=True).encode()), *self._config.encoded_headers]
+        return self._headers
+
+    @default_headers.setter
+    def default_headers(self, value: list[tuple[bytes, bytes]]) -> None:
+        self._headers = value
 
 
 def _most_connections(settings: HttpSettings) -> int:

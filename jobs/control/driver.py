@@ -102,6 +102,8 @@ class Driver:
             self.queue.redis.delete(keys.driver(self.name))
         finally:
             self._ended.set()
+            with self._changed:
+                self._changed.notify_all()
 
     def _adopt(self, batch: str) -> None:
         """Drive a batch unless it has ended, or a process that is alive drives it."""
@@ -140,6 +142,7 @@ class Driver:
                 logger.error("batch %s: no thread for a slice, which begins later: %s", driven.batch, error)
                 self._slices.end(driven)
                 return
+            self._changed.notify_all()
 
     def _run_slice(self, driven: Driven, turn: Turn) -> None:
         following: Next = "retry"
@@ -190,8 +193,10 @@ class Driver:
 
     def _send_heartbeats(self) -> None:
         """Send those of the slices, by which version 0.1.0 sees that they live."""
-        self._runner.send_heartbeats()
+        with self._changed:
+            self._changed.wait_for(lambda: self._slices.running or self._ended.is_set())
         self._ended.wait(BEAT_SECONDS)
+        self._runner.send_heartbeats()
 
     def _listen(self) -> None:
         """Run slices as claims and commits ask for them, and where one is needed that nothing asked

@@ -34,9 +34,9 @@ from jobs.queue.tasks import (
     Execution,
     ask_for_process,
     drop_old_jobs,
-    executions,
     forget_execution,
     hand_out,
+    leftovers,
     waiting_batches,
     wake,
 )
@@ -113,6 +113,9 @@ class Ticker:
         Two leaders for a moment do no harm: all that they do may be done twice.
         """
         lifetime = int(LEAD_SECONDS * 1000)
+        # Who led a second ago lengthens the lead of its successor at most once
+        if self._leads and self._client.getex(keys.LEADER, px=lifetime) == self._token.encode():
+            return True
         if self._client.set(keys.LEADER, self._token, nx=True, px=lifetime):
             return True
         if self._client.get(keys.LEADER) != self._token.encode():
@@ -135,7 +138,7 @@ class Ticker:
         requeued = self._queue.reap()
         if requeued:
             logger.info("requeued or ended %d requests whose leases expired", requeued)
-        self._look_after_all(self._queue.now())
+        self._look_after_all()
 
     def make_room(self) -> None:
         """A server without memory takes no batches for RQ, and so the finished lines that fill it
@@ -156,16 +159,17 @@ class Ticker:
             except Exception:
                 logger.exception("internal error of the upkeep, which goes on")
 
-    def _look_after_all(self, now: float) -> None:
+    def _look_after_all(self) -> None:
         """Go on at the next tick where a moment was not enough: thousands of windows may close at
         once.
         """
         waiting, records = waiting_batches(self._queue), self._queue.active_batches()
-        ask_for_process(self._queue)
+        if waiting:
+            ask_for_process(self._queue)
         self.upkeep.ended = [batch for batch, fields in records.items() if fields.state in END_STATES]
-        drop_old_jobs(self._queue.rq)
-        self._forget_orphans()
+        self._tidy_rq()
         self._look_for_drivers(records)
+        now = self._queue.now() if records else 0.0
         deadline = time.monotonic() + MOMENT_SECONDS
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
         self._seen = ""
@@ -185,10 +189,13 @@ class Ticker:
         gone = (driver for driver, seconds in zip(named, left, strict=True) if not 0 <= seconds <= ALIVE_SECONDS)
         self._gone = {driver: self._gone.get(driver, now) for driver in gone}
 
-    def _forget_orphans(self) -> None:
-        """Remove what RQ keeps of jobs whose process was killed: a job takes no time."""
-        now = time.monotonic()
-        self._orphans = {one: self._orphans.get(one, now) for one in executions(self._queue.rq)}
+    def _tidy_rq(self) -> None:
+        """Remove jobs of 0.1.0, and what RQ keeps of jobs whose process was killed: a job takes no
+        time.
+        """
+        found, now = leftovers(self._queue.rq), time.monotonic()
+        drop_old_jobs(self._queue.rq, found.old_jobs)
+        self._orphans = {one: self._orphans.get(one, now) for one in found.executions}
         for one, since in self._orphans.items():
             if now - since > STALE_SECONDS:
                 forget_execution(self._queue.rq, one)

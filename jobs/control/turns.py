@@ -20,7 +20,6 @@ OVERRUN_SECONDS = 0.1
 """After this time without a check a turn is not counted any more."""
 
 _POLL_SECONDS = 0.03
-_IDLE_SECONDS = 1.0
 _WAITED_SHARE = 0.1  # of the time waited makes up for as much time served
 
 
@@ -97,9 +96,9 @@ class Turns:
         thread.
         """
         while not self._stopping.is_set():
-            if self._asked.wait(_IDLE_SECONDS):
-                time.sleep(_POLL_SECONDS)
-                self.grant()
+            self._asked.wait()
+            time.sleep(_POLL_SECONDS)
+            self.grant()
 
     def grant(self) -> None:
         """Grant what may be granted now: all turns, once the process stops."""
@@ -118,7 +117,7 @@ class Turns:
             turn.began = time.monotonic()
             self._running.add(turn)
             turn.granted.set()
-        (self._asked.set if self._waiting else self._asked.clear)()
+        (self._asked.set if self._waiting or self._stopping.is_set() else self._asked.clear)()
 
     def _grantable(self) -> list[Turn]:
         if self._stopping.is_set():

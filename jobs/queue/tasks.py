@@ -15,6 +15,7 @@ from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
+from rq.utils import parse_composite_key
 
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
@@ -24,6 +25,7 @@ FUNCTION = "jobs.drive.run"
 """The name of the job's function in RQ. It is no import path."""
 
 _OLD_QUEUES = ("advance", "bulk")  # of 0.1.0
+_QUEUES = (QUEUE, *_OLD_QUEUES)
 _OLD_IDS = ("validate-", "advance-", "finalize-")
 _FAILURE_TTL = 3600
 _CONTROL_SECONDS = 600
@@ -66,19 +68,6 @@ def wake(client: redis.Redis, batch: str) -> None:
         pipeline.execute()
 
 
-def drop_old_jobs(client: redis.Redis) -> None:
-    """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew, also those that a
-    process of it works on, which the lock of their folders keeps apart.
-    """
-    for name in _OLD_QUEUES:
-        jobs = _jobs(client, name)
-        for job in jobs.get_job_ids():
-            if job.startswith(_OLD_IDS):
-                jobs.remove(job)
-                with contextlib.suppress(NoSuchJobError):
-                    _delete(Job.fetch(job, connection=client, serializer=JSONSerializer))
-
-
 class Execution(NamedTuple):
     """A job that RQ takes for running, and which of its runs that is."""
 
@@ -87,15 +76,40 @@ class Execution(NamedTuple):
     run: str
 
 
-def executions(client: redis.Redis) -> set[Execution]:
+class Leftovers(NamedTuple):
+    """What RQ keeps that may be of no use any more."""
+
+    old_jobs: list[tuple[str, str]]
+    """Queue and id of the jobs that 0.1.0 enqueued."""
+    executions: set[Execution]
     """What RQ takes for running: also what ran in processes that were killed, which it would keep
     for over an hour.
     """
-    return {
-        Execution(name, *ids)
-        for name in (QUEUE, *_OLD_QUEUES)
-        for ids in _started(client, name).get_job_and_execution_ids(cleanup=False)
-    }
+
+
+def leftovers(client: redis.Redis) -> Leftovers:
+    """Look for all of them, in one round trip."""
+    with client.pipeline(transaction=False) as pipeline:
+        for name in _OLD_QUEUES:
+            pipeline.lrange(_jobs(client, name).key, 0, -1)
+        for name in _QUEUES:
+            pipeline.zrange(_started(client, name).key, 0, -1)
+        found = [list(map(bytes.decode, ids)) for ids in pipeline.execute()]
+    queued, started = zip(_OLD_QUEUES, found, strict=False), zip(_QUEUES, found[len(_OLD_QUEUES) :], strict=True)
+    return Leftovers(
+        [(name, job) for name, ids in queued for job in ids if job.startswith(_OLD_IDS)],
+        {Execution(name, *parse_composite_key(entry)) for name, ids in started for entry in ids},
+    )
+
+
+def drop_old_jobs(client: redis.Redis, old_jobs: list[tuple[str, str]]) -> None:
+    """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew, also those that a
+    process of it works on, which the lock of their folders keeps apart.
+    """
+    for name, job in old_jobs:
+        _jobs(client, name).remove(job)
+        with contextlib.suppress(NoSuchJobError):
+            _delete(Job.fetch(job, connection=client, serializer=JSONSerializer))
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:

@@ -204,6 +204,8 @@ class FileStore:
 
         Return those that are left when `seconds` were over.
         """
+        if not names:
+            return names
         now, deadline = self._queue.now(), time.monotonic() + seconds
         while names:
             self._queue.commands(command for name in names[:_GROUP] for command in self._reindexed(name, now))

@@ -111,6 +111,7 @@ class AsyncEngine:
         self._death: EngineDeadError | None = None
         self._stopping = False
         self._unfinished = 0
+        self._requested = asyncio.Event()
         self._received = False
         self._hung = ""  # how long it said nothing, in words
         self._outputs: deque[StepOutput] = deque()
@@ -170,6 +171,7 @@ class AsyncEngine:
             self._vocabulary = None
         self._send(AddRequests(requests))
         self._unfinished += len(requests)
+        self._requested.set()
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests wherever they are; each shows once more in a step, with Finish.ABORT,
@@ -285,6 +287,9 @@ class AsyncEngine:
         """
         quiet = 0.0
         while quiet < self.watchdog_timeout.seconds:
+            if not self._unfinished:
+                self._requested.clear()
+                await self._requested.wait()
             interval = min(self.watchdog_timeout.seconds / _CHECKS, _MAX_CHECK_INTERVAL)
             await asyncio.sleep(interval)
             quiet = quiet + interval if self._unfinished and not self._received else 0.0
