@@ -3,7 +3,9 @@
 import os
 import socket
 import threading
+import time
 from contextlib import closing
+from email.utils import parsedate_to_datetime
 
 import pytest
 import uvloop
@@ -45,6 +47,25 @@ def test_what_is_written_goes_out_at_once() -> None:
         finally:
             server.should_exit = True
             thread.join(60)
+
+
+def test_the_date_is_that_of_the_answer() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        server = HttpServer(app, ApiSettings(), 2)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            with connected(f"http://127.0.0.1:{listener.getsockname()[1]}") as connection:
+                for _ in range(2):
+                    began = int(time.time())
+                    wait_until(lambda: int(time.time()) > began, 60, "the next second")  # noqa: B023
+                    headers = get(connection).headers
+                    assert began < parsedate_to_datetime(headers["date"]).timestamp() <= time.time()
+                    assert headers["server"] == "uvicorn"
+        finally:
+            server.should_exit = True
+            thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_the_process_with_the_fewest_connections_accepts_the_next() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import redis
 from click.testing import CliRunner
 from openai.types import Completion
 
@@ -19,7 +20,15 @@ from pipeline.commands.serve import serve
 from tests.pipeline.results import ANSWERS
 from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment
-from tests.support.processes import command_line, cpu_seconds, descendants, send_all, wait_for_rest
+from tests.support.processes import (
+    command_line,
+    cpu_seconds,
+    descendants,
+    environment_of,
+    send_all,
+    wait_for_rest,
+    wake_ups,
+)
 from tests.support.waiting import wait_until
 
 LISTED_AT_FIRST: list[dict[str, object]] = []
@@ -67,6 +76,35 @@ def test_idle_processes_use_next_to_nothing(served: tuple[RunningCommand, str]) 
         return share < 0.01
 
     wait_until(rest_together, 120, "the processes to use less than 1 % of a core together")
+
+
+def test_idle_processes_sleep(served: tuple[RunningCommand, str]) -> None:
+    """Counted per second of the ticker, so that a busy machine changes little."""
+    parent = served[0].process.pid
+    pids = [parent, *descendants(parent)]
+    wait_for_rest(pids, 0.01)
+    [api] = [pid for pid in pids if "pipeline api" in command_line(pid)]
+    variables = dict(entry.partition("=")[::2] for entry in environment_of(api))
+
+    def sleep_most_of_the_time() -> bool:
+        before, began = [wake_ups([api]), wake_ups(pids), commands_of(client)], ticks_of(client)
+        time.sleep(3)  # what is measured is this very time
+        after, ended = [wake_ups([api]), wake_ups(pids), commands_of(client)], ticks_of(client)
+        rates = [(now - then) / (ended - began) for now, then in zip(after, before, strict=True)]
+        print("a second: {:.1f} wake-ups of the API, {:.1f} of all, {:.1f} commands of Redis".format(*rates))
+        return rates[0] < 3 and rates[1] < 52 and rates[2] < 40
+
+    with redis.Redis.from_url(variables["REDIS_URL"]) as client:
+        wait_until(sleep_most_of_the_time, 60, "the processes to sleep")
+
+
+def ticks_of(client: redis.Redis) -> float:
+    """Seconds by the ticker, which notes each."""
+    return int(client.hget("{q}:tick", "time") or 0) / 1000  # type: ignore[arg-type]
+
+
+def commands_of(client: redis.Redis) -> int:
+    return int(client.info("stats")["total_commands_processed"])
 
 
 def test_the_official_client_streams_the_right_tokens(client: openai.OpenAI) -> None:

@@ -31,6 +31,18 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def environment_of(pid: int) -> list[str]:
+    """The variables a process was started with, as NAME=value."""
+    return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+
+
+def wake_ups(pids: Iterable[int]) -> int:
+    """How often threads of these processes have waited for something."""
+    tasks = (status for pid in pids for status in Path(f"/proc/{pid}/task").glob("*/status"))
+    lines = (line.split() for status in tasks for line in status.read_text().splitlines())
+    return sum(int(words[1]) for words in lines if words[0] == "voluntary_ctxt_switches:")
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there and not merely waiting to be noted as ended."""
     try:
