@@ -31,13 +31,13 @@ from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
 from jobs.queue.tasks import (
+    WAITING,
     Execution,
     ask_for_process,
     drop_old_jobs,
     forget_execution,
     hand_out,
     leftovers,
-    waiting_batches,
     wake,
 )
 from jobs.server import ServerError
@@ -88,6 +88,7 @@ class Ticker:
         self._queue = queue
         self._client = queue.redis
         self._leads = False
+        self._upkeep_due = threading.Event()
         self._upkeep_thread = threading.Thread(target=self._run_upkeep, daemon=True)
         self._token = secrets.token_hex(16)
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
@@ -150,10 +151,11 @@ class Ticker:
             logger.warning("failed to drain finished lines from a full Redis: %s", error)
 
     def _run_upkeep(self) -> None:
-        while not _stopping.wait(TICK_SECONDS):
+        while not _stopping.is_set():
+            self._upkeep_due.wait()
+            self._upkeep_due.clear()
             try:
-                if self._leads:
-                    self.upkeep.run_once()
+                self.upkeep.run_once()
             except (redis.RedisError, QueueUnavailable) as error:
                 logger.debug("Redis unavailable; the upkeep goes on when it answers: %s", error)
             except Exception:
@@ -163,10 +165,13 @@ class Ticker:
         """Go on at the next tick where a moment was not enough: thousands of windows may close at
         once.
         """
-        waiting, records = waiting_batches(self._queue), self._queue.active_batches()
+        found, notes = self._queue.commands([WAITING, ("HMGET", keys.TICK, "run_id", "restored")])
+        waiting, records = set(map(bytes.decode, found)), self._queue.active_batches()
         if waiting:
             ask_for_process(self._queue)
         self.upkeep.ended = [batch for batch, fields in records.items() if fields.state in END_STATES]
+        if self.upkeep.is_due(*notes):
+            self._upkeep_due.set()
         self._tidy_rq()
         self._look_for_drivers(records)
         now = self._queue.now() if records else 0.0

@@ -37,6 +37,13 @@ class Upkeep:
         self._unknown: list[str] = []
         self._unlisted: list[str] = []  # files to be listed again
 
+    def is_due(self, run_id: bytes | None, restored: bytes | None) -> bool:
+        """Return whether there is something to do, by these notes of the ticker in Redis."""
+        if self._files is None:
+            return bool(self.ended)
+        lost = restored != self._server(run_id) or self._unknown or self._unlisted
+        return bool(self.ended or lost or time.monotonic() >= self._next_sweep)
+
     def run_once(self) -> None:
         """Do what is due. Raises what Redis raises."""
         for batch in self.ended:
@@ -54,7 +61,7 @@ class Upkeep:
     def _restore(self, files: FileStore) -> None:
         """Bring back what Redis has lost, a moment's work of it at a time."""
         run_id, noted = self._queue.commands([["HMGET", keys.TICK, "run_id", "restored"]])[0]
-        server = (run_id or b"") + b" " + self._token  # of another ticker, the rest of its list may be lost
+        server = self._server(run_id)
         is_new = noted != server
         if is_new or self._unknown or self._unlisted:
             files.check()
@@ -65,6 +72,12 @@ class Upkeep:
         self._unlisted = files.reindex(self._unlisted, MOMENT_SECONDS)
         if count:
             logger.warning("rebuilt %d batches that were missing from Redis", count)
+
+    def _server(self, run_id: bytes | None) -> bytes:
+        """Return the note that all is restored: of another ticker, the rest of its list may be
+        lost.
+        """
+        return (run_id or b"") + b" " + self._token
 
     def _sweep(self, files: FileStore) -> None:
         # Removal is final, so what is removed must have expired by the clock of this machine too

@@ -24,6 +24,9 @@ QUEUE = "batches"
 FUNCTION = "jobs.drive.run"
 """The name of the job's function in RQ. It is no import path."""
 
+WAITING = ("ZRANGE", keys.WAITING_BATCHES, 0, -1)
+"""The command that returns the batches that no process has taken yet."""
+
 _OLD_QUEUES = ("advance", "bulk")  # of 0.1.0
 _QUEUES = (QUEUE, *_OLD_QUEUES)
 _OLD_IDS = ("validate-", "advance-", "finalize-")
@@ -53,7 +56,7 @@ def take_batches(queue: Queue, count: int) -> list[str]:
 
 def waiting_batches(queue: Queue) -> set[str]:
     """Return the batches that no process has taken yet."""
-    found: Any = queue.redis.zrange(keys.WAITING_BATCHES, 0, -1)
+    [found] = queue.commands([WAITING])
     return set(map(bytes.decode, found))
 
 
