@@ -90,7 +90,8 @@ def test_idle_processes_sleep(served: tuple[RunningCommand, str]) -> None:
         before, began = [wake_ups([api]), wake_ups(pids), commands_of(client)], ticks_of(client)
         time.sleep(3)  # what is measured is this very time
         after, ended = [wake_ups([api]), wake_ups(pids), commands_of(client)], ticks_of(client)
-        rates = [(now - then) / (ended - began) for now, then in zip(after, before, strict=True)]
+        seconds = max(ended - began, 1.0)  # a busy machine may skip ticks
+        rates = [(now - then) / seconds for now, then in zip(after, before, strict=True)]
         print("a second: {:.1f} wake-ups of the API, {:.1f} of all, {:.1f} commands of Redis".format(*rates))
         return rates[0] < 3 and rates[1] < 52 and rates[2] < 40
 
