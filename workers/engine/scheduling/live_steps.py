@@ -33,8 +33,8 @@ _LEAST_TOKENS = 4
 class LiveStepTime:
     """The seconds that a step has left; `step` has the live requests that decode.
 
-    Until `open_to_batch` the share of the batch requests is kept from the step's seconds and
-    tokens.
+    Between `keep_for_batch` and `open_to_batch` live requests have what the share of the batch
+    requests leaves.
     """
 
     def __init__(self, cost: StepCost, limit: float, step: StepBuilder, batch: PriorityClass) -> None:
@@ -48,11 +48,15 @@ class LiveStepTime:
         self._beyond = max(0.0, live_prompts - limit)  # for live prompts alone
         share = BATCH_SHARE if batch.running or batch.waiting else 0.0
         self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
-        self.seconds = limit + self._beyond - live - self._kept_seconds
+        self.seconds = limit + self._beyond - live
+
+    def keep_for_batch(self, step: StepBuilder) -> None:
+        """Take the share of the batch requests from the step's seconds and tokens."""
+        self.seconds -= self._kept_seconds
         step.budget -= self._kept_tokens
 
     def open_to_batch(self, step: StepBuilder) -> None:
-        """Give batch requests what was kept for them."""
+        """Give batch requests what was kept for them, less the time that only live prompts have."""
         self.seconds = max(0.0, self.seconds - self._beyond) + self._kept_seconds
         step.budget += self._kept_tokens
 

@@ -57,6 +57,7 @@ class StepPlanner:
         live, batch = self._queues.live, self._queues.batch
         self._advance(decoding(live.running), step)
         left = self._time = LiveStepTime(self._cost, self._live_step_seconds, step, batch)
+        left.keep_for_batch(step)
         self._advance_prompts(live.running, step)
         self._admit(live, step)
         left.open_to_batch(step)
