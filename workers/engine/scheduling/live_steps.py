@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from workers.engine.scheduling.queues import BATCH_SHARE, PriorityClass
 from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.step_builder import StepBuilder
-from workers.engine.scheduling.step_time import StepCost
+from workers.engine.scheduling.step_cost import StepCost
 
 # The least time of a step by that of its decode rows, so that prompts always go on
 _BEYOND_DECODING = 1.15

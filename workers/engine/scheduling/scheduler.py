@@ -32,8 +32,8 @@ from workers.engine.scheduling.queues import RequestQueues
 from workers.engine.scheduling.request import RequestState, refusal
 from workers.engine.scheduling.slots import SlotPool
 from workers.engine.scheduling.step_builder import OutputBuilder, StepBuilder
+from workers.engine.scheduling.step_cost import StepCost
 from workers.engine.scheduling.step_planner import StepPlanner
-from workers.engine.scheduling.step_time import StepCost
 
 
 class Scheduler:

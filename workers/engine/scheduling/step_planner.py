@@ -16,7 +16,7 @@ from workers.engine.scheduling.queues import PriorityClass, RequestQueues
 from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.slots import SlotPool
 from workers.engine.scheduling.step_builder import StepBuilder
-from workers.engine.scheduling.step_time import StepCost
+from workers.engine.scheduling.step_cost import StepCost
 
 
 class StepPlanner:

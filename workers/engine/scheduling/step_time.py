@@ -1,23 +1,12 @@
-"""The token budget of a step, and estimates of how long a step takes."""
+"""The token budget of a step, and an estimate of how long a full one may take."""
 
 import math
 
-import numpy as np
-from numpy.typing import NDArray
+from workers.engine.scheduling.step_cost import COLD_STEPS
 
 _STEPS_TO_DOUBLE = 8
 _MOST_STEPS_TO_DOUBLE = 512
-_COLD_STEPS = 2
 _RECENT_STEPS = 512
-# Seconds of a step, a decode row, a token of its context, a prompt token, a pair; before anything
-# is measured only their relation counts, which is that of common models on a CPU
-_FIRST_COSTS = 1e-3 * np.array([16.0, 1.0, 1 / 512, 1.0, 1 / 4096])
-_CAREFUL_TOKENS = 32  # of a prompt in a step, before anything is measured
-_RATE = 0.15  # of the way from the prediction to what was measured
-_MAX_CHANGE = 2.0  # a step counts as at most so many times slower or quicker than predicted
-
-Counts = NDArray[np.int32]
-Costs = NDArray[np.float64]
 
 
 class AdaptiveBatchSize:
@@ -76,7 +65,7 @@ class StepTimeEstimate:
         if not tokens:
             return
         self._steps += 1
-        if self._steps <= _COLD_STEPS:
+        if self._steps <= COLD_STEPS:
             return
         if self._steps % _RECENT_STEPS == 0:
             self._longest = [0.0, self._longest[0]]
@@ -86,71 +75,4 @@ class StepTimeEstimate:
     @property
     def full_step(self) -> float:
         """Return seconds; 0 as long as nothing is known."""
-        return max(*self._longest, self._per_token * self._full) if self._steps > _COLD_STEPS else 0.0
-
-
-class StepCost:
-    """A cost model of steps, fitted to those that ran.
-
-    A step takes a time of its own, and more for each decode row, each token of the rows' context,
-    each prompt token, and each pair of a prompt token and a token that it attends to.
-
-    A step whose time differs from the prediction scales each of these costs by its part in that
-    prediction. So all stay positive, the prompts' costs change little in steps that mostly decode,
-    and a cost that no step shows keeps its relation to the others.
-    """
-
-    def __init__(self) -> None:
-        self._costs = _FIRST_COSTS.copy()
-        self._steps = 0
-
-    @property
-    def known(self) -> bool:
-        """Return whether any step but the first ones, which are slow, was measured."""
-        return self._steps > _COLD_STEPS
-
-    def record(self, starts: Counts, counts: Counts, seconds: float) -> None:
-        """Record how long a step of `counts` tokens from positions `starts` took."""
-        self._steps += 1
-        if not self.known:
-            return
-        parts = self._costs * _work(starts, counts)
-        predicted = float(parts.sum())
-        shares = parts / predicted
-        if self._steps == _COLD_STEPS + 1:
-            self._costs *= seconds / predicted
-        else:
-            change = min(max(seconds / predicted, 1 / _MAX_CHANGE), _MAX_CHANGE) - 1
-            self._costs *= 1 + _RATE * change * shares / float(shares @ shares)
-
-    def predict(self, starts: Counts, counts: Counts) -> float:
-        """Return the seconds of a step."""
-        return float(self._costs @ _work(starts, counts))
-
-    def decode(self, rows: int, context: int) -> float:
-        """Return the seconds of decode rows with `context` tokens together, within a step."""
-        return float(self._costs[1] * rows + self._costs[2] * context)
-
-    @property
-    def empty(self) -> float:
-        """Return the seconds that a step takes apart from its rows."""
-        return float(self._costs[0])
-
-    def prompt(self, start: int, count: int) -> float:
-        """Return the seconds of `count` prompt tokens from position `start` on, within a step."""
-        return float(self._costs[3] * count + self._costs[4] * count * (start + count / 2))
-
-    def tokens_within(self, seconds: float, start: int) -> int:
-        """Return how many prompt tokens from position `start` on take so long; few at first."""
-        token, pair = float(self._costs[3]), float(self._costs[4])
-        token += pair * start
-        tokens = int(2 * seconds / (token + math.sqrt(token * token + 2 * pair * seconds))) if seconds > 0 else 0
-        return tokens if self.known else min(tokens, _CAREFUL_TOKENS)
-
-
-def _work(starts: Counts, counts: Counts) -> Costs:
-    """Return how often a step incurs each of the costs."""
-    decodes = counts == 1
-    rows, context = np.count_nonzero(decodes), starts @ decodes
-    pairs = counts @ (starts + counts / 2) - context - rows / 2
-    return np.array([1.0, rows, context, counts.sum() - rows, pairs])
+        return max(*self._longest, self._per_token * self._full) if self._steps > COLD_STEPS else 0.0

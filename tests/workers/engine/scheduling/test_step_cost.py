@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from workers.engine.scheduling.step_time import Counts, StepCost
+from workers.engine.scheduling.step_cost import Counts, StepCost
 
 # Seconds of a step, a decode row, a token of its context, a prompt token, a pair
 CPU = (0.016, 0.5e-3, 0.5e-6, 0.42e-3, 0.11e-6)
