@@ -60,7 +60,6 @@ class EngineCore:
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
         self._last: LaunchedStep | None = None  # to be retired
-        self._live_step_seconds = config.live_step_ms / 1000
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
         self._single_token_tries = 0
@@ -83,7 +82,7 @@ class EngineCore:
             config.depth,
             vocab_size=executor.vocab_size,
             eos_token_ids=executor.eos_token_ids,
-            live_step_seconds=self._live_step_seconds,
+            live_step_seconds=config.live_step_ms / 1000,
             admission_batch=max(1, config.max_num_seqs // _ADMISSION_BATCHES)
             if executor.runner.graphs is not None
             else 1,
@@ -232,9 +231,8 @@ class EngineCore:
 
         A live request may have arrived since the inbox was emptied.
         """
-        cost, long = self.scheduler.step_cost, 0.0
-        if self._may_lose > 0 and not self.scheduler.has_live:
-            long = cost.predict(plan.starts, plan.counts) - self._live_step_seconds
+        may_lose = self._may_lose > 0 and not self.scheduler.has_live
+        long = self.scheduler.seconds_beyond_live_step(plan) if may_lose else 0.0
         self._interruptible_until = time.perf_counter() + long
         interruption.clear()
         if long > 0 and self._live_received > self._live_taken:

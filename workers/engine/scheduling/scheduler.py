@@ -159,18 +159,15 @@ class Scheduler:
         self._stats.steps += 1
         self._stats.computed_tokens += self.token_budget - step.budget
         plan = step.build()
-        self._takes_long = self._exceeds_live_step(plan)
+        behind = self.depth > 0 and self._serves_live  # whether a live request may wait behind it
+        self._takes_long = behind and self.step_cost.known and self.seconds_beyond_live_step(plan) > 0
         if self._guided:
             plan.guided = [index for index, request in enumerate(step.sampling) if request.guide is not None]
         return plan
 
-    def _exceeds_live_step(self, plan: StepPlan) -> bool:
-        return (
-            self.depth > 0
-            and self._serves_live
-            and self.step_cost.known
-            and self.step_cost.predict(plan.starts, plan.counts) > self._live_step_seconds
-        )
+    def seconds_beyond_live_step(self, plan: StepPlan) -> float:
+        """Return how much longer than a live step this one takes, as predicted; or below 0."""
+        return self.step_cost.predict(plan.starts, plan.counts) - self._live_step_seconds
 
     def _note_entries(self, step: StepBuilder) -> None:
         for request, now in step.entered:
