@@ -170,10 +170,9 @@ class Scheduler:
         return self.step_cost.predict(plan.starts, plan.counts) - self._live_step_seconds
 
     def _note_entries(self, step: StepBuilder) -> None:
-        for request, now in step.entered:
+        for request, now, first in step.entries:
             self._output.start(request, step.number, now)
-        for request in step.first_entries:
-            if request.cached_tokens:
+            if first and request.cached_tokens:
                 self._output.fresh_hits[request.id] = request.cached_tokens
 
     def guided(self, plan: StepPlan) -> list[RequestState]:

@@ -1,6 +1,7 @@
 """Builders of a step's plan and of its output."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,12 +10,20 @@ from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, 
 from workers.engine.scheduling.request import RequestState
 
 
+class SlotEntry(NamedTuple):
+    """A request that got a slot: when, and whether for the first time."""
+
+    request: RequestState
+    time: float
+    first: bool
+
+
 @dataclass(slots=True)
 class StepBuilder:
     """Collects the rows of one `StepPlan`.
 
     `budget`: tokens left; `outstanding`: blocks that unfinished prefills still need; `short`: a
-    running request got no block; `entered`: requests that got a slot, with the time.
+    running request got no block.
     """
 
     number: int
@@ -30,8 +39,12 @@ class StepBuilder:
     sampling: list[RequestState] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     scored: list[RequestState] = field(default_factory=list)
-    entered: list[tuple[RequestState, float]] = field(default_factory=list)
-    first_entries: list[RequestState] = field(default_factory=list)
+    entries: list[SlotEntry] = field(default_factory=list)
+
+    @property
+    def first_entries(self) -> list[RequestState]:
+        """Requests that never had a slot before."""
+        return [entry.request for entry in self.entries if entry.first]
 
     def build(self) -> StepPlan:
         return StepPlan(

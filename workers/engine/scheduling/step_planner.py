@@ -15,7 +15,7 @@ from workers.engine.scheduling.live_steps import LiveStepTime, decoding, in_prom
 from workers.engine.scheduling.queues import PriorityClass, RequestQueues
 from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.slots import SlotPool
-from workers.engine.scheduling.step_builder import StepBuilder
+from workers.engine.scheduling.step_builder import SlotEntry, StepBuilder
 from workers.engine.scheduling.step_cost import StepCost
 
 
@@ -189,9 +189,9 @@ class StepPlanner:
     def _enter(self, request: RequestState, prefix: list[int], step: StepBuilder) -> None:
         now = time.monotonic()
         self._queues.enter(request, prefix, step.number)
-        step.entered.append((request, now))
-        if request.cached_tokens < 0:
-            step.first_entries.append(request)
+        first = request.cached_tokens < 0
+        step.entries.append(SlotEntry(request, now, first))
+        if first:
             request.waited = now - request.arrived
             request.cached_tokens = min(request.computed, request.prompt_length)
         step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
