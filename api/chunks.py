@@ -50,12 +50,15 @@ class Chunks:
         return chunks
 
     def _events_of(self, entry: StreamEntry) -> bytes:
-        if entry.result is not None or not all(map(self._is_only_text, entry.chunks)):
+        if not self._is_only_text(entry):
             return b"".join(map(event, self.of(entry)))
-        return b"".join(self._text_event(chunk) for chunk in entry.chunks if chunk.text)
+        return b"".join([self._text_event(chunk) for chunk in entry.chunks if chunk.text])
 
-    def _is_only_text(self, chunk: TokenChunk) -> bool:
-        return self._only_text and chunk.parsed is None and not chunk.logprobs and not chunk.prompt_logprobs
+    def _is_only_text(self, entry: StreamEntry) -> bool:
+        for chunk in entry.chunks:
+            if chunk.parsed is not None or chunk.logprobs or chunk.prompt_logprobs:
+                return False
+        return self._only_text and entry.result is None
 
     def _text_event(self, chunk: TokenChunk) -> bytes:
         """Return an event of plain text; those of one choice differ in their text only."""

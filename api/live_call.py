@@ -8,14 +8,16 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import redis
 
 from api.chunks import Chunks
 from api.fleet import Fleet
 from api.http.errors import answer_to
-from api.http.event_stream import event
-from api.reader import Inbox, Reader
+from api.http.event_stream import EventStream, event
+from api.inbox import Inbox
+from api.reader import Reader
 from api.state import ApiState
 from api.threads import LIVE, SUBMISSIONS, run_in
 from api.token_events import patiently
@@ -51,6 +53,7 @@ class LiveCall:
         self._submitting: asyncio.Task[None] | None = None
         self._finished = False
         self._streaming = False
+        self._stream: EventStream | None = None
         self._created = time.time()
 
     async def submit(self, raw: bytes) -> None:
@@ -98,6 +101,9 @@ class LiveCall:
         chunks = Chunks(self._call, int(self._created), entry.system_fingerprint)
         if openings := chunks.openings():
             yield b"".join(map(event, openings))
+        if self._stream is not None and self._inbox is not None:
+            inbox = self._inbox
+            inbox.take = partial(self._stream.write_now, lambda: chunks.events(inbox.get_others()))
         try:
             while True:
                 if events := chunks.events([entry, *self._others()]):
@@ -111,6 +117,12 @@ class LiveCall:
             logger.warning("queue unavailable; ending a stream early: %s", error)
             yield event(answer_to(error).body())
         yield event(None)
+
+    def write_through(self, stream: EventStream) -> None:
+        """Have `stream`, which sends `events`, write at once what comes while it waits for more:
+        its task is not woken for each token.
+        """
+        self._stream = stream
 
     async def close(self) -> None:
         """End the call: a worker that still runs it is ordered to stop.

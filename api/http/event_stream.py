@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,20 @@ from jobs.protocol.results import encode_json
 
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
 _PING = b": ping\n\n"
+
+BODY_WRITER = "body_writer"
+"""Where the state of a request has the `BodyWriter` of its answer."""
+
+
+class BodyWriter(Protocol):
+    """The connection of a request, below all middleware."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether the body of the answer can go on without waiting."""
+
+    def write_body(self, data: bytes) -> None:
+        """Write the next part of the body."""
 
 
 def event(value: Any, event_id: str | None = None) -> bytes:
@@ -43,8 +57,23 @@ class EventStream(Response):
         self._ping_seconds = ping_seconds
         self._close = close
         self._quiet_since = math.inf  # when the last event was sent, on the monotonic clock
+        self._writer: BodyWriter | None = None
+
+    def write_now(self, take: Callable[[], bytes]) -> bool:
+        """Write at once, past all middleware, what `take` returns; only while `events` is waited
+        for, which yielded all that comes before it.
+
+        Return False, and take nothing, where the connection cannot be written to without waiting.
+        """
+        if self._writer is None or not self._writer.writable:
+            return False
+        if data := take():
+            self._writer.write_body(data)
+            self._quiet_since = time.monotonic()
+        return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._writer = scope.get("state", {}).get(BODY_WRITER)
         sending = asyncio.ensure_future(self._send_all(send))
         leaving = asyncio.ensure_future(until_gone(receive))
         try:

@@ -1,5 +1,5 @@
-"""The HTTP layer below the app: limits of connections and heads. What is no request at all gets
-OpenAI's shape and a request id too.
+"""The HTTP layer below the app: limits of connections and heads, and a short way for the bodies of
+event streams. What is no request at all gets OpenAI's shape and a request id too.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from api.http.errors import error_response
+from api.http.event_stream import BODY_WRITER
 from api.http.request_ids import RequestIds
 from api.http.route_path import route_path
 from api.http_settings import PROBED, HttpSettings
@@ -22,12 +23,16 @@ from jobs.protocol.results import ApiError, encode_json, new_request_id
 
 _TOO_LARGE = 431
 _LOG_AGAIN_SECONDS = 60.0
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 logger = logging.getLogger(__name__)
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's, but for limits, and for the answers that it gives without asking the app."""
+    """uvicorn's, but for limits, and for the answers that it gives without asking the app.
+
+    Requests find it in their state as the `BodyWriter` of their answer.
+    """
 
     def __init__(
         self,
@@ -37,8 +42,8 @@ class HttpProtocol(H11Protocol):
         limits: HttpSettings,
         full: "FullServer",
     ) -> None:
-        super().__init__(config, server_state, app_state)
-        self.conn = _BoundedConnection(limits)
+        super().__init__(config, server_state, {**app_state, BODY_WRITER: self})
+        self.conn: _BoundedConnection = _BoundedConnection(limits)
         self._limits = limits
         self._full = full
         self._head_timer: asyncio.TimerHandle | None = None
@@ -59,6 +64,15 @@ class HttpProtocol(H11Protocol):
             self._unset_head_timer()
         elif self._head_timer is None:  # the first part of one more head on the same connection
             self._set_head_timer()
+
+    @property
+    def writable(self) -> bool:
+        """Whether the body of the answer can go on without waiting."""
+        return self.conn.chunked and not self.flow.write_paused and not self.transport.is_closing()
+
+    def write_body(self, data: bytes) -> None:
+        """Write the next chunk of the body, as the answer's `send` would."""
+        self.transport.write(_chunk(data))
 
     def _waits_for_the_client(self) -> bool:
         """Return whether a head is to come, or the rest of a body whose answer was sent: uvicorn
@@ -135,14 +149,29 @@ class FullServer:
 
 
 class _BoundedConnection(h11.Connection):
-    """h11's, which also bounds the number of headers."""
+    """h11's, which also bounds the number of headers, and takes the short way for chunks."""
 
     def __init__(self, limits: HttpSettings) -> None:
         super().__init__(h11.SERVER, limits.h11_max_incomplete_event_size)
         self._most_headers = limits.h11_max_header_count
+        self.chunked = False  # the body of the last answer
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        """Data of a chunked body change no state of h11, which takes long to find that out."""
+        if isinstance(event, h11.Data) and self.chunked and self.our_state is h11.SEND_BODY:
+            return _chunk(event.data)
+        output = super().send(event)
+        if isinstance(event, h11.Response):
+            self.chunked = output is not None and _CHUNKED in output.lower()
+        return output
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
         if isinstance(event, h11.Request) and len(event.headers) > self._most_headers:
             raise h11.RemoteProtocolError("too many headers", error_status_hint=_TOO_LARGE)
         return event
+
+
+def _chunk(data: bytes) -> bytes:
+    """Return data as a chunk of a body; an empty one would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""

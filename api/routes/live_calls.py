@@ -76,7 +76,10 @@ async def answer(request: Request, parse: Callable[[bytes], Call | TokenizerCall
         first = await _unless_gone(request, live.first())
         if call.stream and (first.result is None or first.result.succeeded):
             headers = {"x-stream-id": live.key.batch}
-            return EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
+            stream = EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
+            if not state.settings.middleware:  # which may change what it sees
+                live.write_through(stream)
+            return stream
         result = await _unless_gone(request, live.result(first))
     except TooManyCalls as error:
         await _for_a_moment(live.close())

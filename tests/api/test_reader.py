@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from api.reader import QUEUE_LENGTH, Inbox
+from api.inbox import QUEUE_LENGTH, Inbox
 from jobs.protocol.requests import Claim, Delta, ParsedDelta, RequestKey, StreamEntry, TokenChunk
 from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, finished, read_api, request, text_in, token_ids_in

@@ -1,0 +1,196 @@
+"""What came from workers for one live call, until its answer has it.
+
+An inbox is bounded. A call that falls behind loses what came and reads the request's own token
+stream instead, so a slow client delays no other and misses nothing.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from api.threads import LIVE, run_in
+from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
+from jobs.queue.request_queue import Queue
+from jobs.queue.streams import FIRST_ID, position
+
+QUEUE_LENGTH = 256
+_SHORTEST_WAIT = 0.01
+
+
+class Inbox:
+    """What came for one call. One task reads it, by `get`.
+
+    `take`, where there is one, is called while that task waits: it may take the entries that came
+    by `get_others`, and returns whether it did, so that the task need not be woken.
+    """
+
+    def __init__(self, key: RequestKey, queue: Queue) -> None:
+        self.key = key
+        self.take: Callable[[], bool] | None = None
+        self._queue = queue
+        self._entries: deque[tuple[tuple[int, int], StreamEntry]] = deque()  # with their positions
+        self._news = asyncio.Event()
+        self._waits = False  # a task, for news
+        self._missed = False
+        self._ended = False  # the call, by what was put
+        self._failure: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits_since = 0.0  # on the monotonic clock
+        self._silent = False  # nothing came for as long as `get` was to wait
+        self._arrived = position(FIRST_ID)  # of the last entry that was put
+        self._last_id = FIRST_ID  # of the last entry that was got
+        self._last = position(FIRST_ID)
+        # Tokens and characters that were got of each choice, and `tokens` of its parsed deltas
+        self._seen: dict[int, tuple[int, int, int]] = {}
+
+    def put(self, entry: StreamEntry) -> None:
+        """Called by the reader, `deliver` after it; never waits. After a gap, `get` goes on in the
+        request's stream.
+        """
+        arrived = position(entry.entry_id)
+        before = arrived[0]
+        for chunk in entry.chunks:
+            before -= len(chunk.token_ids)
+        gap = before > self._arrived[0]
+        self._arrived = max(self._arrived, arrived)
+        if gap or len(self._entries) >= QUEUE_LENGTH:
+            self._entries.clear()
+            self._missed = True
+        if not self._missed:
+            self._entries.append((arrived, entry))
+            self._ended = self._ended or entry.result is not None
+
+    def deliver(self) -> None:
+        """Hand what was put to `take`, or else to the task."""
+        try:
+            if self._waits and not (self._missed or self._ended) and self.take is not None and self.take():
+                self._waits_since = time.monotonic()
+                return
+        except Exception as error:  # of this call alone
+            self._failure = error
+        self._news.set()
+
+    def read_up_to(self, entry_id: str) -> None:
+        """Called by the reader for an entry that is only in the request's own stream."""
+        self._arrived = max(self._arrived, position(entry_id))
+        self.look()
+
+    def fail(self, error: Exception) -> None:
+        """End the call: `get` raises `error` from now on."""
+        self._failure = error
+        self._news.set()
+
+    def look(self) -> None:
+        """Make `get` read the request's own stream, in case this process missed an entry that is
+        stored there.
+        """
+        self._missed = True
+        self._news.set()
+
+    async def get(self, seconds: float | None = None) -> StreamEntry | None:
+        """The next entry that brings something new; each choice goes on where it ended. None when
+        nothing came for so many `seconds`, the same in each call.
+
+        Raises what `fail` was given.
+        """
+        while True:
+            if self._missed:
+                await self._catch_up()
+            while self._entries:
+                entry = self._trim(*self._entries.popleft())
+                if entry is not None:
+                    return entry
+            if self._missed:
+                continue
+            if self._failure is not None:
+                raise self._failure
+            self._news.clear()
+            self._silent = False
+            if not await self._comes(seconds):
+                return None
+
+    def get_others(self) -> list[StreamEntry]:
+        """The entries that could be got now without waiting."""
+        if self._missed:
+            return []
+        found = []
+        while self._entries:
+            entry = self._trim(*self._entries.popleft())
+            if entry is not None:
+                found.append(entry)
+        return found
+
+    def close(self) -> None:
+        """Nothing is got any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _comes(self, seconds: float | None) -> bool:
+        """Wait for news; return whether some came in time. One timer serves many waits."""
+        self._waits_since = time.monotonic()
+        if seconds is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._end_silence, seconds)
+        self._waits = True
+        try:
+            await self._news.wait()
+        finally:
+            self._waits = False
+        return not self._silent
+
+    def _end_silence(self, seconds: float) -> None:
+        left = self._waits_since + seconds - time.monotonic()
+        if left > 0 or self._news.is_set():
+            self._timer = asyncio.get_running_loop().call_later(max(left, _SHORTEST_WAIT), self._end_silence, seconds)
+        else:
+            self._timer, self._silent = None, True
+            self._news.set()
+
+    async def _catch_up(self) -> None:
+        """Read on from the request's own stream.
+
+        What arrives meanwhile follows it, and is dropped where it repeats it.
+        """
+        self._missed = False
+        self._entries.clear()
+        try:
+            history = await run_in(LIVE, self._queue.read_tokens, {self.key: self._last_id})
+        except BaseException:
+            self._missed = True
+            raise
+        self._entries.extendleft((position(entry.entry_id), entry) for entry in reversed(history))
+
+    def _trim(self, arrived: tuple[int, int], entry: StreamEntry) -> StreamEntry | None:
+        """The entry without what was got before; None when it came before."""
+        if arrived <= self._last and entry.result is None:
+            return None
+        self._last_id, self._last = entry.entry_id, arrived
+        for place, chunk in enumerate(entry.chunks):
+            entry.chunks[place] = self._rest(chunk)
+        return entry
+
+    def _rest(self, chunk: TokenChunk) -> TokenChunk:
+        """A server that was rolled back may say the end of a choice again, and differently cut."""
+        tokens, characters, parsed = self._seen.get(chunk.choice, (0, 0, -1))
+        if chunk.index == tokens and chunk.text_offset == characters and chunk.parsed is None:
+            self._seen[chunk.choice] = tokens + len(chunk.token_ids), characters + len(chunk.text), parsed
+            return chunk
+        old, known = max(0, tokens - chunk.index), max(0, characters - chunk.text_offset)
+        deltas = None if chunk.parsed is None else [delta for delta in chunk.parsed if delta.tokens > parsed]
+        self._seen[chunk.choice] = (
+            max(tokens, chunk.index + len(chunk.token_ids)),
+            max(characters, chunk.text_offset + len(chunk.text)),
+            max([parsed, *(delta.tokens for delta in deltas or ())]),
+        )
+        if not old and not known and deltas == chunk.parsed:
+            return chunk
+        logprobs = None if chunk.logprobs is None else chunk.logprobs[old:]
+        return TokenChunk(
+            chunk.choice,
+            chunk.index + old,
+            chunk.token_ids[old:],
+            chunk.text[known:],
+            chunk.text_offset + known,
+            logprobs,
+            parsed=deltas,
+        )
