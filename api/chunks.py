@@ -50,15 +50,13 @@ class Chunks:
         return chunks
 
     def _events_of(self, entry: StreamEntry) -> bytes:
-        if not self._is_only_text(entry):
-            return b"".join(map(event, self.of(entry)))
-        return b"".join([self._text_event(chunk) for chunk in entry.chunks if chunk.text])
-
-    def _is_only_text(self, entry: StreamEntry) -> bool:
+        only_text = self._only_text and entry.result is None
         for chunk in entry.chunks:
             if chunk.parsed is not None or chunk.logprobs or chunk.prompt_logprobs:
-                return False
-        return self._only_text and entry.result is None
+                only_text = False
+        if not only_text:
+            return b"".join(map(event, self.of(entry)))
+        return b"".join([self._text_event(chunk) for chunk in entry.chunks if chunk.text])
 
     def _text_event(self, chunk: TokenChunk) -> bytes:
         """Return an event of plain text; those of one choice differ in their text only."""

@@ -7,7 +7,7 @@ stream instead, so a slow client delays no other and misses nothing.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 from api.threads import LIVE, run_in
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
@@ -18,16 +18,28 @@ QUEUE_LENGTH = 256
 _SHORTEST_WAIT = 0.01
 
 
-class Inbox:
-    """What came for one call. One task reads it, by `get`.
+class Outlet(Protocol):
+    """Where entries go while the call's task waits, so that it need not be woken for each."""
 
-    `take`, where there is one, is called while that task waits: it may take the entries that came
-    by `get_others`, and returns whether it did, so that the task need not be woken.
+    @property
+    def writable(self) -> bool:
+        """Whether it takes more now."""
+
+    def show(self, entries: list[StreamEntry]) -> bytes:
+        """Return what a client gets of these entries."""
+
+    def write(self, shown: bytes) -> None:
+        """Send it."""
+
+
+class Inbox:
+    """What came for one call. One task reads it, by `get`; while it waits, what is not out of the
+    ordinary goes to `outlet`, where there is one.
     """
 
     def __init__(self, key: RequestKey, queue: Queue) -> None:
         self.key = key
-        self.take: Callable[[], bool] | None = None
+        self.outlet: Outlet | None = None
         self._queue = queue
         self._entries: deque[tuple[tuple[int, int], StreamEntry]] = deque()  # with their positions
         self._news = asyncio.Event()
@@ -61,15 +73,19 @@ class Inbox:
             self._entries.append((arrived, entry))
             self._ended = self._ended or entry.result is not None
 
-    def deliver(self) -> None:
-        """Hand what was put to `take`, or else to the task."""
-        try:
-            if self._waits and not (self._missed or self._ended) and self.take is not None and self.take():
-                self._waits_since = time.monotonic()
-                return
-        except Exception as error:  # of this call alone
-            self._failure = error
+    def deliver(self) -> bytes:
+        """Return what `outlet` is to write of what was put; else wake the task."""
+        outlet = self.outlet
+        if outlet is not None and self._waits and not (self._missed or self._ended) and outlet.writable:
+            try:
+                shown = outlet.show(self.get_others())
+            except Exception as error:  # ends this call alone
+                self.fail(error)
+                return b""
+            self._waits_since = time.monotonic()
+            return shown
         self._news.set()
+        return b""
 
     def read_up_to(self, entry_id: str) -> None:
         """Called by the reader for an entry that is only in the request's own stream."""

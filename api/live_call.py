@@ -8,7 +8,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from functools import partial
 
 import redis
 
@@ -102,8 +101,7 @@ class LiveCall:
         if openings := chunks.openings():
             yield b"".join(map(event, openings))
         if self._stream is not None and self._inbox is not None:
-            inbox = self._inbox
-            inbox.take = partial(self._stream.write_now, lambda: chunks.events(inbox.get_others()))
+            self._inbox.outlet = _StreamOutlet(self._stream, chunks)
         try:
             while True:
                 if events := chunks.events([entry, *self._others()]):
@@ -189,3 +187,16 @@ class LiveCall:
                 raise
         except (redis.RedisError, OSError, QueueUnavailable):
             pass  # the reader handles a Redis that stays unavailable
+
+
+class _StreamOutlet:
+    """Writes events past the task that waits for them in `LiveCall.events`."""
+
+    def __init__(self, stream: EventStream, chunks: Chunks) -> None:
+        self._stream = stream
+        self.show = chunks.events
+        self.write = stream.write_now
+
+    @property
+    def writable(self) -> bool:
+        return self._stream.writable

@@ -116,8 +116,11 @@ class Reader:
                 else:
                     inbox.put(entry)
                     filled[item.name] = inbox
-        for inbox in filled.values():  # what came together goes out together
-            inbox.deliver()
+        # All first, since each write wakes a client, which takes the processor and its caches
+        outgoing = [(inbox.outlet, inbox.deliver()) for inbox in filled.values()]
+        for outlet, shown in outgoing:
+            if outlet is not None and shown:
+                outlet.write(shown)
         return last_id
 
     async def _entries_after(self, last_id: str) -> list[Any]:

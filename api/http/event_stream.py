@@ -59,18 +59,16 @@ class EventStream(Response):
         self._quiet_since = math.inf  # when the last event was sent, on the monotonic clock
         self._writer: BodyWriter | None = None
 
-    def write_now(self, take: Callable[[], bytes]) -> bool:
-        """Write at once, past all middleware, what `take` returns; only while `events` is waited
-        for, which yielded all that comes before it.
+    @property
+    def writable(self) -> bool:
+        """Whether `write_now` may be called, while `events` is waited for."""
+        return self._writer is not None and self._writer.writable
 
-        Return False, and take nothing, where the connection cannot be written to without waiting.
-        """
-        if self._writer is None or not self._writer.writable:
-            return False
-        if data := take():
-            self._writer.write_body(data)
-            self._quiet_since = time.monotonic()
-        return True
+    def write_now(self, data: bytes) -> None:
+        """Write, past all middleware, what follows all that `events` yielded."""
+        assert self._writer is not None
+        self._writer.write_body(data)
+        self._quiet_since = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._writer = scope.get("state", {}).get(BODY_WRITER)

@@ -164,7 +164,7 @@ def test_many_calls_at_once_get_their_own_answers(client: openai.OpenAI, scripte
 def test_a_reader_that_fell_behind_catches_up_from_the_requests_own_stream(
     http: httpx.Client, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.reader.QUEUE_LENGTH", 1)
+    monkeypatch.setattr("api.inbox.QUEUE_LENGTH", 1)
     pieces = [f"{number} " for number in range(500)]
     scripted(lambda claim: pieces)
     answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True})
