@@ -3,7 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import h11
@@ -18,11 +19,11 @@ from api.http.http_protocol import FullServer, HttpProtocol
 from api.http_settings import HttpSettings
 from api.inbox import Inbox
 from api.settings import ApiSettings
-from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
+from jobs.protocol.requests import Claim, RequestKey, StreamEntry, TokenChunk
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import plain_client, running_api
-from tests.support.raw_http import connected
+from tests.support.raw_http import answer_on, connected
 
 PIECES = [f"{number} " for number in range(30)]
 CALL = {"model": MODEL, "prompt": "x", "stream": True}
@@ -160,6 +161,28 @@ def test_a_client_that_does_not_read_fills_its_connection_and_nothing_else() -> 
 
     body = asyncio.run(asyncio.wait_for(_with_a_stream(run), 60))
     assert body.count(part) > 1
+
+
+def test_a_call_whose_client_reads_late_loses_nothing(api_url: str, scripted: Callable[..., ScriptedWorker]) -> None:
+    """Its answer is more than the sockets between them hold, and than waits for one call."""
+    pieces, said = [f"{number:5}" * 780 for number in range(1500)], threading.Event()
+
+    def script(_claim: Claim) -> Iterator[str]:
+        yield from pieces
+        said.set()
+
+    scripted(script)
+    with connected(api_url) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        body = json.dumps(CALL).encode()
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        assert said.wait(120)
+        text = text_of(answer_on(connection).content)  # type: ignore[attr-defined]
+    complete = text == "".join(pieces)  # pytest would compare megabytes
+    assert complete
 
 
 async def _with_a_stream(
