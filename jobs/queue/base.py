@@ -12,6 +12,7 @@ from jobs.queue.settings import QueueSettings
 T = TypeVar("T")
 
 _MAX_BYTES = 4 * 1024 * 1024
+_SIZED = bytes, str
 
 
 class QueueBase:
@@ -63,7 +64,7 @@ def chunks(items: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
     size = 0
     for item in items:
         group.append(item)
-        size += sum(len(value) for value in item if isinstance(value, bytes | str))
+        size += sum([len(value) for value in item if isinstance(value, _SIZED)])
         if len(group) == MAX_ITEMS or size > _MAX_BYTES:
             yield group
             group, size = [], 0

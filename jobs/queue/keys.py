@@ -156,6 +156,11 @@ def counted(worker: str) -> str:
     return f"{{q}}:counted:{worker}"
 
 
+def published(worker: str) -> str:
+    """How often the worker published: less than it had answers to where the server lost some."""
+    return f"{{q}}:published:{worker}"
+
+
 def gauges(worker: str) -> str:
     """WorkerGauges: the last report of a worker's engine and GPUs. Lasts some seconds."""
     return f"{{q}}:gauges:{worker}"

@@ -8,6 +8,8 @@ streams in `streams.py`, workers and models in `registry.py`, limits in `limits.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import redis
+
 from jobs.protocol.requests import (
     ChoiceCheckpoint,
     Claim,
@@ -28,6 +30,7 @@ from jobs.queue.gauges import Gauges
 from jobs.queue.limits import ModelOverloaded, RateLimits, TooManyCalls
 from jobs.queue.registry import Registry
 from jobs.queue.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
+from jobs.queue.settings import QueueSettings
 from jobs.queue.streams import API_ALIVE_SECONDS, Streams
 
 __all__ = ["Queue", "QueueFull", "QueueUnavailable"]
@@ -67,6 +70,11 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
 
     All methods raise `QueueUnavailable`.
     """
+
+    def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
+        super().__init__(client, settings)
+        self._publishes: dict[str, int] = {}  # by worker: the number of its last one
+        self._answered: dict[str, int] = {}  # and of the last one that an answer came to
 
     def submit(self, live_id: str, request: Request) -> int:
         """Submit a live call, whose key is `RequestKey(live_id, 0)`; return how many the tenant has
@@ -121,7 +129,24 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         `generated` is how many tokens the worker generated in its life, here and below; the totals
         count each of them once.
         """
-        return self._each("publish", [worker, generated], (_delta_arguments(delta) for delta in deltas))
+        lost: list[RequestKey] = []
+        for group in chunks(map(_delta_arguments, deltas)):
+            arguments = self._publish_arguments(worker, generated, group)
+            lost += self.take_publish_reply(worker, self._scripts.call("publish", arguments))
+        return lost
+
+    def publish_command(self, worker: str, deltas: list[Delta], generated: int) -> list[Any]:
+        """The Redis command that publishes a few tokens, for `Publisher`."""
+        arguments = self._publish_arguments(worker, generated, map(_delta_arguments, deltas))
+        return self._scripts.command("publish", arguments)
+
+    def take_publish_reply(self, worker: str, reply: Any) -> list[RequestKey]:
+        """The requests that the worker no longer holds, by the reply to that command."""
+        number, lost, missing = reply
+        self._answered[worker] = max(self._answered.get(worker, 0), number)
+        if missing:
+            self._scripts.call("requeue", [worker, 0, *missing])
+        return [RequestKey.parse(name) for name in lost]
 
     def renew(self, worker: str, held: list[Held], generated: int = 0) -> list[RequestKey]:
         """Extend the leases and the worker's place in the registry.
@@ -220,6 +245,10 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
     def _keep(self) -> list[int]:
         return [self.settings.stream_keep_seconds, self.settings.stream_keep_bytes]
 
+    def _publish_arguments(self, worker: str, generated: int, rows: Iterable[list[Any]]) -> list[Any]:
+        number = self._publishes[worker] = self._publishes.get(worker, 0) + 1
+        return [worker, generated, number, self._answered.get(worker, 0), *flat(rows)]
+
     def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
         """Calls a script that takes one row per request and returns keys, as often as the size
         limits ask.
@@ -234,7 +263,7 @@ def _delta_arguments(delta: Delta) -> list[Any]:
 
 
 def _tokens(delta: Delta) -> list[Any]:
-    before = delta.total - sum(len(chunk.token_ids) for chunk in delta.chunks)
+    before = delta.total - sum([len(chunk.token_ids) for chunk in delta.chunks])
     return [before, delta.total, pack(delta.chunks)]
 
 

@@ -67,6 +67,10 @@ class Scripts:
         # One key names the hash slot; the scripts build the others, which share its tag.
         return persistently(lambda: self._run(text, digest, arguments), self._retry_seconds)
 
+    def command(self, name: str, arguments: list[Any]) -> list[Any]:
+        """The command that runs the script `name` where the server has it already."""
+        return ["EVALSHA", source(name)[1], 1, keys.LEASES, *arguments]
+
     def _run(self, text: str, digest: str, arguments: list[Any]) -> Any:
         execute: Callable[..., Any] = self._client.execute_command  # `evalsha` looks at each argument
         try:

@@ -10,14 +10,16 @@ are drained: then results go first, with the tokens that belong to them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from jobs.protocol.requests import Delta, Finished
+from jobs.queue.publisher import Publisher
 from jobs.queue.request_queue import Held, Queue, QueueFull, QueueUnavailable
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ _PAUSE_AFTER_ERROR = 0.2
 
 
 class Outbox:
-    """Used from the event loop; Redis is called in a thread of its own."""
+    """Used from the event loop; Redis is waited for in a thread of its own."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Outbox:
         """
         self._queue = queue
         self._worker = worker
+        self._publisher = Publisher(queue, worker)
         self._sweep_seconds = max(COALESCE_SECONDS, min(stream_interval / 4, 0.5))
         self._generated = generated
         self._on_ended = on_ended
@@ -101,9 +104,10 @@ class Outbox:
         """There are requests whose tokens will be due at some time."""
         self._wake_at(self._last + self._sweep_seconds)
 
-    async def run(self, due: Callable[[bool], list[Delta]], busy: Callable[[], bool]) -> None:
+    async def run(self, due: Callable[[bool], Iterable[list[Delta]]], busy: Callable[[], bool]) -> None:
         """Deliver results and the tokens that are `due`, of live calls alone or all, until
-        cancelled; it is asked now and then while requests run (`busy`).
+        cancelled; it is asked now and then while requests run (`busy`). Each group of tokens is
+        sent before the next one is asked for.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -122,13 +126,18 @@ class Outbox:
 
     async def deliver(self, deltas: list[Delta]) -> None:
         """Publish these tokens and commit the results there are; return once Redis has them."""
-        await self._deliver(deltas, False)
+        await self._deliver([deltas], False)
 
-    async def _deliver(self, deltas: list[Delta], live_only: bool) -> None:
+    async def _deliver(self, groups: Iterable[list[Delta]], live_only: bool) -> None:
         loop = asyncio.get_running_loop()
         async with self._sending:
             began = loop.time()
-            deltas, self._accepted, self._refused = self._refused + self._accepted + deltas, [], []
+            waiting, self._accepted, self._refused = self._refused + self._accepted, [], []
+            deltas: list[Delta] = []
+            for group in itertools.chain([waiting], groups):
+                if group:
+                    self._publisher.start(group, self._generated())
+                    deltas += group
             finished = self._take_finished(live_only)
             if deltas or finished:
                 lost = await loop.run_in_executor(self._thread, self._send, deltas, finished)
@@ -162,7 +171,7 @@ class Outbox:
             generated = self._generated()
             try:
                 try:
-                    lost = set(self._queue.publish(self._worker, deltas, generated)) if deltas else set()
+                    lost = set(self._publisher.finish(deltas, generated)) if deltas else set()
                 except QueueFull as error:
                     self._warn(error)
                     finished, self._refused = with_their_tokens(finished, deltas)

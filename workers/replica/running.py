@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,11 @@ from workers.replica.sequence import Sequence
 from workers.replica.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
+
+_GROUP = 32
+"""Requests whose tokens are published together: while Redis and the API processes work on one group
+the next one is made.
+"""
 
 WATCHED_SECONDS = 60.0
 """How long a request counts as watched that was when it was claimed; its reader says so again
@@ -159,15 +164,18 @@ class Running:
         self._abort(over)
         self._wake_outbox(news)
 
-    def due(self, live_only: bool = False) -> list[Delta]:
-        """What is to be published now: everything of live calls and of requests that a client
-        watches, of the others once per stream interval.
+    def due(self, live_only: bool) -> Iterator[list[Delta]]:
+        """Yield what is to be published now, in groups: everything of live calls and of requests
+        that a client watches, of the others once per stream interval.
         """
-        if live_only:
-            return self._deltas(request for request in self._watched if request.claim.live)
+        requests = [request for request in self._watched if request.claim.live] if live_only else self._all_due()
+        for begin in range(0, len(requests), _GROUP):
+            yield self._deltas(requests[begin : begin + _GROUP])
+
+    def _all_due(self) -> list[RequestInFlight]:
         now = self._clock()
         self._watched = {request: until for request, until in self._watched.items() if until > now}
-        deltas = self._deltas(self._watched)
+        due = list(self._watched)
         if now >= self._next_sweep:
             self._next_sweep = now + self._stream_interval / 8
             late = [
@@ -175,8 +183,8 @@ class Running:
             ]
             for request in late:
                 request.next_publish = now + self._stream_interval
-            deltas += self._deltas(late)
-        return deltas
+            due += (request for request in late if request not in self._watched)
+        return due
 
     def keys(self) -> list[RequestKey]:
         """All requests in flight."""

@@ -23,7 +23,6 @@ from workers.text.errors import FormatError, is_panic
 
 _WINDOW = 8  # tokens of the prompt that give the first output tokens their context
 _UNFINISHED = "\ufffd"
-_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
@@ -142,15 +141,18 @@ class _WindowBytes(_TokenBytes):
 
 
 class _TableDetokenizer:
-    __slots__ = ("_at_start", "_decoder", "_table")
+    __slots__ = ("_at_start", "_rest", "_table")
 
     def __init__(self, table: _TokenBytes, at_start: bool) -> None:
         self._table = table
-        self._decoder = _Utf8("replace")
+        self._rest = b""  # of a character that is not whole
         self._at_start = at_start
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        text = self._decoder.decode(b"".join(map(self._table.__getitem__, token_ids)))
+        table = self._table
+        data = self._rest + b"".join([table[token_id] for token_id in token_ids])
+        text, used = codecs.utf_8_decode(data, "replace")
+        self._rest = data[used:]
         if self._at_start and text:
             self._at_start = False
             return text.removeprefix(" ")

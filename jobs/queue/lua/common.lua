@@ -409,11 +409,16 @@ local function published_tokens(name)
   return last and string.match(last[1], '^%d+') or '0'
 end
 
--- A server that lost its last second (power loss, failover) lacks tokens that were published to it.
--- A stream must have no hole: a request whose stream does not reach to `before` tokens is taken from
--- its worker, and goes on from what is left. No attempt is counted.
+-- Whether a request's stream has `before` tokens. A server that lost its last second (power loss,
+-- failover) lacks some that were published to it, and a stream must have no hole.
+local function reaches(name, before)
+  return (tonumber(before) or 0) <= tonumber(published_tokens(name))
+end
+
+-- A request whose stream does not reach to `before` tokens is taken from its worker, and goes on
+-- from what is left. No attempt is counted.
 local function take_if_tokens_are_missing(worker, name, fence, before)
-  if (tonumber(before) or 0) <= tonumber(published_tokens(name)) then
+  if reaches(name, before) then
     return false
   end
   local model, attempt, deaths, engine_crashes = take_from(worker, name, fence)

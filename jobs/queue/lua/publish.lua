@@ -1,23 +1,23 @@
 #!lua
 -- Appends the next tokens to requests' token streams, which are the requests' checkpoints.
--- ARGV: worker, tokens that it generated in its life,
---       then (name, fence, output tokens before these and with them, chunks (msgpack),
---       API process or '', accepted: 0, 1 or the worker's fingerprint) each
--- Returns the names of requests that the worker does not hold under that fence; nothing is written
--- for them.
+-- ARGV: worker, tokens that it generated in its life, number of this publish in its life, and of
+--       the last one that it got an answer to; then (name, fence, output tokens before these and
+--       with them, chunks (msgpack), API process or '', accepted: 0, 1 or the worker's fingerprint)
+--       each
+-- Returns the number of this publish; the names of requests for which nothing is written, since
+-- the worker does not hold them under that fence or their streams lack tokens before these; and of
+-- the latter (name, fence) each.
 -- What one call has for an API process comes to it as one entry, in msgpack: a list of (name, id of
 -- the entry of the token stream, accepted, chunks or nil where they are large) each.
 
 local MOST_BYTES_OF_A_GROUP = 8192
 -- First bytes of values in msgpack: a text below 256 bytes, lists of any and of 4 values, nil
 local STR8, ARRAY32, ARRAY_OF_4, NIL = '\217', '\221', '\148', '\192'
-local worker, generated = ARGV[1], tonumber(ARGV[2])
-local lost, named, fences, gone = {}, {}, {}, {}
+local char = string.char
+local worker, generated, number, answered = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local named, fences = {}, {}
+local lost, missing, lacks = {}, {}, {}
 local groups_of = {} -- by API process; false for one of the version before, which takes no groups
-
-local function short_text(value)
-  return STR8 .. string.char(#value) .. value
-end
 
 local function send_group(api)
   local group = groups_of[api]
@@ -38,8 +38,8 @@ local function send(api, name, entry_id, chunks, accepted)
     notify_api(api, name, entry_id, {'p', chunks, 'a', accepted}, #chunks + #accepted)
     return
   end
-  local shown = #chunks <= MOST_BYTES_OF_AN_API_ENTRY and chunks or NIL
-  local item = ARRAY_OF_4 .. short_text(name) .. short_text(entry_id) .. short_text(accepted) .. shown
+  local item = ARRAY_OF_4 .. STR8 .. char(#name) .. name .. STR8 .. char(#entry_id) .. entry_id
+    .. STR8 .. char(#accepted) .. accepted .. (#chunks <= MOST_BYTES_OF_AN_API_ENTRY and chunks or NIL)
   group.items[#group.items + 1] = item
   group.bytes = group.bytes + #item
   if group.bytes >= MOST_BYTES_OF_A_GROUP then
@@ -47,18 +47,31 @@ local function send(api, name, entry_id, chunks, accepted)
   end
 end
 
+-- Whether the server has every publish that the worker got an answer to. Once it lacks one, it
+-- does so for good.
+local function has_all_publishes()
+  local stored = tonumber(redis.call('GET', key.published(worker)) or 0)
+  if stored < answered then
+    return false
+  end
+  redis.call('SET', key.published(worker), math.max(stored, number), 'EX', COUNTED_SECONDS)
+  return true
+end
+
 count_generated(worker, generated)
-for i = 3, #ARGV, 7 do
+for i = 5, #ARGV, 7 do
   named[#named + 1], fences[#fences + 1] = ARGV[i], ARGV[i + 1]
 end
-local held = #named > 0 and which_held(worker, named, fences) or {}
+local has_all, held = has_all_publishes(), which_held(worker, named, fences)
 for i, name in ipairs(named) do
-  local _, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, 7 * i - 4, 7 * i + 2)
-  local taken = held[i] and not gone[name]
-  if taken and take_if_tokens_are_missing(worker, name, fence, before) then
-    taken, gone[name] = false, true
-  end
-  if taken then
+  local _, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, 7 * i - 2, 7 * i + 4)
+  if not held[i] or lacks[name] then
+    lost[#lost + 1] = name
+  elseif not (has_all and accepted == '0' and is_live(name)) and not reaches(name, before) then
+    -- A live call's first message looks whether what earlier workers published is there
+    lost[#lost + 1], lacks[name] = name, true
+    missing[#missing + 1], missing[#missing + 2] = name, fence
+  else
     local entry_id = total .. (accepted == '0' and '-0' or '-1')
     if store_entry(name, entry_id, chunks, 'a', accepted) then
       if reply_to ~= '' then
@@ -68,12 +81,9 @@ for i, name in ipairs(named) do
         notify_readers(split(name), name, entry_id, chunks, '')
       end
     end
-  else
-    lost[#lost + 1] = name
   end
 end
 for api in pairs(groups_of) do
   send_group(api)
 end
-wake_for_quarantine()
-return lost
+return {number, lost, missing}

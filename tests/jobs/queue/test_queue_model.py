@@ -294,11 +294,15 @@ class QueueModel(RuleBasedStateMachine):
     def server_forgets_tokens(self, data: st.DataObject) -> None:
         """What was published last is gone, and its worker goes on after it."""
         worker, chosen, lost = self.pick(data)
-        deltas = []
+        first, second = [], []
         for claim in chosen:
-            total = self.known[claim.key].total
-            deltas.append(Delta(claim.key, claim.fence, total + 3, [chunk_of(0, total + 1, 2)], claim.request.reply_to))
-        assert self.queue.publish(worker, deltas) == [claim.key for claim in chosen]
+            total, reply_to = self.known[claim.key].total, claim.request.reply_to
+            first.append(Delta(claim.key, claim.fence, total + 1, [chunk_of(0, total, 1)], reply_to))
+            second.append(Delta(claim.key, claim.fence, total + 3, [chunk_of(0, total + 1, 2)], reply_to))
+        earlier = EarlierRedis(self.client)
+        assert self.queue.publish(worker, first) == lost
+        earlier.restore()
+        assert self.queue.publish(worker, second) == [claim.key for claim in chosen]
         back = [claim.key for claim in chosen if claim.key not in lost]
         for key in back:
             self.known[key].attempts -= 1

@@ -29,6 +29,7 @@ from tests.support.requests import (
     text_in,
     token_ids_in,
 )
+from tests.support.rollback import EarlierRedis
 
 LEASE = 30.0
 API_IDS = ("api0", "api1")
@@ -496,6 +497,35 @@ class TestPublish:
         assert again.checkpoint is not None
         assert again.checkpoint.choices[0].token_ids == [1, 2]
         assert again.attempt == 1
+
+    def test_live_calls_after_a_server_that_went_back(self, queue: Queue, redis_client: redis.Redis) -> None:
+        """Those that lost tokens are taken from the worker when it publishes for them again."""
+        for name in ("live_a", "live_b", "live_c"):
+            queue.submit(name, request())
+        early, late, silent = claims = take(queue, "w1", 1, limit=3)
+        assert queue.publish("w1", [delta(claim, 0, [], accepted=True) for claim in claims]) == []
+        assert queue.publish("w1", [delta(claim, 0, [1], "a") for claim in claims]) == []
+        earlier = EarlierRedis(redis_client)
+        assert queue.publish("w1", [delta(claim, 1, [2], "b", 1) for claim in (early, late)]) == []
+        earlier.restore()
+        assert queue.publish("w1", [delta(early, 2, [3], "c", 2)]) == [early.key]
+        assert queue.publish("w1", [delta(silent, 1, [2], "b", 1)]) == []
+        assert queue.publish("w1", [delta(late, 2, [3], "c", 2)]) == [late.key]
+        assert queue.publish("w1", [delta(silent, 2, [3], "c", 2)]) == []
+        again = take(queue, "w2", 1, limit=3)
+        assert {claim.key for claim in again} == {early.key, late.key}
+        assert [claim.checkpoint.choices[0].token_ids for claim in again if claim.checkpoint] == [[1], [1]]
+
+    def test_a_live_call_whose_checkpoint_the_server_forgot(self, queue: Queue, redis_client: redis.Redis) -> None:
+        queue.submit("live_a", request())
+        (claim,) = take(queue, "w1", 1)
+        queue.publish("w1", [delta(claim, 0, [1, 2], "ab")])
+        queue.requeue("w1", held([claim]))
+        (again,) = take(queue, "w2", 1)
+        redis_client.delete(keys.tokens(str(claim.key)))
+        assert (
+            queue.publish("w2", [delta(again, 2, [], accepted=True), delta(again, 2, [3], "c", 2)]) == [again.key] * 2
+        )
 
     def test_text_that_is_not_ascii(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)

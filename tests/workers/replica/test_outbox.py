@@ -4,7 +4,9 @@ left out of a stream.
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -56,21 +58,30 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
 
 
 class RecordingQueue(Queue):
-    """Notes what each call brings, and publishes only while `open`."""
+    """Notes what each call brings, and takes the replies of publishes only while `open`."""
 
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(client)
         self.open = threading.Event()
         self.open.set()
         self.began = threading.Event()
+        self.sent: deque[int] = deque()
         self.published: list[int] = []
         self.committed: list[list[str]] = []
 
     def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
+        self.sent.append(len(deltas))
+        return super().publish(worker, deltas, generated)
+
+    def publish_command(self, worker: str, deltas: list[Delta], generated: int) -> list[Any]:
+        self.sent.append(len(deltas))
+        return super().publish_command(worker, deltas, generated)
+
+    def take_publish_reply(self, worker: str, reply: Any) -> list[RequestKey]:
         self.began.set()
         assert self.open.wait(60)
-        self.published.append(len(deltas))
-        return super().publish(worker, deltas, generated)
+        self.published.append(self.sent.popleft())
+        return super().take_publish_reply(worker, reply)
 
     def commit(self, worker: str, finished: list[Finished], generated: int = 0) -> list[RequestKey]:
         self.committed.append([str(one.key) for one in finished])
@@ -90,9 +101,9 @@ def test_what_comes_while_tokens_are_sent_goes_together(redis_client: redis.Redi
         outbox = Outbox(queue, "w1", 2.0, lambda: 7, lambda held: None, lambda held: None)
         fresh: list[Delta] = []
 
-        def due(live_only: bool) -> list[Delta]:
+        def due(live_only: bool) -> list[list[Delta]]:
             asked.append(live_only)
-            return [fresh.pop(0) for _ in range(len(fresh))]
+            return [[fresh.pop(0) for _ in range(len(fresh))]]
 
         def step(number: int) -> None:
             fresh.append(tokens[number])
