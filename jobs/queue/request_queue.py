@@ -8,6 +8,7 @@ streams in `streams.py`, workers and models in `registry.py`, limits in `limits.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import msgspec
 import redis
 
 from jobs.protocol.requests import (
@@ -130,14 +131,14 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         count each of them once.
         """
         lost: list[RequestKey] = []
-        for group in chunks(map(_delta_arguments, deltas)):
+        for group in chunks(map(_delta_row, deltas)):
             arguments = self._publish_arguments(worker, generated, group)
             lost += self.take_publish_reply(worker, self._scripts.call("publish", arguments))
         return lost
 
     def publish_command(self, worker: str, deltas: list[Delta], generated: int) -> list[Any]:
         """The Redis command that publishes a few tokens, for `Publisher`."""
-        arguments = self._publish_arguments(worker, generated, map(_delta_arguments, deltas))
+        arguments = self._publish_arguments(worker, generated, map(_delta_row, deltas))
         return self._scripts.command("publish", arguments)
 
     def take_publish_reply(self, worker: str, reply: Any) -> list[RequestKey]:
@@ -247,7 +248,10 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
 
     def _publish_arguments(self, worker: str, generated: int, rows: Iterable[list[Any]]) -> list[Any]:
         number = self._publishes[worker] = self._publishes.get(worker, 0) + 1
-        return [worker, generated, number, self._answered.get(worker, 0), *flat(rows)]
+        # Few arguments: redis-py takes longer for one than msgspec for a value
+        *columns, tokens = zip(*rows, strict=True)
+        head = [worker, generated, number, self._answered.get(worker, 0)]
+        return [*head, msgspec.msgpack.encode(columns), b"".join(tokens)]
 
     def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
         """Calls a script that takes one row per request and returns keys, as often as the size
@@ -257,9 +261,10 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         return [RequestKey.parse(name) for name in flat(answers)]
 
 
-def _delta_arguments(delta: Delta) -> list[Any]:
+def _delta_row(delta: Delta) -> list[Any]:
     accepted = delta.system_fingerprint or "1" if delta.accepted else "0"
-    return [str(delta.key), delta.fence, *_tokens(delta), delta.reply_to or "", accepted]
+    before, total, chunks = _tokens(delta)
+    return [str(delta.key), str(delta.fence), before, total, len(chunks), delta.reply_to or "", accepted, chunks]
 
 
 def _tokens(delta: Delta) -> list[Any]:

@@ -1,9 +1,9 @@
 #!lua
 -- Appends the next tokens to requests' token streams, which are the requests' checkpoints.
 -- ARGV: worker, tokens that it generated in its life, number of this publish in its life, and of
---       the last one that it got an answer to; then (name, fence, output tokens before these and
---       with them, chunks (msgpack), API process or '', accepted: 0, 1 or the worker's fingerprint)
---       each
+--       the last one that it got an answer to; in msgpack, a list each: names, fences (text), output
+--       tokens before these and with them, lengths of the chunks, API processes or '', accepted: '0',
+--       '1' or the worker's fingerprint; then the chunks (msgpack) of all
 -- Returns the number of this publish; the names of requests for which nothing is written, since
 -- the worker does not hold them under that fence or their streams lack tokens before these; and of
 -- the latter (name, fence) each.
@@ -15,7 +15,8 @@ local MOST_BYTES_OF_A_GROUP = 8192
 local STR8, ARRAY32, ARRAY_OF_4, NIL = '\217', '\221', '\148', '\192'
 local char = string.char
 local worker, generated, number, answered = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local named, fences = {}, {}
+local names, fences, before, total, lengths, apis, accepted_by = unpack(cmsgpack.unpack(ARGV[5]))
+local sent = 0 -- bytes of the chunks of those that the loop has come to
 local lost, missing, lacks = {}, {}, {}
 local groups_of = {} -- by API process; false for one of the version before, which takes no groups
 
@@ -59,20 +60,18 @@ local function has_all_publishes()
 end
 
 count_generated(worker, generated)
-for i = 5, #ARGV, 7 do
-  named[#named + 1], fences[#fences + 1] = ARGV[i], ARGV[i + 1]
-end
-local has_all, held = has_all_publishes(), which_held(worker, named, fences)
-for i, name in ipairs(named) do
-  local _, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, 7 * i - 2, 7 * i + 4)
+local has_all, held = has_all_publishes(), which_held(worker, names, fences)
+for i, name in ipairs(names) do
+  local reply_to, accepted, chunks = apis[i], accepted_by[i], string.sub(ARGV[6], sent + 1, sent + lengths[i])
+  sent = sent + lengths[i]
   if not held[i] or lacks[name] then
     lost[#lost + 1] = name
-  elseif not (has_all and accepted == '0' and is_live(name)) and not reaches(name, before) then
+  elseif not (has_all and accepted == '0' and is_live(name)) and not reaches(name, before[i]) then
     -- A live call's first message looks whether what earlier workers published is there
     lost[#lost + 1], lacks[name] = name, true
-    missing[#missing + 1], missing[#missing + 2] = name, fence
+    missing[#missing + 1], missing[#missing + 2] = name, fences[i]
   else
-    local entry_id = total .. (accepted == '0' and '-0' or '-1')
+    local entry_id = total[i] .. (accepted == '0' and '-0' or '-1')
     if store_entry(name, entry_id, chunks, 'a', accepted) then
       if reply_to ~= '' then
         send(reply_to, name, entry_id, chunks, accepted)
