@@ -1,9 +1,9 @@
 #!lua
 -- Appends the next tokens to requests' token streams, which are the requests' checkpoints.
 -- ARGV: worker, tokens that it generated in its life, number of this publish in its life, and of
---       the last one that it got an answer to; in msgpack, a list each: names, fences (text), output
---       tokens before these and with them, lengths of the chunks, API processes or '', accepted: '0',
---       '1' or the worker's fingerprint; then the chunks (msgpack) of all
+--       the last one that it got an answer to; in msgpack, a list each: names, fences (text),
+--       output tokens before these and with them, lengths of the chunks, API processes or '',
+--       accepted: '0', '1' or the worker's fingerprint; then the chunks (msgpack) of all
 -- Returns the number of this publish; the names of requests for which nothing is written, since
 -- the worker does not hold them under that fence or their streams lack tokens before these; and of
 -- the latter (name, fence) each.
