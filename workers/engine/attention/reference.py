@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.rotary import rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -52,7 +52,7 @@ class PrefillRow:
 
 @dataclass(slots=True)
 class Groups:
-    """A step's rows, for layers of one window."""
+    """A step's rows, for layers of one pattern."""
 
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
@@ -79,13 +79,20 @@ class TorchAttention:
         return [_lazy_zeros(size, self._dtype) for _ in range(num_layers)]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        pattern: AttentionPattern,
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        groups: Groups | None = metadata.prepared.get(window)
+        groups: Groups | None = metadata.prepared.get(pattern)
         if groups is None:
-            groups = metadata.prepared[window] = self._groups(metadata, window)
+            groups = metadata.prepared[pattern] = self._groups(metadata, pattern.window)
         if groups.stale is not None:
             layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)
@@ -104,7 +111,7 @@ class TorchAttention:
         layer_cache: Tensor,
         metadata: Metadata,
         scale: float,
-        window: int | None,
+        pattern: AttentionPattern,
     ) -> Tensor:
         turned = self._heads + self._shape.kv_heads
         if rotary.query_norm is None or rotary.key_norm is None:
@@ -112,7 +119,7 @@ class TorchAttention:
         else:
             q = rotate(rotary.query_norm(qkv[:, : self._heads]), rotary.cos, rotary.sin)
             k = rotate(rotary.key_norm(qkv[:, self._heads : turned]), rotary.cos, rotary.sin)
-        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, window)
+        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, pattern)
 
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
         s = self._shape

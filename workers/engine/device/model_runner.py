@@ -175,7 +175,7 @@ class ModelRunner:
             self.caches,
             inputs.metadata,
             config.attention_scales,
-            config.sliding_windows,
+            config.attention_patterns,
             self.interruption,
         )
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)

@@ -44,6 +44,16 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """Which tokens of its row a query sees."""
+
+    causal: bool = True
+    # Causal: tokens that a query sees, itself included. Otherwise the distance up to which it sees
+    # tokens to either side. None: all of them
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryHeads:
     """What queries and keys go through before they attend: a norm over each head, where the model
     has one, then a rotation.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workers.engine.layers.base import AttentionPattern
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.messages.errors import ModelLoadError
 
@@ -24,8 +25,7 @@ _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 class ModelConfig:
     """A decoder's shape.
 
-    `sliding_windows` has one entry per layer: tokens that a query sees, itself included, or None
-    for all.
+    `attention_patterns` and `attention_scales` have one entry per layer.
     """
 
     architecture: str
@@ -40,8 +40,8 @@ class ModelConfig:
     norm_eps: float
     activation: str
     tie_word_embeddings: bool
-    sliding_windows: tuple[int | None, ...]
-    attention_scales: tuple[float, ...]  # what query-key products are multiplied by, per layer
+    attention_patterns: tuple[AttentionPattern, ...]
+    attention_scales: tuple[float, ...]  # what query-key products are multiplied by
     rope: RopeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # as the checkpoint names it

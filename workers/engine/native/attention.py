@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
@@ -54,7 +54,7 @@ class _Step(ctypes.Structure):
 
 
 class PreparedStep:
-    """A step as the kernels know it, for layers of one window."""
+    """A step as the kernels know it, for layers of one pattern."""
 
     __slots__ = ("_held", "pointer", "rotation", "step", "strides")
 
@@ -100,9 +100,16 @@ class CpuAttention:
         ]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        pattern: AttentionPattern,
     ) -> Tensor:
-        return self._attend_rows(self._prepared(metadata, window), q, k, v, layer_cache, scale)
+        return self._attend_rows(self._prepared(metadata, pattern), q, k, v, layer_cache, scale)
 
     def forward_rotary(
         self,
@@ -111,9 +118,9 @@ class CpuAttention:
         layer_cache: Tensor,
         metadata: Metadata,
         scale: float,
-        window: int | None,
+        pattern: AttentionPattern,
     ) -> Tensor:
-        prepared = self._prepared(metadata, window)
+        prepared = self._prepared(metadata, pattern)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
         prepared.set_rotation(rotary.cos, rotary.sin)
         if rotary.query_norm is None or rotary.key_norm is None:
@@ -122,13 +129,13 @@ class CpuAttention:
         return self._attend_rows(prepared, q, k, v, layer_cache, scale, norms)
 
     def prepared(
-        self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None
+        self, metadata: Metadata, pattern: AttentionPattern, width: int, rotation: tuple[Tensor, Tensor] | None
     ) -> PreparedStep:
         """Prepare a step whose queries, keys and values are side by side in rows of `width`.
 
         They are rotated by cosine and sine if given.
         """
-        prepared = self._prepared(metadata, window)
+        prepared = self._prepared(metadata, pattern)
         prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
         if rotation is not None:
             prepared.set_rotation(*rotation)
@@ -159,11 +166,11 @@ class CpuAttention:
         )
         return out
 
-    def _prepared(self, metadata: Metadata, window: int | None) -> PreparedStep:
+    def _prepared(self, metadata: Metadata, pattern: AttentionPattern) -> PreparedStep:
         assert isinstance(metadata, AttentionMetadata)
-        return metadata.prepared.get(window) or self._prepare(metadata, window)
+        return metadata.prepared.get(pattern) or self._prepare(metadata, pattern)
 
-    def _prepare(self, metadata: AttentionMetadata, window: int | None) -> PreparedStep:
+    def _prepare(self, metadata: AttentionMetadata, pattern: AttentionPattern) -> PreparedStep:
         s, threads = self._shape, torch.get_num_threads()
         slots = metadata.slot_mapping.contiguous()
         arrays = [
@@ -179,7 +186,7 @@ class CpuAttention:
         if self._scratch.numel() < threads * self._scratch_size:
             self._scratch = torch.empty(threads * self._scratch_size, dtype=torch.float32)
         step = _Step(
-            *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, window or 0),
+            *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, pattern.window or 0),
             *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
             *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
@@ -189,7 +196,7 @@ class CpuAttention:
             self._partials = torch.empty(size, dtype=torch.float32)
         step.partials = self._partials.data_ptr() if size else None
         prepared = PreparedStep(step, (slots, *arrays, starts, ahead, partials_at, self._scratch, self._partials))
-        metadata.prepared[window] = prepared
+        metadata.prepared[pattern] = prepared
         return prepared
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention.context import StepAttention
-from workers.engine.layers.base import AttentionContext, DecoderLayer, Norm, Rotation
+from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer, Norm, Rotation
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.attention import CpuAttention
 from workers.engine.native.library import load
@@ -65,7 +65,7 @@ class NativeStack(LayerStack):
         self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
         self._c_stack = _Stack(self._c_layers, _c_norm(norm), len(layers), self._hidden, queries, keys, _MLP_ROWS, None)
         self._pointer = ctypes.addressof(self._c_stack)
-        self._windows: list[int | None] = []
+        self._patterns: list[AttentionPattern] = []
         self._caches: list[Tensor] = []
         self._room = 0  # tokens that the buffers hold
         self._run = _run_stack()
@@ -84,7 +84,8 @@ class NativeStack(LayerStack):
         if tokens > self._room:
             self._make_room(tokens)
         steps = [
-            attend.attention.prepared(attend.metadata, window, self._qkv, rotation).pointer for window in self._windows
+            attend.attention.prepared(attend.metadata, pattern, self._qkv, rotation).pointer
+            for pattern in self._patterns
         ]
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
         self._run(self._pointer, (ctypes.c_void_p * len(steps))(*steps), tokens, hidden.data_ptr(), *self._buffers)
@@ -93,11 +94,11 @@ class NativeStack(LayerStack):
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
 
     def _take_caches(self, attend: StepAttention) -> None:
-        self._caches, self._windows = attend.caches, list(dict.fromkeys(attend.windows))
-        for layer, cache, scale, window in zip(
-            self._c_layers, attend.caches, attend.scales, attend.windows, strict=True
+        self._caches, self._patterns = attend.caches, list(dict.fromkeys(attend.patterns))
+        for layer, cache, scale, pattern in zip(
+            self._c_layers, attend.caches, attend.scales, attend.patterns, strict=True
         ):
-            layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._windows.index(window)
+            layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._patterns.index(pattern)
 
     def _make_room(self, tokens: int) -> None:
         """For more than `tokens`: a few rows more each step must not mean new buffers each step."""

@@ -9,6 +9,7 @@ from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import reference as torch_backend
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
+from workers.engine.layers.base import AttentionPattern
 
 BLOCK = 4
 NUM_BLOCKS = 200
@@ -82,7 +83,7 @@ def test_mixed_rows(
             q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
             k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
             v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
-            out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, window)
+            out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, AttentionPattern(window=window))
         places = [(i, position) for i, first, last in spans for position in range(first, last)]
         expected = torch.stack(
             [plain(q[t], rows.keys[i], rows.values[i], p, window) for t, (i, p) in enumerate(places)]
@@ -112,7 +113,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
             q = torch.randn(sum(b - a for _, a, b in step), 1, DIM)
             k = torch.cat([rows.keys[i][a:b] for i, a, b in step])
             v = torch.cat([rows.values[i][a:b] for i, a, b in step])
-            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, window))
+            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, AttentionPattern(window=window)))
             step = [(i, b, b + 1) for i, _, b in step if b < rows.contexts[i]]
     half = len(outs) // 2
     for clean, dirty in zip(outs[:half], outs[half:], strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.layers.weights import Weights
@@ -95,7 +95,8 @@ class NativeStep:
                 else self._random(sum(b for _, _, b in spans), len(self.q[0][0]))
             )
             k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (self.keys, self.values))
-            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.window)
+            pattern = AttentionPattern(window=self.window)
+            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, pattern)
         return list(out.split([b - a for _, a, b in now]))
 
     def expected(self, row: int) -> Tensor:
@@ -167,7 +168,7 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
         ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q)),
     ):
         k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
-        out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, None)
+        out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, AttentionPattern())
     for row, got in enumerate(out.split([count, 1])):
         assert (got.double() - step.expected(row)).abs().max() < TOLERANCE[dtype]
 
@@ -182,7 +183,7 @@ def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
     metadata = step.metadata([(row, context - count, context) for row, (count, context) in enumerate(rows)])
     attention = find_backend("cpu").attention(step.shape, 6, step.dtype, CPU)
     assert isinstance(attention, CpuAttention)
-    plan = attention.prepared(metadata, None, 10 * 64, None).step
+    plan = attention.prepared(metadata, AttentionPattern(), 10 * 64, None).step
     return [*(ctypes.c_int32 * len(rows)).from_address(plan.ahead), plan.any_ahead]
 
 
@@ -211,7 +212,9 @@ def test_a_row_without_context_gets_zeros() -> None:
     metadata = AttentionMetadata(
         torch.tensor([16, 0]), np.array([0, 1, 2], np.int32), np.array([1, 0], np.int32), np.array([[1], [0]], np.int32)
     )
-    out = attention.forward(*torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, 1.0, None)
+    out = attention.forward(
+        *torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, 1.0, AttentionPattern()
+    )
     assert torch.equal(out[0], torch.full((2, 64), 2.0, dtype=torch.bfloat16))
     assert not out[1].any()
 
@@ -225,7 +228,7 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
     for tensors in ([q, k, v], by_head, fused):
         attention = find_backend("cpu").attention(step.shape, 4, step.dtype, CPU)
         metadata = step.metadata([(0, 0, 40), (1, 0, 1)])
-        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, None))
+        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, AttentionPattern()))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
@@ -248,7 +251,8 @@ def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms:
     outs = []
     for backend in ("cpu", "torch"):
         attention = find_backend(backend).attention(step.shape, 6, dtype, CPU)
-        out = attention.forward_rotary(qkv, rotary, attention.new_cache(1)[0], step.metadata(spans), dim**-0.5, None)
+        cache = attention.new_cache(1)[0]
+        out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), dim**-0.5, AttentionPattern())
         outs.append(out.float())
     assert (outs[0] - outs[1]).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2)
 

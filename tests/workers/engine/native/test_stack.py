@@ -11,7 +11,7 @@ from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import Interruption, StepAttention
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import DecoderLayer, Rotation
+from workers.engine.layers.base import AttentionPattern, DecoderLayer, Rotation
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.layers.stack import LayerStack
@@ -24,7 +24,7 @@ pytestmark = [needs_native, pytest.mark.usefixtures("products")]
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
-WINDOWS = (None, 24, None)
+PATTERNS = (AttentionPattern(), AttentionPattern(window=24), AttentionPattern())
 ROPE = Rotary(RopeConfig(1e4, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU)
 STEPS = [
     [(0, 700), (700, 30)],
@@ -98,7 +98,7 @@ class Model:
                     cache.fill_(torch.nan)
             metadata, positions = step_of(rows)
             rotation: Rotation | None = ROPE.cos_sin(positions, positions + 1) if self.rotary else None
-            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS)
+            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
             results.append(run(random(len(positions), HIDDEN), rotation, attend).clone())
         return results
@@ -133,7 +133,7 @@ def test_buffers_grow_seldom() -> None:
     places = set()
     for tokens in range(1, 260):
         metadata, positions = step_of([(0, tokens)])
-        attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS)
+        attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
         places.add(model.stack(random(tokens, HIDDEN), ROPE.cos_sin(positions, positions + 1), attend).data_ptr())
     assert len(places) <= 4  # 64, 128, 256 and 512
 
@@ -158,7 +158,7 @@ def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right() -> None:
     model = Model("llama")
     caches, interruption = model.attention.new_cache(LAYERS), Interruption()
     metadata, positions = step_of([(0, 40)])
-    attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS, interruption)
+    attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS, interruption)
     hidden, rotation = random(40, HIDDEN), ROPE.cos_sin(positions, positions + 1)
     expected = model.stack(hidden.clone(), rotation, attend).clone()
     interruption.set()

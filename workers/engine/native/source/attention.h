@@ -24,7 +24,7 @@ enum {
 #endif
 };
 
-/* What is the same for all layers of one window. */
+/* What is the same for all layers of one pattern. */
 struct attention_step {
     int32_t pair; /* numbers in a word: 1 of float, 2 of bf16 */
     int32_t heads, kv_heads, head_dim, block_size;

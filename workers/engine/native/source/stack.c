@@ -18,7 +18,7 @@ typedef struct {
     const void *query_norm, *key_norm; /* NULL for none */
     uint32_t *cache;
     float head_eps, scale;
-    int32_t step; /* which of the steps is its own: layers of one window share one */
+    int32_t step; /* which of the steps is its own: layers of one pattern share one */
 } decoder_layer;
 
 typedef struct {
