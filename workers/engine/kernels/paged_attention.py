@@ -151,6 +151,7 @@ class TritonAttention:
         return out
 
     def _pieces(self, metadata: DeviceMetadata, tokens: int, pattern: AttentionPattern) -> Pieces:
+        assert pattern.causal
         # A plan made before a recording would not be made again when the recording is played.
         key = (pattern, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
         if key not in metadata.prepared:

@@ -41,7 +41,7 @@ class RotaryDecoder(DecoderModel):
         self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        return self.stack(self.embedding.rows(input_ids), self.rotary.cos_sin(positions, lengths), attend)
+        return self.stack(self.embedding.rows(input_ids), [self.rotary.cos_sin(positions, lengths)], attend)
 
 
 def _layer(config: ModelConfig, variant: DecoderVariant, weights: Weights, layer: int) -> DecoderLayer:

@@ -53,7 +53,7 @@ class GPT2(DecoderModel):
         self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        return self.stack(self.embedding.rows(input_ids).add_(self.position_embedding[positions]), None, attend)
+        return self.stack(self.embedding.rows(input_ids).add_(self.position_embedding[positions]), [], attend)
 
 
 def _layer(config: ModelConfig, weights: Weights, layer: int) -> DecoderLayer:

@@ -168,6 +168,7 @@ class CpuAttention:
 
     def _prepared(self, metadata: Metadata, pattern: AttentionPattern) -> PreparedStep:
         assert isinstance(metadata, AttentionMetadata)
+        assert pattern.causal
         return metadata.prepared.get(pattern) or self._prepare(metadata, pattern)
 
     def _prepare(self, metadata: AttentionMetadata, pattern: AttentionPattern) -> PreparedStep:

@@ -57,8 +57,17 @@ class _Stack(ctypes.Structure):
 class NativeStack(LayerStack):
     """Buffers are kept from step to step. Attention of other backends is called layer by layer."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> None:
-        super().__init__(layers, norm, heads, kv_heads, head_dim)
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: Norm | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        post_norm: bool = False,
+    ) -> None:
+        super().__init__(layers, norm, heads, kv_heads, head_dim, post_norm)
+        assert norm is not None
         queries, keys, self._hidden = heads * head_dim, kv_heads * head_dim, len(norm.weight)
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
         self._mlp = max(_packed(layer.up).columns for layer in layers)
@@ -75,9 +84,10 @@ class NativeStack(LayerStack):
         """Spent so far, by part."""
         return dict(zip(PARTS, self._c_stack.seconds, strict=True))
 
-    def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionContext) -> Tensor:
+    def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
         if not isinstance(attend, StepAttention) or not isinstance(attend.attention, CpuAttention):
-            return super().__call__(hidden, rotation, attend)
+            return super().__call__(hidden, rotations, attend)
+        rotation = rotations[0] if rotations else None
         if attend.caches is not self._caches:
             self._take_caches(attend)
         tokens, hidden = len(hidden), hidden.contiguous()
@@ -114,7 +124,9 @@ class NativeStack(LayerStack):
         self._result, self._buffers, self._room = self._held[1], [buffer.data_ptr() for buffer in self._held], tokens
 
 
-def can_stack(layers: Sequence[DecoderLayer]) -> bool:
+def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool) -> bool:
+    if norm is None or post_norm or any(layer.rotation or layer.attention_norm is None for layer in layers):
+        return False
     parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
     return bool(parts) and all(isinstance(part, PackedMatrix) for part in parts)
 
@@ -124,7 +136,8 @@ def _packed(projection: object) -> PackedMatrix:
     return projection
 
 
-def _c_norm(norm: Norm) -> _Norm:
+def _c_norm(norm: Norm | None) -> _Norm:
+    assert norm is not None
     return _Norm(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr(), norm.eps)
 
 

@@ -97,10 +97,10 @@ class Model:
                 for cache in before:
                     cache.fill_(torch.nan)
             metadata, positions = step_of(rows)
-            rotation: Rotation | None = ROPE.cos_sin(positions, positions + 1) if self.rotary else None
+            rotations: list[Rotation] = [ROPE.cos_sin(positions, positions + 1)] if self.rotary else []
             attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
-            results.append(run(random(len(positions), HIDDEN), rotation, attend).clone())
+            results.append(run(random(len(positions), HIDDEN), rotations, attend).clone())
         return results
 
 
@@ -134,7 +134,7 @@ def test_buffers_grow_seldom() -> None:
     for tokens in range(1, 260):
         metadata, positions = step_of([(0, tokens)])
         attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
-        places.add(model.stack(random(tokens, HIDDEN), ROPE.cos_sin(positions, positions + 1), attend).data_ptr())
+        places.add(model.stack(random(tokens, HIDDEN), [ROPE.cos_sin(positions, positions + 1)], attend).data_ptr())
     assert len(places) <= 4  # 64, 128, 256 and 512
 
 
@@ -145,7 +145,7 @@ def test_a_stack_of_no_layers_is_its_norm() -> None:
     attend = StepAttention(
         find_backend("cpu").attention(CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ()
     )
-    assert stack(hidden.clone(), ROPE.cos_sin(positions, positions + 1), attend).equal(norm(hidden))
+    assert stack(hidden.clone(), [ROPE.cos_sin(positions, positions + 1)], attend).equal(norm(hidden))
 
 
 def test_caches_that_were_made_anew_are_the_ones_that_are_used() -> None:
@@ -159,14 +159,14 @@ def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right() -> None:
     caches, interruption = model.attention.new_cache(LAYERS), Interruption()
     metadata, positions = step_of([(0, 40)])
     attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS, interruption)
-    hidden, rotation = random(40, HIDDEN), ROPE.cos_sin(positions, positions + 1)
-    expected = model.stack(hidden.clone(), rotation, attend).clone()
+    hidden, rotations = random(40, HIDDEN), [ROPE.cos_sin(positions, positions + 1)]
+    expected = model.stack(hidden.clone(), rotations, attend).clone()
     interruption.set()
     for stack in (model.stack, super(NativeStack, model.stack).__call__):
         with pytest.raises(StepAbandoned):
-            stack(hidden.clone(), rotation, attend)
+            stack(hidden.clone(), rotations, attend)
     interruption.clear()
-    assert model.stack(hidden.clone(), rotation, attend).equal(expected)
+    assert model.stack(hidden.clone(), rotations, attend).equal(expected)
 
 
 def test_it_reports_where_the_time_goes() -> None:
