@@ -97,7 +97,7 @@ def test_mixed_rows(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("per_kv", [1, 3])
-@pytest.mark.parametrize("backend", ["torch"])
+@backends
 def test_whole_texts_seen_to_both_sides(window: int | None, per_kv: int, dtype: torch.dtype, backend: str) -> None:
     generator, pattern = np.random.default_rng(3), AttentionPattern(causal=False, window=window)
     contexts = [1, *generator.integers(1, 60, 9).tolist()]

@@ -25,14 +25,18 @@ pytestmark = [needs_native, pytest.mark.usefixtures("products")]
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
 PATTERNS = (AttentionPattern(), AttentionPattern(window=24), AttentionPattern())
-ROPE = Rotary(RopeConfig(1e4, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU)
+BOTH_SIDES = tuple(AttentionPattern(False, pattern.window) for pattern in PATTERNS)
+ROPE, LOCAL_ROPE = (
+    Rotary(RopeConfig(theta, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU) for theta in (1e4, 1e2)
+)
 STEPS = [
     [(0, 700), (700, 30)],
     [(700, 1), (730, 1)],
     [(701, 5), (731, 1)],
     [(706, 1)],
 ]  # tokens computed before and now, by row
-FAMILIES = ["gpt2", "llama", "qwen3"]
+TEXTS = [[(0, 700), (0, 30)], [(0, 5), (0, 1)], [(0, 290)]]
+FAMILIES = ["gpt2", "llama", "qwen3", "bert", "modernbert"]
 
 
 def random(*shape: int, width: float = 1.0) -> Tensor:
@@ -46,13 +50,15 @@ class Model:
 
     def __init__(self, family: str, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
         torch.manual_seed(7)
-        self.rotary, self.head_norms, self.numbers = family != "gpt2", family == "qwen3", count()
+        self.rotary, self.head_norms, self.numbers = family not in ("gpt2", "bert"), family == "qwen3", count()
+        self.encodes, self.post_norm, first_norm = "bert" in family, family == "bert", family != "modernbert"
+        self.patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
         if family == "gpt2":
             kv_heads = heads
         ops, queries, keys = NativeOps(), heads * dim, kv_heads * dim
         self.layers = [
             DecoderLayer(
-                self.norm(HIDDEN),
+                self.norm(HIDDEN) if first_norm or layer else None,
                 ops.linear(random(queries + 2 * keys, HIDDEN, width=0.2), random(queries + 2 * keys)),
                 ops.linear(random(HIDDEN, queries, width=0.2), None),
                 self.norm(HIDDEN),
@@ -61,11 +67,13 @@ class Model:
                 else ops.linear(random(WIDTH, HIDDEN, width=0.2), random(WIDTH), "gelu_new"),
                 ops.linear(random(HIDDEN, WIDTH, width=0.2), random(HIDDEN)),
                 *(RMSNorm(*self.named(dim)) for _ in range(2 * self.head_norms)),
+                rotation=self.encodes * layer % 2,
             )
-            for _ in range(LAYERS)
+            for layer in range(LAYERS)
         ]
         self.shape, self.heads = CacheShape(BLOCKS, BLOCK, kv_heads, dim), heads
-        self.stack = ops.stack(self.layers, self.norm(HIDDEN), heads, kv_heads, dim)
+        last_norm = None if self.post_norm else self.norm(HIDDEN)
+        self.stack = ops.stack(self.layers, last_norm, heads, kv_heads, dim, self.post_norm)
         self.attention = find_backend("cpu").attention(self.shape, heads, torch.bfloat16, CPU)
 
     def norm(self, size: int) -> RMSNorm | LayerNorm:
@@ -84,21 +92,22 @@ class Model:
         )  # type: ignore[misc]
 
     def run(self, one_call: bool, moves: bool = False) -> list[Tensor]:
-        """What comes of each of `STEPS`.
+        """What comes of each of the family's steps.
 
         If it `moves`, the cache is at another place in each, and its old place is overwritten.
         """
         caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
         torch.manual_seed(8)
         results = []
-        for rows in STEPS:
+        for rows in self.steps:
             if moves:
                 before, caches = caches, [cache.clone() for cache in caches]
                 for cache in before:
                     cache.fill_(torch.nan)
             metadata, positions = step_of(rows)
-            rotations: list[Rotation] = [ROPE.cos_sin(positions, positions + 1)] if self.rotary else []
-            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
+            ropes = (ROPE, LOCAL_ROPE)[: self.rotary + self.encodes] if self.rotary else ()
+            rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in ropes]
+            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
             results.append(run(random(len(positions), HIDDEN), rotations, attend).clone())
         return results
