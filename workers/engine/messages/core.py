@@ -325,7 +325,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     second on. `starts` has, with the next entry of a request, each step in which it got a slot, and
     when that was planned on the machine's monotonic clock: its first step, then one after each
     preemption. All three hold only requests that asked. `pooled` has what a pooling request
-    yields, which ends with STOP and without a token: float32, little-endian, one row behind another.
+    yields, which ends with STOP and without a token: float32, little-endian, row by row.
     """
 
     step: int
