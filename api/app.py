@@ -18,7 +18,19 @@ from api.http.openapi import describe
 from api.http.own_middleware import add_middleware
 from api.http.request_ids import RequestIds
 from api.reader import Reader
-from api.routes import batch_stream, batches, files, health, live_calls, metrics, models, server, streams, tokenization
+from api.routes import (
+    batch_stream,
+    batches,
+    files,
+    health,
+    live_calls,
+    metrics,
+    models,
+    pooling,
+    server,
+    streams,
+    tokenization,
+)
 from api.settings import ApiSettings
 from api.state import ApiState
 from api.tracing import Traced
@@ -93,7 +105,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     if tracing is not None:
         app.add_middleware(Traced, tracing)
     install_error_handlers(app)
-    for module in (live_calls, tokenization, streams, models, files, batches, batch_stream, server):
+    for module in (live_calls, pooling, tokenization, streams, models, files, batches, batch_stream, server):
         app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)
     for router in (health.router, metrics.router, server.open_router):
         app.include_router(router)

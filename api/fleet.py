@@ -14,6 +14,7 @@ import redis
 from api.threads import run_in
 from jobs.protocol import fields
 from jobs.protocol.endpoint import Endpoint
+from jobs.protocol.endpoints import check_answers
 from jobs.protocol.results import ApiError
 from jobs.queue.connection import twin
 from jobs.queue.registry import ModelRecord, WorkerRecord
@@ -26,7 +27,6 @@ _FRESH_SECONDS = 1.0
 """How long one reading, or its failure, is the answer for all."""
 
 _RETRY_SECONDS = 0.2  # of a reading: for a connection that Redis has closed
-_LEAVING = ("draining", "stopped")  # states of workers that take no more calls
 _PROBE_SECONDS = 2.0  # also of a connection on which nothing arrives any more
 
 
@@ -42,10 +42,9 @@ class Snapshot:
         """Models of the workers in one of `states`."""
         return {name for worker in self.workers if worker.state in states for name in worker.models}
 
-    def tasks(self, model: str) -> set[str]:
-        """What all workers of a model do that may take its calls, now or soon."""
-        takes = [set(one.tasks) for one in self.workers if model in one.models and one.state not in _LEAVING]
-        return set.intersection(*takes) if takes else set()
+    def tasks(self, model: str) -> list[set[str]]:
+        """What each worker of a model does that takes its calls now."""
+        return [set(one.tasks) for one in self.workers if model in one.models and one.state == "ready"]
 
     @property
     def served(self) -> list[ModelRecord]:
@@ -144,15 +143,18 @@ class Fleet:
 
     async def require(self, model: str, fresh: bool = False, endpoint: Endpoint | None = None) -> None:
         """Raise `ApiError` unless a worker serves the model: 503 while none is ready that did or
-        will, else 404; and 404 unless all of them answer the endpoint.
+        will, else 404; 400 if none of them answers the endpoint, and 404 if some do not.
         """
         snapshot = await self.snapshot(fresh)
         if model not in snapshot.names("ready") and not fresh:
             snapshot = await self.snapshot(fresh=True)
         if model not in snapshot.names("ready"):
             raise not_served(model, snapshot)
-        if endpoint is not None and endpoint.task not in snapshot.tasks(model):
-            raise _not_answered(model, endpoint.url)
+        if endpoint is not None:
+            tasks = snapshot.tasks(model)
+            check_answers(model, set().union(*tasks), endpoint.url)
+            if any(one.isdisjoint(endpoint.tasks) for one in tasks):
+                raise _not_answered(model, endpoint.url)
 
     async def _shared(self, fresh: bool) -> Snapshot:
         """The outcome of a reading: one that began within the last second, or, if it is to be

@@ -22,6 +22,7 @@ from api.threads import LIVE, SUBMISSIONS, run_in
 from api.token_events import patiently
 from api.tracing import TRACE
 from jobs.protocol import requests
+from jobs.protocol.pooling_endpoint import PoolingCall
 from jobs.protocol.requests import RequestKey, StreamEntry
 from jobs.protocol.results import ApiError, Result
 from jobs.protocol.tokenization import TokenizerCall
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 class LiveCall:
     """Submits one call, follows its entries and cancels it if its client leaves."""
 
-    def __init__(self, state: ApiState, call: Call | TokenizerCall, tenant: str = "") -> None:
+    def __init__(self, state: ApiState, call: Call | PoolingCall | TokenizerCall, tenant: str = "") -> None:
         self.key = RequestKey(requests.new_live_id(tenant), 0)
         self.calls_of_tenant = 0  # that are unfinished, with this one; 0 where they are not counted
         self._state = state

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from jobs.protocol.endpoints import ENDPOINTS, TOKENIZER_ENDPOINTS
+from jobs.protocol.endpoints import ALL_ENDPOINTS
 from jobs.protocol.validation import body_schema
 
 _BATCHES = "/v1/batches"
@@ -76,8 +76,8 @@ def _document(app: FastAPI, completion_windows: tuple[str, ...]) -> dict[str, An
 
 def _set_bodies(paths: dict[str, Any], completion_windows: tuple[str, ...]) -> None:
     """Put in what a route cannot declare: FastAPI makes floats of bounds, and 2**63 - 1 is none."""
-    urls = (*ENDPOINTS, *TOKENIZER_ENDPOINTS)
-    bodies = {path: paths[path]["post"]["requestBody"]["content"]["application/json"] for path in (*urls, _BATCHES)}
-    for url in urls:
+    urls = (*ALL_ENDPOINTS, _BATCHES)
+    bodies = {path: paths[path]["post"]["requestBody"]["content"]["application/json"] for path in urls}
+    for url in ALL_ENDPOINTS:
         bodies[url]["schema"] = body_schema(url)
     bodies[_BATCHES]["schema"]["properties"]["completion_window"]["enum"] = list(completion_windows)

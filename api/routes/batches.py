@@ -21,7 +21,7 @@ from api.uploads import EXPIRY_SCHEMA, read_expiry
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol import fields
-from jobs.protocol.endpoints import ENDPOINTS
+from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import decode_body
@@ -46,7 +46,7 @@ _BODY = json_body(
         "required": ["input_file_id", "endpoint", "completion_window"],
         "properties": {
             "input_file_id": {"type": "string", "maxLength": _MAX_ID},
-            "endpoint": {"type": "string", "enum": list(ENDPOINTS)},
+            "endpoint": {"type": "string", "enum": list(BATCH_ENDPOINTS)},
             "completion_window": {"type": "string"},
             "metadata": _METADATA,
             "output_expires_after": or_null(EXPIRY_SCHEMA),
@@ -121,7 +121,7 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
     """Read what a client asks for; unknown keys are ignored. Raise `ApiError` 400."""
     body = fields.mapping(body, "body")
     input_file_id = fields.text(fields.required(body, "input_file_id"), "input_file_id", _MAX_ID)
-    endpoint = _choice(body, "endpoint", tuple(ENDPOINTS))
+    endpoint = _choice(body, "endpoint", tuple(BATCH_ENDPOINTS))
     window = _choice(body, "completion_window", settings.completion_windows)
     return BatchSubmission(
         input_file_id=input_file_id,

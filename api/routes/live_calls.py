@@ -26,6 +26,7 @@ from api.state import state_of
 from api.threads import LIVE, run_in
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.pooling_endpoint import PoolingCall
 from jobs.protocol.results import ApiError
 from jobs.protocol.tokenization import TokenizerCall
 from jobs.protocol.validation import Call, decode_body, parse_call
@@ -59,7 +60,7 @@ async def chat_completions(request: Request) -> Response:
     return await answer(request, partial(_parse, CHAT))
 
 
-async def answer(request: Request, parse: Callable[[bytes], Call | TokenizerCall]) -> Response:
+async def answer(request: Request, parse: Callable[[bytes], Call | PoolingCall | TokenizerCall]) -> Response:
     """Return the response to a live call, plain or as an event stream; `parse` reads its body.
 
     Raise `ApiError`.

@@ -17,6 +17,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.timing import median_seconds
 from workers.engine.attention.base import CacheShape, DeviceMetadata
 from workers.engine.backends.registry import find_backend
+from workers.engine.layers.base import AttentionPattern
 
 BLOCK = 16  # tokens
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -57,7 +58,9 @@ class PagedLayer:
         """Of one call for the step."""
         q, k, v = self.inputs(metadata.slot_mapping.shape[0])
         return median_seconds(
-            lambda: self.attention.forward(q, k, v, self.cache, metadata, self.dim**-0.5, None), self.device, calls
+            lambda: self.attention.forward(q, k, v, self.cache, metadata, self.dim**-0.5, AttentionPattern()),
+            self.device,
+            calls,
         )
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

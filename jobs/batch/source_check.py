@@ -2,7 +2,7 @@
 
 import hashlib
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -38,10 +38,10 @@ def refused(code: str, message: str, param: str | None = None) -> Checked:
 class SourceCheck:
     """Takes every line once, in order; then either `problems` has some, or `finish` may be called.
 
-    `served` are the models that lines may name.
+    `served` are the models that lines may name, each with its tasks where they are known.
     """
 
-    def __init__(self, spec: BatchSpec, root: str, served: Collection[str]) -> None:
+    def __init__(self, spec: BatchSpec, root: str, served: Mapping[str, Collection[str] | None]) -> None:
         folder = local_path(root)
         self.body_bytes = 0
         self._spec = spec

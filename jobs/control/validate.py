@@ -4,7 +4,7 @@ takes up its finished lines here.
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 
 from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, Bounds, InputError, format_of, read_lines, write_spool
@@ -98,7 +98,11 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
     `note` is handed every byte.
     """
     spec = held.manifest.spec
-    served = known_models(held, _REGISTRY_SECONDS if spec.of_api else 0.0) if spec.models is None else spec.models
+    served: Mapping[str, Collection[str] | None]
+    if spec.models is None:
+        served = known_models(held, _REGISTRY_SECONDS if spec.of_api else 0.0)
+    else:
+        served = dict.fromkeys(spec.models)
     with closing(SourceCheck(spec, held.root, served)) as check, open_input(source) as file:
         for count, line in enumerate(read_lines(file, note, _MOST_BLANK if spec.of_api else None)):
             if count % _CHECK_LINES == 0:
@@ -114,13 +118,13 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
         return Checked(problems=problems) if problems else check.finish()
 
 
-def known_models(held: Slice, patience: float) -> set[str]:
-    """Models that are or were served.
+def known_models(held: Slice, patience: float) -> dict[str, tuple[str, ...]]:
+    """Models that are or were served, with their tasks.
 
     Where there is none it waits for one: an emptied Redis gets them as leases are renewed.
     """
     deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
-    while not (models := {model.name for model in held.queue.models()}) and time.monotonic() < deadline:
+    while not (models := {model.name: model.tasks for model in held.queue.models()}) and time.monotonic() < deadline:
         held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
     return models

@@ -1,5 +1,6 @@
 """What an endpoint is, and what one of text in and text out is: how its prompt is read, and what
 its answers look like. `chat.py` and `completions.py` are two of these, `endpoints.py` lists all.
+Those of `pooling_endpoint.py` give numbers instead.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from jobs.protocol.value_types import Schema
 if TYPE_CHECKING:
     from jobs.protocol.requests import TokenChunk
 
-Task = Literal["generate", "tokenize"]
-"""What a model does for the endpoints that it answers."""
+Task = Literal["generate", "tokenize", "embed", "classify", "score"]
+"""What a model does for the endpoints that it answers; score: one number for a pair of texts."""
 
 
 class AnswerHead(NamedTuple):
@@ -42,7 +43,7 @@ class Endpoint(ABC):
     """One endpoint; it holds no state."""
 
     url: ClassVar[str]
-    task: ClassVar[Task]
+    tasks: ClassVar[tuple[Task, ...]]  # a model that does any of them answers it
 
     @property
     @abstractmethod
@@ -52,21 +53,32 @@ class Endpoint(ABC):
         """
 
 
-class TextEndpoint(Endpoint):
-    """One whose answers are generated."""
+class BatchEndpoint(Endpoint):
+    """One whose calls may also be lines of batches."""
 
-    task = "generate"
-    is_chat: ClassVar[bool]  # which of a parameter's types count
-    prompt_field: ClassVar[str]
-    prompt_schema: ClassVar[Schema]
-    id_prefix: ClassVar[str]
-    body_object: ClassVar[str]
-    chunk_object: ClassVar[str]
+    prompt_field: ClassVar[str]  # the parameter that the call is about
 
     @property
     def name(self) -> str:
         """What OpenAI calls it: "Chat Completions"."""
         return self.url.removeprefix("/v1/").replace("/", " ").title()
+
+    @abstractmethod
+    def check_body(self, body: dict[str, Any], prefix: str) -> None:
+        """Raise `ApiError` for the body of a line that lacks what the call is about, or has it in
+        another JSON type.
+        """
+
+
+class TextEndpoint(BatchEndpoint):
+    """One whose answers are generated."""
+
+    tasks = ("generate",)
+    is_chat: ClassVar[bool]  # which of a parameter's types count
+    prompt_schema: ClassVar[Schema]
+    id_prefix: ClassVar[str]
+    body_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def new_id(self) -> str:
         """Return an `id` for a response body; a stream carries one through all its chunks."""
@@ -79,6 +91,11 @@ class TextEndpoint(Endpoint):
     def prompt_of(self, body: dict[str, Any], prefix: str = "") -> Any:
         """Return the prompt that a body gives. Raise `ApiError` where there must be one."""
         return fields.required(body, self.prompt_field, prefix)
+
+    def check_body(self, body: dict[str, Any], prefix: str) -> None:
+        self.check_prompt(self.prompt_of(body, prefix), f"{prefix}{self.prompt_field}")
+        if body.get("stream") is not None:
+            fields.boolean(body["stream"], f"{prefix}stream")
 
     @abstractmethod
     def check_prompt(self, value: Any, param: str) -> None:

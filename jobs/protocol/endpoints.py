@@ -2,22 +2,50 @@
 
 from collections.abc import Collection
 
+from jobs.protocol import fields
 from jobs.protocol.chat import ChatEndpoint
+from jobs.protocol.classification import ClassifyEndpoint
 from jobs.protocol.completions import CompletionsEndpoint
-from jobs.protocol.endpoint import Endpoint, TextEndpoint
+from jobs.protocol.embeddings import EmbeddingsEndpoint, VectorsEndpoint
+from jobs.protocol.endpoint import BatchEndpoint, Endpoint, TextEndpoint
+from jobs.protocol.pooling_endpoint import PoolingEndpoint
+from jobs.protocol.results import ApiError
+from jobs.protocol.scores import RerankEndpoint, ScoreEndpoint
 from jobs.protocol.tokenization import DetokenizeEndpoint, TokenizeEndpoint, TokenizerEndpoint
 
 ENDPOINTS: dict[str, TextEndpoint] = {endpoint.url: endpoint for endpoint in (ChatEndpoint(), CompletionsEndpoint())}
-"""Those of text in and text out: of live calls and of the lines of batches."""
+"""Those of text in and text out."""
+
+POOLING_ENDPOINTS: dict[str, PoolingEndpoint] = {
+    endpoint.url: endpoint
+    for endpoint in (EmbeddingsEndpoint(), ScoreEndpoint(), RerankEndpoint(), ClassifyEndpoint(), VectorsEndpoint())
+}
+"""Those of text in and numbers out."""
+
+BATCH_ENDPOINTS: dict[str, BatchEndpoint] = {**ENDPOINTS, **POOLING_ENDPOINTS}
+"""Those of live calls and of the lines of batches."""
 
 TOKENIZER_ENDPOINTS: dict[str, TokenizerEndpoint] = {
     endpoint.url: endpoint for endpoint in (TokenizeEndpoint(), DetokenizeEndpoint())
 }
 """Those that the tokenizer alone answers: of live calls."""
 
-_ALL: dict[str, Endpoint] = {**ENDPOINTS, **TOKENIZER_ENDPOINTS}
+ALL_ENDPOINTS: dict[str, Endpoint] = {**BATCH_ENDPOINTS, **TOKENIZER_ENDPOINTS}
 
 
 def urls_for(tasks: Collection[str]) -> list[str]:
     """Return the endpoints that a model with these tasks answers."""
-    return [url for url, endpoint in _ALL.items() if endpoint.task in tasks]
+    return [url for url, endpoint in ALL_ENDPOINTS.items() if not set(endpoint.tasks).isdisjoint(tasks)]
+
+
+def check_answers(model: str, tasks: Collection[str], url: str, param: str = "model") -> None:
+    """Raise `ApiError` 400 unless a model with these tasks answers an endpoint.
+
+    `param` names the model.
+    """
+    urls = urls_for(tasks)
+    if url not in urls:
+        message = (
+            f"The model `{fields.shown(model)}` cannot be used with {url}. It answers: {', '.join(urls) or 'none'}."
+        )
+        raise ApiError(400, message, param=param, code="unsupported_endpoint")

@@ -63,7 +63,7 @@ class DetokenizeCall(TokenizerCall, frozen=True, kw_only=True):
 class TokenizerEndpoint(Endpoint):
     """One that the tokenizer answers, without the engine: no line of a batch."""
 
-    task = "tokenize"
+    tasks = ("tokenize",)
 
     def read(self, body: Any, default_model: str | None) -> TokenizerCall:
         """Read the body of a call; without `model` it is for the default.

@@ -2,7 +2,7 @@
 structure, `parse_call` into its body.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from jobs.protocol import fields
 from jobs.protocol.combining import combine
 from jobs.protocol.endpoint import TextEndpoint
-from jobs.protocol.endpoints import ENDPOINTS, TOKENIZER_ENDPOINTS
+from jobs.protocol.endpoints import ALL_ENDPOINTS, BATCH_ENDPOINTS, ENDPOINTS, TOKENIZER_ENDPOINTS, check_answers
 from jobs.protocol.lines import Line, body_of, decode_json
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.parameters import Parameters, read_parameters, schemas
@@ -19,7 +19,14 @@ from jobs.protocol.results import ApiError
 from jobs.protocol.value_types import Schema
 
 _BATCH_CODES = frozenset(
-    {"invalid_json_line", "missing_required_parameter", "invalid_url", "streaming_unsupported", "model_not_found"}
+    {
+        "invalid_json_line",
+        "missing_required_parameter",
+        "invalid_url",
+        "streaming_unsupported",
+        "model_not_found",
+        "unsupported_endpoint",
+    }
 )
 _NO_JSON = "This line is not parseable as valid JSON."
 
@@ -70,15 +77,16 @@ def check_line(
     raw: bytes,
     number: int,
     endpoint: str | None = None,
-    models: Collection[str] | None = None,
+    models: Mapping[str, Collection[str] | None] | None = None,
     default_model: str | None = None,
 ) -> Line | LineError:
     """Check the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
     file be refused.
 
-    `endpoint` is the only url allowed (None: any of `ENDPOINTS`), `models` those that are served
-    (None: not looked at), `default_model` that of a line that names none (None: every line must).
-    What is returned names the model and has `values`.
+    `endpoint` is the only url allowed (None: any of `BATCH_ENDPOINTS`), `models` those that are
+    served, each with its tasks where they are known (None: not looked at), `default_model` that of
+    a line that names none (None: every line must). What is returned names the model and has
+    `values`.
     """
     try:
         line = decode_json(raw)
@@ -91,14 +99,16 @@ def check_line(
         return LineError(error.code or "invalid_value", number, error.param, error.message)
 
 
-def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Collection[str]) -> Line | LineError:
+def check_batch_line(
+    raw: bytes, number: int, endpoint: str | None, models: Mapping[str, Collection[str] | None]
+) -> Line | LineError:
     """As `check_line`, for a batch that came through the API: also the body's type is looked at,
     and the codes are OpenAI's for batches.
     """
     found = check_line(raw, number, endpoint, models)
     if isinstance(found, Line):
         try:
-            _check_body(found.values, found.url)
+            BATCH_ENDPOINTS[found.url].check_body(found.values, "body.")
             return found
         except ApiError as error:
             found = LineError(error.code or "", number, error.param, error.message)
@@ -128,9 +138,9 @@ def body_schema(endpoint: str) -> Schema:
     """The bodies that an endpoint takes, as a JSON Schema, but for parameters that contradict each
     other, and for JSON that is given as text.
     """
-    if endpoint in TOKENIZER_ENDPOINTS:
-        return TOKENIZER_ENDPOINTS[endpoint].body_schema
-    found = ENDPOINTS[endpoint]
+    found = ALL_ENDPOINTS[endpoint]
+    if not isinstance(found, TextEndpoint):
+        return found.body_schema
     return {
         "type": "object",
         **found.body_schema,
@@ -150,31 +160,28 @@ def decode_body(raw: bytes) -> Any:
         raise ApiError(400, f"We could not parse the JSON body of your request: {error}.") from error
 
 
-def _check_body(body: dict[str, Any], endpoint: str) -> None:
-    """What a request cannot do without. Raises `ApiError`."""
-    found = ENDPOINTS[endpoint]
-    found.check_prompt(found.prompt_of(body, "body."), f"body.{found.prompt_field}")
-    if body.get("stream") is not None:
-        fields.boolean(body["stream"], "body.stream")
-
-
 def _read_line(
-    line: dict[str, Any], raw: bytes, endpoint: str | None, models: Collection[str] | None, default_model: str | None
+    line: dict[str, Any],
+    raw: bytes,
+    endpoint: str | None,
+    models: Mapping[str, Collection[str] | None] | None,
+    default_model: str | None,
 ) -> Line:
     custom_id = fields.text(fields.required(line, "custom_id"), "custom_id", least=1)
     method = fields.required(line, "method")
     if method != "POST":
         fields.fail("Invalid method: each request of a batch must be a 'POST'.", "method", "invalid_method")
     url = fields.required(line, "url")
-    allowed = [*ENDPOINTS] if endpoint is None else [endpoint]
+    allowed = [*BATCH_ENDPOINTS] if endpoint is None else [endpoint]
     if url not in allowed:
         live_only = url in list(TOKENIZER_ENDPOINTS)
         what = "is for live calls alone" if live_only else "does not match the batch endpoint"
         message = f"The URL provided for this request {what}. Expected"
-        fields.fail(f"{message} {' or '.join(allowed)}.", "url", "invalid_url")
+        expected = allowed[0] if len(allowed) == 1 else f"one of {', '.join(allowed)}"
+        fields.fail(f"{message} {expected}.", "url", "invalid_url")
     body = fields.mapping(fields.required(line, "body"), "body")
     if body.get("stream") is True:
-        message = f"{ENDPOINTS[url].name}: Streaming is not supported in the Batch API. Leave out 'stream'."
+        message = f"{BATCH_ENDPOINTS[url].name}: Streaming is not supported in the Batch API. Leave out 'stream'."
         fields.fail(message, "body.stream", "streaming_unsupported")
     model = default_model if body.get("model") is None else None
     if model is None:
@@ -185,4 +192,6 @@ def _read_line(
             f"The provided model '{fields.shown(model)}' is not supported by the Batch API. Served here: {served}."
         )
         fields.fail(message, "body.model", "model_not_found")
+    if models is not None and (tasks := models[model]) is not None:
+        check_answers(model, tasks, url, "body.model")
     return Line(custom_id, url, model, body_of(raw, body), body)

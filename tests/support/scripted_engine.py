@@ -4,6 +4,7 @@ step as the test says.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
@@ -47,6 +48,10 @@ class ScriptedEngine:
         return output
 
     def _run(self, request: EngineRequest, count: int, output: StepOutput) -> None:
+        if request.pooling is not None and request.request_id not in self.failing:
+            output.pooled[request.request_id] = pooled(request)
+            self._note(request, Finish.STOP, [], output)
+            return
         start, sampling = self._positions[request.request_id], request.sampling
         tokens = self._script(request.prompt_token_ids, sampling)[: sampling.max_tokens][start : start + count]
         stop = next((i for i, token in enumerate(tokens) if token in sampling.stop_token_ids), None)
@@ -65,15 +70,30 @@ class ScriptedEngine:
             output.logprobs[request.request_id] = [
                 logprobs_of(token, sampling.logprobs, sampling.choice) for token in tokens
             ]
+        self._note(request, finish, tokens, output)
+
+    def _note(self, request: EngineRequest, finish: Finish, tokens: list[int], output: StepOutput) -> None:
+        start = self._positions[request.request_id]
         output.request_ids.append(request.request_id)
         output.counts.append(len(tokens))
         output.token_ids += tokens
         output.finish.append(finish)
-        output.stop_token.append(tokens[-1] if finish is Finish.STOP else -1)
+        output.stop_token.append(tokens[-1] if tokens and finish is Finish.STOP else -1)
         output.cached_tokens.append(CACHED_TOKENS if start == len(request.output_token_ids) else 0)
         self._positions[request.request_id] = start + len(tokens)
         if finish:
             del self.running[request.request_id]
+
+
+def pooled(request: EngineRequest) -> bytes:
+    """What the engine gives for an input: how many tokens it has, the first one, and where a second
+    text begins; with `token_embed` each token twice.
+    """
+    tokens = request.prompt_token_ids
+    assert request.pooling is not None
+    rows = request.pooling.task == "token_embed"
+    numbers = [token for token in tokens for _ in (0, 1)] if rows else [len(tokens), tokens[0], request.second_text]
+    return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
 def logprobs_of(token: int, top: int, choice: int = 0) -> TokenLogprobs:

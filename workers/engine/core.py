@@ -55,7 +55,7 @@ class EngineCore:
     """
 
     def __init__(self, executor: "Executor") -> None:
-        config = executor.config
+        config, model = executor.config, executor.model_config
         self._executor = executor
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
@@ -86,6 +86,8 @@ class EngineCore:
             admission_batch=max(1, config.max_num_seqs // _ADMISSION_BATCHES)
             if executor.runner.graphs is not None
             else 1,
+            tasks=model.tasks,
+            whole_prompts=model.whole_prompts,
         )
         self.ready = Ready(
             max_model_len=self.scheduler.max_model_len,
@@ -103,6 +105,10 @@ class EngineCore:
             gpus=executor.gpus,
             backend=config.attention_backend,
             model_digest=executor.model_digest,
+            tasks=list(model.tasks),
+            embedding_size=model.embedding_size,
+            labels=list(model.pooling.labels) if model.pooling is not None else [],
+            matryoshka=model.matryoshka_sizes(),
         )
 
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from functools import partial
@@ -16,9 +16,7 @@ from jobs.protocol.requests import Claim, Finished
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.scripts import MAX_ITEMS
 from workers.replica.leases import Leases
-from workers.replica.preparation import Preparation
-from workers.replica.prepared import PreparedRequest
-from workers.replica.running import Load
+from workers.replica.running import Load, Prepared
 from workers.replica.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
@@ -28,6 +26,9 @@ LOOK_SECONDS = 2.0
 
 _PAUSE_AFTER_ERROR = 0.5
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
+
+
+Prepare = Callable[[Sequence[Claim]], tuple[list[Prepared], list[Finished]]]
 
 
 class IntakeState(Enum):
@@ -55,17 +56,17 @@ class Intake:
         models: list[str],
         max_num_seqs: int,
         leases: Leases,
-        preparation: Preparation,
+        prepare: Prepare,
         tokenization: Tokenization,
         load: Callable[[], Load],
     ) -> None:
-        """`load` is what the engine has."""
+        """`prepare` makes requests of claims, in a thread; `load` is what the engine has."""
         self._queue = queue
         self._worker = worker
         self._models = models
         self._max_num_seqs = max_num_seqs
         self._leases = leases
-        self._preparation = preparation
+        self._prepare = prepare
         self._tokenization = tokenization
         self._load = load
         self._state = IntakeState.WOKEN
@@ -75,7 +76,7 @@ class Intake:
         self._seq = time.time_ns() // 1000
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
 
-    async def run(self, start: Callable[[list[PreparedRequest], list[Finished]], None]) -> None:
+    async def run(self, start: Callable[[list[Prepared], list[Finished]], None]) -> None:
         """Claim until cancelled; `start` takes what was prepared, and the results of what cannot
         run.
         """
@@ -134,7 +135,7 @@ class Intake:
             return live > 0
         return self._state is IntakeState.BACKLOG and batch >= max(1, self._max_num_seqs // 16)
 
-    async def _take(self, load: Load, start: Callable[[list[PreparedRequest], list[Finished]], None]) -> None:
+    async def _take(self, load: Load, start: Callable[[list[Prepared], list[Finished]], None]) -> None:
         """Claim once, and hand on what was given."""
         before, self._state = self._state, IntakeState.CLAIMING
         room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs))
@@ -156,7 +157,7 @@ class Intake:
         if claims:
             logger.debug("claimed %d requests", len(claims))
             self._leases.add((claim.key, claim.fence) for claim in claims)
-            start(*await in_thread(self._preparation.prepare, self._tokenization.take(claims)))
+            start(*await in_thread(self._prepare, self._tokenization.take(claims)))
 
     def _claim(self, room: int, live_room: int) -> list[Claim]:
         """After an outage the same number asks again."""

@@ -4,7 +4,6 @@ checked against the model's limits.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -12,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jobs.protocol import fields
+from jobs.protocol.endpoints import check_answers
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import Call, decode_body, parse_call
 from workers.replica.answer_parsers import AnswerParsers
 from workers.replica.checked_answers import is_json
+from workers.replica.long_texts import LongTexts
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.rendering import render
 from workers.replica.requests_in_flight import rejected
@@ -25,7 +26,6 @@ from workers.replica.sampling_params import (
     SamplingMaker,
     check_logprobs,
     check_token,
-    too_long,
 )
 from workers.replica.tool_choice import format_of
 from workers.replica.tracing import RequestTraces
@@ -34,7 +34,6 @@ from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-_PROBED_CHARACTERS = 8  # per token of the context, twice as many as most texts have
 # Read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
 _SPARE_TOKENS = 64
 
@@ -76,6 +75,7 @@ class Preparation:
         self._traces = traces
         self._system_fingerprint = system_fingerprint
         self._tokenizer = tokenizer
+        self._long_texts = LongTexts(tokenizer, limits.max_model_len)
         self._parsers = parsers or AnswerParsers()
         self._retries = retries
         self._models = frozenset(models)
@@ -110,6 +110,7 @@ class Preparation:
         if call.model not in self._models:
             message = f"The model '{fields.shown(call.model)}' is not served here."
             raise ApiError(404, message, param="model", code="model_not_found")
+        check_answers(call.model, self._limits.tasks, call.endpoint.url)
         self._parsers.check(call)
         given: Sequence[str | list[int]] = [render(self._tokenizer, call)] if call.messages else call.prompts
         item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
@@ -125,29 +126,8 @@ class Preparation:
         if kept is not None:
             longest = self._tokenizer.longest_token
             return prompt if longest is None else prompt[-(kept + _SPARE_TOKENS) * longest :]
-        if len(prompt) > self._limits.max_model_len:
-            self._refuse_length(len(prompt.encode(errors="replace")), item.param(number))
-        if len(prompt) > _PROBED_CHARACTERS * self._limits.max_model_len:
-            self._probe(prompt, item.param(number))
+        self._long_texts.refuse(prompt, item.param(number))
         return prompt
-
-    def _probe(self, prompt: str, param: str) -> None:
-        """Raise ApiError for a text whose beginning alone has more tokens than the model can take:
-        a tenth more, as the cut gives some.
-        """
-        longest = self._limits.max_model_len
-        with contextlib.suppress(EncodingError):
-            start = len(self._tokenizer.encode([prompt[: _PROBED_CHARACTERS * longest]], special_tokens=False)[0])
-            if start > 1.1 * longest:
-                too_long(f"your {param} resulted in more than {longest} tokens", param, longest, param)
-
-    def _refuse_length(self, size: int, param: str) -> None:
-        """Raise ApiError for a text of so many bytes that it certainly does not fit."""
-        longest = self._tokenizer.longest_token
-        if longest is not None and size // longest > self._limits.max_model_len:
-            too_long(
-                f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len, param
-            )
 
     def _kept(self, call: Call) -> int | None:
         """How many of a prompt's last tokens the call wants to keep at most."""

@@ -20,8 +20,8 @@ from workers.engine.messages.core import Ready
 from workers.replica.fingerprint import system_fingerprint
 from workers.replica.statistics import declared_metrics
 
-TASKS: tuple[Task, ...] = ("generate", "tokenize")
-"""What a worker does with its model."""
+_ASSUMED: tuple[Task, ...] = ("generate", "tokenize")
+"""What a worker's record says until its model is loaded, as in the versions before."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Registration:
         self._queue = queue
         host, pid = socket.gethostname(), os.getpid()
         self.id = f"{host}-{pid}-{secrets.token_hex(3)}"
-        self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics(), TASKS)
+        self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics(), _ASSUMED)
 
     async def set_state(self, state: WorkerState, info: Ready | None = None) -> None:
         """Write the record with this state, and with what the core says of itself once it is
@@ -54,7 +54,7 @@ class Registration:
 
 def _described(info: Ready) -> dict[str, Any]:
     engine = EngineRecord(info.device, info.dtype, info.backend, info.max_num_seqs, system_fingerprint(info))
-    return {"max_model_len": info.max_model_len, "engine": engine}
+    return {"max_model_len": info.max_model_len, "engine": engine, "tasks": (*info.tasks, "tokenize")}
 
 
 async def _call(action: Callable[[], object]) -> None:

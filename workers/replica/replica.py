@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from jobs.protocol.requests import RequestKey
 from jobs.queue.request_queue import Held, Queue
@@ -26,6 +27,7 @@ from workers.replica.intake import Intake
 from workers.replica.leases import Leases
 from workers.replica.orders import Orders
 from workers.replica.outbox import Outbox
+from workers.replica.pooling_preparation import PoolingPreparation, prepare_each
 from workers.replica.preparation import Preparation
 from workers.replica.quarantine import Quarantine
 from workers.replica.registration import Registration
@@ -38,7 +40,8 @@ from workers.replica.stopping import wait_or_stop
 from workers.replica.tokenization import Tokenization, TokenizerAnswers
 from workers.replica.tracing import RequestTraces
 from workers.settings import WorkerSettings
-from workers.text.tokenizer import TextTokenizer
+from workers.text.sentence_files import SentenceFiles
+from workers.text.tokenizer import TextTokenizer, locate
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +149,8 @@ class Replica:
         finally:
             engine.cancel()
         self._self_test_tokens = self._engine.stats.tokens
-        serving = self._make_serving(self._tokenizer.result())
+        files = await self._sentence_files()
+        serving = self._make_serving(self._tokenizer.result(), files)
         await self._registration.set_state("ready", self._engine.info)
         self.was_ready = True
         # What loading left behind stays; looking through it would hold up every token
@@ -156,20 +160,29 @@ class Replica:
         logger.info("ready after %.1f s as %s: %s", seconds, worker, models)
         return serving
 
-    def _make_serving(self, tokenizer: TextTokenizer) -> Serving:
+    def _make_serving(self, tokenizer: TextTokenizer, files: SentenceFiles) -> Serving:
         info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
-        limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
+        tasks = (*info.tasks, "tokenize")
+        limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids), tasks)
         retries, fingerprint = self._settings.retry_on_invalid, system_fingerprint(info)
-        preparation = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces, fingerprint)
+        texts = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces, fingerprint)
+        numbers = PoolingPreparation(tokenizer, models, info, files, self._traces, fingerprint)
         tokenization = Tokenization(TokenizerAnswers(tokenizer, models, limits), self._outbox, running.metrics)
         worker, slots = self._registration.id, info.max_num_seqs
-        intake = Intake(queue, worker, models, slots, self._leases, preparation, tokenization, lambda: running.load)
+        prepare = partial(prepare_each, texts, numbers)
+        intake = Intake(queue, worker, models, slots, self._leases, prepare, tokenization, lambda: running.load)
         running.room_made = intake.room_made
         self._cancel_in_tokenizer = tokenization.cancel
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)
         self._on_order |= {"bell": lambda _: intake.wake(), "trial": lambda _: quarantine.make_room()}
         engine, registration, outbox = self._engine, self._registration, self._outbox
         return Serving(queue, registration, engine, running, outbox, self._requeue, intake, quarantine)
+
+    async def _sentence_files(self) -> SentenceFiles:
+        """Return what the model's folder says about texts, if it is for numbers."""
+        if "generate" in self._engine.info.tasks:
+            return SentenceFiles()
+        return await asyncio.to_thread(lambda: SentenceFiles.read(locate(self._settings.engine.model)))
 
     def _vocabulary(self) -> list[bytes]:
         """Return the bytes of each token: a guide has to see where reasoning ends."""

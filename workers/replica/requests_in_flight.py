@@ -16,12 +16,13 @@ from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogpr
 from workers.engine.messages.core import EngineRequest, OutputGuide, TokenLogprobs
 from workers.engine.messages.metrics import KINDS
 from workers.replica.checked_answers import has_form
+from workers.replica.in_flight import InFlight
 from workers.replica.parsed_text import ParsedText
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
 
 
-class RequestInFlight:
+class RequestInFlight(InFlight[Sequence]):
     """All choices run side by side under one lease, numbered prompt by prompt.
 
     Of each prompt the first choice that has something left to do goes ahead: it computes the
@@ -40,14 +41,6 @@ class RequestInFlight:
         "_system_fingerprint",
         "_tokenizer",
         "_tries_left",
-        "announced",
-        "arrived",
-        "claim",
-        "grammar",
-        "kind",
-        "next_publish",
-        "running",
-        "sequences",
         "waiting",
     )
 

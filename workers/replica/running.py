@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jobs.protocol.requests import Claim, Delta, Finished, RequestKey
 from jobs.protocol.results import ApiError
@@ -19,14 +20,18 @@ from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
 from workers.replica.grammars import Grammar, Grammars
+from workers.replica.in_flight import EngineSequence, InFlight
 from workers.replica.metrics import RequestMetrics
 from workers.replica.outbox import Outbox
+from workers.replica.pooling_in_flight import PoolingInFlight, PreparedPooling
 from workers.replica.prepared import PreparedRequest
 from workers.replica.requests_in_flight import RequestInFlight, rejected
-from workers.replica.sequence import Sequence
 from workers.replica.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
+
+AnyInFlight = InFlight[Any]
+Prepared = PreparedRequest | PreparedPooling
 
 _GROUP = 32
 """Requests whose tokens are published together: while Redis and the API processes work on one group
@@ -72,10 +77,10 @@ class Running:
         self._clock = clock
         self._stream_interval = stream_interval
         self._ids = itertools.count(1)
-        self._sequences: dict[int, tuple[RequestInFlight, Sequence]] = {}
-        self._requests: dict[RequestKey, RequestInFlight] = {}
-        self._without_grammar: set[RequestInFlight] = set()  # their grammars are being compiled
-        self._watched: dict[RequestInFlight, float] = {}  # until when, on the clock
+        self._sequences: dict[int, tuple[AnyInFlight, EngineSequence]] = {}
+        self._requests: dict[RequestKey, AnyInFlight] = {}
+        self._without_grammar: set[AnyInFlight] = set()  # their grammars are being compiled
+        self._watched: dict[AnyInFlight, float] = {}  # until when, on the clock
         self._next_sweep = 0.0
         self._last_step = math.nan  # when it came, on the clock
         self._step_number = 0  # the engine's own
@@ -99,7 +104,7 @@ class Running:
         live = sum(len(request.running) for request in self._requests.values() if request.claim.live)
         return Load(len(self._requests), len(self._sequences) - live, live)
 
-    def start(self, prepared: Iterable[PreparedRequest]) -> None:
+    def start(self, prepared: Iterable[Prepared]) -> None:
         """Hands requests to the engine, with what earlier workers generated as a forced
         beginning.
         """
@@ -127,8 +132,8 @@ class Running:
         position = steady = generated = 0
         added: list[EngineRequest] = []
         over: list[int] = []
-        news: list[RequestInFlight] = []
-        sequences, watched, logprobs = self._sequences, self._watched, output.logprobs
+        news: list[AnyInFlight] = []
+        sequences, watched, logprobs, pooled = self._sequences, self._watched, output.logprobs, output.pooled
         rows = zip(
             output.request_ids, output.counts, output.finish, output.stop_token, output.cached_tokens, strict=True
         )
@@ -148,6 +153,9 @@ class Running:
             try:
                 if output.prompt_logprobs and request_id in output.prompt_logprobs:
                     request.take_prompt_logprobs(request_id, output.prompt_logprobs[request_id])
+                if pooled and request_id in pooled:
+                    request.take_pooled(request_id, pooled[request_id])
+                    self._count_prompt(sequence, cached)
                 stopped = not sequence.ended and sequence.take(
                     token_ids, stop_token, logprobs.get(request_id) if logprobs else None
                 )
@@ -227,7 +235,7 @@ class Running:
         while.
         """
         until = self._clock() + order.seconds
-        for request in self._named(order):
+        for request in filter(lambda request: request.publishes, self._named(order)):
             self._watched[request] = max(until, self._watched.get(request, 0.0))
         self._outbox.tokens_wait(True)
 
@@ -262,7 +270,7 @@ class Running:
         self.metrics.finished.add(before - len(self._sequences), "abort")
         return held
 
-    def _named(self, order: ControlMessage) -> list[RequestInFlight]:
+    def _named(self, order: ControlMessage) -> list[AnyInFlight]:
         named = set(order.keys)
         return [
             request
@@ -281,7 +289,7 @@ class Running:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
 
-    def _wake_outbox(self, news: list[RequestInFlight]) -> None:
+    def _wake_outbox(self, news: list[AnyInFlight]) -> None:
         """Have new tokens of requests sent that a client watches."""
         of_batches = [request.announced for request in news if not request.claim.live]
         if len(of_batches) < len(news):
@@ -289,18 +297,18 @@ class Running:
         if of_batches:
             self._outbox.tokens_wait(not all(of_batches))
 
-    def _begin(self, item: PreparedRequest, now: float) -> list[EngineRequest]:
+    def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
         """What the engine is to have of a request at once; nothing if what was published is the
         whole of it, or if its grammar is not there yet.
         """
-        claim, request = item.claim, RequestInFlight(item, self._ids, now, self._stream_interval)
+        claim, request = item.claim, self._in_flight(item, now)
         if not request.running and not request.try_again(self._ids):
             self._accept(request)
             self._complete(request, request.finish())
             return []
         self._requests[claim.key] = request
         self._register(request)
-        if claim.live or claim.watched:
+        if request.publishes and (claim.live or claim.watched):
             self._watched[request] = math.inf if claim.live else now + WATCHED_SECONDS
         wanted = item.output_format
         grammar = "" if wanted is None else self._grammars.lookup(wanted)
@@ -310,10 +318,15 @@ class Running:
             return []
         return self._enter(request, grammar or "")
 
-    def _register(self, request: RequestInFlight) -> None:
+    def _in_flight(self, item: Prepared, now: float) -> AnyInFlight:
+        if isinstance(item, PreparedPooling):
+            return PoolingInFlight(item, self._ids, now)
+        return RequestInFlight(item, self._ids, now, self._stream_interval)
+
+    def _register(self, request: AnyInFlight) -> None:
         self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
 
-    def _take_grammar(self, request: RequestInFlight, grammar: Grammar) -> None:
+    def _take_grammar(self, request: AnyInFlight, grammar: Grammar) -> None:
         """Go on with a request whose grammar was compiled, if it is still there."""
         if request not in self._without_grammar:
             return
@@ -325,7 +338,7 @@ class Running:
         if isinstance(grammar, ApiError):
             self.room_made()
 
-    def _enter(self, request: RequestInFlight, grammar: Grammar) -> list[EngineRequest]:
+    def _enter(self, request: AnyInFlight, grammar: Grammar) -> list[EngineRequest]:
         """Accept a request and return what the engine is to have of it; end it if it cannot have a
         grammar.
         """
@@ -338,7 +351,7 @@ class Running:
             self._traces.entered(request.claim, added)
         return added
 
-    def _accept(self, request: RequestInFlight) -> None:
+    def _accept(self, request: AnyInFlight) -> None:
         if request.claim.live:
             self._outbox.accept(request.accepted())
 
@@ -355,13 +368,16 @@ class Running:
         if count and sequence.last_token:
             metrics.inter_token_latency.observe(now - sequence.last_token)
         elif count and not sequence.resumed:
-            metrics.prompt_tokens.add(sequence.prompt_length)
-            metrics.cached_tokens.add(cached)
-            sequence.cached_tokens = cached or sequence.cached_tokens
+            self._count_prompt(sequence, cached)
             metrics.time_to_first_token.observe(now - request.arrived, request.kind)
         return request.follow(request_id)
 
-    def _deltas(self, requests: Iterable[RequestInFlight]) -> list[Delta]:
+    def _count_prompt(self, sequence: EngineSequence, cached: int) -> None:
+        self.metrics.prompt_tokens.add(sequence.prompt_length)
+        self.metrics.cached_tokens.add(cached)
+        sequence.cached_tokens = cached or sequence.cached_tokens
+
+    def _deltas(self, requests: Iterable[AnyInFlight]) -> list[Delta]:
         deltas: list[Delta] = []
         for request in [request for request in requests if request.fresh_tokens]:
             try:
@@ -370,7 +386,7 @@ class Running:
                 self._abort(self._fail(request, _unforeseen(request.claim, error)))
         return deltas
 
-    def _fail(self, request: RequestInFlight, error: ApiError) -> list[int]:
+    def _fail(self, request: AnyInFlight, error: ApiError) -> list[int]:
         """End a request with an error; return what is left of it in the engine."""
         self.metrics.finished.add(len(request.sequences), "error")
         left = self._forget(request)
@@ -399,7 +415,7 @@ class Running:
             self._complete(request, finished)
         return [] if finish else [request_id]
 
-    def _complete(self, request: RequestInFlight, finished: Finished) -> None:
+    def _complete(self, request: AnyInFlight, finished: Finished) -> None:
         metrics, latency = self.metrics, self._clock() - request.arrived
         for sequence in request.sequences:
             metrics.finished.add(1, sequence.finish_reason)
@@ -417,7 +433,7 @@ class Running:
             self.metrics.count_error(finished.result)
         self._outbox.finish(finished)
 
-    def _forget(self, request: RequestInFlight) -> list[int]:
+    def _forget(self, request: AnyInFlight) -> list[int]:
         """Return the ids of the choices that the engine has and that have not ended."""
         if self._traces is not None:
             self._traces.left(request, self._step_number)

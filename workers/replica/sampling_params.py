@@ -19,13 +19,14 @@ from workers.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the engine can take, tokens of prompt and output together and token ids, and which of
-    these end a text.
+    """What the engine can take, tokens of prompt and output together and token ids, which of these
+    end a text, and what its model does.
     """
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ("generate", "tokenize")
 
 
 MOST_LOGPROBS = 2**19

@@ -13,11 +13,10 @@ from workers.replica import statistics
 from workers.replica.draining import drain
 from workers.replica.intake import Intake
 from workers.replica.outbox import Outbox
-from workers.replica.prepared import PreparedRequest
 from workers.replica.quarantine import Quarantine
 from workers.replica.registration import Registration
 from workers.replica.requeue import Requeue
-from workers.replica.running import Running
+from workers.replica.running import Prepared, Running
 from workers.replica.stopping import wait_or_stop
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class Serving:
             if any(output.finish):
                 self.intake.room_made()
 
-    def _start_requests(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
+    def _start_requests(self, prepared: list[Prepared], errors: list[Finished]) -> None:
         self.running.start(prepared)
         self.running.reject(errors)
         self.outbox.requests_run()

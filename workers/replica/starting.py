@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
-from workers.engine.messages.core import EngineRequest, SamplingParams
+from workers.engine.messages.core import EngineRequest, PoolingParams, Ready, SamplingParams
 from workers.replica.quarantine import HARMLESS_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
     prompt = [0] * min(length, engine.info.max_model_len - tokens)
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     try:
-        problem = await _error_of(engine, EngineRequest(0, prompt, [], sampling))
+        problem = await _error_of(engine, EngineRequest(0, prompt, [], sampling, pooling=_pooling(engine.info)))
     except EngineDeadError as error:
         if not error.by_itself:
             raise
@@ -57,6 +57,11 @@ async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
     if problem is not None:
         message = f"the engine core failed at the first request, which was the worker's own: {problem}"
         raise EngineDeadError(message, None)
+
+
+def _pooling(info: Ready) -> PoolingParams | None:
+    """Return what is asked of a model that does not generate."""
+    return None if "generate" in info.tasks else PoolingParams("embed" if "embed" in info.tasks else "classify")
 
 
 async def _error_of(engine: AsyncEngine, request: EngineRequest) -> str | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,8 +19,8 @@ from jobs.protocol.requests import Claim, Finished
 from jobs.queue.request_queue import Held
 from jobs.tracing import Tracing, mark_failed
 from workers.engine.messages.core import EngineRequest, StepOutput
+from workers.replica.in_flight import InFlight
 from workers.replica.prepared import PreparedRequest
-from workers.replica.requests_in_flight import RequestInFlight
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -97,7 +97,7 @@ class RequestTraces:
             trace.phases.append(("decode", now))
             trace.span.set_attribute("pipeline.engine.first_token_step", output.step)
 
-    def left(self, request: RequestInFlight, step: int) -> None:
+    def left(self, request: InFlight[Any], step: int) -> None:
         """Note that a request has left the engine, after the step of this number."""
         trace = self._of(request.claim)
         if trace is not None and trace.starts:

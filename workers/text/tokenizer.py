@@ -22,7 +22,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from workers.text.chat_template import ChatTemplate, Message, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
-from workers.text.errors import EncodingError, TokenizerError, is_panic
+from workers.text.errors import TokenizerError
+from workers.text.inputs import InputEncoder, encode_batch
+from workers.text.sentence_files import SENTENCE_FILES
 from workers.text.vocabulary import longest_token
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class TextTokenizer:
         self._detokenizers = DetokenizerFactory(tokenizer)
         self.special_tokens = _special_tokens(config)
         self.chat_template = chat_template
+        self.inputs = InputEncoder(tokenizer, config.get("truncation_side") or "right")
 
     @classmethod
     def load(cls, source: str, chat_template: str | None = None) -> TextTokenizer:
@@ -50,7 +53,7 @@ class TextTokenizer:
 
         Raises TokenizerError, one sentence, when there is nothing that can be used.
         """
-        files = _Files(_locate(source))
+        files = _Files(locate(source))
         config = {**files.json("special_tokens_map.json"), **files.json("tokenizer_config.json")}
         tokenizer = _read_tokenizer(source, files)
         _complete(tokenizer, config)
@@ -84,14 +87,7 @@ class TextTokenizer:
 
         Raises EncodingError when any of the texts cannot be encoded.
         """
-        try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        except BaseException as error:
-            if not isinstance(error, Exception) and not is_panic(error):
-                raise
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise EncodingError(f"The model's tokenizer cannot encode this text: {reason[:500]}") from error
-        return [encoding.ids for encoding in encodings]
+        return [encoding.ids for encoding in encode_batch(self._tokenizer, texts, special_tokens)]
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return what the vocabulary calls each token."""
@@ -174,7 +170,7 @@ class _Files:
             raise TokenizerError(f"{path} cannot be read: {error}.") from None
 
 
-def _locate(source: str) -> Path:
+def locate(source: str) -> Path:
     """Return the folder that `source` names: its own, or the hub's files of that name in the local
     cache.
     """
@@ -206,6 +202,7 @@ _HUB_FILES = [
     "merges.txt",
     "*.model",
     "config.json",
+    *SENTENCE_FILES,
 ]
 
 

@@ -99,9 +99,8 @@ def test_a_line_of_a_batch_cannot_be_one() -> None:
     found = check_line(line, 1)
     assert isinstance(found, LineError)
     assert (found.code, found.param) == ("invalid_url", "url")
-    assert found.message == (
-        "The URL provided for this request is for live calls alone. Expected /v1/chat/completions or /v1/completions."
-    )
+    start = "The URL provided for this request is for live calls alone. Expected one of /v1/chat/completions, "
+    assert found.message.startswith(start)
 
 
 def test_a_worker_that_has_no_tokenizer_for_calls_has_no_such_endpoints() -> None:

@@ -344,13 +344,13 @@ class TestLines:
         ids=lambda value: None if isinstance(value, bytes) else str(value),
     )
     def test_bad_ones(self, raw: bytes, param: str | None, code: str) -> None:
-        error = check_line(raw, 17, endpoint=CHAT, models={"m"})
+        error = check_line(raw, 17, endpoint=CHAT, models={"m": None})
         assert isinstance(error, LineError)
         assert (error.code, error.line, error.param) == (code, 17, param)
         assert error.message.endswith(".")
 
     def test_where_no_model_is_served_each_is_refused(self) -> None:
-        error = check_line(json.dumps(line()).encode(), 1, endpoint=CHAT, models=set())
+        error = check_line(json.dumps(line()).encode(), 1, endpoint=CHAT, models={})
         assert isinstance(error, LineError)
         assert error.code == "model_not_found"
         assert error.message.endswith("Served here: none.")
@@ -358,7 +358,7 @@ class TestLines:
     @pytest.mark.parametrize("url", [[], {}, [CHAT], 5, ""])
     @pytest.mark.parametrize("endpoint", [CHAT, None])
     def test_a_url_may_be_anything(self, url: Any, endpoint: str | None) -> None:
-        error = check_line(json.dumps(line(url=url)).encode(), 1, endpoint=endpoint, models={"m"})
+        error = check_line(json.dumps(line(url=url)).encode(), 1, endpoint=endpoint, models={"m": None})
         assert isinstance(error, LineError)
         assert (error.code, error.param) == ("invalid_url", "url")
 

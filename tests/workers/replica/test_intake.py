@@ -90,7 +90,8 @@ def with_intake(
         limits = ModelLimits(2048, 1024)
         preparation, answers = (kind(TOKENIZER, ["demo"], limits) for kind in (Preparation, TokenizerAnswers))
         tokenization = Tokenization(answers, collector, RequestMetrics())
-        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, tokenization, collector.load)
+        prepare = preparation.prepare
+        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, prepare, tokenization, collector.load)
         task = asyncio.create_task(intake.run(collector.start))
         try:
             await scenario(intake, collector, leases)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class AttentionMetadata:
     query_start: NDArray[np.int32]  # [N + 1]
     context_lens: NDArray[np.int32]  # [N], tokens in the cache once this step has written its own
     block_tables: NDArray[np.int32]  # [N, max_blocks]
-    # By window, what the backend has worked out once for all layers of the step
-    prepared: dict[int | None, Any] = field(default_factory=dict)
+    # By pattern, what the backend has worked out once for all layers of the step
+    prepared: dict[AttentionPattern, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -66,8 +66,8 @@ class DeviceMetadata:
     max_query: int
     # Bound of context_lens, known on the host (in a graph: the largest there can be)
     max_context: int
-    # As above, by window and whether the stream is being recorded
-    prepared: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    # As above, by pattern and whether the stream is being recorded
+    prepared: dict[tuple[AttentionPattern, bool], Any] = field(default_factory=dict)
 
 
 Metadata = AttentionMetadata | DeviceMetadata
@@ -83,13 +83,19 @@ class Attention(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        pattern: AttentionPattern,
     ) -> Tensor:
-        """Write k and v [T, kv_heads, d] to the cache, then attend q [T, heads, d] causally over
-        each row's own context.
+        """Write k and v [T, kv_heads, d] to the cache, then attend q [T, heads, d] over what
+        `pattern` lets each query see of its row's own context.
 
-        `window` limits what a query sees to that many tokens, itself included. Returns [T, heads,
-        d]; zeros for a row without context.
+        Returns [T, heads, d]; zeros for a row without context.
         """
         ...
 
@@ -100,7 +106,7 @@ class Attention(Protocol):
         layer_cache: Tensor,
         metadata: Metadata,
         scale: float,
-        window: int | None,
+        pattern: AttentionPattern,
     ) -> Tensor:
         """As `forward`, from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be
         normed and rotated.

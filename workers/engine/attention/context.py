@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from workers.engine.attention.base import Attention, Metadata
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.messages.errors import StepAbandoned
 
 
@@ -38,25 +38,25 @@ class Interruption:
 
 @dataclass(slots=True)
 class StepAttention:
-    """A backend, each layer's cache, scale and window, one step's rows, and what may end it."""
+    """A backend, each layer's cache, scale and pattern, one step's rows, and what may end it."""
 
     attention: Attention
     caches: list[Tensor]
     metadata: Metadata
     scales: Sequence[float]
-    windows: Sequence[int | None]
+    patterns: Sequence[AttentionPattern]
     interruption: Interruption | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.interruption is not None:
             self.interruption.check()
         return self.attention.forward(
-            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
         )
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
         if self.interruption is not None:
             self.interruption.check()
         return self.attention.forward_rotary(
-            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
         )

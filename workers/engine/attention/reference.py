@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.rotary import rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -47,12 +47,13 @@ class PrefillRow:
     # Int64 [kv_heads * blocks]; None where the row's own keys are its whole context
     blocks: Tensor | None
     context: int  # tokens gathered
-    mask: Tensor | None  # bool [n, L]; None where plain causal is right
+    mask: Tensor | None  # bool [n, L]; None where all are seen, or all before if it is causal
+    causal: bool
 
 
 @dataclass(slots=True)
 class Groups:
-    """A step's rows, for layers of one window."""
+    """A step's rows, for layers of one pattern."""
 
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
@@ -79,13 +80,20 @@ class TorchAttention:
         return [_lazy_zeros(size, self._dtype) for _ in range(num_layers)]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        pattern: AttentionPattern,
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        groups: Groups | None = metadata.prepared.get(window)
+        groups: Groups | None = metadata.prepared.get(pattern)
         if groups is None:
-            groups = metadata.prepared[window] = self._groups(metadata, window)
+            groups = metadata.prepared[pattern] = self._groups(metadata, pattern)
         if groups.stale is not None:
             layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)
@@ -104,7 +112,7 @@ class TorchAttention:
         layer_cache: Tensor,
         metadata: Metadata,
         scale: float,
-        window: int | None,
+        pattern: AttentionPattern,
     ) -> Tensor:
         turned = self._heads + self._shape.kv_heads
         if rotary.query_norm is None or rotary.key_norm is None:
@@ -112,7 +120,7 @@ class TorchAttention:
         else:
             q = rotate(rotary.query_norm(qkv[:, : self._heads]), rotary.cos, rotary.sin)
             k = rotate(rotary.key_norm(qkv[:, self._heads : turned]), rotary.cos, rotary.sin)
-        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, window)
+        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, pattern)
 
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
         s = self._shape
@@ -168,27 +176,28 @@ class TorchAttention:
             key[None],
             value[None],
             attn_mask=row.mask,
-            is_causal=row.mask is None,
+            is_causal=row.causal and row.mask is None,
             scale=scale,
             enable_gqa=self._per_kv > 1,
         )[0].transpose(0, 1)
 
-    def _groups(self, metadata: AttentionMetadata, window: int | None) -> Groups:
+    def _groups(self, metadata: AttentionMetadata, pattern: AttentionPattern) -> Groups:
         counts = np.diff(metadata.query_start)
-        rows = np.nonzero(counts == 1)[0]
-        first = self._first_visible(metadata.context_lens[rows] - 1, window)
+        alone = (counts == 1) & pattern.causal  # a text of one token is not worth a group
+        rows = np.nonzero(alone)[0]
+        first = self._first_visible(metadata.context_lens[rows] - 1, pattern)
         spans = metadata.context_lens[rows] - first
         order = np.argsort(spans, kind="stable")
         rows, first, spans = rows[order], first[order], spans[order]
-        decode = [self._decode_group(metadata, rows[a:b], first[a:b], window) for a, b in self._cuts(spans)]
-        prefill = [self._prefill_row(metadata, int(row), window) for row in np.nonzero(counts > 1)[0]]
+        decode = [self._decode_group(metadata, rows[a:b], first[a:b], pattern) for a, b in self._cuts(spans)]
+        prefill = [self._prefill_row(metadata, int(row), pattern) for row in np.nonzero(~alone & (counts > 0))[0]]
         return Groups(decode, prefill, self._stale(metadata))
 
-    def _first_visible(self, positions: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+    def _first_visible(self, positions: NDArray[np.int32], pattern: AttentionPattern) -> NDArray[np.int32]:
         """Return the first token of the first block that a query at `positions` sees."""
-        if window is None:
+        if pattern.before is None:
             return np.zeros_like(positions)
-        visible = np.maximum(positions - (window - 1), 0)
+        visible = np.maximum(positions - pattern.before, 0)
         return visible // self._shape.block_size * self._shape.block_size
 
     def _cuts(self, spans: NDArray[np.int32]) -> list[tuple[int, int]]:
@@ -202,7 +211,7 @@ class TorchAttention:
         return cuts
 
     def _decode_group(
-        self, metadata: AttentionMetadata, rows: NDArray[np.intp], first: NDArray[np.int32], window: int | None
+        self, metadata: AttentionMetadata, rows: NDArray[np.intp], first: NDArray[np.int32], pattern: AttentionPattern
     ) -> DecodeGroup:
         size = self._shape.block_size
         contexts = metadata.context_lens[rows]
@@ -212,30 +221,32 @@ class TorchAttention:
         columns = np.minimum(first[:, None] // size + np.arange(num_blocks), (contexts[:, None] - 1) // size)
         positions = first[:, None] + np.arange(num_blocks * size)
         visible = positions < contexts[:, None]
-        if window is not None:
-            visible &= positions >= contexts[:, None] - window
+        if pattern.before is not None:
+            visible &= positions >= contexts[:, None] - 1 - pattern.before
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         tokens = torch.from_numpy(metadata.query_start[rows].astype(np.int64))
         flat = self._flat_blocks(metadata.block_tables[rows[:, None], columns])
         return DecodeGroup(tokens.to(self._device), flat, torch.from_numpy(mask).to(self._device))
 
-    def _prefill_row(self, metadata: AttentionMetadata, row: int, window: int | None) -> PrefillRow:
+    def _prefill_row(self, metadata: AttentionMetadata, row: int, pattern: AttentionPattern) -> PrefillRow:
         first_token, last_token = int(metadata.query_start[row]), int(metadata.query_start[row + 1])
         count, context = last_token - first_token, int(metadata.context_lens[row])
         start = context - count
-        limited = window is not None and context > window
+        limited = pattern.before is not None and context > pattern.before + 1
         if start == 0 and not limited:
-            return PrefillRow(first_token, last_token, None, context, None)
-        first = int(self._first_visible(np.array([start], dtype=np.int32), window)[0])
-        key_positions, query_positions = np.arange(first, context), np.arange(start, context)[:, None]
-        mask = key_positions <= query_positions
-        if window is not None:
-            mask &= key_positions > query_positions - window
+            return PrefillRow(first_token, last_token, None, context, None, pattern.causal)
+        first = int(self._first_visible(np.array([start], dtype=np.int32), pattern)[0])
+        ahead = np.arange(first, context) - np.arange(start, context)[:, None]  # of the query, in tokens
+        mask = ahead <= (context if pattern.after is None else pattern.after)
+        if pattern.before is not None:
+            mask &= ahead >= -pattern.before
         blocks = None
         if start > 0:
             size = self._shape.block_size
             blocks = self._flat_blocks(metadata.block_tables[row, first // size : -(-context // size)])
-        return PrefillRow(first_token, last_token, blocks, context - first, torch.from_numpy(mask).to(self._device))
+        return PrefillRow(
+            first_token, last_token, blocks, context - first, torch.from_numpy(mask).to(self._device), pattern.causal
+        )
 
     def _flat_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
         flat = torch.from_numpy(blocks.astype(np.int64).reshape(1, -1)) + self._head_offset

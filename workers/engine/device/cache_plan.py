@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 
 import torch
@@ -29,7 +30,7 @@ def plan_cache(
     """
     length = config.max_model_len
     per_block = block_bytes(model, dtype, config.block_size)
-    num_blocks = budget // per_block
+    num_blocks = min(budget // per_block, _most_blocks(config, model))
     fits = (num_blocks - 1) * config.block_size
     if fits < 1 or (length > fits and not config.may_shorten):
         raise ModelLoadError(_does_not_fit(config, length, per_block, budget, memory))
@@ -37,6 +38,16 @@ def plan_cache(
         logger.warning("the context is shortened from %d to %d tokens, which is what the KV cache holds", length, fits)
         length = fits
     return replace(config, max_model_len=length), num_blocks
+
+
+def _most_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
+    """Return how many blocks are of use: where prompts are whole, those of the steps that are
+    launched at once.
+    """
+    if not model.whole_prompts:
+        return sys.maxsize
+    longest = max(config.max_num_batched_tokens, config.max_model_len) // config.block_size
+    return 1 + (config.depth + 1) * (longest + config.max_num_seqs) + config.max_num_seqs
 
 
 def _does_not_fit(config: ResolvedConfig, length: int, per_block: int, budget: int, memory: GpuMemory | None) -> str:
@@ -84,6 +95,8 @@ def cpu_cache_bytes(
 
 
 def settle_prefix_caching(config: ResolvedConfig, model: ModelConfig) -> ResolvedConfig:
+    if model.whole_prompts:
+        return replace(config, enable_prefix_caching=False)
     if config.enable_prefix_caching and not model.prefix_cacheable(config.max_model_len):
         logger.warning("prefix caching is off: this model's rotary positions depend on the length of the prompt")
         return replace(config, enable_prefix_caching=False)

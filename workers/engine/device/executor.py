@@ -12,6 +12,7 @@ from workers.engine.attention.context import Interruption
 from workers.engine.device.device import take_devices
 from workers.engine.device.model_digest import digest_of
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
+from workers.engine.device.pooling_runner import PoolingRunner
 from workers.engine.device.rank import Rank, open_shard
 from workers.engine.device.ranks import OnDeath, Ranks, end_likewise
 from workers.engine.device.resolve import resolve
@@ -52,7 +53,7 @@ class Executor:
         self.model_digest = digest_of(checkpoint.folder)
 
     @property
-    def runner(self) -> ModelRunner:
+    def runner(self) -> ModelRunner | PoolingRunner:
         return self._rank.runner
 
     @property

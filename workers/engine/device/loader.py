@@ -4,7 +4,6 @@ only, no code from outside.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -22,8 +21,11 @@ from workers.engine.layers.parallel import Parallel
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
+from workers.engine.models.classifier import classifier_config
 from workers.engine.models.config import Json, ModelConfig, eos_token_ids, shard_model
-from workers.engine.models.registry import FAMILIES, Family, find_family
+from workers.engine.models.json_file import read_json
+from workers.engine.models.registry import FAMILIES, Family, find_family, find_pooling_family, find_task
+from workers.engine.models.sentence_folder import MODULES, embedding_config
 
 if TYPE_CHECKING:  # importing it takes seconds
     from workers.engine.models.transformers_model import TransformersClass
@@ -38,6 +40,8 @@ _DTYPES = {
 _INDEX = "model.safetensors.index.json"
 # Some repositories hold the same weights again under their maker's own names
 _CONSOLIDATED = "consolidated*"
+# Of a repository: all folders but those of sentence-transformers' modules, as 1_Pooling
+_NOT_NEEDED = ["[!0-9]*/*", _CONSOLIDATED]
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Buffers that old checkpoints carry and that follow from the configuration.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -53,23 +57,29 @@ class ModelCheckpoint:
     config: ModelConfig
 
 
-def open_checkpoint(name: str, model_impl: str = "auto") -> ModelCheckpoint:
-    """Find the folder, read its configuration and select the code that runs it.
+def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> ModelCheckpoint:
+    """Find the folder, read its configuration and select the code that runs it for a task.
 
     Raises ModelLoadError.
     """
     folder = find_folder(name)
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_json(generation_file) if generation_file.is_file() else {}
     if raw.get("quantization_config"):
         raise ModelLoadError(
             f"the model {name} is quantized, which is not supported; use its float16, bfloat16 or float32 version"
         )
-    family: Family | TransformersClass | None = find_family(raw, model_impl)
+    task = find_task(raw, task, (folder / MODULES).is_file())
+    family: Family | TransformersClass | None = (
+        find_family(raw, model_impl) if task == "generate" else find_pooling_family(raw, model_impl)
+    )
     if family is None:
         family = _transformers_class(folder, raw)
     config = family.config(raw) if isinstance(family, Family) else family.config
+    if task != "generate":
+        assert isinstance(family, Family)
+        config = _pooling(folder, raw, task, family, config)
     stored = raw.get("dtype") or raw.get("torch_dtype")
     config = replace(
         config,
@@ -77,6 +87,28 @@ def open_checkpoint(name: str, model_impl: str = "auto") -> ModelCheckpoint:
         dtype=str(stored).removeprefix("torch.") if stored else None,
     )
     return ModelCheckpoint(folder, raw, family, config)
+
+
+def _pooling(folder: Path, raw: Json, task: str, family: Family, config: ModelConfig) -> ModelConfig:
+    """Return the configuration for a task other than generating, which needs no output projection.
+
+    Raises ModelLoadError.
+    """
+    if task == "embed":
+        pooling = embedding_config(folder, raw, config.whole_prompts)
+    else:
+        pooling = classifier_config(raw, family.head_modes(raw))
+        if task == "score" and len(pooling.labels) > 1:
+            raise ModelLoadError(
+                f"--task score needs a model with one label, and {folder} has {len(pooling.labels)}; choose classify"
+            )
+    config = replace(config, pooling=pooling, tie_word_embeddings=True)
+    pooled = len(pooling.modes) * config.hidden_size
+    for dense in pooling.dense:
+        if dense.size_in != pooled:
+            raise ModelLoadError(f"{dense.folder} projects {dense.size_in} numbers, but it would be given {pooled}")
+        pooled = dense.size_out
+    return config
 
 
 def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
@@ -98,6 +130,8 @@ def shard_checkpoint(checkpoint: ModelCheckpoint, size: int) -> ModelCheckpoint:
 
     Raises ModelLoadError where the model cannot be cut into so many parts.
     """
+    if size > 1 and checkpoint.config.pooling is not None:
+        raise ModelLoadError(f"a tensor parallel size of {size} is for models that generate, and this one pools; use 1")
     if size > 1 and not isinstance(checkpoint.family, Family):
         name = checkpoint.config.architecture
         raise ModelLoadError(
@@ -127,8 +161,9 @@ def load_weights(
 
         length = max_model_len or config.max_model_len
         return load_checked(checkpoint.family, checkpoint.folder, config, dtype, device, length)
-    weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
+    weights = Weights(tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
     model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
+    assert isinstance(model, DecoderModel)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
     unused = [name for name in weights.unused() if not name.endswith(derived)]
     if unused:
@@ -208,9 +243,7 @@ def _download(name: str) -> Path:
     )
 
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*", _CONSOLIDATED])
-        )
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=_NOT_NEEDED))
     except GatedRepoError as error:
         raise ModelLoadError(
             f"the model {name} needs an accepted license; accept it on the hub and set HF_TOKEN"
@@ -229,19 +262,7 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{file} does not exist") from error
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} holds no JSON object")
-    return content
-
-
-def _tensor_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
+def tensor_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Every tensor's name with a function that reads it; the index decides where there is one."""
     readers: dict[str, Callable[[], Tensor]] = {}
     for file in weight_files(folder):
@@ -257,7 +278,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the files that a model's tensors are read from. Raise ModelLoadError."""
     index = folder / _INDEX
     if index.is_file():
-        files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelLoadError(

@@ -8,24 +8,26 @@ import torch
 from workers.engine.backends.base import Backend
 from workers.engine.cuda.graphs import GraphVariant
 from workers.engine.device.model_runner import ModelRunner
+from workers.engine.device.pooling_runner import make_runner
 from workers.engine.messages.core import EVERY_FEATURE
 from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import AddedRequest, PromptScores, StepPlan
 from workers.engine.models.base import DecoderModel
+from workers.engine.models.pooling import PoolingModel
 
 _ONE_BLOCK = 1
 # A margin for fragmentation of the graphs' pool, and for the graphs themselves
 _GRAPH_ROUNDING = 1.25
 
 
-def profile_memory(config: ResolvedConfig, backend: Backend, model: DecoderModel) -> int:
+def profile_memory(config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel) -> int:
     """Run the largest step and the largest decode step; return the bytes that graphs take.
 
     The cache is the null block alone. Afterwards torch still holds the memory that the steps took,
     so that the caller can measure it.
     """
-    runner = ModelRunner(config, backend, model, _ONE_BLOCK)
-    graphs = _decode_bytes(runner) if runner.graphs is not None else 0
+    runner = make_runner(config, backend, model, _ONE_BLOCK)
+    graphs = _decode_bytes(runner) if isinstance(runner, ModelRunner) and runner.graphs is not None else 0
     runner.retire(runner.launch(largest_step(config)))
     return graphs
 

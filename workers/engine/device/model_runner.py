@@ -31,6 +31,15 @@ _SCORED_LOGITS = 1 << 24  # of prompt tokens scored at once
 
 
 @dataclass(slots=True)
+class PooledRows:
+    """What some of a step's pooling requests yield: `counts[i]` rows for its i-th place."""
+
+    places: list[int]
+    counts: list[int]
+    values: Tensor  # float32 [sum of counts, size]
+
+
+@dataclass(slots=True)
 class LaunchedStep:
     """A step on its way.
 
@@ -41,6 +50,7 @@ class LaunchedStep:
     asking: NDArray[np.int64]  # those of them that `logprobs` covers
     logprobs: Logprobs | None
     scores: list[Logprobs]  # of the plan's prompt scores, item by item
+    pooled: list[PooledRows] = field(default_factory=list)
     done: torch.cuda.Event | None = None
     launched: float = field(default_factory=time.perf_counter)  # when; on a CPU this is its end
 
@@ -175,7 +185,7 @@ class ModelRunner:
             self.caches,
             inputs.metadata,
             config.attention_scales,
-            config.sliding_windows,
+            config.attention_patterns,
             self.interruption,
         )
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
@@ -222,8 +232,8 @@ class ModelRunner:
         for index, logprobs in enumerate(copied):
             logprobs.token_ids, logprobs.logprobs, logprobs.ranks = copies[1 + 3 * index : 4 + 3 * index]
         if sampled is None:
-            return LaunchedStep(copies[0], np.empty(0, np.int64), None, scores, done)
-        return LaunchedStep(copies[0], sampled.asking, sampled.logprobs, scores, done)
+            return LaunchedStep(copies[0], np.empty(0, np.int64), None, scores, done=done)
+        return LaunchedStep(copies[0], sampled.asking, sampled.logprobs, scores, done=done)
 
 
 def _decodes(plan: StepPlan) -> bool:

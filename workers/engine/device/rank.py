@@ -21,6 +21,8 @@ from workers.engine.device.loader import ModelCheckpoint, load_weights, open_che
 from workers.engine.device.memory import GpuMemory, available_memory, gib
 from workers.engine.device.memory_profiling import profile_memory
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
+from workers.engine.device.pooling_loader import load_pooling_model
+from workers.engine.device.pooling_runner import PoolingRunner, make_runner
 from workers.engine.layers.parallel import Parallel
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError, RankError, StepOutOfMemory
@@ -28,6 +30,7 @@ from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
+from workers.engine.models.pooling import PoolingModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +60,9 @@ class Rank:
         self._backend.check(self.device, self.dtype)
         self._checkpoint = checkpoint
         self.model_config: ModelConfig = checkpoint.config
-        self._decoder: DecoderModel
+        self._model: DecoderModel | PoolingModel
         self._memory: GpuMemory | None = None
-        self.runner: ModelRunner
+        self.runner: ModelRunner | PoolingRunner
 
     def settle(self, parallel: Parallel) -> tuple[ResolvedConfig, int]:
         """Load and allocate as one of the ranks in `parallel`; return when all have.
@@ -90,9 +93,7 @@ class Rank:
         budget = cpu_cache_bytes(config, model, self.dtype, weights, share)
         planned, _ = plan_cache(config, model, self.dtype, budget)
         with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit into memory"):
-            self._decoder = load_weights(
-                self._checkpoint, self.dtype, self.device, planned.max_model_len, self._backend.ops, parallel
-            )
+            self._model = self._load_model(planned.max_model_len)
         return budget
 
     def _load_on_gpu(self, weights: int) -> int:
@@ -105,9 +106,7 @@ class Rank:
             f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among"
             " GPUs"
         ):
-            self._decoder = load_weights(
-                self._checkpoint, self.dtype, self.device, config.max_model_len, self._backend.ops, self._parallel
-            )
+            self._model = self._load_model(config.max_model_len)
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes
         torch.cuda.empty_cache()
@@ -117,7 +116,7 @@ class Rank:
             f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or"
             " max_num_seqs"
         ):
-            graphs = profile_memory(config, self._backend, self._decoder)
+            graphs = profile_memory(config, self._backend, self._model)
         profiled = _used(self.device)
         _release_unused()
         self._memory = GpuMemory(
@@ -126,12 +125,18 @@ class Rank:
         logger.info("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)
 
+    def _load_model(self, max_model_len: int) -> DecoderModel | PoolingModel:
+        checkpoint, ops = self._checkpoint, self._backend.ops
+        if checkpoint.config.pooling is not None:
+            return load_pooling_model(checkpoint, self.dtype, self.device, max_model_len, ops)
+        return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel)
+
     def allocate(self, config: ResolvedConfig, num_blocks: int) -> None:
         """Make the cache of `num_blocks` blocks; `config` has `max_model_len` as it fits."""
         cache = gib(num_blocks * block_bytes(self.model_config, self.dtype, config.block_size))
         advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
         with _refusing(f"a KV cache of {cache} does not fit into memory beside the weights; {advice}"):
-            self.runner = ModelRunner(config, self._backend, self._decoder, num_blocks)
+            self.runner = make_runner(config, self._backend, self._model, num_blocks)
             self.runner.prepare()
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
@@ -168,7 +173,7 @@ def open_shard(config: EngineConfig) -> ModelCheckpoint:
 
     Raises ModelLoadError.
     """
-    return shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
+    return shard_checkpoint(open_checkpoint(config.model, config.model_impl, config.task), config.tensor_parallel_size)
 
 
 @contextmanager

@@ -24,14 +24,15 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
     cuda, dtype = place.type == "cuda", resolve_dtype(config.dtype, model, place)
     auto = config.attention_backend == "auto"
     backend = default_backend(place, dtype) if auto else find_backend(config.attention_backend)
+    length, tokens = _longest_context(config, model), config.max_num_batched_tokens or (16384 if cuda else 1024)
     settled = {
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
         "attention_backend": backend.name,
-        "max_model_len": _longest_context(config, model),
+        "max_model_len": length,
         "may_shorten": config.max_model_len is None,
         "max_num_seqs": config.max_num_seqs or (1024 if cuda else 64),
-        "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if cuda else 1024),
+        "max_num_batched_tokens": max(tokens, length) if model.whole_prompts else tokens,
         "block_size": config.block_size or 16,
         "live_step_ms": config.live_step_ms or (GPU_LIVE_STEP_MS if cuda else CPU_LIVE_STEP_MS),
         "depth": config.depth if config.depth is not None else int(cuda),

@@ -18,7 +18,7 @@ from workers.engine.attention.base import CacheShape, DeviceMetadata, Metadata
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.kernels.tuning import TileChoice
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
@@ -32,7 +32,7 @@ _COMBINED = 16  # tile rows that one program adds up
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A step cut into pieces of work, on the device, for all layers of one window."""
+    """A step cut into pieces of work, on the device, for all layers of one pattern."""
 
     choice: TileChoice
     block_q: int  # queries of one piece
@@ -68,11 +68,18 @@ class TritonAttention:
         return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        pattern: AttentionPattern,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         write(k, v, layer_cache, metadata.slot_mapping)
-        return self.attend(q, layer_cache, metadata, scale, window)
+        return self.attend(q, layer_cache, metadata, scale, pattern)
 
     def forward_rotary(
         self,
@@ -81,21 +88,21 @@ class TritonAttention:
         layer_cache: Tensor,
         metadata: Metadata,
         scale: float,
-        window: int | None,
+        pattern: AttentionPattern,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         q = rotate_and_write(qkv, self._heads, rotary, layer_cache, metadata.slot_mapping)
-        return self.attend(q, layer_cache, metadata, scale, window)
+        return self.attend(q, layer_cache, metadata, scale, pattern)
 
     def attend(
-        self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, window: int | None
+        self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, pattern: AttentionPattern
     ) -> Tensor:
         """`forward` once keys and values are in the cache."""
         s = self._shape
         if q.stride()[1:] != (s.head_dim, 1):
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        pieces = self._pieces(metadata, q.shape[0], window or 0)
+        pieces = self._pieces(metadata, q.shape[0], pattern)
         prefill = metadata.max_query > 1
         grid = (pieces.records.shape[0], s.kv_heads)
         kernels.attend[grid if prefill else grid[::-1]](
@@ -114,7 +121,7 @@ class TritonAttention:
             GROUP=self._group,
             HEAD_DIM=s.head_dim,
             BLOCK_SIZE=s.block_size,
-            WINDOW=window or 0,
+            WINDOW=pattern.window or 0,
             BLOCK_M=pieces.choice.block_m,
             BLOCK_Q=pieces.block_q,
             BLOCK_D=self._block_d,
@@ -143,11 +150,12 @@ class TritonAttention:
             )
         return out
 
-    def _pieces(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
+    def _pieces(self, metadata: DeviceMetadata, tokens: int, pattern: AttentionPattern) -> Pieces:
+        assert pattern.causal
         # A plan made before a recording would not be made again when the recording is played.
-        key = (window, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
+        key = (pattern, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
         if key not in metadata.prepared:
-            metadata.prepared[key] = self._plan(metadata, tokens, window)
+            metadata.prepared[key] = self._plan(metadata, tokens, pattern.window or 0)
         pieces: Pieces = metadata.prepared[key]
         return pieces
 

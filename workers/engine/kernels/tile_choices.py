@@ -18,6 +18,7 @@ from workers.engine.cuda.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.paged_attention import TritonAttention
 from workers.engine.kernels.tuning import ChoiceCache, TileChoice, candidates, tuned
+from workers.engine.layers.base import AttentionPattern
 
 _POOL_BYTES = 256 << 20  # of keys and values: several times what a GPU's cache holds
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
@@ -74,7 +75,7 @@ class _Measured:
 
         def calls() -> None:
             for _ in range(_CALLS):
-                attention.attend(q, layer_cache, metadata, self._shape.head_dim**-0.5, None)
+                attention.attend(q, layer_cache, metadata, self._shape.head_dim**-0.5, AttentionPattern())
 
         replay = CudaRecorder()(calls)
         replay()

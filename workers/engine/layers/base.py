@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -44,6 +44,26 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """Which tokens of its row a query sees."""
+
+    causal: bool = True
+    # Causal: tokens that a query sees, itself included. Otherwise the distance up to which it sees
+    # tokens to either side. None: all of them
+    window: int | None = None
+
+    @property
+    def before(self) -> int | None:
+        """How many tokens before its own a query sees at most; None: all."""
+        return self.window - 1 if self.causal and self.window is not None else self.window
+
+    @property
+    def after(self) -> int | None:
+        """How many tokens behind its own a query sees at most; None: all."""
+        return 0 if self.causal else self.window
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryHeads:
     """What queries and keys go through before they attend: a norm over each head, where the model
     has one, then a rotation.
@@ -75,7 +95,7 @@ class AttentionContext(Protocol):
 class DecoderLayer:
     """Norms over heads are of queries and keys before they are rotated."""
 
-    attention_norm: Norm
+    attention_norm: Norm | None  # None changes nothing
     qkv: Projection
     output: Projection
     mlp_norm: Norm
@@ -83,10 +103,14 @@ class DecoderLayer:
     down: Projection
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    rotation: int = field(default=0, kw_only=True)  # which of the step's rotations is its own
 
 
-Stack = Callable[[Tensor, Rotation | None, AttentionContext], Tensor]
-"""Embeddings [T, hidden], which are used up, -> [T, hidden], which the next call may use up."""
+Stack = Callable[[Tensor, Sequence[Rotation], AttentionContext], Tensor]
+"""Embeddings [T, hidden], which are used up, -> [T, hidden], which the next call may use up.
+
+Without rotations, queries and keys attend as they are.
+"""
 
 
 class Ops(Protocol):
@@ -113,8 +137,16 @@ class Ops(Protocol):
 
     def table(self, weight: Tensor) -> Table: ...
 
-    def stack(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> Stack:
-        """Return a decoder out of layers that were made with these."""
+    def stack(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: Norm | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        post_norm: bool = False,
+    ) -> Stack:
+        """Return a stack out of layers that were made with these; `LayerStack` says how it runs."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

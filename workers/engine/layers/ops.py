@@ -30,8 +30,16 @@ class TorchOps:
     def table(self, weight: Tensor) -> Table:
         return PlainTable(weight)
 
-    def stack(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> Stack:
-        return LayerStack(layers, norm, heads, kv_heads, head_dim)
+    def stack(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: Norm | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        post_norm: bool = False,
+    ) -> Stack:
+        return LayerStack(layers, norm, heads, kv_heads, head_dim, post_norm)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if bias is None:

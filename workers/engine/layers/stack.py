@@ -1,5 +1,5 @@
-"""A decoder's layers one after the other: the residual stream through norm, attention, norm and
-MLP.
+"""Layers one after the other: the residual stream through attention and MLP, with a norm before
+each of the two or behind it.
 """
 
 from __future__ import annotations
@@ -13,36 +13,60 @@ from workers.engine.layers.base import AttentionContext, DecoderLayer, Norm, Rot
 
 class LayerStack:
     """`heads` of queries and `kv_heads` of keys and of values, of `head_dim` numbers each, in every
-    layer; `norm` comes last.
+    layer; `norm`, where there is one, comes last.
+
+    A layer's norms are of what its parts read, or, in a stack that is `post_norm` as BERT's is, of
+    what they add up to: x + part(x).
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> None:
-        self.layers, self.norm = layers, norm
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: Norm | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        post_norm: bool = False,
+    ) -> None:
+        self.layers, self.norm, self.post_norm = layers, norm, post_norm
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
 
-    def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionContext) -> Tensor:
+    def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
         """[T, hidden] from embeddings [T, hidden], which are used up; what it returns may be used
         up by the next call.
         """
+        run = self._run_post_norm if self.post_norm else self._run_pre_norm
+        return run(hidden, rotations, attend)
+
+    def _run_pre_norm(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, residual = (
-                (layer.attention_norm(hidden), hidden)
-                if residual is None
-                else layer.attention_norm.add(hidden, residual)
-            )
-            x, residual = layer.mlp_norm.add(
-                layer.output(self._attend(index, layer, layer.qkv(x), rotation, attend)), residual
-            )
+            x, residual = _normed(layer.attention_norm, hidden, residual)
+            x, residual = layer.mlp_norm.add(self._attend(index, layer, x, rotations, attend), residual)
             hidden = layer.down(layer.up(x))
-        return self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
+        return _normed(self.norm, hidden, residual)[0]
+
+    def _run_post_norm(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            hidden = _normed(layer.attention_norm, self._attend(index, layer, hidden, rotations, attend), hidden)[0]
+            hidden = layer.mlp_norm.add(layer.down(layer.up(hidden)), hidden)[0]
+        return _normed(self.norm, hidden, None)[0]
 
     def _attend(
-        self, index: int, layer: DecoderLayer, qkv: Tensor, rotation: Rotation | None, attend: AttentionContext
+        self, index: int, layer: DecoderLayer, x: Tensor, rotations: Sequence[Rotation], attend: AttentionContext
     ) -> Tensor:
-        heads = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        if rotation is None:
-            attended = attend(index, *heads.tensor_split([self.heads, self.heads + self.kv_heads], 1))
+        heads = layer.qkv(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        if rotations:
+            rotary = RotaryHeads(*rotations[layer.rotation], layer.query_norm, layer.key_norm)
+            attended = attend.rotary(index, heads, rotary)
         else:
-            attended = attend.rotary(index, heads, RotaryHeads(*rotation, layer.query_norm, layer.key_norm))
-        return attended.flatten(1)
+            attended = attend(index, *heads.tensor_split([self.heads, self.heads + self.kv_heads], 1))
+        return layer.output(attended.flatten(1))
+
+
+def _normed(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the norm of x, or of x + residual, and what it is the norm of."""
+    if norm is None:
+        total = x if residual is None else x.add_(residual)
+        return total, total
+    return (norm(x), x) if residual is None else norm.add(x, residual)

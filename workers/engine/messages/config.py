@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+TASKS = ("auto", "generate", "embed", "classify", "score")
 CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS = 150.0, 50.0
 """Defaults of `live_step_ms`."""
 
@@ -39,6 +40,11 @@ class EngineConfig:
         "auto",
         "Code that runs the model; auto: the engine's own if it has the architecture, else transformers'.",
         choices=("auto", "own", "transformers"),
+    )
+    task: str = _flag(
+        "auto",
+        "What the model does; auto: what its folder was made for. embed: with any of the engine's own models.",
+        choices=TASKS,
     )
     device: str = _flag(
         "auto", "cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one.", kind="device"

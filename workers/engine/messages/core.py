@@ -113,6 +113,20 @@ asks for.
 """
 
 
+class PoolingParams(msgspec.Struct, frozen=True):
+    """What a pooling request yields.
+
+    `task`: "embed", one vector; "classify", one number per label; "token_embed", a row per token.
+    `dimensions` cuts a vector, 0 keeps all of it. `normalize`: to length 1; None as the model's
+    folder says. `activation`: sigmoid or softmax over a classifier's logits, as its folder says.
+    """
+
+    task: str
+    dimensions: int = 0
+    normalize: bool | None = None
+    activation: bool = True
+
+
 class OutputGuide(msgspec.Struct, frozen=True):
     """What a request's output must be made of.
 
@@ -131,7 +145,7 @@ class OutputGuide(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct):
-    """One sequence to generate.
+    """One sequence to generate, or, with `pooling`, one text to make a vector of.
 
     `request_id` is chosen by the worker process and unique in the core's life. `output_token_ids`
     is what an earlier worker generated already: it counts towards `max_tokens`, as output in
@@ -141,7 +155,8 @@ class EngineRequest(msgspec.Struct):
     the request by its text, which the engine does not see. `arrived` is when it came, on the
     machine's monotonic clock; 0 where that is not to be counted. With a `guide` it waits until that
     is made, and ends with Finish.STOP, without a further token, where that allows nothing more.
-    `timed`: outputs say when it got a slot.
+    `timed`: outputs say when it got a slot. A pooling request has no output, and its `sampling`
+    is not read; `second_text` is the index of the first token of a pair's second text, 0 for none.
     """
 
     request_id: int
@@ -155,6 +170,8 @@ class EngineRequest(msgspec.Struct):
     arrived: float = 0.0
     guide: OutputGuide | None = None
     timed: bool = False
+    pooling: PoolingParams | None = None
+    second_text: int = 0
 
 
 class SetVocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
@@ -184,6 +201,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold.
     `weights_seconds`: how long loading took. `gpus`: what the driver calls the GPUs that it runs
     on ("GPU-" and a UUID). `model_digest` identifies the model's configuration and weights.
+    `tasks`: "generate", or those of "embed", "token_embed", "classify" and "score" that it can
+    do. `embedding_size` is 0 without embeddings; `matryoshka` has the sizes that they may have,
+    and is empty if these are all up to that one. `labels` are a classifier's.
     """
 
     max_model_len: int
@@ -201,6 +221,10 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     gpus: list[str] = []
     backend: str = ""
     model_digest: str = ""
+    tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
+    embedding_size: int = 0
+    labels: list[str] = []
+    matryoshka: list[int] = []
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -300,7 +324,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     entry; `prompt_logprobs`, with the first token of a request, one per prompt token from the
     second on. `starts` has, with the next entry of a request, each step in which it got a slot, and
     when that was planned on the machine's monotonic clock: its first step, then one after each
-    preemption. All three hold only requests that asked.
+    preemption. All three hold only requests that asked. `pooled` has what a pooling request
+    yields, which ends with STOP and without a token: float32, little-endian, row by row.
     """
 
     step: int
@@ -315,6 +340,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     logprobs: dict[int, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     starts: dict[int, list[tuple[int, float]]] = {}
+    pooled: dict[int, bytes] = {}
 
 
 ToCore = SetVocabulary | AddRequests | AbortRequests | Shutdown

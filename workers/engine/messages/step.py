@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.engine.messages.core import SamplingParams, TokenLogprobs
+from workers.engine.messages.core import PoolingParams, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -21,6 +21,8 @@ class AddedRequest:
     token_ids: list[int]  # prompt and output so far: every token that is known
     prompt_length: int
     sampling: SamplingParams
+    pooling: PoolingParams | None = None
+    second_text: int = 0
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class StepPlan:
     A row samples after each of its last `samples[i]` tokens: none where it ends before the last
     token that its request knows, else one, at position `starts[i] + counts[i]`. More would be those
     of a row that ends with drafts. Before the samples `guided` are drawn, `TokenMasks` come.
+    Pooling requests are pooled where others sample.
     """
 
     step: int
@@ -93,10 +96,12 @@ NO_MASKS = TokenMasks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
 class StepResult:
     """What came of one step, on the host. Log probabilities only where requested.
 
-    A token is -1 where a mask and what else the request asks for leave none.
+    A token is -1 where a mask and what else the request asks for leave none. A model that pools
+    gives no tokens, but float32 numbers in their places.
     """
 
     tokens: NDArray[np.int32]  # `samples[i]` of row i, one row behind another
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`
     # As the plan's `prompt_scores`
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    pooled: list[bytes] = field(default_factory=list)

@@ -47,6 +47,19 @@ class DecoderModel(ABC):
         return self._parallel.gather_logits(self.lm_head.logits(hidden), self.config.vocab_size)
 
 
+class EncoderModel(ABC):
+    """A model in which each token of a text sees those on both sides; flat rows of tokens, too."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.dtype, self.device = weights.dtype, weights.device
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None, attend: AttentionContext) -> Tensor:
+        """Hidden states [T, hidden] for input_ids, positions and token types int64 [T]; None where
+        all types are 0.
+        """
+
+
 def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[Table, Table]:
     """Return the embedding of that name [vocab, hidden], and this rank's rows of the output
     projection, padded to as many as each has: where the two are tied rows of the embedding, and all

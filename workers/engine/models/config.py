@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workers.engine.layers.base import AttentionPattern
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.pooling_config import PoolingConfig
 
 Json = Mapping[str, Any]
 
@@ -24,8 +26,7 @@ _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 class ModelConfig:
     """A decoder's shape.
 
-    `sliding_windows` has one entry per layer: tokens that a query sees, itself included, or None
-    for all.
+    `attention_patterns` and `attention_scales` have one entry per layer.
     """
 
     architecture: str
@@ -40,12 +41,42 @@ class ModelConfig:
     norm_eps: float
     activation: str
     tie_word_embeddings: bool
-    sliding_windows: tuple[int | None, ...]
-    attention_scales: tuple[float, ...]  # what query-key products are multiplied by, per layer
+    attention_patterns: tuple[AttentionPattern, ...]
+    attention_scales: tuple[float, ...]  # what query-key products are multiplied by
     rope: RopeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # as the checkpoint names it
     kv_copies: int = 1  # ranks that hold the same key-value heads
+    pooling: PoolingConfig | None = None  # of a model that does not generate
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Return whether a prompt must be computed in one step, and none of it be cached."""
+        bidirectional = not all(pattern.causal for pattern in self.attention_patterns)
+        return bidirectional or (self.pooling is not None and self.pooling.modes != ("last",))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What requests may ask for."""
+        if self.pooling is None:
+            return ("generate",)
+        if self.pooling.labels:
+            return ("classify", "score") if len(self.pooling.labels) == 1 else ("classify",)
+        return ("embed", "token_embed") if self.whole_prompts and not self.pooling.dense else ("embed",)
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0 for a model that makes none."""
+        if self.pooling is None or self.pooling.labels:
+            return 0
+        dense = self.pooling.dense
+        return dense[-1].size_out if dense else len(self.pooling.modes) * self.hidden_size
+
+    def matryoshka_sizes(self) -> list[int]:
+        """Return the sizes that embeddings may have; none if any up to the largest will do."""
+        if self.pooling is None or not self.embedding_size or self.pooling.any_size:
+            return []
+        return sorted({*self.pooling.sizes, self.embedding_size})
 
     @property
     def max_model_len(self) -> int:

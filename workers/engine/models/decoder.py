@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.engine.layers.base import AttentionContext, DecoderLayer
+from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer
 from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import Rotary
@@ -41,7 +41,7 @@ class RotaryDecoder(DecoderModel):
         self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        return self.stack(self.embedding.rows(input_ids), self.rotary.cos_sin(positions, lengths), attend)
+        return self.stack(self.embedding.rows(input_ids), [self.rotary.cos_sin(positions, lengths)], attend)
 
 
 def _layer(config: ModelConfig, variant: DecoderVariant, weights: Weights, layer: int) -> DecoderLayer:
@@ -97,7 +97,7 @@ def decoder_config(
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         activation=str(raw.get("hidden_act", "silu")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        sliding_windows=windows or (None,) * layers,
+        attention_patterns=tuple(AttentionPattern(window=window) for window in windows or (None,) * layers),
         attention_scales=(dim**-0.5,) * layers,
         rope=rope_config(raw, positions),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workers.engine.layers.base import AttentionContext, DecoderLayer
+from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer
 from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
 from workers.engine.layers.weights import Weights
@@ -32,7 +32,7 @@ def config(raw: Json) -> ModelConfig:
         norm_eps=float(raw.get("layer_norm_epsilon", 1e-5)),
         activation=str(raw.get("activation_function", "gelu_new")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        sliding_windows=(None,) * layers,
+        attention_patterns=(AttentionPattern(),) * layers,
         attention_scales=tuple(scale / (layer + 1) if by_layer else scale for layer in range(layers)),
     )
 
@@ -53,7 +53,7 @@ class GPT2(DecoderModel):
         self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        return self.stack(self.embedding.rows(input_ids).add_(self.position_embedding[positions]), None, attend)
+        return self.stack(self.embedding.rows(input_ids).add_(self.position_embedding[positions]), [], attend)
 
 
 def _layer(config: ModelConfig, weights: Weights, layer: int) -> DecoderLayer:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from workers.engine.layers.base import Projection
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import gpt2, llama, mistral, qwen2, qwen3
-from workers.engine.models.base import DecoderModel
+from workers.engine.models import bert, distilbert, gpt2, llama, mistral, qwen2, qwen3, roberta
+from workers.engine.models.base import DecoderModel, EncoderModel
+from workers.engine.models.classifier import first_token, score_head
 from workers.engine.models.config import Json, ModelConfig
 from workers.engine.models.decoder import RotaryDecoder
 
-Build = Callable[[Json, ModelConfig, Weights, int], DecoderModel]
+Build = Callable[[Json, ModelConfig, Weights, int], DecoderModel | EncoderModel]
+Head = Callable[[Json, ModelConfig, Weights, int], Sequence[Projection]]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     config: Callable[[Json], ModelConfig]
     build: Build
-    prefix: str  # of the bare decoder's tensors in a full checkpoint
+    prefix: str  # of the bare model's tensors in a full checkpoint
+    head: Head = score_head  # of so many labels
+    head_modes: Callable[[Json], tuple[str, ...]] = lambda _: ("last",)  # how its input is pooled
 
 
 FAMILIES: dict[str, Family] = {
@@ -30,22 +35,79 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(qwen3.config, qwen3.build, RotaryDecoder.prefix),
 }
 
+ENCODERS: dict[str, Family] = {
+    "Bert": Family(bert.config, bert.build, bert.PREFIX, bert.head, first_token),
+    "DistilBert": Family(distilbert.config, distilbert.build, distilbert.PREFIX, distilbert.head, first_token),
+    "Roberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
+    "XLMRoberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
+}
+"""By the beginning of the architecture's name."""
+
+_CLASSIFIER = "ForSequenceClassification"
+_GENERATORS = ("ForCausalLM", "LMHeadModel")
+_ENDINGS = (_CLASSIFIER, *_GENERATORS, "ForMaskedLM", "Model")
+
+
+def find_task(raw: Json, asked: str, has_modules: bool) -> str:
+    """Return what a model does: "generate", "embed", "classify" or "score".
+
+    `has_modules`: sentence-transformers saved the folder. Raises ModelLoadError for a task that the
+    model's architecture is not for.
+    """
+    name = _architecture(raw)
+    if asked == "auto":
+        if name.endswith(_CLASSIFIER):
+            return "classify"
+        return "embed" if has_modules or _stem(name) in ENCODERS else "generate"
+    if asked in ("classify", "score") and not name.endswith(_CLASSIFIER):
+        raise ModelLoadError(f"--task {asked} needs a classification head, and {name} has none; choose embed")
+    if asked == "generate" and _stem(name) in ENCODERS:
+        raise ModelLoadError(f"--task generate needs a decoder, and {name} is an encoder; choose auto")
+    return asked
+
+
+def find_pooling_family(raw: Json, model_impl: str) -> Family:
+    """Return the engine's own code for an architecture that is to pool.
+
+    Raises ModelLoadError where there is none.
+    """
+    name = _architecture(raw)
+    found = [FAMILIES[_stem(name) + ending] for ending in _GENERATORS if _stem(name) + ending in FAMILIES]
+    family = ENCODERS.get(_stem(name)) or next(iter(found), None)
+    if family is None or model_impl == "transformers":
+        known = ", ".join([*ENCODERS, *map(_stem, FAMILIES)])
+        raise ModelLoadError(
+            f"config.json names the architecture {name!r}; embeddings and classes are by the engine's own code only,"
+            f" which it has for {known}"
+        )
+    return family
+
+
+def _stem(name: str) -> str:
+    """Return an architecture's name without what its head is."""
+    return next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
+
 
 def find_family(raw: Json, model_impl: str) -> Family | None:
     """Return the engine's own code for an architecture; None where transformers' class is to run.
 
     Raises ModelLoadError where nothing may.
     """
+    name = _architecture(raw)
+    if model_impl == "transformers":
+        return None
+    if model_impl == "own" and name not in FAMILIES:
+        raise ModelLoadError(
+            f"config.json names the architecture {name!r}, and the engine has its own code for"
+            f" {', '.join(FAMILIES)}; with model_impl auto, transformers' class runs where it can"
+        )
+    return FAMILIES.get(name)
+
+
+def _architecture(raw: Json) -> str:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise ModelLoadError(
             f"config.json names no architecture; the engine has its own code for {', '.join(FAMILIES)}"
         )
-    if model_impl == "transformers":
-        return None
-    if model_impl == "own" and names[0] not in FAMILIES:
-        raise ModelLoadError(
-            f"config.json names the architecture {names[0]!r}, and the engine has its own code for"
-            f" {', '.join(FAMILIES)}; with model_impl auto, transformers' class runs where it can"
-        )
-    return FAMILIES.get(names[0])
+    return str(names[0])

@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
-from workers.engine.layers.base import AttentionContext
+from workers.engine.layers.base import AttentionContext, AttentionPattern
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
@@ -204,7 +204,10 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
         norm_eps=0.0,
         activation="",
         tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
-        sliding_windows=tuple(call.window if call.window and call.window < positions else None for call in by_layer),
+        attention_patterns=tuple(
+            AttentionPattern(window=call.window if call.window and call.window < positions else None)
+            for call in by_layer
+        ),
         attention_scales=tuple(call.scale if call.scale is not None else call.head_dim**-0.5 for call in by_layer),
         rope=_rope(name, settings, positions),
     )

@@ -19,7 +19,7 @@ from workers.engine.attention.context import StepAttention
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.cuda.graphs import CudaRecorder, Work
 from workers.engine.cuda.out_of_memory import one_line
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.weights import Weights
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
@@ -55,7 +55,7 @@ def load_checked(
     """
     module = read_weights(found, folder, dtype, device)
     model = TransformersModel(module, found.body, config, Weights({}, dtype, device), max_model_len)
-    model.config = replace(config, sliding_windows=windows_by_masks(model))
+    model.config = replace(config, attention_patterns=patterns_by_masks(model))
     check_parity(model)
     if device.type == "cuda":
         model.recordable = found.model_class._can_compile_fullgraph and replays(model, CudaRecorder())
@@ -63,7 +63,7 @@ def load_checked(
 
 
 @torch.inference_mode()
-def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
+def patterns_by_masks(model: TransformersModel) -> tuple[AttentionPattern, ...]:
     """Return each layer's window as its own mask has it: some classes name none to their attention.
 
     Raises ModelLoadError for other masks.
@@ -76,7 +76,9 @@ def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
             raise refusal(model.config.architecture, f"the mask of layer {call.layer} is no window")
     seen = {call.layer: call.mask for call in calls}
     return tuple(
-        seen[layer] if ALL_BEFORE < (seen[layer] or 0) < model.config.max_position_embeddings else None
+        AttentionPattern(
+            window=seen[layer] if ALL_BEFORE < (seen[layer] or 0) < model.config.max_position_embeddings else None
+        )
         for layer in range(model.config.num_layers)
     )
 
@@ -126,7 +128,7 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
             np.array([_TABLE], np.int32),
         )
         at = torch.from_numpy(positions).to(device)
-        attend = StepAttention(attention, caches, metadata, config.attention_scales, config.sliding_windows)
+        attend = StepAttention(attention, caches, metadata, config.attention_scales, config.attention_patterns)
         hidden = model.forward(prompt[first:last], at, at + 1, attend)
         parts.append(model.logits(hidden))
     return torch.cat(parts)

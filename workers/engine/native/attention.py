@@ -16,18 +16,22 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
 _Strides = ctypes.c_ssize_t * 2
+_ALL = 1 << 30  # tokens: more than any row has
 
 
 class _Step(ctypes.Structure):
     """`attention_step` of attention.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "window")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "before", "after")
+        ),
         *(
             (name, ctypes.c_int32)
             for name in ("num_tokens", "num_rows", "max_blocks", "shares", "together", "any_ahead")
@@ -48,21 +52,31 @@ class _Step(ctypes.Structure):
         ),
         ("scratch_size", ctypes.c_ssize_t),
         *((name, _Strides) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
-        ("rotation_stride", ctypes.c_ssize_t),
     ]
 
 
-class PreparedStep:
-    """A step as the kernels know it, for layers of one window."""
+class HeadRotation(ctypes.Structure):
+    """`head_rotation` of kernels.h."""
 
-    __slots__ = ("_held", "pointer", "rotation", "step", "strides")
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("cos", "sin")), ("stride", ctypes.c_ssize_t)]
+
+
+def head_rotation(cos: Tensor, sin: Tensor) -> HeadRotation:
+    """Of `Rotary.cos_sin`'s pair, which must outlive what is returned."""
+    assert cos.stride(-1) == sin.stride(-1) == 1
+    assert cos.stride(0) == sin.stride(0)
+    return HeadRotation(cos.data_ptr(), sin.data_ptr(), cos.stride(0))
+
+
+class PreparedStep:
+    """A step as the kernels know it, for layers of one pattern."""
+
+    __slots__ = ("_held", "pointer", "step", "strides")
 
     def __init__(self, step: _Step, held: tuple[object, ...]) -> None:
         self.step, self.pointer = step, ctypes.addressof(step)
         self._held = held  # what the step points to
         self.strides: tuple[tuple[int, ...], ...] = ()
-        self.rotation: tuple[Tensor, Tensor] | None = None
 
     def set_strides(self, *strides: tuple[int, ...]) -> None:
         """Of queries, keys and values."""
@@ -70,13 +84,6 @@ class PreparedStep:
             assert all(of[2] == 1 for of in strides)
             self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
             self.strides = strides
-
-    def set_rotation(self, cos: Tensor, sin: Tensor) -> None:
-        if self.rotation is None or self.rotation[0] is not cos or self.rotation[1] is not sin:
-            assert cos.stride(-1) == sin.stride(-1) == 1
-            assert cos.stride(0) == sin.stride(0)
-            self.step.cos, self.step.sin, self.step.rotation_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
-            self.rotation = cos, sin
 
 
 class CpuAttention:
@@ -100,9 +107,16 @@ class CpuAttention:
         ]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        pattern: AttentionPattern,
     ) -> Tensor:
-        return self._attend_rows(self._prepared(metadata, window), q, k, v, layer_cache, scale)
+        return self._attend_rows(self._prepared(metadata, pattern), None, q, k, v, layer_cache, scale)
 
     def forward_rotary(
         self,
@@ -111,32 +125,25 @@ class CpuAttention:
         layer_cache: Tensor,
         metadata: Metadata,
         scale: float,
-        window: int | None,
+        pattern: AttentionPattern,
     ) -> Tensor:
-        prepared = self._prepared(metadata, window)
+        prepared, rotation = self._prepared(metadata, pattern), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
-        prepared.set_rotation(rotary.cos, rotary.sin)
         if rotary.query_norm is None or rotary.key_norm is None:
-            return self._attend_rows(prepared, q, k, v, layer_cache, scale)
+            return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale)
         norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
-        return self._attend_rows(prepared, q, k, v, layer_cache, scale, norms)
+        return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale, norms)
 
-    def prepared(
-        self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None
-    ) -> PreparedStep:
-        """Prepare a step whose queries, keys and values are side by side in rows of `width`.
-
-        They are rotated by cosine and sine if given.
-        """
-        prepared = self._prepared(metadata, window)
+    def prepared(self, metadata: Metadata, pattern: AttentionPattern, width: int) -> PreparedStep:
+        """Prepare a step whose queries, keys and values are side by side in rows of `width`."""
+        prepared = self._prepared(metadata, pattern)
         prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
-        if rotation is not None:
-            prepared.set_rotation(*rotation)
         return prepared
 
     def _attend_rows(
         self,
         prepared: PreparedStep,
+        rotation: HeadRotation | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -149,6 +156,7 @@ class CpuAttention:
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(
             prepared.pointer,
+            None if rotation is None else ctypes.addressof(rotation),
             layer_cache.data_ptr(),
             q.data_ptr(),
             k.data_ptr(),
@@ -159,11 +167,11 @@ class CpuAttention:
         )
         return out
 
-    def _prepared(self, metadata: Metadata, window: int | None) -> PreparedStep:
+    def _prepared(self, metadata: Metadata, pattern: AttentionPattern) -> PreparedStep:
         assert isinstance(metadata, AttentionMetadata)
-        return metadata.prepared.get(window) or self._prepare(metadata, window)
+        return metadata.prepared.get(pattern) or self._prepare(metadata, pattern)
 
-    def _prepare(self, metadata: AttentionMetadata, window: int | None) -> PreparedStep:
+    def _prepare(self, metadata: AttentionMetadata, pattern: AttentionPattern) -> PreparedStep:
         s, threads = self._shape, torch.get_num_threads()
         slots = metadata.slot_mapping.contiguous()
         arrays = [
@@ -179,7 +187,8 @@ class CpuAttention:
         if self._scratch.numel() < threads * self._scratch_size:
             self._scratch = torch.empty(threads * self._scratch_size, dtype=torch.float32)
         step = _Step(
-            *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, window or 0),
+            *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size),
+            *(_ALL if reach is None else reach for reach in (pattern.before, pattern.after)),
             *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
             *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
@@ -189,7 +198,7 @@ class CpuAttention:
             self._partials = torch.empty(size, dtype=torch.float32)
         step.partials = self._partials.data_ptr() if size else None
         prepared = PreparedStep(step, (slots, *arrays, starts, ahead, partials_at, self._scratch, self._partials))
-        metadata.prepared[window] = prepared
+        metadata.prepared[pattern] = prepared
         return prepared
 
 
@@ -199,6 +208,6 @@ def _functions() -> ctypes.CDLL:
     library.attention_scratch.argtypes = (number, number, number, number)
     library.attention_plan.argtypes = (pointer,)
     library.attention_scratch.restype = library.attention_plan.restype = ctypes.c_ssize_t
-    library.attend_layer.argtypes = (*(pointer,) * 8, ctypes.c_float, ctypes.c_float)
+    library.attend_layer.argtypes = (*(pointer,) * 9, ctypes.c_float, ctypes.c_float)
     library.attend_layer.restype = None
     return library

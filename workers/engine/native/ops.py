@@ -35,8 +35,17 @@ class NativeOps(TorchOps):
     def table(self, weight: Tensor) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)
 
-    def stack(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> Stack:
-        return (NativeStack if can_stack(layers) else LayerStack)(layers, norm, heads, kv_heads, head_dim)
+    def stack(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: Norm | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        post_norm: bool = False,
+    ) -> Stack:
+        kind = NativeStack if can_stack(layers, norm, post_norm) else LayerStack
+        return kind(layers, norm, heads, kv_heads, head_dim, post_norm)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return _normed(x.contiguous(), None, weight, bias, eps)

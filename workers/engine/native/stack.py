@@ -1,4 +1,4 @@
-"""A decoder's layers in one call of `source/stack.c`, from layers whose products run from packed
+"""A model's layers in one call of `source/stack.c`, from layers whose products run from packed
 matrices.
 """
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention.context import StepAttention
-from workers.engine.layers.base import AttentionContext, DecoderLayer, Norm, Rotation
+from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer, Norm, Rotation
 from workers.engine.layers.stack import LayerStack
-from workers.engine.native.attention import CpuAttention
+from workers.engine.native.attention import CpuAttention, HeadRotation, head_rotation
 from workers.engine.native.library import load
 from workers.engine.native.memory import zeros_together
 from workers.engine.native.packed import PackedMatrix
@@ -38,7 +38,7 @@ class _Layer(ctypes.Structure):
         *((name, _Norm) for name in ("attention_norm", "mlp_norm")),
         *((name, ctypes.c_void_p) for name in ("qkv", "output", "up", "down", "query_norm", "key_norm", "cache")),
         *((name, ctypes.c_float) for name in ("head_eps", "scale")),
-        ("step", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("step", "rotation")),
     ]
 
 
@@ -48,7 +48,7 @@ class _Stack(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
         ("norm", _Norm),
-        *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "queries", "keys", "mlp_rows")),
+        *((name, ctypes.c_int32) for name in ("post_norm", "num_layers", "hidden", "queries", "keys", "mlp_rows")),
         ("interrupted", ctypes.c_void_p),
         ("seconds", ctypes.c_double * len(PARTS)),
     ]
@@ -57,15 +57,24 @@ class _Stack(ctypes.Structure):
 class NativeStack(LayerStack):
     """Buffers are kept from step to step. Attention of other backends is called layer by layer."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> None:
-        super().__init__(layers, norm, heads, kv_heads, head_dim)
-        queries, keys, self._hidden = heads * head_dim, kv_heads * head_dim, len(norm.weight)
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        norm: Norm | None,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        post_norm: bool = False,
+    ) -> None:
+        super().__init__(layers, norm, heads, kv_heads, head_dim, post_norm)
+        queries, keys, self._hidden = heads * head_dim, kv_heads * head_dim, len(layers[0].mlp_norm.weight)
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
         self._mlp = max(_packed(layer.up).columns for layer in layers)
         self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
-        self._c_stack = _Stack(self._c_layers, _c_norm(norm), len(layers), self._hidden, queries, keys, _MLP_ROWS, None)
+        sizes = len(layers), self._hidden, queries, keys, _MLP_ROWS
+        self._c_stack = _Stack(self._c_layers, _c_norm(norm), post_norm, *sizes)
         self._pointer = ctypes.addressof(self._c_stack)
-        self._windows: list[int | None] = []
+        self._patterns: list[AttentionPattern] = []
         self._caches: list[Tensor] = []
         self._room = 0  # tokens that the buffers hold
         self._run = _run_stack()
@@ -75,29 +84,35 @@ class NativeStack(LayerStack):
         """Spent so far, by part."""
         return dict(zip(PARTS, self._c_stack.seconds, strict=True))
 
-    def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionContext) -> Tensor:
+    def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
         if not isinstance(attend, StepAttention) or not isinstance(attend.attention, CpuAttention):
-            return super().__call__(hidden, rotation, attend)
+            return super().__call__(hidden, rotations, attend)
         if attend.caches is not self._caches:
             self._take_caches(attend)
         tokens, hidden = len(hidden), hidden.contiguous()
         if tokens > self._room:
             self._make_room(tokens)
-        steps = [
-            attend.attention.prepared(attend.metadata, window, self._qkv, rotation).pointer for window in self._windows
-        ]
+        steps = [attend.attention.prepared(attend.metadata, pattern, self._qkv).pointer for pattern in self._patterns]
+        turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
-        self._run(self._pointer, (ctypes.c_void_p * len(steps))(*steps), tokens, hidden.data_ptr(), *self._buffers)
+        self._run(
+            self._pointer,
+            (ctypes.c_void_p * len(steps))(*steps),
+            turns if rotations else None,
+            tokens,
+            hidden.data_ptr(),
+            *self._buffers,
+        )
         if attend.interruption is not None:
             attend.interruption.check()
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
 
     def _take_caches(self, attend: StepAttention) -> None:
-        self._caches, self._windows = attend.caches, list(dict.fromkeys(attend.windows))
-        for layer, cache, scale, window in zip(
-            self._c_layers, attend.caches, attend.scales, attend.windows, strict=True
+        self._caches, self._patterns = attend.caches, list(dict.fromkeys(attend.patterns))
+        for layer, cache, scale, pattern in zip(
+            self._c_layers, attend.caches, attend.scales, attend.patterns, strict=True
         ):
-            layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._windows.index(window)
+            layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._patterns.index(pattern)
 
     def _make_room(self, tokens: int) -> None:
         """For more than `tokens`: a few rows more each step must not mean new buffers each step."""
@@ -113,9 +128,13 @@ class NativeStack(LayerStack):
         self._result, self._buffers, self._room = self._held[1], [buffer.data_ptr() for buffer in self._held], tokens
 
 
-def can_stack(layers: Sequence[DecoderLayer]) -> bool:
+def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool) -> bool:
+    """Return whether products run from packed matrices, and norms are where stack.c has them."""
     parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
-    return bool(parts) and all(isinstance(part, PackedMatrix) for part in parts)
+    normed = all(layer.attention_norm is not None for layer in layers[0 if post_norm else 1 :])
+    return (
+        bool(parts) and normed and (norm is None) is post_norm and all(isinstance(part, PackedMatrix) for part in parts)
+    )
 
 
 def _packed(projection: object) -> PackedMatrix:
@@ -123,7 +142,9 @@ def _packed(projection: object) -> PackedMatrix:
     return projection
 
 
-def _c_norm(norm: Norm) -> _Norm:
+def _c_norm(norm: Norm | None) -> _Norm:
+    if norm is None:
+        return _Norm()
     return _Norm(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr(), norm.eps)
 
 
@@ -131,12 +152,20 @@ def _c_layer(layer: DecoderLayer) -> _Layer:
     matrices = [_packed(part).pointer for part in (layer.qkv, layer.output, layer.up, layer.down)]
     head_norms = [None if norm is None else norm.weight.data_ptr() for norm in (layer.query_norm, layer.key_norm)]
     head_eps = 0.0 if layer.query_norm is None else layer.query_norm.eps
-    return _Layer(_c_norm(layer.attention_norm), _c_norm(layer.mlp_norm), *matrices, *head_norms, None, head_eps)
+    return _Layer(
+        _c_norm(layer.attention_norm),
+        _c_norm(layer.mlp_norm),
+        *matrices,
+        *head_norms,
+        None,
+        head_eps,
+        rotation=layer.rotation,
+    )
 
 
 @functools.cache
 def _run_stack() -> ctypes._FuncPointer:
     function, pointer = load().run_stack, ctypes.c_void_p
-    function.argtypes = (pointer, pointer, ctypes.c_ssize_t, pointer, pointer, pointer, pointer)
+    function.argtypes = (pointer, pointer, pointer, ctypes.c_ssize_t, pointer, pointer, pointer, pointer)
     function.restype = None
     return function

@@ -1,7 +1,7 @@
 """The scheduler's state of one request."""
 
 import sys
-from collections.abc import Set
+from collections.abc import Collection, Set
 from itertools import chain
 
 from workers.engine.guides.guide import Guide
@@ -34,11 +34,13 @@ class RequestState:
         "limit",
         "live",
         "next_score",
+        "pooling",
         "priority",
         "prompt_length",
         "reached",
         "retained",
         "sampling",
+        "second_text",
         "shared",
         "slot",
         "stop_token_ids",
@@ -62,7 +64,14 @@ class RequestState:
         # The first prompt position whose log probability no launched step reports; beyond all
         # positions when none is left.
         self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
-        self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
+        self.pooling = request.pooling
+        self.second_text = request.second_text
+        # A pooling request ends where others sample their first token
+        self.limit = (
+            min(self.prompt_length + sampling.max_tokens, max_model_len)
+            if request.pooling is None
+            else self.prompt_length + 1
+        )
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
         # The batch whose outputs predict its own; None if only its limit can end it
@@ -104,11 +113,17 @@ class RequestState:
         return Finish.RUNNING, -1
 
 
-def refusal(request: RequestState, max_model_len: int, vocab_size: int) -> str:
+def refusal(request: RequestState, max_model_len: int, vocab_size: int, tasks: Collection[str]) -> str:
     """Return why a request cannot run, in a sentence; empty if it can."""
+    task = request.pooling.task if request.pooling is not None else "generate"
+    if task not in tasks:
+        return f"the model's tasks are {', '.join(tasks)}, and the request is for {task!r}"
     if not request.prompt_length:
         return "the prompt has no tokens"
-    if request.prompt_length >= max_model_len:
+    if request.pooling is not None:
+        if request.prompt_length > max_model_len:
+            return f"the text has {request.prompt_length} tokens, and the model takes {max_model_len}"
+    elif request.prompt_length >= max_model_len:
         return (
             f"the prompt has {request.prompt_length} tokens; with one more for the answer the context holds"
             f" {max_model_len}"

@@ -14,6 +14,8 @@ Read a step in this order:
 5. `update` retires the oldest launched step: its tokens become known, and some requests end.
    `undo` is for a step that could not be launched.
 
+A pooling request runs as one that samples a single token, in whose place its model's numbers come.
+
 A request with a guide (`guides/`) samples under a mask. `schedule` names its samples, `update`
 advances the guide, and the request ends where the guide says so.
 """
@@ -26,7 +28,7 @@ from workers.engine.guides.guide import Guide
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput
 from workers.engine.messages.metrics import KINDS
 from workers.engine.messages.step import StepPlan, StepResult
-from workers.engine.scheduling.admission import AdmissionBatching, choose_policy
+from workers.engine.scheduling.admission import AdmissionBatching, AdmissionPolicy, PlainAdmission, choose_policy
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.queues import RequestQueues
 from workers.engine.scheduling.request import RequestState, refusal
@@ -55,8 +57,13 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         live_step_seconds: float,
         admission_batch: int = 1,
+        tasks: Collection[str] = ("generate",),
+        whole_prompts: bool = False,
     ) -> None:
         """Lower `max_model_len` to what the cache can hold for a single request.
+
+        `tasks` are what requests may be for. With `whole_prompts` each is computed in one step,
+        which by itself may be larger than the token budget.
 
         `live_step_seconds`: how long a step may take while a live request runs or waits, judged by
         `step_cost`. `admission_batch` is the size of `AdmissionBatching`.
@@ -68,11 +75,16 @@ class Scheduler:
         self._pool = kv_cache.pool
         self._stats = Stats()
         self._slots = SlotPool(max_num_seqs, self._pool)
-        self.admission = choose_policy(kv_cache, max_num_seqs, self.max_model_len)
+        self.admission: AdmissionPolicy = (
+            choose_policy(kv_cache, max_num_seqs, self.max_model_len) if "generate" in tasks else PlainAdmission()
+        )
         self._queues = RequestQueues(kv_cache, self._slots, self.admission, self._stats)
         self.step_cost = StepCost()
         batching = AdmissionBatching(admission_batch, self._pool.num_blocks * admission_batch // max_num_seqs)
-        self._planner = StepPlanner(kv_cache, self._slots, self._queues, batching, self.step_cost, live_step_seconds)
+        self._planner = StepPlanner(
+            kv_cache, self._slots, self._queues, batching, self.step_cost, live_step_seconds, whole_prompts
+        )
+        self._tasks = tasks
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, RequestState] = {}
@@ -109,7 +121,7 @@ class Scheduler:
         self._arrivals += 1
         self._serves_live = self._serves_live or request.live
         added = RequestState(request, self._arrivals, self.max_model_len, self._eos_token_ids)
-        problem = refusal(added, self.max_model_len, self._vocab_size)
+        problem = refusal(added, self.max_model_len, self._vocab_size, self._tasks)
         finish, stop_token = (Finish.ERROR, -1) if problem else added.ended_by()
         if guide is not None and guide.complete and not problem:
             finish = Finish.STOP
@@ -157,8 +169,8 @@ class Scheduler:
         self._step = step.number
         self._launched.append(step)
         self._stats.steps += 1
-        self._stats.computed_tokens += self.token_budget - step.budget
         plan = step.build()
+        self._stats.computed_tokens += int(plan.counts.sum())
         behind = self.depth > 0 and self._serves_live  # whether a live request may wait behind it
         self._takes_long = behind and self.step_cost.known and self.seconds_beyond_live_step(plan) > 0
         if self._guided:
@@ -221,9 +233,10 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Record the result of the oldest launched step; return all since the last output."""
         launched = self._launched.popleft()
-        if launched.number != plan.step or len(launched.sampling) != len(result.tokens):
+        results = len(result.tokens) + len(result.pooled)
+        if launched.number != plan.step or len(launched.sampling) != results:
             raise RuntimeError(
-                f"step {plan.step} with {len(result.tokens)} tokens was retired in place of step {launched.number}"
+                f"step {plan.step} with {results} results was retired in place of step {launched.number}"
             )
         self._slots.retire(plan.step)
         output = self._output
@@ -231,8 +244,12 @@ class Scheduler:
             output.take_logprobs(launched, result)
         if plan.guided:
             self._advance_guides(plan, launched, result)
+        for request, pooled in zip(launched.sampling, result.pooled, strict=False):
+            if not request.finish:
+                output.pooled[request.id] = pooled
+                self._end(request, Finish.STOP)
         add_id, add_token = output.request_ids.append, output.token_ids.append
-        for request, token in zip(launched.sampling, result.tokens.tolist(), strict=True):
+        for request, token in zip(launched.sampling, result.tokens.tolist(), strict=False):
             if request.finish:
                 continue
             tokens = request.tokens

@@ -76,6 +76,7 @@ class OutputBuilder:
     fresh_hits: dict[int, int] = field(default_factory=dict)
     fresh_scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     fresh_starts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    pooled: dict[int, bytes] = field(default_factory=dict)
 
     def take_logprobs(self, launched: StepBuilder, result: StepResult) -> None:
         for index, logprobs in result.logprobs.items():
@@ -140,4 +141,5 @@ class OutputBuilder:
             self.logprobs,
             scores,
             starts,
+            self.pooled,
         )

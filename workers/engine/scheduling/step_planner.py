@@ -30,6 +30,7 @@ class StepPlanner:
         batching: AdmissionBatching,
         cost: StepCost,
         live_step_seconds: float,
+        whole_prompts: bool = False,
     ) -> None:
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
@@ -38,6 +39,7 @@ class StepPlanner:
         self._batching = batching
         self._cost = cost
         self._live_step_seconds = live_step_seconds
+        self._whole_prompts = whole_prompts
         self._time: LiveStepTime | None = None  # of the step that is planned, where it is limited
 
     def plan(self, step: StepBuilder) -> None:
@@ -66,7 +68,7 @@ class StepPlanner:
 
     def _room(self, step: StepBuilder) -> int:
         """Return how many prompt tokens the step has room for."""
-        return step.budget if self._time is None else min(step.budget, self._time.tokens(0))
+        return max(0, step.budget if self._time is None else min(step.budget, self._time.tokens(0)))
 
     def _advance_prompts(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Advance the requests that do not decode yet, while there is time."""
@@ -77,13 +79,23 @@ class StepPlanner:
                 self._advance_prompt(request, step)
 
     def _advance_prompt(self, request: RequestState, step: StepBuilder) -> None:
-        """Advance a request as far as there is room."""
-        if self._time is None:
+        """Advance a request as far as there is room, or, where prompts stay whole, to its end."""
+        if self._whole_prompts:
+            self._advance_whole(request, step)
+        elif self._time is None:
             self._advance([request], step)
         else:
             start = request.computed
             count = self._advance_within(self._time.tokens(start), [request], step)
             self._time.spend_tokens(start, count)
+
+    def _advance_whole(self, request: RequestState, step: StepBuilder) -> None:
+        """Advance a request that begins; the budget may be overdrawn."""
+        left, step.budget = step.budget - request.known, request.known
+        self._advance([request], step)
+        step.budget += left
+        if self._time is not None:
+            self._time.spend_tokens(0, request.computed)
 
     def _advance_within(self, tokens: int, requests: Iterable[RequestState], step: StepBuilder) -> int:
         """Advance requests by at most `tokens` together; return by how many."""
@@ -170,6 +182,8 @@ class StepPlanner:
         queues = self._queues
         while priority_class.waiting and not step.short and (room := self._room(step)):
             request = priority_class.waiting[0]
+            if self._whole_prompts and step.slots and request.known > room:
+                return
             if request.known > len(request.tokens) or not queues.find_slot(request, room):
                 return
             reserve = step.outstanding + len(queues.live.running) + (0 if request.live else len(queues.batch.running))
@@ -194,7 +208,16 @@ class StepPlanner:
         if first:
             request.waited = now - request.arrived
             request.cached_tokens = min(request.computed, request.prompt_length)
-        step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
+        step.added.append(
+            AddedRequest(
+                request.slot,
+                request.tokens.copy(),
+                request.prompt_length,
+                request.sampling,
+                request.pooling,
+                request.second_text,
+            )
+        )
         if prefix:
             step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
         self._advance_prompt(request, step)

@@ -9,6 +9,7 @@ from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import reference as torch_backend
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
+from workers.engine.layers.base import AttentionPattern
 
 BLOCK = 4
 NUM_BLOCKS = 200
@@ -44,13 +45,16 @@ class Contexts:
         return AttentionMetadata(torch.tensor(slots), starts, ends, self.tables[rows])
 
 
-def plain(q: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+def plain(q: Tensor, keys: Tensor, values: Tensor, position: int, pattern: AttentionPattern) -> Tensor:
     """One query [heads, d] over everything that it sees."""
-    first = 0 if window is None else max(0, position + 1 - window)
+    first, last = 0, position + 1 if pattern.causal else len(keys)
+    if pattern.window is not None:
+        first = max(0, position + pattern.causal - pattern.window)
+        last = min(last, position + 1 + pattern.window)
     per_kv = q.shape[0] // keys.shape[1]
-    seen = keys[first : position + 1].float().repeat_interleave(per_kv, 1)
+    seen = keys[first:last].float().repeat_interleave(per_kv, 1)
     weights = (torch.einsum("hd,lhd->hl", q.float(), seen) * SCALE).softmax(-1)
-    return torch.einsum("hl,lhd->hd", weights, values[first : position + 1].float().repeat_interleave(per_kv, 1))
+    return torch.einsum("hl,lhd->hd", weights, values[first:last].float().repeat_interleave(per_kv, 1))
 
 
 backends = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_native)])
@@ -64,7 +68,7 @@ def test_mixed_rows(
     window: int | None, per_kv: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(torch_backend._GROUP_BYTES, "cpu", 2048)  # several groups of decode rows
-    generator = np.random.default_rng(7)
+    generator, pattern = np.random.default_rng(7), AttentionPattern(window=window)
     for _ in range(6):
         contexts = generator.integers(1, 60, 9).tolist()
         rows = Contexts(contexts, 2, dtype, generator)
@@ -82,12 +86,32 @@ def test_mixed_rows(
             q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
             k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
             v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
-            out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, window)
+            out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, pattern)
         places = [(i, position) for i, first, last in spans for position in range(first, last)]
         expected = torch.stack(
-            [plain(q[t], rows.keys[i], rows.values[i], p, window) for t, (i, p) in enumerate(places)]
+            [plain(q[t], rows.keys[i], rows.values[i], p, pattern) for t, (i, p) in enumerate(places)]
         )
         assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("per_kv", [1, 3])
+@backends
+def test_whole_texts_seen_to_both_sides(window: int | None, per_kv: int, dtype: torch.dtype, backend: str) -> None:
+    generator, pattern = np.random.default_rng(3), AttentionPattern(causal=False, window=window)
+    contexts = [1, *generator.integers(1, 60, 9).tolist()]
+    rows = Contexts(contexts, 2, dtype, generator)
+    attention = find_backend(backend).attention(
+        CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu")
+    )
+    cache = attention.new_cache(1)[0].fill_(float("nan"))
+    q = torch.randn(sum(contexts), 2 * per_kv, DIM).to(dtype)
+    metadata = rows.metadata([(i, 0, length) for i, length in enumerate(contexts)])
+    out = attention.forward(q, torch.cat(rows.keys), torch.cat(rows.values), cache, metadata, SCALE, pattern)
+    places = [(i, position) for i, length in enumerate(contexts) for position in range(length)]
+    expected = torch.stack([plain(q[t], rows.keys[i], rows.values[i], p, pattern) for t, (i, p) in enumerate(places)])
+    assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("dirt", [1e30, float("inf"), float("nan")])
@@ -112,7 +136,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
             q = torch.randn(sum(b - a for _, a, b in step), 1, DIM)
             k = torch.cat([rows.keys[i][a:b] for i, a, b in step])
             v = torch.cat([rows.values[i][a:b] for i, a, b in step])
-            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, window))
+            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, AttentionPattern(window=window)))
             step = [(i, b, b + 1) for i, _, b in step if b < rows.contexts[i]]
     half = len(outs) // 2
     for clean, dirty in zip(outs[:half], outs[half:], strict=True):

@@ -50,7 +50,7 @@ class OnePrompt:
 
     def __init__(self, model: DecoderModel) -> None:
         config = model.config
-        self.scales, self.windows = config.attention_scales, config.sliding_windows
+        self.scales, self.patterns = config.attention_scales, config.attention_patterns
         self.attention = TorchAttention(
             CacheShape(2, 16, config.num_kv_heads, config.head_dim), config.num_heads, model.dtype, CPU
         )
@@ -59,12 +59,12 @@ class OnePrompt:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention.forward(
-            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
         )
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
         return self.attention.forward_rotary(
-            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.layers.weights import Weights
@@ -25,10 +25,12 @@ pytestmark = needs_native
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+CAUSAL = AttentionPattern()
 Rows = list[tuple[int, int]]  # tokens of this step, context
 
 DECODE: Rows = [(1, 1), (1, 16), (1, 17), (1, 255), (1, 256), (1, 257), (1, 700)]
 MIXED: Rows = [(1, 31), (7, 7), (40, 40), (3, 190), (1, 600), (33, 100), (5, 513)]
+TEXTS: Rows = [(length, length) for length in (1, 2, 7, 16, 31, 64, 130, 257)]
 LONG: Rows = [(1, 2100), (130, 2100), (2, 1025)]
 
 
@@ -44,7 +46,7 @@ class NativeStep:
     dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
-    window: int | None = None
+    pattern: AttentionPattern = CAUSAL
     seed: int = 3
 
     def __post_init__(self) -> None:
@@ -95,14 +97,16 @@ class NativeStep:
                 else self._random(sum(b for _, _, b in spans), len(self.q[0][0]))
             )
             k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (self.keys, self.values))
-            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.window)
+            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.pattern)
         return list(out.split([b - a for _, a, b in now]))
 
     def expected(self, row: int) -> Tensor:
         count, context = self.rows[row]
         keys, values = (of[row].double().repeat_interleave(self.group, 1) for of in (self.keys, self.values))
-        position, key = torch.arange(context - count, context)[:, None], torch.arange(context)
-        seen = (key <= position) & (key > position - (self.window or context))
+        ahead, pattern = torch.arange(context) - torch.arange(context - count, context)[:, None], self.pattern
+        seen = (-ahead <= (context if pattern.before is None else pattern.before)) & (
+            ahead <= (context if pattern.after is None else pattern.after)
+        )
         scores = torch.einsum("qhd,khd->hqk", self.q[row].double(), keys) * self.dim**-0.5
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
 
@@ -117,7 +121,16 @@ class NativeStep:
     ("dim", "group", "block_size"), [(64, 1, 16), (64, 3, 32), (80, 4, 16), (128, 8, 8), (12, 2, 7), (17, 1, 16)]
 )
 def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
-    NativeStep(DECODE + MIXED, 2, group, dim, block_size, dtype, window).check()
+    NativeStep(DECODE + MIXED, 2, group, dim, block_size, dtype, AttentionPattern(window=window)).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(("dim", "group", "block_size"), [(64, 1, 16), (80, 4, 16), (128, 8, 8), (17, 1, 16)])
+def test_whole_texts_seen_to_both_sides(
+    dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    NativeStep(TEXTS, 2, group, dim, block_size, dtype, AttentionPattern(False, window)).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -131,13 +144,21 @@ def test_more_queries_to_a_head_than_a_tile_has(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 def test_every_shape(dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     for seed, window in enumerate([None, 1, 7, 16, 33, 300]):
-        NativeStep(DECODE + MIXED + LONG, 2, group, dim, block_size, dtype, window, seed).check()
+        NativeStep(
+            DECODE + MIXED + LONG, 2, group, dim, block_size, dtype, AttentionPattern(True, window), seed
+        ).check()
+        texts = [(context, context) for _, context in DECODE + MIXED]
+        for rows in (texts, MIXED + LONG):
+            NativeStep(rows, 2, group, dim, block_size, dtype, AttentionPattern(False, window), seed).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(window: int | None, dtype: torch.dtype) -> None:
-    step = NativeStep(DECODE + MIXED, 2, 3, window=window, dtype=dtype)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(
+    causal: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    step = NativeStep(DECODE + MIXED, 2, 3, pattern=AttentionPattern(causal, window), dtype=dtype)
     together = step.attended(threads=1)
     for threads in (2, 3):
         assert all(map(torch.equal, step.attended(threads), together))
@@ -167,7 +188,7 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
         ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q)),
     ):
         k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
-        out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, None)
+        out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, CAUSAL)
     for row, got in enumerate(out.split([count, 1])):
         assert (got.double() - step.expected(row)).abs().max() < TOLERANCE[dtype]
 
@@ -182,7 +203,7 @@ def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
     metadata = step.metadata([(row, context - count, context) for row, (count, context) in enumerate(rows)])
     attention = find_backend("cpu").attention(step.shape, 6, step.dtype, CPU)
     assert isinstance(attention, CpuAttention)
-    plan = attention.prepared(metadata, None, 10 * 64, None).step
+    plan = attention.prepared(metadata, CAUSAL, 10 * 64).step
     return [*(ctypes.c_int32 * len(rows)).from_address(plan.ahead), plan.any_ahead]
 
 
@@ -197,9 +218,9 @@ def test_only_what_others_see_in_the_same_step_is_written_ahead() -> None:
 
 
 def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:
-    whole = NativeStep([(300, 300)], 2, 3, window=50)
+    whole = NativeStep([(300, 300)], 2, 3, pattern=AttentionPattern(window=50))
     expected = whole.attended()[0]
-    part = NativeStep([(170, 300)], 2, 3, window=50)
+    part = NativeStep([(170, 300)], 2, 3, pattern=AttentionPattern(window=50))
     part.keys, part.values, part.q = whole.keys, whole.values, [whole.q[0][130:]]
     assert torch.equal(part.attended()[0], expected[130:])
 
@@ -211,7 +232,9 @@ def test_a_row_without_context_gets_zeros() -> None:
     metadata = AttentionMetadata(
         torch.tensor([16, 0]), np.array([0, 1, 2], np.int32), np.array([1, 0], np.int32), np.array([[1], [0]], np.int32)
     )
-    out = attention.forward(*torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, 1.0, None)
+    out = attention.forward(
+        *torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, 1.0, AttentionPattern()
+    )
     assert torch.equal(out[0], torch.full((2, 64), 2.0, dtype=torch.bfloat16))
     assert not out[1].any()
 
@@ -225,7 +248,7 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
     for tensors in ([q, k, v], by_head, fused):
         attention = find_backend("cpu").attention(step.shape, 4, step.dtype, CPU)
         metadata = step.metadata([(0, 0, 40), (1, 0, 1)])
-        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, None))
+        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, CAUSAL))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
@@ -248,7 +271,8 @@ def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms:
     outs = []
     for backend in ("cpu", "torch"):
         attention = find_backend(backend).attention(step.shape, 6, dtype, CPU)
-        out = attention.forward_rotary(qkv, rotary, attention.new_cache(1)[0], step.metadata(spans), dim**-0.5, None)
+        cache = attention.new_cache(1)[0]
+        out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), dim**-0.5, CAUSAL)
         outs.append(out.float())
     assert (outs[0] - outs[1]).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2)
 

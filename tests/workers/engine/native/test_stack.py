@@ -11,7 +11,7 @@ from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import Interruption, StepAttention
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import DecoderLayer, Rotation
+from workers.engine.layers.base import AttentionPattern, DecoderLayer, Rotation
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.layers.stack import LayerStack
@@ -24,15 +24,19 @@ pytestmark = [needs_native, pytest.mark.usefixtures("products")]
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
-WINDOWS = (None, 24, None)
-ROPE = Rotary(RopeConfig(1e4, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU)
+PATTERNS = (AttentionPattern(), AttentionPattern(window=24), AttentionPattern())
+BOTH_SIDES = tuple(AttentionPattern(False, pattern.window) for pattern in PATTERNS)
+ROPE, LOCAL_ROPE = (
+    Rotary(RopeConfig(theta, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU) for theta in (1e4, 1e2)
+)
 STEPS = [
     [(0, 700), (700, 30)],
     [(700, 1), (730, 1)],
     [(701, 5), (731, 1)],
     [(706, 1)],
 ]  # tokens computed before and now, by row
-FAMILIES = ["gpt2", "llama", "qwen3"]
+TEXTS = [[(0, 700), (0, 30)], [(0, 5), (0, 1)], [(0, 290)]]
+FAMILIES = ["gpt2", "llama", "qwen3", "bert", "modernbert"]
 
 
 def random(*shape: int, width: float = 1.0) -> Tensor:
@@ -46,13 +50,15 @@ class Model:
 
     def __init__(self, family: str, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
         torch.manual_seed(7)
-        self.rotary, self.head_norms, self.numbers = family != "gpt2", family == "qwen3", count()
+        self.rotary, self.head_norms, self.numbers = family not in ("gpt2", "bert"), family == "qwen3", count()
+        self.encodes, self.post_norm, first_norm = "bert" in family, family == "bert", family != "modernbert"
+        self.patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
         if family == "gpt2":
             kv_heads = heads
         ops, queries, keys = NativeOps(), heads * dim, kv_heads * dim
         self.layers = [
             DecoderLayer(
-                self.norm(HIDDEN),
+                self.norm(HIDDEN) if first_norm or layer else None,
                 ops.linear(random(queries + 2 * keys, HIDDEN, width=0.2), random(queries + 2 * keys)),
                 ops.linear(random(HIDDEN, queries, width=0.2), None),
                 self.norm(HIDDEN),
@@ -61,11 +67,13 @@ class Model:
                 else ops.linear(random(WIDTH, HIDDEN, width=0.2), random(WIDTH), "gelu_new"),
                 ops.linear(random(HIDDEN, WIDTH, width=0.2), random(HIDDEN)),
                 *(RMSNorm(*self.named(dim)) for _ in range(2 * self.head_norms)),
+                rotation=self.encodes * layer % 2,
             )
-            for _ in range(LAYERS)
+            for layer in range(LAYERS)
         ]
         self.shape, self.heads = CacheShape(BLOCKS, BLOCK, kv_heads, dim), heads
-        self.stack = ops.stack(self.layers, self.norm(HIDDEN), heads, kv_heads, dim)
+        last_norm = None if self.post_norm else self.norm(HIDDEN)
+        self.stack = ops.stack(self.layers, last_norm, heads, kv_heads, dim, self.post_norm)
         self.attention = find_backend("cpu").attention(self.shape, heads, torch.bfloat16, CPU)
 
     def norm(self, size: int) -> RMSNorm | LayerNorm:
@@ -84,23 +92,24 @@ class Model:
         )  # type: ignore[misc]
 
     def run(self, one_call: bool, moves: bool = False) -> list[Tensor]:
-        """What comes of each of `STEPS`.
+        """What comes of each of the family's steps.
 
         If it `moves`, the cache is at another place in each, and its old place is overwritten.
         """
         caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
         torch.manual_seed(8)
         results = []
-        for rows in STEPS:
+        for rows in self.steps:
             if moves:
                 before, caches = caches, [cache.clone() for cache in caches]
                 for cache in before:
                     cache.fill_(torch.nan)
             metadata, positions = step_of(rows)
-            rotation: Rotation | None = ROPE.cos_sin(positions, positions + 1) if self.rotary else None
-            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS)
+            ropes = (ROPE, LOCAL_ROPE)[: self.rotary + self.encodes] if self.rotary else ()
+            rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in ropes]
+            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
-            results.append(run(random(len(positions), HIDDEN), rotation, attend).clone())
+            results.append(run(random(len(positions), HIDDEN), rotations, attend).clone())
         return results
 
 
@@ -133,8 +142,8 @@ def test_buffers_grow_seldom() -> None:
     places = set()
     for tokens in range(1, 260):
         metadata, positions = step_of([(0, tokens)])
-        attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS)
-        places.add(model.stack(random(tokens, HIDDEN), ROPE.cos_sin(positions, positions + 1), attend).data_ptr())
+        attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
+        places.add(model.stack(random(tokens, HIDDEN), [ROPE.cos_sin(positions, positions + 1)], attend).data_ptr())
     assert len(places) <= 4  # 64, 128, 256 and 512
 
 
@@ -145,7 +154,7 @@ def test_a_stack_of_no_layers_is_its_norm() -> None:
     attend = StepAttention(
         find_backend("cpu").attention(CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ()
     )
-    assert stack(hidden.clone(), ROPE.cos_sin(positions, positions + 1), attend).equal(norm(hidden))
+    assert stack(hidden.clone(), [ROPE.cos_sin(positions, positions + 1)], attend).equal(norm(hidden))
 
 
 def test_caches_that_were_made_anew_are_the_ones_that_are_used() -> None:
@@ -158,15 +167,15 @@ def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right() -> None:
     model = Model("llama")
     caches, interruption = model.attention.new_cache(LAYERS), Interruption()
     metadata, positions = step_of([(0, 40)])
-    attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS, interruption)
-    hidden, rotation = random(40, HIDDEN), ROPE.cos_sin(positions, positions + 1)
-    expected = model.stack(hidden.clone(), rotation, attend).clone()
+    attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS, interruption)
+    hidden, rotations = random(40, HIDDEN), [ROPE.cos_sin(positions, positions + 1)]
+    expected = model.stack(hidden.clone(), rotations, attend).clone()
     interruption.set()
     for stack in (model.stack, super(NativeStack, model.stack).__call__):
         with pytest.raises(StepAbandoned):
-            stack(hidden.clone(), rotation, attend)
+            stack(hidden.clone(), rotations, attend)
     interruption.clear()
-    assert model.stack(hidden.clone(), rotation, attend).equal(expected)
+    assert model.stack(hidden.clone(), rotations, attend).equal(expected)
 
 
 def test_it_reports_where_the_time_goes() -> None:

@@ -9,7 +9,7 @@ import math
 import random
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.workers.engine.scheduling.integrity import check_idle, check_pool
-from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
+from workers.engine.messages.core import (
+    EngineRequest,
+    Finish,
+    PoolingParams,
+    SamplingParams,
+    Stats,
+    StepOutput,
+    TokenLogprobs,
+)
 from workers.engine.messages.step import PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.admission import PlainAdmission
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
@@ -93,6 +101,9 @@ class Setup:
     live_step: float = 0.15  # seconds, of a device that takes about a millisecond for a token
     # Requests come in without a look at how long they get, so that more are preempted
     crowded: bool = False
+    # All requests pool, each in one step as those of a bidirectional model
+    pools: bool = False
+    whole: bool = False
 
 
 class TokenDevice:
@@ -102,6 +113,7 @@ class TokenDevice:
 
     def __init__(self, setup: Setup) -> None:
         self.size, self.max_model_len = setup.block_size, setup.max_model_len
+        self.pools, self.whole = setup.pools, setup.whole
         self.cache = np.full((setup.num_blocks, setup.block_size), -1)
         self.tokens: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
         self.tables: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
@@ -116,13 +128,20 @@ class TokenDevice:
         assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows in one step"
         self._check_writers(rows)
         for slot, start, count, _ in rows:
-            assert start + count < self.max_model_len, (
+            assert start + count < self.max_model_len + self.pools, (
                 "a token was computed that leaves no place for the one it samples"
             )
             for position in range(start, start + count):
                 self.cache[self.tables[slot][position // self.size], position % self.size] = self.tokens[slot][position]
         self.unretired.append([(slot, tuple(self.tables[slot])) for slot, *_ in rows])
         scores = [self._score(rows[scores.row], scores) for scores in plan.prompt_scores]
+        if self.whole:
+            assert all(start == 0 and samples for _, start, _, samples in rows), "a text was cut"
+        if self.pools:
+            return StepResult(
+                np.empty(0, dtype=np.int32),
+                pooled=[bytes(self._context(slot, start + count)) for slot, start, count, samples in rows if samples],
+            )
         sampled = [(slot, self._sample(slot, start + count)) for slot, start, count, samples in rows if samples]
         logprobs = {
             i: score(token, len(self.tokens[slot]) - 1)
@@ -181,11 +200,15 @@ class TokenDevice:
         )
         return [score(self.tokens[slot][position], position) for position in range(scores.first, scores.last)]
 
-    def _sample(self, slot: int, end: int) -> int:
+    def _context(self, slot: int, end: int) -> list[int]:
         table = self.tables[slot]
         context = [int(self.cache[table[position // self.size], position % self.size]) for position in range(end)]
         assert context == self.tokens[slot][:end], "the slot's blocks hold other tokens than its own"
         assert len(self.tokens[slot]) == end, "a row sampled before its last known token"
+        return context
+
+    def _sample(self, slot: int, end: int) -> int:
+        context = self._context(slot, end)
         assert end < self.max_model_len, "a token was sampled past the end of the context"
         token = next_token(context)
         self.tokens[slot].append(token)
@@ -202,7 +225,7 @@ class ScheduledRun:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.kv_cache = KVCache(setup.num_blocks, setup.block_size, setup.prefix_caching)
+        self.kv_cache = KVCache(setup.num_blocks, setup.block_size, setup.prefix_caching and not setup.whole)
         self.scheduler = Scheduler(
             setup.max_num_seqs,
             setup.budget,
@@ -213,6 +236,8 @@ class ScheduledRun:
             eos_token_ids=[EOS],
             live_step_seconds=setup.live_step,
             admission_batch=setup.admission_batch,
+            tasks=["embed"] if setup.pools else ["generate"],
+            whole_prompts=setup.whole,
         )
         if setup.crowded:
             self.scheduler._queues._policy = PlainAdmission()
@@ -239,8 +264,10 @@ class ScheduledRun:
                 self._fail(plan)
                 continue
             if plan is not None:
-                assert 0 < plan.counts.sum() <= self.setup.budget
-                self._check_time(plan, limit_of_step)
+                alone = self.setup.whole and len(plan.counts) == 1
+                assert 0 < plan.counts.sum() <= (self.setup.max_model_len if alone else self.setup.budget)
+                if not alone:
+                    self._check_time(plan, limit_of_step)
                 launched.append((plan, self.device.launch(plan)))
                 self._check_cached_content()
             assert plan is not None or launched or not self.scheduler.unfinished, "requests are left and nothing moves"
@@ -292,7 +319,7 @@ class ScheduledRun:
     def _arrivals(self, turn: int) -> None:
         for number, case in enumerate(self.cases):
             if case.arrives == turn:
-                forced = self.answers[number][0][: case.forced]
+                forced = [] if self.setup.pools else self.answers[number][0][: case.forced]
                 self.got[number] = list(forced)
                 self.scheduler.add(
                     EngineRequest(
@@ -303,6 +330,7 @@ class ScheduledRun:
                         case.live,
                         case.priority,
                         case.batch_id,
+                        pooling=PoolingParams("embed") if self.setup.pools else None,
                     )
                 )
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
@@ -319,9 +347,14 @@ class ScheduledRun:
             self.seen.add(number)
             self.got[number] += output.token_ids[at : at + count]
             at += count
+            if number in output.pooled:
+                assert (count, output.finish[row]) == (0, Finish.STOP)
+                self.got[number] = list(output.pooled[number])
+            elif output.finish[row]:
+                assert not self.setup.pools or output.finish[row] in (Finish.ERROR, Finish.ABORT)
             if output.finish[row]:
                 self.finish[number] = Finish(output.finish[row])
-                if output.finish[row] == Finish.STOP:
+                if output.finish[row] == Finish.STOP and not self.setup.pools:
                     assert output.stop_token[row] == self.got[number][-1]
         assert at == len(output.token_ids)
 
@@ -367,6 +400,9 @@ SETUPS = st.builds(
     live_step=st.sampled_from([0.15, 0.02, 0.01, 0.006]),
     crowded=st.booleans(),
 )
+POOLING_SETUPS = st.builds(
+    lambda setup, whole: replace(setup, pools=True, whole=whole, crowded=False), SETUPS, st.booleans()
+)
 PROMPTS = st.builds(
     lambda shared, own: (*shared, *own),
     st.sampled_from([(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 8, 9, 10), (0,) * 12]),
@@ -409,6 +445,20 @@ def check(setup: Setup, cases: list[ScheduledCase]) -> ScheduledRun:
 @given(setup=SETUPS, cases=st.lists(CASES, max_size=9))
 def test_any_schedule_gives_every_request_its_own_answer(setup: Setup, cases: list[ScheduledCase]) -> None:
     check(setup, cases)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(setup=POOLING_SETUPS, cases=st.lists(CASES, max_size=9))
+def test_any_schedule_pools_every_text_once(setup: Setup, cases: list[ScheduledCase]) -> None:
+    run = ScheduledRun(setup, [replace(case, logprobs=False, prompt_logprobs=False) for case in cases])
+    run.to_the_end()
+    for number, case in enumerate(cases):
+        if len(case.prompt) > run.scheduler.max_model_len:
+            assert run.finish[number] is Finish.ERROR
+        elif run.finish[number] is Finish.ABORT:
+            assert case.aborted is not None
+        else:
+            assert (run.got[number], run.finish[number]) == (list(case.prompt), Finish.STOP)
 
 
 def random_setup(draw: random.Random) -> Setup:

@@ -117,9 +117,10 @@ static void attend_pairs(const attention_layer *layer, ptrdiff_t thread, ptrdiff
 /* Writes k and v to the cache, then attend q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
    head_dim numbers each, with the step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys
    are turned first and, where there are norms [head_dim], normed before that. */
-void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out,
-                  const void *query_norm, const void *key_norm, float eps, float scale) {
-    attention_layer layer = {step, cache, q, k, v, query_norm, key_norm, out, eps, scale};
+void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
+                  const void *k, const void *v, void *out, const void *query_norm, const void *key_norm, float eps,
+                  float scale) {
+    attention_layer layer = {step, rotation, cache, q, k, v, query_norm, key_norm, out, eps, scale};
 #pragma omp parallel
     {
         ptrdiff_t thread = 0, threads = 1;

@@ -24,11 +24,11 @@ enum {
 #endif
 };
 
-/* What is the same for all layers of one window. */
+/* What is the same for all layers of one pattern. */
 struct attention_step {
     int32_t pair; /* numbers in a word: 1 of float, 2 of bf16 */
     int32_t heads, kv_heads, head_dim, block_size;
-    int32_t window; /* tokens that a query sees, itself included; 0 for all before it */
+    int32_t before, after; /* tokens to either side of its own that a query sees at most; far more than any row has */
     int32_t num_tokens, num_rows, max_blocks;
     int32_t shares;             /* into which the work is cut */
     int32_t together;           /* heads of keys that a tile of few queries takes */
@@ -45,14 +45,13 @@ struct attention_step {
     ptrdiff_t scratch_size; /* floats of each share */
     /* in numbers, from token to token and from head to head */
     ptrdiff_t query_stride[2], key_stride[2], value_stride[2];
-    const void *cos, *sin; /* [num_tokens][head_dim], with the sine's first half negated; NULL for no rotation */
-    ptrdiff_t rotation_stride;
 };
 
 #define LOG2_E 1.44269504f
 
 typedef struct {
     const attention_step *step;
+    const head_rotation *rotation; /* NULL for none */
     uint32_t *cache;
     const void *q, *k, *v, *query_norm, *key_norm;
     void *out;
@@ -125,9 +124,10 @@ ALWAYS_INLINE ptrdiff_t partial_size(const attention_step *step, const row_plan 
     return plan->queries * (value_words(step->head_dim) + 2);
 }
 
-/* Whether a row has so few queries that it waits for memory more than it computes. */
+/* Whether a row has so few queries that it waits for memory more than it computes. Where later tokens are seen, all of
+   its keys are of this step, and at hand. */
 ALWAYS_INLINE int has_few(const attention_step *step, ptrdiff_t row) {
-    return (step->query_start[row + 1] - step->query_start[row]) * (step->heads / step->kv_heads) <= FEW;
+    return step->after == 0 && (step->query_start[row + 1] - step->query_start[row]) * (step->heads / step->kv_heads) <= FEW;
 }
 
 /* Whether the cache holds panels; else it holds plain rows. */

@@ -139,7 +139,7 @@ ALWAYS_INLINE int see(const attention_step *step, const tile *t, const row_plan 
     int whole = m->count == PANEL;
     for (ptrdiff_t i = 0; i < rows; i++) {
         ptrdiff_t position = plan->start + (t->first + first + i) / group;
-        m->oldest[i] = step->window ? position + 1 - step->window - at : 0;
+        m->oldest[i] = position - step->before - at;
         m->end[i] = at_most(position + 1 - at, m->count);
         whole &= m->oldest[i] <= 0 && m->end[i] == PANEL;
     }

@@ -145,15 +145,15 @@ ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *wo
     find_keys(layer, work, t->row, t->head, first, end, &keys, pair);
     for (ptrdiff_t i = 0; i < t->count; i += ROWS) {
         ptrdiff_t rows = at_most(ROWS, t->count - i), newest = plan->start + (t->first + i + rows - 1) / group;
-        ptrdiff_t count = at_most(at_least(newest + 1 - first, 0), keys.count), columns = parts(count, PANEL) * VECTORS;
+        ptrdiff_t count = at_most(at_least(newest + 1 + step->after - first, 0), keys.count),
+            columns = parts(count, PANEL) * VECTORS;
         const uint32_t *queries = work->queries + i * keys.steps;
         float *sums = work->sums + i * keys.size;
         ptrdiff_t from[ROWS] = {0}, to[ROWS] = {0};
         for (ptrdiff_t r = 0; r < rows; r++) {
-            ptrdiff_t position = plan->start + (t->first + i + r) / group,
-                oldest = step->window ? position + 1 - step->window : 0;
-            from[r] = at_most(at_least(oldest - first, 0), KEYS);
-            to[r] = at_most(at_least(position + 1 - first, 0), keys.count);
+            ptrdiff_t position = plan->start + (t->first + i + r) / group - first;
+            from[r] = at_most(at_least(position - step->before, 0), KEYS);
+            to[r] = at_most(at_least(position + 1 + step->after, 0), keys.count);
         }
         (pair == 1 ? score_floats : score_pairs)(queries, &keys, columns, work->scores);
         (pair == 1 ? weigh_floats : weigh_pairs)(work->scores, columns, from, to, layer->scale * LOG2_E, work->top + i,

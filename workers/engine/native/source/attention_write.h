@@ -34,17 +34,17 @@ ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float
    or `to`. */
 NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace *work, const void *from,
                                   const void *weights, ptrdiff_t token, void *to, int pair) {
-    const attention_step *step = layer->step;
-    ptrdiff_t size = step->head_dim, half = size / 2, row = token * step->rotation_stride * (4 / pair);
-    if (!step->cos)
+    const head_rotation *rotation = layer->rotation;
+    if (!rotation)
         return from;
+    ptrdiff_t size = layer->step->head_dim, half = size / 2, row = token * rotation->stride * (4 / pair);
     float *x = work->numbers, *turned = work->turned;
     widen(x, from, size, pair);
     if (weights) {
         widen(turned, weights, size, pair);
         norm(x, turned, size, layer->eps);
     }
-    const char *cos = (const char *)step->cos + row, *sin = (const char *)step->sin + row;
+    const char *cos = (const char *)rotation->cos + row, *sin = (const char *)rotation->sin + row;
     turn(turned, x, x + half, cos, sin, 0, half, pair);
     turn(turned + half, x + half, x, cos, sin, half, half, pair);
     narrow(to, turned, size, pair);

@@ -1,5 +1,5 @@
-/* A decoder's layers in one call: the same kernels in the same order as layers/stack.py has them called one by one,
-   with nothing but buffers between them. All in bf16. */
+/* A model's layers in one call: the same kernels in the same order as layers/stack.py has them called one by one, with
+   nothing but buffers between them. All in bf16. */
 
 #include <time.h>
 
@@ -8,30 +8,39 @@
 enum { MATRIX, ATTENTION, NORMS, PARTS };
 
 typedef struct {
-    const void *weight, *bias; /* no bias: of root mean squares */
+    const void *weight, *bias; /* no weight: no norm; no bias: of root mean squares */
     float eps;
 } norm;
 
 typedef struct {
-    norm attention_norm, mlp_norm;
+    norm attention_norm, mlp_norm; /* the former may be missing in the first layer, unless norms come behind */
     const packed_matrix *qkv, *output, *up, *down;
     const void *query_norm, *key_norm; /* NULL for none */
     uint32_t *cache;
     float head_eps, scale;
-    int32_t step; /* which of the steps is its own: layers of one window share one */
+    int32_t step, rotation; /* which of the steps and rotations are its own: layers of one pattern share a step */
 } decoder_layer;
 
 typedef struct {
     const decoder_layer *layers;
-    norm norm;
+    norm norm;         /* behind the last layer, unless norms come behind each part */
+    int32_t post_norm; /* whether they do */
     int32_t num_layers, hidden, queries, keys; /* the latter three: numbers of a token */
     int32_t mlp_rows;                          /* tokens that go through an MLP together */
     const int32_t *interrupted;                /* not 0: end at the next layer; NULL: never */
     double seconds[PARTS];                     /* spent so far, for those who profile */
 } decoder_stack;
 
-void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y,
-               bf16 *narrow, bf16 *wide);
+typedef struct {
+    const attention_step *const *steps;
+    const head_rotation *rotations; /* NULL for none */
+    ptrdiff_t tokens;
+    bf16 *x, *y, *narrow, *wide; /* as run_stack has them */
+    double since;
+} stack_pass;
+
+void run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
+               ptrdiff_t tokens, bf16 *x, bf16 *y, bf16 *narrow, bf16 *wide);
 
 static double now(void) {
     struct timespec time;
@@ -39,53 +48,78 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-static void count(decoder_stack *stack, int part, double *since) {
+static void count(decoder_stack *stack, stack_pass *pass, int part) {
     double time = now();
-    stack->seconds[part] += time - *since;
-    *since = time;
+    stack->seconds[part] += time - pass->since;
+    pass->since = time;
 }
 
-static void add_norm(const norm *norm, bf16 *x, const bf16 *residual, bf16 *y, ptrdiff_t tokens, ptrdiff_t size) {
-    norm_rows(x, residual, norm->weight, norm->bias, y, tokens, size, norm->eps, norm->bias != NULL, 0);
+/* x becomes x + residual, and y its norm; y may be the residual's place. */
+static void add_norm(decoder_stack *stack, stack_pass *pass, const norm *norm, bf16 *x, const bf16 *residual, bf16 *y) {
+    norm_rows(x, residual, norm->weight, norm->bias, y, pass->tokens, stack->hidden, norm->eps, norm->bias != NULL, 0);
+    count(stack, pass, NORMS);
 }
 
-static void run_mlp(const decoder_stack *stack, const decoder_layer *layer, const bf16 *x, bf16 *wide, bf16 *y,
-                    ptrdiff_t tokens) {
-    ptrdiff_t size = stack->hidden, parts = (tokens + stack->mlp_rows - 1) / stack->mlp_rows;
+/* Of x into y. What is between goes through `wide` and `narrow`. */
+static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const bf16 *x, bf16 *y) {
+    bf16 *keys = pass->wide + stack->queries, *values = keys + stack->keys;
+    packed_matmul(layer->qkv, x, pass->tokens, pass->wide);
+    count(stack, pass, MATRIX);
+    attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
+                 pass->wide, keys, values, pass->narrow, layer->query_norm, layer->key_norm, layer->head_eps,
+                 layer->scale);
+    count(stack, pass, ATTENTION);
+    packed_matmul(layer->output, pass->narrow, pass->tokens, y);
+    count(stack, pass, MATRIX);
+}
+
+static void run_mlp(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const bf16 *x, bf16 *y) {
+    ptrdiff_t size = stack->hidden, parts = (pass->tokens + stack->mlp_rows - 1) / stack->mlp_rows;
     for (ptrdiff_t part = 0, first = 0; part < parts; part++) {
-        ptrdiff_t end = (part + 1) * tokens / parts;
-        packed_matmul(layer->up, x + first * size, end - first, wide);
-        packed_matmul(layer->down, wide, end - first, y + first * size);
+        ptrdiff_t end = (part + 1) * pass->tokens / parts;
+        packed_matmul(layer->up, x + first * size, end - first, pass->wide);
+        packed_matmul(layer->down, pass->wide, end - first, y + first * size);
         first = end;
+    }
+    count(stack, pass, MATRIX);
+}
+
+static int is_interrupted(const decoder_stack *stack) {
+    return stack->interrupted && __atomic_load_n(stack->interrupted, __ATOMIC_RELAXED);
+}
+
+static void run_pre_norm(decoder_stack *stack, stack_pass *pass) {
+    const bf16 *residual = NULL;
+    for (const decoder_layer *layer = stack->layers; layer < stack->layers + stack->num_layers; layer++) {
+        if (is_interrupted(stack))
+            return;
+        if (layer->attention_norm.weight)
+            add_norm(stack, pass, &layer->attention_norm, pass->x, residual, pass->narrow);
+        run_attention(stack, pass, layer, layer->attention_norm.weight ? pass->narrow : pass->x, pass->y);
+        add_norm(stack, pass, &layer->mlp_norm, pass->y, pass->x, pass->narrow);
+        run_mlp(stack, pass, layer, pass->narrow, pass->x);
+        residual = pass->y;
+    }
+    add_norm(stack, pass, &stack->norm, pass->x, residual, pass->narrow);
+}
+
+static void run_post_norm(decoder_stack *stack, stack_pass *pass) {
+    const decoder_layer *last = stack->layers + stack->num_layers - 1;
+    for (const decoder_layer *layer = stack->layers; layer <= last; layer++) {
+        if (is_interrupted(stack))
+            return;
+        run_attention(stack, pass, layer, pass->x, pass->y);
+        add_norm(stack, pass, &layer->attention_norm, pass->y, pass->x, pass->x);
+        run_mlp(stack, pass, layer, pass->x, pass->y);
+        add_norm(stack, pass, &layer->mlp_norm, pass->y, pass->x, layer == last ? pass->narrow : pass->x);
     }
 }
 
 /* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]:
    the result, [hidden] for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is
    more. Of an interrupted step there is no result. */
-void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y,
-               bf16 *narrow, bf16 *wide) {
-    ptrdiff_t size = stack->hidden;
-    const bf16 *residual = NULL;
-    double since = now();
-    for (const decoder_layer *layer = stack->layers; layer < stack->layers + stack->num_layers; layer++) {
-        if (stack->interrupted && __atomic_load_n(stack->interrupted, __ATOMIC_RELAXED))
-            return;
-        add_norm(&layer->attention_norm, x, residual, narrow, tokens, size);
-        count(stack, NORMS, &since);
-        packed_matmul(layer->qkv, narrow, tokens, wide);
-        count(stack, MATRIX, &since);
-        attend_layer(steps[layer->step], layer->cache, wide, wide + stack->queries, wide + stack->queries + stack->keys,
-                     narrow, layer->query_norm, layer->key_norm, layer->head_eps, layer->scale);
-        count(stack, ATTENTION, &since);
-        packed_matmul(layer->output, narrow, tokens, y);
-        count(stack, MATRIX, &since);
-        add_norm(&layer->mlp_norm, y, x, narrow, tokens, size);
-        count(stack, NORMS, &since);
-        run_mlp(stack, layer, narrow, wide, x, tokens);
-        count(stack, MATRIX, &since);
-        residual = y;
-    }
-    add_norm(&stack->norm, x, residual, narrow, tokens, size);
-    count(stack, NORMS, &since);
+void run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
+               ptrdiff_t tokens, bf16 *x, bf16 *y, bf16 *narrow, bf16 *wide) {
+    stack_pass pass = {steps, rotations, tokens, x, y, narrow, wide, now()};
+    (stack->post_norm ? run_post_norm : run_pre_norm)(stack, &pass);
 }

@@ -1,0 +1,108 @@
+"""`/v1/embeddings`, as OpenAI has it, and what vLLM has beside it: `/v1/score`, `/v1/rerank`,
+`/v1/classify` and `/v1/pooling`. Live calls that a worker answers with numbers.
+"""
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from openai.types import CreateEmbeddingResponse
+
+from api.http.openapi import json_body
+from api.routes.live_calls import answer
+from jobs.protocol.endpoints import POOLING_ENDPOINTS
+from jobs.protocol.pooling_endpoint import PoolingCall
+from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
+from jobs.protocol.validation import decode_body
+
+router = APIRouter()
+
+_NUMBER, _INTEGER, _STRING = {"type": "number"}, {"type": "integer"}, {"type": "string"}
+_NUMBERS = {"type": "array", "items": _NUMBER}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
+
+
+def _listed(**properties: Any) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route whose answer lists objects with these properties."""
+    data = {"type": "array", "items": _object(index=_INTEGER, **properties)}
+    named = {"id": _STRING, "object": {"const": "list"}, "created": _INTEGER, "model": _STRING}
+    return _answered(_object(**named, data=data, usage=_USAGE))
+
+
+def _answered(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    return {200: {"description": "The answer.", "content": {"application/json": {"schema": schema}}}}
+
+
+_RANKED = {
+    "type": "object",
+    "required": ["index", "relevance_score"],
+    "properties": {"index": _INTEGER, "relevance_score": _NUMBER, "document": _object(text=_STRING)},
+}
+_RERANKED = _object(id=_STRING, model=_STRING, usage=_USAGE, results={"type": "array", "items": _RANKED})
+_BODY = json_body({"type": "object"})
+
+
+@router.post(EMBEDDINGS, responses={200: {"model": CreateEmbeddingResponse}}, openapi_extra=_BODY)
+async def embeddings(request: Request) -> Response:
+    """A vector for each text."""
+    return await _answer(request, EMBEDDINGS)
+
+
+@router.post("/score", include_in_schema=False)
+@router.post(
+    SCORE,
+    responses=_listed(object={"const": "score"}, score=_NUMBER),
+    response_class=Response,
+    openapi_extra=_BODY,
+)
+async def score(request: Request) -> Response:
+    """How well pairs of texts belong together."""
+    return await _answer(request, SCORE)
+
+
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post(RERANK, responses=_answered(_RERANKED), response_class=Response, openapi_extra=_BODY)
+async def rerank(request: Request) -> Response:
+    """Documents by their relevance for a query."""
+    return await _answer(request, RERANK)
+
+
+@router.post(
+    CLASSIFY,
+    responses=_listed(label={"type": ["string", "null"]}, probs=_NUMBERS, num_classes=_INTEGER),
+    response_class=Response,
+    openapi_extra=_BODY,
+)
+async def classify(request: Request) -> Response:
+    """The probability of each class, for each text."""
+    return await _answer(request, CLASSIFY)
+
+
+@router.post(
+    POOLING,
+    responses=_listed(
+        object={"const": "pooling"},
+        data={"anyOf": [_NUMBERS, {"type": "array", "items": _NUMBERS}, _STRING]},
+    ),
+    response_class=Response,
+    openapi_extra=_BODY,
+)
+async def pooling(request: Request) -> Response:
+    """What the model's pooler gives for each text."""
+    return await _answer(request, POOLING)
+
+
+async def _answer(request: Request, url: str) -> Response:
+    return await answer(request, partial(_parse, url))
+
+
+def _parse(url: str, raw: bytes) -> PoolingCall:
+    return POOLING_ENDPOINTS[url].read(decode_body(raw))

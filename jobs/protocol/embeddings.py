@@ -1,0 +1,47 @@
+"""`/v1/embeddings`, in OpenAI's shapes, and `/v1/pooling`, in vLLM's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jobs.protocol.pooling_endpoint import PooledOutput, PoolingCall, PoolingEndpoint, PoolingHead
+from jobs.protocol.pooling_parameters import EMBEDDINGS, POOLING
+
+
+class EmbeddingsEndpoint(PoolingEndpoint):
+    """Texts in, a vector for each out."""
+
+    url = EMBEDDINGS
+    tasks = ("embed",)
+    prompt_field = "input"
+    id_prefix = "embd-"
+    shows_vectors = True
+
+    def body(self, call: PoolingCall, head: PoolingHead, outputs: Sequence[PooledOutput]) -> dict[str, Any]:
+        data = [
+            {"object": "embedding", "index": i, "embedding": output.encoded(call.encoding_format)}
+            for i, output in enumerate(outputs)
+        ]
+        return {"object": "list", "data": data, "model": head.model, "usage": head.usage}
+
+
+class VectorsEndpoint(PoolingEndpoint):
+    """Texts in, what the model's pooler gives out: also a vector for each token, or the numbers of
+    a classification.
+    """
+
+    url = POOLING
+    tasks = ("embed", "classify", "score")
+    prompt_field = "input"
+    id_prefix = "pool-"
+    shows_vectors = True
+
+    def engine_task(self, call: PoolingCall, tasks: Sequence[str]) -> str:
+        return call.task or super().engine_task(call, tasks)
+
+    def body(self, call: PoolingCall, head: PoolingHead, outputs: Sequence[PooledOutput]) -> dict[str, Any]:
+        data = [
+            {"index": i, "object": "pooling", "data": output.encoded(call.encoding_format)}
+            for i, output in enumerate(outputs)
+        ]
+        named = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
+        return {**named, "data": data, "usage": head.usage}

@@ -1,0 +1,150 @@
+"""What an endpoint of texts in and numbers out is; `endpoints.py` lists them."""
+
+from __future__ import annotations
+
+import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import msgspec
+
+from jobs.protocol import fields
+from jobs.protocol.endpoint import BatchEndpoint
+from jobs.protocol.pooling_parameters import PoolingParameters, pooling_schemas, read_pooling_parameters
+from jobs.protocol.value_types import Integer, Schema
+
+MOST_INPUTS = 2048
+"""Texts of one call; of scores, its pairs."""
+
+
+class PooledOutput(Protocol):
+    """What a model gives for one input: a row of numbers, or a row for each token."""
+
+    def numbers(self) -> list[float]:
+        """Return the row."""
+
+    def encoded(self, encoding_format: str) -> msgspec.Raw | str:
+        """Return it as a body contains it: JSON, or base64."""
+
+
+class PoolingHead(NamedTuple):
+    """What a body says beside the outputs."""
+
+    id: str
+    model: str
+    created: int  # unix seconds
+    prompt_tokens: int
+    labels: Sequence[str] = ()  # of the model's classes
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The `usage` object."""
+        return {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
+
+
+class PoolingCall(PoolingParameters, frozen=True, kw_only=True):
+    """A valid call; either `inputs` or `documents` is set, and with these `queries`: one for each
+    of them, or one for all.
+    """
+
+    endpoint: PoolingEndpoint
+    model: str
+    inputs: Sequence[str | list[int]] = ()  # texts, or lists of token ids
+    queries: Sequence[str] = ()
+    documents: Sequence[str] = ()
+    fields: tuple[str, str] = ("", "")  # the parameters that hold queries and documents
+    stream: ClassVar[bool] = False
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The texts that are scored with each other."""
+        queries = [*self.queries] * (len(self.documents) if len(self.queries) == 1 else 1)
+        return list(zip(queries, self.documents, strict=True))
+
+
+class PoolingEndpoint(BatchEndpoint):
+    """One whose answers are numbers that a model gives for texts."""
+
+    id_prefix: ClassVar[str]
+    shows_vectors: ClassVar[bool] = False  # bodies contain what the model gave as it is
+
+    def read(self, body: Any) -> PoolingCall:
+        """Read the body of a call.
+
+        Raise `ApiError` 400 for a bad value, naming it; unknown parameters are ignored.
+        """
+        body = fields.mapping(body, "body")
+        model = fields.text(fields.required(body, "model"), "model", least=1)
+        parameters = read_pooling_parameters(body, self.url)
+        return PoolingCall(endpoint=self, model=model, **self.read_texts(body), **parameters)
+
+    def new_id(self) -> str:
+        """Return an `id` for a response body."""
+        return self.id_prefix + uuid.uuid4().hex
+
+    def engine_task(self, call: PoolingCall, tasks: Sequence[str]) -> str:
+        """Return what the engine does with each input, of a model with these tasks."""
+        return "embed" if "embed" in tasks else "classify"
+
+    def read_texts(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a `PoolingCall` that the texts give. Raise `ApiError`."""
+        return {"inputs": read_inputs(fields.required(body, self.prompt_field), self.prompt_field)}
+
+    def check_body(self, body: dict[str, Any], prefix: str) -> None:
+        value = fields.required(body, self.prompt_field, prefix)
+        if not isinstance(value, str | list):
+            fields.wrong_type(value, "a string or an array", f"{prefix}{self.prompt_field}")
+
+    @property
+    def texts_schema(self) -> Schema:
+        """What `read_texts` takes, as a JSON Schema."""
+        return {"required": ["model", self.prompt_field], "properties": {self.prompt_field: INPUTS}}
+
+    @property
+    def body_schema(self) -> Schema:
+        texts = self.texts_schema
+        named = {"model": {"type": "string", "minLength": 1}}
+        return {"type": "object", **texts, "properties": named | pooling_schemas(self.url) | texts["properties"]}
+
+    @abstractmethod
+    def body(self, call: PoolingCall, head: PoolingHead, outputs: Sequence[PooledOutput]) -> dict[str, Any]:
+        """Return the body of an answer, with an output for each input or pair."""
+
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": Integer(0).schema}
+INPUTS: Schema = {
+    "anyOf": [
+        _TEXT,
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _TEXT},
+        {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _TOKEN_IDS},
+    ]
+}
+"""What `read_inputs` takes, as a JSON Schema."""
+
+
+def read_inputs(value: Any, param: str) -> list[str | list[int]]:
+    """One text, one list of token ids, or a list of either; none is empty. Raise `ApiError`."""
+    if not isinstance(value, list):
+        return [_input(value, param)]
+    fields.array(value, param, least=1)
+    if not isinstance(value[0], str | list):
+        return [_token_ids(value, param)]
+    fields.array(value, param, MOST_INPUTS)
+    return [_input(item, f"{param}[{i}]", like=value[0]) for i, item in enumerate(value)]
+
+
+def _input(value: Any, param: str, like: Any = None) -> str | list[int]:
+    if isinstance(value, str) and (like is None or isinstance(like, str)):
+        return fields.text(value, param, least=1)
+    if isinstance(value, list) and isinstance(like, list):
+        return _token_ids(fields.array(value, param, least=1), param)
+    if like is None:
+        return fields.wrong_type(value, "a string, an array of token ids, or an array of either", param)
+    return fields.wrong_type(value, "a string" if isinstance(like, str) else "an array of token ids", param)
+
+
+def _token_ids(value: list[Any], param: str) -> list[int]:
+    return fields.integers(value, param, 0, fields.INT32)

@@ -1,0 +1,174 @@
+"""The parameters of calls that give numbers instead of text, each declared once, as a field of
+`PoolingParameters` or a row of `POOLING_UNSUPPORTED`.
+
+What follows from them: how a body is read, its JSON Schema, and the tables of `docs/requests.md`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from jobs.protocol import fields
+from jobs.protocol.value_types import (
+    Boolean,
+    Integer,
+    OneOf,
+    Schema,
+    Text,
+    Truncation,
+    Unsupported,
+    ValueType,
+    must_be,
+    or_null,
+)
+
+EMBEDDINGS = "/v1/embeddings"
+SCORE = "/v1/score"
+RERANK = "/v1/rerank"
+CLASSIFY = "/v1/classify"
+POOLING = "/v1/pooling"
+
+_ALL = (EMBEDDINGS, SCORE, RERANK, CLASSIFY, POOLING)
+_OF_TEXTS = (EMBEDDINGS, CLASSIFY, POOLING)
+_OF_VECTORS = (EMBEDDINGS, POOLING)
+
+
+@dataclass(frozen=True)
+class PoolingParameter:
+    """What a parameter may be, what it does, and in calls for which endpoints."""
+
+    values: ValueType
+    does: str
+    urls: tuple[str, ...] = _ALL
+    default: str = ""  # for a table, where the field's own does not say it
+
+
+class PoolingParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """A call's parameters, but for its texts and its model."""
+
+    dimensions: Annotated[
+        int | None,
+        PoolingParameter(
+            Integer(1),
+            "the first so many numbers of each embedding, of a model that was trained for it",
+            _OF_VECTORS,
+            "all",
+        ),
+    ] = None
+    encoding_format: Annotated[
+        str,
+        PoolingParameter(
+            OneOf(("float", "base64")), "base64: the bytes of float32 numbers, little-endian", _OF_VECTORS, "float"
+        ),
+    ] = "float"
+    use_activation: Annotated[
+        bool | None,
+        PoolingParameter(
+            Boolean(), "embeddings: normalize them; else: sigmoid or softmax, as the model says", default="the model's"
+        ),
+    ] = None
+    add_special_tokens: Annotated[
+        bool, PoolingParameter(Boolean(), "texts get the tokens that the model expects around them", _OF_TEXTS)
+    ] = True
+    prompt_name: Annotated[
+        str | None,
+        PoolingParameter(
+            Text(256),
+            "what texts begin with: one of the prompts in the model's `config_sentence_transformers.json`",
+            _OF_VECTORS,
+            "the model's",
+        ),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        PoolingParameter(Truncation(), "cut longer texts to that many tokens; -1: to as many as the model can take"),
+    ] = None
+    truncation_side: Annotated[
+        str | None,
+        PoolingParameter(
+            OneOf(("left", "right")), "where they are cut; right keeps the beginning", default="the model's"
+        ),
+    ] = None
+    priority: Annotated[
+        int,
+        PoolingParameter(
+            Integer(-fields.INT32 - 1),
+            "lower runs first inside a worker, among live calls and among batch lines; vLLM's meaning",
+        ),
+    ] = 0
+    task: Annotated[
+        str | None,
+        PoolingParameter(
+            OneOf(("embed", "classify", "token_embed")),
+            "token_embed: one row for each token",
+            (POOLING,),
+            "the model's",
+        ),
+    ] = None
+    top_n: Annotated[int, PoolingParameter(Integer(0), "results to return, best first; 0: all", (RERANK,))] = 0
+    return_documents: Annotated[
+        bool, PoolingParameter(Boolean(), "results contain the documents' texts", (RERANK,))
+    ] = True
+
+
+_NOT_YET = Unsupported()
+_NO_LIMIT = Unsupported((0,), "must be 0: texts are cut by 'truncate_prompt_tokens' only.")
+POOLING_UNSUPPORTED: dict[str, ValueType] = {
+    "normalize": Unsupported((), "must be left out: 'use_activation' says whether embeddings are normalized."),
+    "messages": _NOT_YET,
+    "padding": must_be("do_not_pad"),
+    "embed_dtype": must_be("float32"),
+    "endianness": Unsupported(("native", "little"), "must be 'little'."),
+    "max_tokens_per_query": _NO_LIMIT,
+    "max_tokens_per_doc": _NO_LIMIT,
+    "instruction": _NOT_YET,
+    "chat_template": _NOT_YET,
+    "chat_template_kwargs": _NOT_YET,
+    "mm_processor_kwargs": _NOT_YET,
+    "cache_salt": _NOT_YET,
+    "stream": must_be(False),
+}
+"""Parameters that vLLM knows and that cannot be honored here; unknown ones are ignored."""
+
+
+class DeclaredPoolingParameter(NamedTuple):
+    """A field of `PoolingParameters` with what is declared about it."""
+
+    name: str
+    parameter: PoolingParameter
+    default: Any
+
+
+def pooling_rows() -> list[DeclaredPoolingParameter]:
+    """Return the declared parameters in their order."""
+    hints = get_type_hints(PoolingParameters, include_extras=True)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(PoolingParameters)}
+    return [DeclaredPoolingParameter(name, hint.__metadata__[0], defaults[name]) for name, hint in hints.items()]
+
+
+_ROWS = pooling_rows()
+_TYPES: dict[str, Mapping[str, ValueType]] = {
+    url: POOLING_UNSUPPORTED | {row.name: row.parameter.values for row in _ROWS if url in row.parameter.urls}
+    for url in _ALL
+}
+
+
+def read_pooling_parameters(body: dict[str, Any], url: str) -> dict[str, Any]:
+    """Return the values of `PoolingParameters` that a body gives, each read by itself.
+
+    Raise `ApiError` 400 for a bad value and for one that cannot be honored.
+    """
+    types, values = _TYPES[url], {}
+    for name, value in body.items():
+        if value is not None and (kind := types.get(name)) is not None:
+            found = kind.read(value, name)
+            if name not in POOLING_UNSUPPORTED:
+                values[name] = found
+    return values
+
+
+def pooling_schemas(url: str) -> dict[str, Schema]:
+    """Return the JSON Schema of each parameter, as `read_pooling_parameters` takes it."""
+    return {name: or_null(kind.schema) for name, kind in _TYPES[url].items()}

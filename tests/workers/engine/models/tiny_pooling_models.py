@@ -1,0 +1,165 @@
+"""Small random models that pool, with transformers' answers to compare with."""
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+torch.set_num_threads(1)
+
+VOCAB = 160
+TEXT_LENGTHS = (1, 150, 3, 97, 17, 40, 64, 2)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 200,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_DISTIL: dict[str, Any] = {
+    "vocab_size": VOCAB, "dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 200,
+}  # fmt: skip
+_ROBERTA = _SHAPE | {"pad_token_id": 1, "max_position_embeddings": 202, "type_vocab_size": 1}
+_DECODER = _SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": None}
+_ONE, _THREE = {"num_labels": 1}, {"num_labels": 3}
+
+
+@dataclass(frozen=True)
+class TinyPoolingModel:
+    """How to make one: transformers' classes, what to set, and how its hidden states are pooled."""
+
+    model_class: str
+    config_class: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    mode: str = "mean"  # of an embedding without a folder that says it
+    normalize: bool = False
+    second_text: bool = False
+    activation: str = "softmax"
+
+
+EMBEDDERS = {
+    "bert": TinyPoolingModel("BertModel", "BertConfig", _SHAPE),
+    "bert-masked": TinyPoolingModel("BertForMaskedLM", "BertConfig", _SHAPE | {"hidden_act": "relu"}),
+    "distilbert": TinyPoolingModel("DistilBertModel", "DistilBertConfig", _DISTIL),
+    "roberta": TinyPoolingModel("RobertaModel", "RobertaConfig", _ROBERTA),
+    "xlm-roberta": TinyPoolingModel("XLMRobertaModel", "XLMRobertaConfig", _ROBERTA),
+    "qwen3": TinyPoolingModel("Qwen3ForCausalLM", "Qwen3Config", _DECODER | {"head_dim": 32}, "last", True),
+    "mistral": TinyPoolingModel("MistralModel", "MistralConfig", _DECODER | {"sliding_window": 24}, "last", True),
+}
+CLASSIFIERS = {
+    "bert-pair": TinyPoolingModel(
+        "BertForSequenceClassification", "BertConfig", _SHAPE | _ONE, second_text=True, activation="sigmoid"
+    ),
+    "bert-classes": TinyPoolingModel("BertForSequenceClassification", "BertConfig", _SHAPE | _THREE),
+    "distilbert-classes": TinyPoolingModel("DistilBertForSequenceClassification", "DistilBertConfig", _DISTIL | _THREE),
+    "roberta-classes": TinyPoolingModel("RobertaForSequenceClassification", "RobertaConfig", _ROBERTA | _THREE),
+    "xlm-roberta-score": TinyPoolingModel(
+        "XLMRobertaForSequenceClassification", "XLMRobertaConfig", _ROBERTA | _ONE, activation="sigmoid"
+    ),
+    "qwen3-classes": TinyPoolingModel(
+        "Qwen3ForSequenceClassification", "Qwen3Config", _DECODER | _THREE | {"head_dim": 32}
+    ),
+}
+_folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit
+
+
+def new_folder() -> Path:
+    _folders.append(TemporaryDirectory(prefix="pooling-"))
+    return Path(_folders[-1].name)
+
+
+@cache
+def make_pooling_model(name: str) -> transformers.PreTrainedModel:
+    """The model in float32, the same every time."""
+    tiny = (EMBEDDERS | CLASSIFIERS)[name]
+    torch.manual_seed(3)
+    model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**tiny.settings))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.5 if "embed" in parameter_name else 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.float().eval()
+
+
+@cache
+def pooling_folder(name: str) -> Path:
+    """A checkpoint as transformers saves it."""
+    path = new_folder()
+    make_pooling_model(name).save_pretrained(path)
+    return path
+
+
+@cache
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in TEXT_LENGTHS]
+
+
+def second_text_of(name: str, text: list[int]) -> int:
+    return len(text) // 2 if (EMBEDDERS | CLASSIFIERS)[name].second_text else 0
+
+
+@torch.inference_mode()
+def hidden_states(name: str) -> list[Tensor]:
+    """What transformers computes of each text by itself, float32 [tokens, 64]."""
+    model = make_pooling_model(name)
+    trunk = getattr(model, model.base_model_prefix, model)
+    return [trunk(torch.tensor([text])).last_hidden_state[0] for text in texts()]
+
+
+@torch.inference_mode()
+def logits(name: str) -> list[Tensor]:
+    """What transformers' classifier says of each text by itself, float32 [labels]."""
+    model, found = make_pooling_model(name), []
+    for text in texts():
+        more, second = {}, second_text_of(name, text)
+        if second:
+            more = {"token_type_ids": (torch.arange(len(text)) >= second).long()[None]}
+        found.append(model(torch.tensor([text]), **more).logits[0])
+    return found
+
+
+def pooled(hidden: Tensor, mode: str) -> Tensor:
+    """One of sentence-transformers' ways of pooling."""
+    ways = {"cls": hidden[0], "mean": hidden.mean(0), "max": hidden.max(0).values, "last": hidden[-1]}
+    return ways[mode]
+
+
+def save_modules(path: Path, pooling: dict[str, Any], dense: torch.nn.Linear | None, normalize: bool) -> None:
+    """Make of a checkpoint a folder as sentence-transformers saves it."""
+    from safetensors.torch import save_file
+
+    kinds = ["Transformer", "Pooling", *(["Dense"] if dense is not None else []), *(["Normalize"] if normalize else [])]
+    places = ["" if kind == "Transformer" else f"{index}_{kind}" for index, kind in enumerate(kinds)]
+    modules = [
+        {"idx": index, "name": str(index), "path": place, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, place) in enumerate(zip(kinds, places, strict=True))
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if dense is not None:
+        (path / "2_Dense").mkdir()
+        settings = {"in_features": dense.in_features, "out_features": dense.out_features, "bias": True}
+        settings["activation_function"] = "torch.nn.modules.activation.Tanh"
+        (path / "2_Dense" / "config.json").write_text(json.dumps(settings))
+        tensors = {f"linear.{name}": tensor.detach() for name, tensor in dense.named_parameters()}
+        save_file(tensors, path / "2_Dense" / "model.safetensors")
+
+
+def normalized(vector: Tensor) -> Tensor:
+    return F.normalize(vector, dim=-1)

@@ -1,0 +1,49 @@
+"""Models that pool: the family's layers, then what a folder or a head has behind them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from workers.engine.device.loader import ModelCheckpoint, tensor_readers
+from workers.engine.layers.base import Ops, Projection
+from workers.engine.layers.weights import Weights
+from workers.engine.models.head import load_dense
+from workers.engine.models.pooling import Pooler, PoolingModel
+from workers.engine.models.pooling_config import DenseConfig
+from workers.engine.models.registry import Family
+
+logger = logging.getLogger(__name__)
+
+
+def load_pooling_model(
+    checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, ops: Ops
+) -> PoolingModel:
+    """Read the tensors and build the model. Raises ModelLoadError."""
+    config, family = checkpoint.config, checkpoint.family
+    assert isinstance(family, Family)
+    assert config.pooling is not None
+    weights = Weights(tensor_readers(checkpoint.folder), dtype, device, family.prefix, ops)
+    trunk = family.build(checkpoint.raw, config, weights, max_model_len)
+    transforms: Sequence[Projection] = [_load_module(dense, weights) for dense in config.pooling.dense]
+    if config.pooling.labels:
+        transforms = family.head(checkpoint.raw, config, weights, len(config.pooling.labels))
+    _warn_of_unused(weights, checkpoint)
+    return PoolingModel(config, trunk, Pooler(config.pooling, transforms))
+
+
+def _load_module(dense: DenseConfig, model: Weights) -> Projection:
+    weights = Weights(tensor_readers(dense.folder), torch.float32, model.device)
+    return load_dense(weights, "linear", dense.size_in, dense.size_out, bias=dense.bias, activation=dense.activation)
+
+
+def _warn_of_unused(weights: Weights, checkpoint: ModelCheckpoint) -> None:
+    """Log a layer's tensors that were not used; of heads for other tasks there may be any."""
+    unused = [name for name in weights.unused() if ".layer" in name or name.startswith("layers.")]
+    if unused:
+        logger.warning(
+            "%s does not use %d tensors of %s, the first is %s",
+            checkpoint.config.architecture, len(unused), checkpoint.folder, unused[0],
+        )  # fmt: skip

@@ -1,0 +1,135 @@
+"""Runs the steps of a model that pools: each request yields numbers instead of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.attention.base import CacheShape
+from workers.engine.attention.context import Interruption, StepAttention
+from workers.engine.backends.base import Backend
+from workers.engine.cuda.staging import ResultCopies, to_device
+from workers.engine.device.model_runner import LaunchedStep, ModelRunner, PooledRows
+from workers.engine.messages.core import PoolingParams
+from workers.engine.messages.resolved_config import ResolvedConfig
+from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.pooling import PoolingModel
+from workers.engine.profiling import span
+
+
+class PoolingRunner:
+    """Launches and retires steps as `ModelRunner` does; what it keeps by slot is what requests
+    asked for.
+    """
+
+    graphs = None
+
+    def __init__(self, config: ResolvedConfig, backend: Backend, model: PoolingModel, num_blocks: int) -> None:
+        self.model, self.device = model, model.device
+        shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
+        self.attention = backend.attention(shape, model.config.num_heads, model.dtype, self.device)
+        self.caches = self.attention.new_cache(model.config.num_layers)
+        self.inputs = backend.inputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
+        self.interruption = Interruption() if self.device.type == "cpu" else None
+        self._copies = ResultCopies(self.device)
+        task = "classify" if "classify" in model.config.tasks else "embed"
+        self._params = [PoolingParams(task)] * config.max_num_seqs
+        self._second_text = np.zeros(config.max_num_seqs, np.int64)
+
+    def prepare(self) -> None:
+        """Nothing is recorded."""
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
+        """Compute a step and pool the requests that end in it.
+
+        Raises StepAbandoned when `interruption` is set before the last layer has begun.
+        """
+        self._copies.make_room()
+        for request in plan.added:
+            self._second_text[request.slot] = request.second_text
+            if request.pooling is not None:
+                self._params[request.slot] = request.pooling
+        with span("inputs"):
+            inputs = self.inputs.take(plan)
+            types = self._token_types(plan)
+        config = self.model.config
+        attend = StepAttention(
+            self.attention,
+            self.caches,
+            inputs.metadata,
+            config.attention_scales,
+            config.attention_patterns,
+            self.interruption,
+        )
+        with span("forward"):
+            hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, types, attend)
+        with span("pool"):
+            parts = self._pool(plan, hidden, inputs.last) if len(inputs.last) else []
+        copies, done = self._copies.start([part.values for part in parts])
+        for part, copy in zip(parts, copies, strict=True):
+            part.values = copy
+        nothing = torch.empty(0, dtype=torch.int32)
+        return LaunchedStep(nothing, np.empty(0, np.int64), None, [], pooled=parts, done=done)
+
+    def retire(self, launched: LaunchedStep) -> StepResult:
+        """Return what came of a step. Waits for the device."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        pooled = [b""] * sum(len(part.places) for part in launched.pooled)
+        for part in launched.pooled:
+            rows = np.split(part.values.numpy(), np.cumsum(part.counts)[:-1])
+            for place, row in zip(part.places, rows, strict=True):
+                pooled[place] = row.astype("<f4", copy=False).tobytes()
+        return StepResult(launched.tokens.numpy(), pooled=pooled)
+
+    def _token_types(self, plan: StepPlan) -> Tensor | None:
+        """Return each token's type, 1 from the second text of a pair on; None where all are 0."""
+        begins = self._second_text[plan.slots]
+        if not begins.any():
+            return None
+        rows, positions = _positions(plan)
+        types = (begins[rows] > 0) & (positions >= begins[rows])
+        return to_device(types.astype(np.int64), self.device)
+
+    def _pool(self, plan: StepPlan, hidden: Tensor, last: Tensor) -> list[PooledRows]:
+        """Pool the rows that end, those with equal parameters together."""
+        ended = np.flatnonzero(plan.samples)
+        counts = to_device(plan.counts[ended].astype(np.int64), self.device)
+        pooled = self.model.pooler.pool(hidden, counts, last)
+        groups: dict[PoolingParams, list[int]] = {}
+        for place, slot in enumerate(plan.slots[ended].tolist()):
+            groups.setdefault(self._params[slot], []).append(place)
+        parts = []
+        for params, places in groups.items():
+            if params.task == "token_embed":
+                parts.append(self._each_token(plan, hidden, params, ended[places], places))
+            else:
+                rows = pooled if len(groups) == 1 else pooled[to_device(np.array(places), self.device)]
+                parts.append(PooledRows(places, [1] * len(places), self.model.pooler.finish(rows, params)))
+        return parts
+
+    def _each_token(
+        self, plan: StepPlan, hidden: Tensor, params: PoolingParams, rows: NDArray[np.int64], places: list[int]
+    ) -> PooledRows:
+        of_rows = np.flatnonzero(np.isin(_positions(plan)[0], rows))
+        tokens = hidden[to_device(of_rows, self.device)]
+        return PooledRows(places, plan.counts[rows].tolist(), self.model.pooler.embedding(tokens, params))
+
+
+def make_runner(
+    config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_blocks: int
+) -> ModelRunner | PoolingRunner:
+    """Return what runs the steps of a model."""
+    runner = PoolingRunner if isinstance(model, PoolingModel) else ModelRunner
+    return runner(config, backend, model, num_blocks)  # type: ignore[arg-type]
+
+
+def _positions(plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each token's row, and its position in the text."""
+    rows = np.repeat(np.arange(len(plan.counts)), plan.counts)
+    before = np.cumsum(plan.counts) - plan.counts
+    return rows, np.arange(len(rows)) + (plan.starts - before)[rows]

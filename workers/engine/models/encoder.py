@@ -1,0 +1,114 @@
+"""The encoder that BERT, RoBERTa, DistilBERT and MPNet share: learned positions, attention to both
+sides, layer norms behind each part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer
+from workers.engine.layers.linear import load_fused, load_row_parallel
+from workers.engine.layers.norm import LayerNorm
+from workers.engine.layers.weights import Weights
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.base import EncoderModel
+from workers.engine.models.config import Json, ModelConfig, require
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderNames:
+    """What a family calls the tensors of its layers."""
+
+    layers: str
+    queries: str
+    keys: str
+    values: str
+    output: str
+    attention_norm: str
+    up: str
+    down: str
+    mlp_norm: str
+
+
+BERT_NAMES = EncoderNames(
+    layers="*.encoder.layer",
+    queries="attention.self.query",
+    keys="attention.self.key",
+    values="attention.self.value",
+    output="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+)
+
+
+class PostNormEncoder(EncoderModel):
+    def __init__(
+        self, config: ModelConfig, names: EncoderNames, weights: Weights, first_position: int = 0, types: int = 0
+    ) -> None:
+        """`first_position`: the row of a text's first token in the table of positions; `types`: how
+        many token types there are.
+        """
+        super().__init__(weights)
+        hidden, rows = config.hidden_size, first_position + config.max_position_embeddings
+        self.embedding = weights.ops.table(
+            weights.take("*.embeddings.word_embeddings.weight", (config.vocab_size, hidden))
+        )
+        positions = weights.take("*.embeddings.position_embeddings.weight", (rows, hidden))
+        self.position_embedding = positions[first_position:]
+        self.type_embedding: Tensor | None = None
+        if types:
+            self.type_embedding = weights.take("*.embeddings.token_type_embeddings.weight", (types, hidden))
+        self.norm = LayerNorm(weights, "*.embeddings.LayerNorm", hidden, config.norm_eps)
+        layers = [_layer(config, names, weights, layer) for layer in range(config.num_layers)]
+        self.stack = weights.ops.stack(layers, None, config.num_heads, config.num_kv_heads, config.head_dim, True)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None, attend: AttentionContext) -> Tensor:
+        embedded = self.embedding.rows(input_ids).add_(self.position_embedding[positions])
+        if self.type_embedding is not None:
+            embedded.add_(self.type_embedding[0 if types is None else types])
+        return self.stack(self.norm(embedded), [], attend)
+
+
+def _layer(config: ModelConfig, names: EncoderNames, weights: Weights, layer: int) -> DecoderLayer:
+    name, hidden, eps = f"{names.layers}.{layer}", config.hidden_size, config.norm_eps
+    heads, width = weights.parallel.shard(hidden), weights.parallel.part(config.intermediate_size)
+    projections = [f"{name}.{part}" for part in (names.queries, names.keys, names.values)]
+    return DecoderLayer(
+        LayerNorm(weights, f"{name}.{names.attention_norm}", hidden, eps),
+        load_fused(weights, projections, hidden, [heads] * 3, bias=True),
+        load_row_parallel(weights, f"{name}.{names.output}", heads, hidden, bias=True),
+        LayerNorm(weights, f"{name}.{names.mlp_norm}", hidden, eps),
+        load_fused(weights, [f"{name}.{names.up}"], hidden, [width], bias=True, activation=config.activation),
+        load_row_parallel(weights, f"{name}.{names.down}", width, hidden, bias=True),
+    )
+
+
+def encoder_config(raw: Json, max_positions: int, norm_eps: float = 1e-12) -> ModelConfig:
+    """Return the ModelConfig of a config.json with BERT's names; what it leaves out is BERT-base's.
+
+    Raises ModelLoadError for what the family has as an option and this class lacks.
+    """
+    if raw.get("is_decoder") or raw.get("position_embedding_type", "absolute") != "absolute":
+        raise ModelLoadError("config.json asks for a decoder or for relative positions, which are not supported here")
+    hidden, heads = require(raw, "hidden_size", 768), require(raw, "num_attention_heads", 12)
+    layers = require(raw, "num_hidden_layers", 12)
+    return ModelConfig(
+        architecture=str(raw["architectures"][0]),
+        vocab_size=require(raw, "vocab_size", 30522),
+        hidden_size=hidden,
+        intermediate_size=require(raw, "intermediate_size", 3072),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=max_positions,
+        norm_eps=float(raw.get("layer_norm_eps", norm_eps)),
+        activation=str(raw.get("hidden_act", "gelu")),
+        tie_word_embeddings=True,
+        attention_patterns=(AttentionPattern(causal=False),) * layers,
+        attention_scales=((hidden // heads) ** -0.5,) * layers,
+    )

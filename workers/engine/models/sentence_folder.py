@@ -1,0 +1,92 @@
+"""Folders as sentence-transformers saves them: which modules follow the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.config import Json
+from workers.engine.models.json_file import read_json, read_json_list
+from workers.engine.models.pooling_config import MODES, DenseConfig, PoolingConfig
+
+MODULES = "modules.json"
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_NAMES = {"lasttoken": "last"}
+_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "Sigmoid": "sigmoid", "SiLU": "silu"}
+
+
+def embedding_config(folder: Path, raw: Json, bidirectional: bool) -> PoolingConfig:
+    """Return how the model of a folder embeds: as `modules.json` says, and without one as
+    sentence-transformers would, or, where tokens see those before them only, by the last token.
+
+    Raises ModelLoadError.
+    """
+    plain = PoolingConfig(("mean",)) if bidirectional else PoolingConfig(("last",), normalize=True)
+    config = read_modules(folder) if (folder / MODULES).is_file() else plain
+    sizes = raw.get("matryoshka_dimensions") or ()
+    return replace(config, sizes=tuple(map(int, sizes)), any_size=bool(raw.get("is_matryoshka")) and not sizes)
+
+
+def read_modules(folder: Path) -> PoolingConfig:
+    """Return what the modules of a folder do behind the model.
+
+    Raises ModelLoadError where that is not: pool, then project any number of times, then perhaps
+    normalize.
+    """
+    modules = read_json_list(folder / MODULES)
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    paths = [str(module.get("path", "")) for module in modules]
+    normalize = kinds[-1:] == ["Normalize"]
+    between = kinds[2 : len(kinds) - normalize]
+    if kinds[:2] != ["Transformer", "Pooling"] or between != ["Dense"] * len(between):
+        raise ModelLoadError(
+            f"{folder / MODULES} lists the modules {', '.join(kinds) or 'none'}; the engine runs Transformer, Pooling,"
+            " any number of Dense and perhaps Normalize, in this order"
+        )
+    if paths[0] not in ("", "."):
+        raise ModelLoadError(f"{folder / MODULES} has the model itself in {paths[0]}; move its files one folder up")
+    return PoolingConfig(
+        modes=_pooling_modes(folder / paths[1] / "config.json"),
+        normalize=normalize,
+        dense=tuple(_dense(folder / path) for path in paths[2 : 2 + len(between)]),
+    )
+
+
+def _pooling_modes(file: Path) -> tuple[str, ...]:
+    """Return the ways of pooling whose results are put side by side."""
+    raw = read_json(file)
+    given = raw.get("pooling_mode")
+    named = [given] if isinstance(given, str) else given or [mode for flag, mode in _FLAGS.items() if raw.get(flag)]
+    modes = tuple(_NAMES.get(str(name), str(name)) for name in named)
+    if not modes or not set(modes) <= set(MODES):
+        raise ModelLoadError(
+            f"{file} asks for the pooling {' and '.join(modes) or 'of no kind'}; supported are {', '.join(MODES)}"
+        )
+    if raw.get("include_prompt") is False:
+        raise ModelLoadError(f"{file} leaves the prompt out of the pooling (include_prompt), which is not supported")
+    return modes
+
+
+def _dense(folder: Path) -> DenseConfig:
+    file = folder / "config.json"
+    raw = read_json(file)
+    named = str(raw.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if named not in _ACTIVATIONS:
+        raise ModelLoadError(f"{file} asks for the activation {named}; supported are {', '.join(_ACTIVATIONS)}")
+    size_in, size_out = _size(file, raw, "in_features"), _size(file, raw, "out_features")
+    return DenseConfig(folder, size_in, size_out, bool(raw.get("bias", True)), _ACTIVATIONS[named])
+
+
+def _size(file: Path, raw: Json, name: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"{file} has no usable {name!r} (found {value!r})")
+    return value

@@ -1,0 +1,119 @@
+"""What `Running` needs of a request that the engine has, and of its parts there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from jobs.protocol.requests import Claim, Delta, Finished
+from jobs.protocol.results import FinishReason
+from workers.engine.messages.core import EngineRequest, TokenLogprobs
+
+
+class EngineSequence(Protocol):
+    """What the engine has under one id: a choice of a prompt, or an input that is pooled."""
+
+    cached_tokens: int  # of its prompt, from the prefix cache
+    ended: bool  # whether it gets no more tokens
+    last_token: float  # when it got one from this worker, on the monotonic clock
+    token_ids: list[int]  # its output
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier worker began it."""
+
+    @property
+    def new_tokens(self) -> int:
+        """How many this worker generated."""
+
+    @property
+    def prompt_length(self) -> int: ...
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and its output."""
+
+    def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
+        """Add generated tokens; return whether its text ended it."""
+
+    def end(self, reason: FinishReason, stop_token: int = -1) -> None:
+        """No more comes."""
+
+
+Part = TypeVar("Part", bound=EngineSequence)
+
+
+class InFlight(ABC, Generic[Part]):
+    """One claimed request on its way through the engine, in parts that run under one lease.
+
+    What only some requests have is nothing by default: tokens to publish, more to begin with later,
+    another try.
+    """
+
+    __slots__ = ("announced", "arrived", "claim", "grammar", "kind", "next_publish", "running", "sequences")
+
+    publishes: ClassVar[bool] = True  # whether there is something of it before its answer
+
+    claim: Claim
+    kind: str  # its label in metrics
+    arrived: float  # on the monotonic clock
+    announced: bool  # whether anything of it was published
+    next_publish: float
+    grammar: str  # what its outputs must follow, "" for nothing
+    sequences: list[Part]
+    running: dict[int, Part]  # those that have not ended, by engine id
+
+    @property
+    @abstractmethod
+    def started(self) -> bool:
+        """Whether this worker has anything of its answer."""
+
+    @abstractmethod
+    def begin(self, grammar: str = "") -> list[EngineRequest]:
+        """Return what the engine is to have at once."""
+
+    @abstractmethod
+    def accepted(self) -> Delta:
+        """Return the first message of a live call, before its answer."""
+
+    @abstractmethod
+    def finish(self) -> Finished:
+        """Return the result, once all parts have ended."""
+
+    @property
+    @abstractmethod
+    def tokens_left(self) -> int:
+        """How many more the part may get that may get the most; of one without tokens, how many
+        parts have not ended.
+        """
+
+    @abstractmethod
+    def all_have(self, tokens: int) -> bool:
+        """Return whether every part that has not ended got so many tokens from this worker."""
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Tokens that are to be published and are not yet."""
+        return 0
+
+    def delta(self) -> Delta:
+        """Return what is not published yet, which counts as published from now on."""
+        raise NotImplementedError
+
+    def follow(self, request_id: int) -> list[EngineRequest]:
+        """Return what the engine is to have after the first token of a part."""
+        return []
+
+    def try_again(self, ids: Iterator[int]) -> bool:
+        """Begin anew where the answer lacks its form; return whether that is so."""
+        return False
+
+    def take_prompt_logprobs(self, request_id: int, items: list[TokenLogprobs]) -> None:
+        """Take the log probabilities of a part's prompt, if it asked for them."""
+
+    def take_pooled(self, request_id: int, numbers: bytes) -> None:
+        """Take what the model gave for a part, if it is to be pooled: float32, little-endian."""

@@ -1,0 +1,166 @@
+"""One claimed request for numbers on its way through the engine: its inputs, and the result that
+they end as.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jobs.protocol.pooling_endpoint import PoolingCall, PoolingHead
+from jobs.protocol.requests import Claim, Delta, Finished
+from jobs.protocol.results import FinishReason, Result, Usage, encode_json, new_request_id
+from workers.engine.messages.core import EngineRequest, PoolingParams, SamplingParams, TokenLogprobs
+from workers.engine.messages.metrics import KINDS
+from workers.replica.in_flight import InFlight
+from workers.replica.pooled_vector import PooledVector
+from workers.text.inputs import EncodedInput
+
+_NO_TOKENS = SamplingParams(max_tokens=0)
+
+
+@dataclass(slots=True)
+class PreparedPooling:
+    """A claimed request for numbers that can run: parsed, tokenized and checked against the model's
+    limits.
+
+    `width` is how many numbers a row has where there is one for each token, else 0. With `compared`
+    the inputs are the queries and then the documents of a call, whose embeddings are compared.
+    """
+
+    claim: Claim
+    call: PoolingCall
+    inputs: list[EncodedInput]
+    pooling: PoolingParams
+    labels: Sequence[str] = ()
+    width: int = 0
+    compared: bool = False
+    system_fingerprint: str = ""
+    output_format: None = None
+
+
+class PoolingSequence:
+    """One input; it gets no tokens."""
+
+    __slots__ = ("_encoded", "cached_tokens", "ended", "last_token", "output", "token_ids")
+
+    resumed = False
+    new_tokens = 0
+    finish_reason: FinishReason = "stop"
+
+    def __init__(self, encoded: EncodedInput) -> None:
+        self._encoded = encoded
+        self.cached_tokens = 0
+        self.ended = False
+        self.last_token = 0.0
+        self.output: PooledVector | None = None
+        self.token_ids: list[int] = []
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self._encoded.token_ids)
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length
+
+    def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
+        return False
+
+    def end(self, reason: FinishReason, stop_token: int = -1) -> None:
+        """Raise ValueError where the engine gave nothing."""
+        if self.output is None:
+            raise ValueError("the engine gave no numbers for an input")
+        self.ended = True
+
+    def engine_request(self, request_id: int, item: PreparedPooling, arrived: float) -> EngineRequest:
+        """Return what the engine is to do."""
+        live, key, encoded = item.claim.live, item.claim.key, self._encoded
+        return EngineRequest(
+            request_id,
+            encoded.token_ids,
+            [],
+            _NO_TOKENS,
+            live,
+            item.call.priority,
+            "" if live else key.batch,
+            arrived=arrived,
+            pooling=item.pooling,
+            second_text=encoded.second_text,
+        )
+
+
+class PoolingInFlight(InFlight[PoolingSequence]):
+    """All inputs run side by side under one lease.
+
+    There is no checkpoint: after a worker's death the next one begins anew.
+    """
+
+    __slots__ = ("_at_once", "_item")
+
+    publishes = False
+
+    def __init__(self, item: PreparedPooling, ids: Iterator[int], now: float) -> None:
+        """Take an id for each input. Times are those of `RequestInFlight`."""
+        self.claim = item.claim
+        created = item.claim.request.created
+        self.arrived = now - max(0.0, time.time() - created) if created else now
+        self.kind = KINDS[not item.claim.live]
+        self.announced = True
+        self.next_publish = now
+        self.grammar = ""
+        self.sequences = [PoolingSequence(encoded) for encoded in item.inputs]
+        self.running = {next(ids): sequence for sequence in self.sequences}
+        self._item = item
+        self._at_once = [
+            sequence.engine_request(request_id, item, self.arrived) for request_id, sequence in self.running.items()
+        ]
+
+    @property
+    def started(self) -> bool:
+        return len(self.running) < len(self.sequences)
+
+    @property
+    def tokens_left(self) -> int:
+        return len(self.running)
+
+    def all_have(self, tokens: int) -> bool:
+        return not self.running
+
+    def begin(self, grammar: str = "") -> list[EngineRequest]:
+        added, self._at_once = self._at_once, []
+        return added
+
+    def take_pooled(self, request_id: int, numbers: bytes) -> None:
+        """Raise ValueError for what is no finite number. What a body shows is made here, input by
+        input, since all at the end would hold up the worker's other requests.
+        """
+        sequence, item = self.running[request_id], self._item
+        sequence.output = PooledVector(numbers, item.width)
+        if item.call.endpoint.shows_vectors:
+            sequence.output.encoded(item.call.encoding_format)
+
+    def accepted(self) -> Delta:
+        key, fence, reply_to = self.claim.key, self.claim.fence, self.claim.request.reply_to
+        return Delta(key, fence, 0, [], reply_to, True, self._item.system_fingerprint)
+
+    def finish(self) -> Finished:
+        item, request = self._item, self.claim.request
+        call, endpoint = item.call, item.call.endpoint
+        usage = Usage(
+            sum(sequence.prompt_length for sequence in self.sequences),
+            cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences),
+        )
+        created = int(request.created or time.time())
+        head = PoolingHead(endpoint.new_id(), call.model, created, usage.prompt_tokens, item.labels)
+        result = Result(200, encode_json(endpoint.body(call, head, self._outputs())), usage, new_request_id())
+        return Finished(self.claim.key, self.claim.fence, result, None, request.reply_to)
+
+    def _outputs(self) -> list[PooledVector]:
+        outputs = [sequence.output for sequence in self.sequences if sequence.output is not None]
+        if not self._item.compared:
+            return outputs
+        queries, documents = outputs[: len(self._item.call.queries)], outputs[len(self._item.call.queries) :]
+        queries *= len(documents) if len(queries) == 1 else 1
+        return [query.cosine(document) for query, document in zip(queries, documents, strict=True)]

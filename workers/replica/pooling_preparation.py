@@ -1,0 +1,261 @@
+"""From claimed requests for numbers to what the engine takes: parsed, tokenized many at a time,
+checked against the model's limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jobs.protocol import fields
+from jobs.protocol.endpoints import POOLING_ENDPOINTS, check_answers
+from jobs.protocol.pooling_endpoint import PoolingCall
+from jobs.protocol.requests import Claim, Finished
+from jobs.protocol.results import ApiError
+from jobs.protocol.validation import decode_body
+from workers.engine.messages.core import PoolingParams, Ready
+from workers.replica.long_texts import LongTexts
+from workers.replica.pooling_in_flight import PreparedPooling
+from workers.replica.preparation import Preparation, error_of
+from workers.replica.requests_in_flight import rejected
+from workers.replica.running import Prepared
+from workers.replica.sampling_params import check_token, too_long
+from workers.replica.tracing import RequestTraces
+from workers.text.errors import EncodingError
+from workers.text.inputs import EncodedInput, Input
+from workers.text.sentence_files import SentenceFiles
+from workers.text.tokenizer import TextTokenizer
+
+_MOST_NUMBERS = 1 << 23  # of one answer, some 100 MB as JSON
+
+
+@dataclass(slots=True)
+class _Part:
+    """One input as it came, and the parameter that holds it."""
+
+    given: Input | list[int]
+    param: str
+    encoded: EncodedInput | None = None
+
+
+@dataclass(slots=True)
+class _PendingPooling:
+    """A request on its way."""
+
+    claim: Claim
+    call: PoolingCall
+    parts: list[_Part]
+    compared: bool
+    error: ApiError | None = None
+    texts: list[_Part] = field(init=False)  # the parts that are tokenized
+
+    def __post_init__(self) -> None:
+        self.texts = [part for part in self.parts if not isinstance(part.given, list)]
+
+
+class PoolingPreparation:
+    """Prepares requests in bulk; thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        models: Sequence[str],
+        info: Ready,
+        files: SentenceFiles,
+        traces: RequestTraces | None = None,
+        system_fingerprint: str = "",
+    ) -> None:
+        """`info` is what the core says of its model, `files` what the model's folder does."""
+        self._tokenizer = tokenizer
+        self._models = frozenset(models)
+        self._info = info
+        self._files = files
+        self._traces = traces
+        self._system_fingerprint = system_fingerprint
+        self._longest = min(info.max_model_len, files.max_seq_length or info.max_model_len)
+        self._long_texts = LongTexts(tokenizer, self._longest)
+
+    def prepare(self, claims: Sequence[Claim]) -> tuple[list[PreparedPooling], list[Finished]]:
+        """What can run, in order, and the error results of what cannot."""
+        if self._traces is not None:
+            self._traces.claimed(claims)
+        pending: list[_PendingPooling] = []
+        errors: list[Finished] = []
+        for claim in claims:
+            try:
+                pending.append(self._parse(claim))
+            except Exception as error:
+                errors.append(rejected(claim, error_of(error, claim)))
+        for special_tokens in (True, False):
+            self._tokenize([item for item in pending if item.call.add_special_tokens == special_tokens], special_tokens)
+        prepared: list[PreparedPooling] = []
+        for item in pending:
+            try:
+                prepared.append(self._check(item))
+            except Exception as error:
+                errors.append(rejected(item.claim, error_of(error, item.claim)))
+        return prepared, errors
+
+    def _parse(self, claim: Claim) -> _PendingPooling:
+        call = POOLING_ENDPOINTS[claim.request.endpoint].read(decode_body(claim.request.body))
+        if call.model not in self._models:
+            message = f"The model '{fields.shown(call.model)}' is not served here."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        check_answers(call.model, (*self._info.tasks, "tokenize"), call.endpoint.url)
+        compared = bool(call.documents) and "score" not in self._info.tasks
+        parts = self._texts_of(call) if call.inputs else _compared(call) if compared else _pairs(call)
+        for part in parts:
+            part.given = self._shorten(part, call)
+        return _PendingPooling(claim, call, parts, compared)
+
+    def _texts_of(self, call: PoolingCall) -> list[_Part]:
+        """Texts with the prompt before them, or token ids as they are."""
+        prompt = self._files.prompt(call.prompt_name)
+        if prompt is None:
+            known = ", ".join(f"'{name}'" for name in self._files.prompts) or "none"
+            message = f"Invalid 'prompt_name': the model has no prompt '{fields.shown(call.prompt_name or '')}'."
+            raise ApiError(400, f"{message} It has: {known}.", param="prompt_name", code="invalid_value")
+        parts = _parts(call.inputs, call.endpoint.prompt_field)
+        for part in parts if prompt else ():
+            if isinstance(part.given, str):
+                part.given = prompt + part.given
+        return parts
+
+    def _shorten(self, part: _Part, call: PoolingCall) -> Input | list[int]:
+        """The part of an input that can matter, so that a long one is not tokenized for nothing."""
+        given = part.given
+        if isinstance(given, list):
+            return given
+        if isinstance(given, tuple):
+            return self._shorten_text(given[0], part.param, call), self._shorten_text(given[1], part.param, call)
+        return self._shorten_text(given, part.param, call)
+
+    def _shorten_text(self, text: str, param: str, call: PoolingCall) -> str:
+        text = text.lower() if self._files.do_lower_case else text
+        kept = self._kept(call)
+        if kept is None:
+            self._long_texts.refuse(text, param)
+            return text
+        return self._long_texts.shorten(text, kept, self._tokenizer.inputs.from_left(call.truncation_side))
+
+    def _kept(self, call: PoolingCall) -> int | None:
+        """How many of an input's tokens the call wants to keep at most."""
+        return self._longest if call.truncate_prompt_tokens == -1 else call.truncate_prompt_tokens
+
+    def _tokenize(self, pending: Sequence[_PendingPooling], special_tokens: bool) -> None:
+        """Give each text its token ids, or its request the error of a bad one."""
+        parts = [part for item in pending for part in item.texts]
+        try:
+            encoded = self._tokenizer.inputs.encode([_text(part) for part in parts], special_tokens) if parts else []
+        except EncodingError as error:  # which text it was is not said
+            if len(pending) == 1:
+                param = parts[0].param if len(parts) == 1 else pending[0].call.endpoint.prompt_field
+                pending[0].error = ApiError(400, f"Invalid '{param}': {error}", param=param, code="invalid_value")
+            for item in pending if len(pending) > 1 else ():
+                self._tokenize([item], special_tokens)
+            return
+        for part, found in zip(parts, encoded, strict=True):
+            part.encoded = found
+
+    def _check(self, item: _PendingPooling) -> PreparedPooling:
+        if item.error is not None:
+            raise item.error
+        inputs = [self._encoded(part, item.call) for part in item.parts]
+        pooling = self._params(item.call, item.compared)
+        width = (pooling.dimensions or self._info.embedding_size) if pooling.task == "token_embed" else 0
+        self._check_size(item.call, pooling, inputs)
+        labels, fingerprint = self._info.labels, self._system_fingerprint
+        return PreparedPooling(
+            item.claim, item.call, inputs, pooling, labels, width, item.compared, system_fingerprint=fingerprint
+        )
+
+    def _encoded(self, part: _Part, call: PoolingCall) -> EncodedInput:
+        kept, side, given = self._kept(call), call.truncation_side, part.given
+        encoded = EncodedInput(given) if isinstance(given, list) else part.encoded
+        assert encoded is not None
+        if kept is not None and len(encoded.token_ids) > kept:
+            if isinstance(given, list):
+                encoded = EncodedInput(self._tokenizer.inputs.cut_ids(given, kept, side))
+            else:
+                encoded = self._tokenizer.inputs.cut(given, call.add_special_tokens, kept, side)
+        token_ids, param = encoded.token_ids, part.param
+        if not token_ids:
+            raise ApiError(400, f"Invalid '{param}': the text has no tokens.", param=param, code="invalid_value")
+        if len(token_ids) > self._longest:
+            too_long(f"your {param} resulted in {len(token_ids)} tokens", param, self._longest, param)
+        if max(token_ids) >= self._info.vocab_size:
+            place = next(i for i, token in enumerate(token_ids) if token >= self._info.vocab_size)
+            check_token(token_ids[place], self._info.vocab_size, f"{param}[{place}]")
+        return encoded
+
+    def _params(self, call: PoolingCall, compared: bool) -> PoolingParams:
+        task = call.endpoint.engine_task(call, self._info.tasks)
+        if task not in self._info.tasks:
+            known = ", ".join(f"'{one}'" for one in self._info.tasks if one != "score")
+            message = f"Invalid 'task': the model `{call.model}` cannot do '{task}'. It does: {known}."
+            raise ApiError(400, message, param="task", code="unsupported_value")
+        if task == "classify":
+            if call.dimensions is not None:
+                message = "'dimensions' must be left out: it is for embeddings."
+                raise ApiError(400, message, param="dimensions", code="unsupported_value")
+            return PoolingParams(task, activation=call.use_activation is not False)
+        if call.dimensions is not None:
+            self._check_dimensions(call.model, call.dimensions)
+        return PoolingParams(task, call.dimensions or 0, True if compared else call.use_activation)
+
+    def _check_dimensions(self, model: str, dimensions: int) -> None:
+        """Raise ApiError for what the model was not trained for."""
+        size, allowed = self._info.embedding_size, self._info.matryoshka
+        if dimensions == size or dimensions in allowed or (not allowed and dimensions < size):
+            return
+        known = ", ".join(map(str, sorted({*allowed, size}))) if allowed else f"1 to {size}"
+        message = f"Invalid 'dimensions': the embeddings of the model `{model}` can have {known}, but not {dimensions}."
+        raise ApiError(400, message, param="dimensions", code="invalid_value")
+
+    def _check_size(self, call: PoolingCall, pooling: PoolingParams, inputs: Sequence[EncodedInput]) -> None:
+        """Raise ApiError for an answer that would be too large."""
+        if pooling.task == "classify":
+            return
+        rows = sum(len(one.token_ids) for one in inputs) if pooling.task == "token_embed" else len(inputs)
+        count, param = rows * (pooling.dimensions or self._info.embedding_size), call.endpoint.prompt_field
+        if count > _MOST_NUMBERS:
+            message = f"Invalid '{param}': the answer would have {count} numbers, of at most {_MOST_NUMBERS}."
+            raise ApiError(400, f"{message} Send fewer texts.", param=param, code="invalid_value")
+
+
+def prepare_each(
+    texts: Preparation, numbers: PoolingPreparation, claims: Sequence[Claim]
+) -> tuple[list[Prepared], list[Finished]]:
+    """Prepare each request in the way of its endpoint."""
+    pooled = [claim for claim in claims if claim.request.endpoint in POOLING_ENDPOINTS]
+    others = [claim for claim in claims if claim.request.endpoint not in POOLING_ENDPOINTS]
+    prepared: list[Prepared] = []
+    errors: list[Finished] = []
+    for preparation, taken in ((texts, others), (numbers, pooled)):
+        found, refused = preparation.prepare(taken) if taken else ([], [])
+        prepared += found
+        errors += refused
+    return prepared, errors
+
+
+def _parts(texts: Sequence[str | list[int]], param: str) -> list[_Part]:
+    return [_Part(text, param if len(texts) == 1 else f"{param}[{i}]") for i, text in enumerate(texts)]
+
+
+def _compared(call: PoolingCall) -> list[_Part]:
+    """Queries, then documents, each by itself."""
+    queries, documents = (
+        _parts(texts, name) for name, texts in zip(call.fields, (call.queries, call.documents), strict=True)
+    )
+    return [*queries, *documents]
+
+
+def _pairs(call: PoolingCall) -> list[_Part]:
+    """Queries with documents; an error names the document."""
+    documents = _parts(call.documents, call.fields[1])
+    return [_Part(pair, document.param) for pair, document in zip(call.pairs, documents, strict=True)]
+
+
+def _text(part: _Part) -> Input:
+    assert not isinstance(part.given, list)
+    return part.given

@@ -1,0 +1,65 @@
+"""What a folder of sentence-transformers says about the texts of its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workers.text.errors import TokenizerError
+
+SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "*sentence_*_config.json")
+
+
+@dataclass(frozen=True)
+class SentenceFiles:
+    """`prompts` are what texts may begin with, by name; `default_prompt` is the name of the one
+    that counts where none is asked for. `max_seq_length` is 0 where the folder gives none.
+    """
+
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    max_seq_length: int = 0
+    do_lower_case: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> SentenceFiles:
+        """Return the default for another model's folder. Raise TokenizerError."""
+        config = _json(folder / "config_sentence_transformers.json")
+        prompts = config.get("prompts") or {}
+        if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+            raise TokenizerError(f"{folder / 'config_sentence_transformers.json'} has prompts that are no texts.")
+        default = config.get("default_prompt_name") or None
+        if default is not None and default not in prompts:
+            raise TokenizerError(f"{folder / 'config_sentence_transformers.json'} has no prompt {default!r}.")
+        module = _transformer_config(folder)
+        length = module.get("max_seq_length")
+        return cls(
+            prompts,
+            default,
+            length if isinstance(length, int) and length > 0 else 0,
+            bool(module.get("do_lower_case", False)),
+        )
+
+    def prompt(self, name: str | None) -> str | None:
+        """Return what texts begin with; None for a name that the model does not have."""
+        name = self.default_prompt if name is None else name
+        return "" if name is None else self.prompts.get(name)
+
+
+def _transformer_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the first module, which is the model itself."""
+    modules = _json(folder / "modules.json", kind=list)
+    path = str(modules[0].get("path", "")) if modules and isinstance(modules[0], dict) else ""
+    found = sorted((folder / path).glob("sentence_*_config.json"))
+    return _json(found[0]) if found else {}
+
+
+def _json(path: Path, kind: type = dict) -> Any:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}.") from None
+    return value if isinstance(value, kind) else kind()
