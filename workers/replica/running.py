@@ -180,7 +180,7 @@ class Running:
         for begin in range(0, len(requests), _GROUP):
             yield self._deltas(requests[begin : begin + _GROUP])
 
-    def _all_due(self) -> list[RequestInFlight]:
+    def _all_due(self) -> list[AnyInFlight]:
         now = self._clock()
         self._watched = {request: until for request, until in self._watched.items() if until > now}
         due = list(self._watched)
