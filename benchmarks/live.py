@@ -1,12 +1,11 @@
-"""Live calls as a user of `pipeline serve` sees them: beside a batch of long prompts, many at once,
-and what the server takes while nothing is asked of it.
+"""Live calls as a user of `pipeline serve` sees them: beside a batch of long prompts, and many at
+once.
 
     python -m benchmarks.live
     PEERS=~/peers python -m benchmarks.live --against vllm
 
-The first has three parts, on one server:
+The first has two parts, on one server:
 
-- idle: processor time of all its processes without a request
 - beside: live streams that arrive at random, alone and beside a batch of 900-token prompts
 - streams: 64 streams at once, by turns with the engine alone on the same prompts
 
@@ -15,7 +14,6 @@ With `--against vllm`, `vllm bench serve` drives this server and `vllm serve` by
 
 import signal
 import sys
-import time
 from typing import Any
 
 from benchmarks import live_beside, live_peer, live_streams
@@ -24,8 +22,7 @@ from benchmarks.peers import peer_versions
 from benchmarks.report import arguments, write_report
 from benchmarks.servers import Server, running_pipeline
 
-PARTS = ("idle", "beside", "streams")
-_SETTLING_SECONDS = 5.0  # after the start
+PARTS = ("beside", "streams")
 
 
 def main() -> None:
@@ -59,15 +56,6 @@ def _arguments() -> Any:
     return parser.parse_args()
 
 
-def _idle(server: Server, args: Any) -> dict[str, Any]:
-    seconds = 60.0 * args.scale
-    time.sleep(_SETTLING_SECONDS)
-    began, used = time.perf_counter(), server.cpu_seconds()
-    time.sleep(seconds)
-    cores = (server.cpu_seconds() - used) / (time.perf_counter() - began)
-    return {"seconds": seconds, "cores": round(cores, 5)}
-
-
 def _beside(server: Server, args: Any) -> dict[str, Any]:
     phases = live_beside.Phases().scaled(args.scale)
     return live_beside.measure(server, phases, args.every, args.lines, args.seed)
@@ -77,7 +65,7 @@ def _streams(server: Server, args: Any) -> dict[str, Any]:
     return live_streams.measure(server, args.concurrency, args.requests, args.turns, args.seed)
 
 
-_MEASURE = {"idle": _idle, "beside": _beside, "streams": _streams}
+_MEASURE = {"beside": _beside, "streams": _streams}
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ which the socket of the client has its event, both on the machine's monotonic cl
   queue; all clients leave at once: how long until the core has the orders to end what it has of
   them, and until nothing waits.
 
-What an idle `pipeline serve` takes is a part of `benchmarks.live`.
-
 The first tokens of a stream count only once all streams have begun; processor time is per output
 token, of each process.
 """

@@ -62,7 +62,13 @@ def machine() -> dict[str, Any]:
     show as such.
     """
     busy = round(os.getloadavg()[0], 2)
-    return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version(), "busy": busy}
+    return {
+        "processor": _processor(),
+        "instructions": _instructions(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "busy": busy,
+    }
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -75,7 +81,18 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def _processor() -> str:
+    return _of_cpuinfo("model name") or platform.processor()
+
+
+def _instructions() -> list[str]:
+    """Return those that decide which kernels run, as far as the processor has them."""
+    flags = (_of_cpuinfo("flags") or "").split()
+    return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+
+
+def _of_cpuinfo(name: str) -> str | None:
+    """Return what Linux says of the first processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
+        if line.startswith(name):
             return line.split(":", 1)[1].strip()
-    return platform.processor()
+    return None

@@ -12,6 +12,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("step_profile",),
     ("structured_outputs", "--turns", "3", "--single-turns", "5", "--schemas", "100"),
     ("live", "--turns", "1", "--scale", "0.5", "--requests", "64"),
+    ("idle",),
 )
 """Needs no other program; some minutes on two cores."""
 
@@ -35,5 +36,6 @@ FULL: tuple[tuple[str, ...], ...] = (
     ("structured_outputs", "--turns", "3", *_VLLM),
     ("live",),
     ("live", "--turns", "2", *_VLLM),
+    ("idle",),
 )
 """Everything, with vLLM's CPU build and llama.cpp by turns; under an hour on two cores."""
