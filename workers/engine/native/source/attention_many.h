@@ -130,11 +130,12 @@ KERNELS(pairs, 2)
 NEVER_INLINE void add_bias(const attention_step *step, const tile *t, const row_plan *plan, ptrdiff_t i, ptrdiff_t rows,
                            ptrdiff_t first, ptrdiff_t columns, float scale, float *scores) {
     ptrdiff_t group = step->heads / step->kv_heads;
+    float inverse = 1 / scale;
     for (ptrdiff_t r = 0; r < rows; r++) {
-        ptrdiff_t query = t->first + i + r, head = t->head * group + query % group, position = plan->start + query / group;
-        const float *bias = step->bias + head * step->bias_stride + first - position;
+        ptrdiff_t query = t->first + i + r, position = plan->start + query / group;
+        const float *bias = step->bias + (t->head * group + query % group) * step->bias_stride + first - position;
         for (ptrdiff_t at = r * KEYS, c = 0; c < columns; c++, at += LANES)
-            store(scores + at, load(scores + at) + load(bias + c * LANES) / scale);
+            store(scores + at, load(scores + at) + load(bias + c * LANES) * inverse);
     }
 }
 
