@@ -34,8 +34,9 @@ EMBED = PoolingParams("embed")
 
 
 def start(path: Path, place: Place, **settings: Any) -> EngineCore:
-    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 4, **settings}
-    return EngineCore(Executor(EngineConfig(model=str(path), threads=1, **place.settings(), **settings)))
+    """A core that needs several steps for the texts; `settings` are more of the configuration."""
+    small: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 4}
+    return EngineCore(Executor(EngineConfig(model=str(path), threads=1, **small | place.settings() | settings)))
 
 
 def run_pooling(core: EngineCore, requests: list[EngineRequest]) -> list[Tensor]:
