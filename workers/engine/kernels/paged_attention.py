@@ -76,8 +76,10 @@ class TritonAttention:
         metadata: Metadata,
         scale: float,
         pattern: AttentionPattern,
+        bias: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
+        assert bias is None
         write(k, v, layer_cache, metadata.slot_mapping)
         return self.attend(q, layer_cache, metadata, scale, pattern)
 

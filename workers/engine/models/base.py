@@ -22,6 +22,9 @@ class DecoderModel(ABC):
     # depends on the host beyond shapes.
     recordable = True
 
+    #: What all layers add to the scores of queries and keys, as `Attention.forward` has it.
+    position_bias: Tensor | None = None
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.dtype = weights.dtype
