@@ -58,6 +58,7 @@ EMBEDDERS = {
     "roberta": TinyPoolingModel("RobertaModel", "RobertaConfig", _ROBERTA),
     "xlm-roberta": TinyPoolingModel("XLMRobertaModel", "XLMRobertaConfig", _ROBERTA),
     "modernbert": TinyPoolingModel("ModernBertModel", "ModernBertConfig", _MODERN),
+    "mpnet": TinyPoolingModel("MPNetModel", "MPNetConfig", _ROBERTA),
     "qwen3": TinyPoolingModel("Qwen3ForCausalLM", "Qwen3Config", _DECODER | {"head_dim": 32}, "last", True),
     "mistral": TinyPoolingModel("MistralModel", "MistralConfig", _DECODER | {"sliding_window": 24}, "last", True),
 }
@@ -71,6 +72,7 @@ CLASSIFIERS = {
     "xlm-roberta-score": TinyPoolingModel(
         "XLMRobertaForSequenceClassification", "XLMRobertaConfig", _ROBERTA | _ONE, activation="sigmoid"
     ),
+    "mpnet-classes": TinyPoolingModel("MPNetForSequenceClassification", "MPNetConfig", _ROBERTA | _THREE),
     "modernbert-classes": TinyPoolingModel(
         "ModernBertForSequenceClassification",
         "ModernBertConfig",
