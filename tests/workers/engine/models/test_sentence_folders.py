@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.workers.engine.models.test_pooling_parity import EMBED, assert_close, pooling_requests, run_pooling, start
 from tests.workers.engine.models.tiny_models import folder
@@ -75,6 +76,20 @@ def test_requests_of_one_step_may_ask_for_different_things(tmp_path: Path) -> No
     assert_close(run_pooling(core, requests), expected)
     assert (core.ready.tasks, core.ready.embedding_size) == (["embed", "token_embed"], 64)
     assert core.ready.matryoshka == []
+
+
+def test_names_of_old_checkpoints_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    copytree(pooling_folder("bert"), path)
+    tensors = load_file(path / "model.safetensors")
+    old = {
+        "bert." + name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): each
+        for name, each in tensors.items()
+    }
+    old["bert.embeddings.position_ids"] = torch.arange(200)
+    save_file(old, path / "model.safetensors")
+    expected = [pooled(hidden, "mean") for hidden in hidden_states("bert")]
+    assert_close(run_pooling(start(path, CPU), pooling_requests(EMBED)), expected)
 
 
 def test_sizes_of_matryoshka_are_published(tmp_path: Path) -> None:
