@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.models.test_pooling_parity import EMBED, assert_close, pooling_requests, run_pooling, start
 from tests.workers.engine.models.tiny_pooling_models import hidden_states, pooled, pooling_folder
 from tests.workers.engine.places import CPU
+from tests.workers.engine.pooling import EMBED, assert_close, pooling_requests, run_pooling, start
 from tests.workers.engine.scheduling.integrity import check_idle
 from tests.workers.engine.test_core import TightExecutor, WatchedModel
 from workers.engine.messages.core import AddRequests, EngineRequest, SamplingParams, Shutdown, StepOutput, ToCore

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import torch
 
-from tests.workers.engine.models.test_pooling_parity import EMBED, assert_close, pooling_requests
 from tests.workers.engine.models.tiny_pooling_models import hidden_states, pooled, pooling_folder
+from tests.workers.engine.pooling import EMBED, assert_close, pooling_requests
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.workers.engine.models.test_pooling_parity import EMBED, assert_close, pooling_requests, run_pooling, start
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.models.tiny_pooling_models import (
     hidden_states,
@@ -20,6 +19,7 @@ from tests.workers.engine.models.tiny_pooling_models import (
     texts,
 )
 from tests.workers.engine.places import CPU
+from tests.workers.engine.pooling import EMBED, assert_close, pooling_requests, run_pooling, start
 from workers.engine.device.executor import Executor
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, Finish, PoolingParams, SamplingParams
