@@ -187,7 +187,6 @@ class ModelRunner:
             config.attention_scales,
             config.attention_patterns,
             self.interruption,
-            self.model.position_bias,
         )
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 

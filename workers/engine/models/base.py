@@ -22,9 +22,6 @@ class DecoderModel(ABC):
     # depends on the host beyond shapes.
     recordable = True
 
-    #: What all layers add to the scores of queries and keys, as `Attention.forward` has it.
-    position_bias: Tensor | None = None
-
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.dtype = weights.dtype
@@ -52,6 +49,9 @@ class DecoderModel(ABC):
 
 class EncoderModel(ABC):
     """A model in which each token of a text sees those on both sides; flat rows of tokens, too."""
+
+    #: What all layers add to the scores of queries and keys, as `Attention.forward` has it.
+    position_bias: Tensor | None = None
 
     def __init__(self, weights: Weights) -> None:
         self.dtype, self.device = weights.dtype, weights.device

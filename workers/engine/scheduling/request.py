@@ -5,7 +5,10 @@ from collections.abc import Collection, Set
 from itertools import chain
 
 from workers.engine.guides.guide import Guide
-from workers.engine.messages.core import EngineRequest, Finish
+from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
+
+_POOLING = SamplingParams(max_tokens=1)
+"""The sampling of a pooling request."""
 
 
 class RequestState:
@@ -51,7 +54,7 @@ class RequestState:
 
     def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
         """`arrival` orders equals in priority; `max_model_len` caps prompt and output together."""
-        sampling = request.sampling
+        sampling = request.sampling if request.pooling is None else _POOLING
         self.id = request.request_id
         self.tokens = request.prompt_token_ids + request.output_token_ids
         self.prompt_length = len(request.prompt_token_ids)
@@ -66,12 +69,9 @@ class RequestState:
         self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
         self.pooling = request.pooling
         self.second_text = request.second_text
-        # A pooling request ends where others sample their first token
-        self.limit = (
-            min(self.prompt_length + sampling.max_tokens, max_model_len)
-            if request.pooling is None
-            else self.prompt_length + 1
-        )
+        # A pooling request ends where others sample their first token, even beyond the context
+        most = max_model_len if request.pooling is None else sys.maxsize
+        self.limit = min(self.prompt_length + sampling.max_tokens, most)
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
         # The batch whose outputs predict its own; None if only its limit can end it
