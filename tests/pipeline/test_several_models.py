@@ -162,7 +162,8 @@ def test_a_call_is_refused_after_a_while_where_the_other_model_is_at_work(
             timeout=150,
         ) as stream,
     ):
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         refused = served.ask("embed")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "insufficient_memory")
     assert "retry-after" in refused.headers
