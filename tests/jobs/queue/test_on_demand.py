@@ -8,6 +8,7 @@ from jobs.queue import keys, on_demand
 from jobs.queue.on_demand import OnDemandModel
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import FIRST_ID
+from tests.support.integrity import faults
 from tests.support.requests import request, start_batch
 
 OFFER = OnDemandModel("server-1", "needs too much", refusal="memory")
@@ -60,3 +61,10 @@ def test_work_waits_until_it_is_claimed_and_is_held_until_it_ends(queue: Queue) 
     assert len(queue.claim("w1", 1, 10, models=["a", "b"])) == 4
     assert queue.waiting_work(["a", "b"]) == {"a": (0, 0), "b": (0, 0)}
     assert queue.held_by(["w1", "w2"]) == {"w1": 4, "w2": 0}
+
+
+def test_a_server_that_waits_for_work_is_known(queue: Queue, redis_client: redis.Redis) -> None:
+    queue.offer({"a": OFFER}, ["a"])
+    assert faults(redis_client) == []
+    redis_client.delete(keys.ON_DEMAND)
+    assert faults(redis_client) == ["server-1: waits for a, which is not registered"]
