@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import anyio
@@ -17,6 +17,7 @@ from jobs.protocol.endpoint import Endpoint
 from jobs.protocol.endpoints import check_answers
 from jobs.protocol.results import ApiError
 from jobs.queue.connection import twin
+from jobs.queue.on_demand import OnDemandModel
 from jobs.queue.registry import ModelRecord, WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
@@ -37,6 +38,7 @@ class Snapshot:
     workers: list[WorkerRecord]
     models: dict[str, ModelRecord]
     expected: Sequence[str] = ()
+    on_demand: Mapping[str, OnDemandModel] = field(default_factory=dict)  # loaded when a call waits
 
     def names(self, *states: str) -> set[str]:
         """Models of the workers in one of `states`."""
@@ -54,8 +56,13 @@ class Snapshot:
     @property
     def loading(self) -> list[str]:
         """Models that no worker answers for yet, by name."""
-        coming = self.names("loading", "initializing").union(self.expected)
+        coming = self.names("loading", "initializing") | (set(self.expected) - set(self.on_demand))
         return sorted(coming - self.names("ready"))
+
+    @property
+    def callable_names(self) -> list[str]:
+        """Models that answer a call now, or once they are loaded for it."""
+        return sorted({record.name for record in self.served}.union(self.on_demand))
 
 
 class Fleet:
@@ -66,8 +73,11 @@ class Fleet:
     wait for one reading.
     """
 
-    def __init__(self, queue: Queue, expected: Sequence[str] = ()) -> None:
-        """`expected` are models that count as loading while no worker has registered them."""
+    def __init__(self, queue: Queue, expected: Sequence[str] = (), load_timeout: float = 300.0) -> None:
+        """`expected` are models that count as loading while no worker has registered them; calls
+        wait for `load_timeout` seconds for one that is loaded on demand.
+        """
+        self.load_timeout = load_timeout
         self.short_retry_queue = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
         client = twin(queue.redis, socket_timeout=_PROBE_SECONDS, socket_connect_timeout=_PROBE_SECONDS)
         self.probe_queue = Queue(client, self.short_retry_queue.settings)
@@ -141,15 +151,25 @@ class Fleet:
         except TimeoutError:
             raise QueueUnavailable("Redis does not answer") from None
 
-    async def require(self, model: str, fresh: bool = False, endpoint: Endpoint | None = None) -> None:
+    async def require(
+        self, model: str, fresh: bool = False, endpoint: Endpoint | None = None, waited: float = 0.0
+    ) -> None:
         """Raise `ApiError` unless a worker serves the model: 503 while none is ready that did or
         will, else 404; 400 if none of them answers the endpoint, and 404 if some do not.
+
+        A model that is loaded on demand may be waited for: 503 where that is in vain, or where the
+        call has `waited` for too many seconds.
         """
         snapshot = await self.snapshot(fresh)
         if model not in snapshot.names("ready") and not fresh:
             snapshot = await self.snapshot(fresh=True)
         if model not in snapshot.names("ready"):
-            raise not_served(model, snapshot)
+            offer = snapshot.on_demand.get(model)
+            if offer is None:
+                raise not_served(model, snapshot)
+            if offer.refusal or waited >= self.load_timeout:
+                raise _not_loaded(model, offer, self.load_timeout)
+            return
         if endpoint is not None:
             tasks = snapshot.tasks(model)
             check_answers(model, set().union(*tasks), endpoint.url)
@@ -196,7 +216,7 @@ class Fleet:
 
     def _read_now(self) -> Snapshot:
         models = {record.name: record for record in self.probe_queue.models()}
-        return Snapshot(self.probe_queue.workers(), models, self._expected)
+        return Snapshot(self.probe_queue.workers(), models, self._expected, self.probe_queue.on_demand())
 
 
 async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
@@ -218,11 +238,21 @@ def not_served(model: str, snapshot: Snapshot) -> ApiError:
             503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
         )
     # No models at all: Redis is new, or came back empty a moment ago
-    if model in snapshot.models or not snapshot.models:
+    if model in snapshot.models or not (snapshot.models or snapshot.on_demand):
         return ApiError(
             503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
         )
-    return model_not_found(model, [record.name for record in snapshot.served])
+    return model_not_found(model, snapshot.callable_names)
+
+
+def _not_loaded(model: str, offer: OnDemandModel, seconds: float) -> ApiError:
+    """The error of a model that is loaded on demand, and was not for this call."""
+    if offer.refusal == "failed":
+        message = f"The model `{model}` could not be loaded, and the server's log says why; try again."
+        return ApiError(503, message, "server_error", code="model_not_loadable")
+    code = "insufficient_memory" if offer.problem else "model_loading"
+    problem = offer.problem or f"was not loaded within {seconds:g} s"
+    return ApiError(503, f"The model `{model}` {problem}; try again.", "server_error", code=code)
 
 
 def _not_answered(model: str, url: str) -> ApiError:

@@ -80,13 +80,17 @@ class LiveCall:
             raise
 
     async def first(self) -> StreamEntry:
-        """Return the first entry from the worker. Raise `ApiError` when no worker is left."""
+        """Return the first entry from the worker. Raise `ApiError` when no worker is left, or the
+        model was not loaded in time.
+        """
+        time, pause = asyncio.get_running_loop().time, min(_WORKER_CHECK_SECONDS, self._fleet.load_timeout)
+        began = time()
         while True:
             try:
-                async with asyncio.timeout(_WORKER_CHECK_SECONDS):
+                async with asyncio.timeout(pause):
                     return await self._next()
             except TimeoutError:
-                await self._fleet.require(self._call.model, fresh=True)
+                await self._fleet.require(self._call.model, fresh=True, waited=time() - began)
 
     async def result(self, entry: StreamEntry) -> Result:
         """Wait for the end of the call and return its result; `entry` is the last one read."""

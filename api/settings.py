@@ -16,6 +16,11 @@ class ApiSettings(HttpSettings):
         "Model that counts as loading while no worker has registered it; may be repeated. `serve` names its own.",
         flag="expected-model",
     )
+    load_timeout: float = setting(
+        300.0,
+        "Seconds for which a live call waits for a model that `serve` loads on demand; then it is answered 503.",
+        min=1,
+    )
     completion_windows: tuple[str, ...] = setting(
         ("24h",),
         "How long a batch may take, as 24h, 30m or 10s; may be repeated, and a batch names one of them.",

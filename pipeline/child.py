@@ -56,6 +56,12 @@ class Child:
         self._last_lines: deque[str] = deque(maxlen=5)
         self._deaths: deque[float] = deque()
         self._start_at: float | None = None
+        self._stopping = False
+
+    @property
+    def has_stopped(self) -> bool:
+        """Return whether `check` has found its end after an order to stop."""
+        return self._stopping and self._process is None
 
     @property
     def pid(self) -> int | None:
@@ -89,23 +95,28 @@ class Child:
         self._reader.start()
 
     def check(self) -> None:
-        """Detect an end, and restart the process when its pause is over.
+        """Detect an end, and restart the process when its pause is over, unless it is to stop.
 
         Raises `ChildFailed`.
         """
         if self._process is not None and self._process.poll() is not None:
+            if self._stopping:
+                self._stopped(self._process)
+                return
             self._ended(self._process.returncode)
         if self._start_at is not None and time.monotonic() >= self._start_at:
             self.start()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM, to be followed by `wait_until_stopped`."""
-        self._start_at = None
+        """Send SIGTERM, to be followed by `wait_until_stopped`, or by `check` until it
+        `has_stopped`.
+        """
+        self._start_at, self._stopping = None, True
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL, to be followed by `wait_until_stopped`."""
-        self._start_at = None
+        """Send SIGKILL, to be followed as `ask_to_stop`."""
+        self._start_at, self._stopping = None, True
         self._signal(signal.SIGKILL)
 
     def wait_until_stopped(self, deadline: float, insisted: Callable[[], bool] = lambda: False) -> None:
@@ -120,6 +131,11 @@ class Child:
             time.sleep(_STOP_POLL)
         self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
         self._process = None
+
+    def _stopped(self, process: "subprocess.Popen[str]") -> None:
+        self._process = None
+        if process.returncode < 0:
+            self._on_death(process.pid)
 
     def _ended(self, code: int) -> None:
         assert self._process is not None

@@ -74,6 +74,13 @@ class Device(click.ParamType[str]):
         return text
 
 
+class ModelNames(click.ParamType[str]):
+    """Models, which the variable separates as PATH separates folders."""
+
+    name = "model"
+    envvar_list_splitter = os.pathsep
+
+
 _KINDS: dict[str, click.ParamType[Any]] = {
     "size": Size(),
     "folder": click.Path(file_okay=False),
@@ -211,12 +218,15 @@ def _config_values(ctx: click.Context, path: Path) -> dict[str, Any]:
     names = root.list_commands(ctx) if isinstance(root, click.Group) else []
     commands = [root.get_command(ctx, name) for name in names] if isinstance(root, click.Group) else [ctx.command]
     params = (param for command in commands if command is not None for param in command.params)
-    known = {param.name for param in params if isinstance(param, click.Option)}
+    options = [param for param in params if isinstance(param, click.Option)]
     values = {str(key).replace("-", "_"): value for key, value in _parse_config(path).items()}
-    unknown = sorted(set(values) - known)
+    unknown = sorted(set(values) - {option.name for option in options})
     if unknown:
         raise Refused(f"{path}: no flag is called {', '.join(unknown)}")
-    return values
+    if isinstance(values.get("model"), list):  # one is the commands' argument too
+        values["model_option"] = values.pop("model")
+    repeated = {option.name for option in options if option.multiple}
+    return {name: [value] if name in repeated and isinstance(value, str) else value for name, value in values.items()}
 
 
 def _parse_config(path: Path) -> dict[str, Any]:
@@ -402,6 +412,16 @@ def one_model(ctx: click.Context, positional: str | None, option: str | None) ->
     if positional is not None and option is not None and given_as_flag(ctx, ["model_option"]) and positional != option:
         raise Refused(f"two models are named: {positional} and --model {option}")
     return positional if positional is not None else option
+
+
+def all_models(ctx: click.Context, positional: str | None, options: tuple[str, ...]) -> list[str]:
+    """Return the models of a command that takes one as an argument, and any number as flags."""
+    if positional is None:
+        return list(options)
+    if given_as_flag(ctx, ["model_option"]) and options != (positional,):
+        others = ", ".join(options)
+        raise Refused(f"two models are named: {positional} and --model {others}; give each of several as --model")
+    return [positional]
 
 
 def given(ctx: click.Context, name: str) -> bool:

@@ -1,20 +1,28 @@
 """The foreground loop of long-running commands: keep the children running until a signal."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from jobs.process import as_json_line, logs_json
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from pipeline.hosting.host import ModelHost
 
-def run_until_stopped(supervisor: Supervisor) -> None:
+
+def run_until_stopped(supervisor: Supervisor, host: "ModelHost | None" = None) -> None:
     """Supervise until SIGINT or SIGTERM; the first one stops in order, a second one at once.
 
-    Raises `ChildFailed`.
+    `host` loads and unloads models meanwhile. Raises `ChildFailed`.
     """
     with Signals() as signals:
         while not signals.stops:
-            signals.wait(supervisor.check())
+            pause = supervisor.check()
+            if host is None:
+                signals.wait(pause)
+            else:
+                signals.wait(min(pause, host.check()), host.news)
         supervisor.stop(insisted=lambda: signals.stops > 1)
 
 

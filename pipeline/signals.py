@@ -37,12 +37,15 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a signal or `seconds`; return whether a signal came."""
-        readable, _, _ = select.select([self._reader], [], [], max(0.0, seconds))
-        if readable:
+    def wait(self, seconds: float, *others: int) -> bool:
+        """Wait for a signal, for one of the other files to be readable, or for `seconds`; return
+        whether a signal came.
+        """
+        reader = self._reader.fileno()
+        readable, _, _ = select.select([reader, *others], [], [], max(0.0, seconds))
+        if reader in readable:
             self._reader.recv(4096)
-        return bool(readable)
+        return reader in readable
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGCHLD:

@@ -7,6 +7,8 @@ from rich.table import Table
 
 from jobs.protocol.states import END_STATES, STATES
 from jobs.queue.gauges import GpuGauges
+from jobs.queue.on_demand import OnDemandModel
+from jobs.queue.registry import WorkerState
 from jobs.queue.request_queue import Queue
 from pipeline.progress import duration
 from pipeline.tables import new_table
@@ -29,14 +31,27 @@ def workers_table(queue: Queue) -> Table:
 
 
 def models_table(queue: Queue) -> Table:
-    """One row per model that is or was served."""
-    served = {name for worker in queue.workers() if worker.state == "ready" for name in worker.models}
+    """One row per model that is or was served, or is loaded on demand."""
+    workers = sorted(queue.workers(), key=lambda worker: worker.state == "ready")  # that one counts, of several
+    states = {name: worker.state for worker in workers for name in worker.models}
+    offers, known = queue.on_demand(), {model.name: model for model in queue.models()}
     table = new_table("Models", "name", "context", "served now", "endpoints")
-    for model in queue.models():
-        table.add_row(
-            model.name, str(model.max_model_len), "yes" if model.name in served else "no", ", ".join(model.endpoints)
-        )
+    for name in sorted({*known, *offers}):
+        context, urls = (str(known[name].max_model_len), known[name].endpoints) if name in known else ("", [])
+        table.add_row(name, context, _served_now(states.get(name), offers.get(name)), ", ".join(urls))
     return table
+
+
+def _served_now(state: WorkerState | None, offer: OnDemandModel | None) -> str:
+    """Return whether a model is loaded, or is when work for it waits, by the state of a worker."""
+    if state == "ready":
+        return "yes"
+    if offer is None:
+        return "no"
+    if state in ("loading", "initializing"):
+        return "loading"
+    trouble = offer.failure or offer.problem
+    return f"on demand, but {trouble}" if trouble else "on demand"
 
 
 def batches_tables(queue: Queue) -> list[Table]:

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -54,6 +54,7 @@ class Supervisor:
         self._say = say
         self._server: KeptServer | None = None
         self._children: list[Child] = []
+        self._on_failure: dict[Child, Callable[[ChildFailed], None]] = {}
         self._listener: SharedListener | None = None
         self._exit = contextlib.ExitStack()
         self._queue: Queue | None = None
@@ -106,22 +107,41 @@ class Supervisor:
         store = ["--file-store", file_store] if file_store is not None else []
         self._add("ticker", partial(_python, "jobs.control.ticker", *store))
 
-    def start_workers(self, arguments: list[str], replicas: int = 1) -> None:
+    def start_workers(
+        self,
+        arguments: list[str],
+        replicas: int = 1,
+        name: str = "",
+        on_failure: Callable[[ChildFailed], None] | None = None,
+    ) -> list[Child]:
         """Start model replicas, each a worker process with an engine core; they take different
         GPUs.
 
-        `arguments` are flags of `pipeline worker`.
+        `arguments` are flags of `pipeline worker`, `name` tells them from those of other models.
+        The failure of a replica ends the supervisor, unless `on_failure` is called for it.
         """
         # Always given, since the environment that a child inherits may hold another value.
         command = partial(
             _python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments
         )
+        kind = f"worker-{name}" if name else "worker"
         if replicas == 1:
-            self._add("worker", command, on_death=self._bury)
-            return
-        threads = str(max(1, all_threads() // replicas))
-        for number in range(replicas):
-            self._add(f"worker-{number}", command, {"OMP_NUM_THREADS": threads}, on_death=self._bury, named=True)
+            started = [self._add(kind, command, on_death=self._bury, named=bool(name))]
+        else:
+            threads = {"OMP_NUM_THREADS": str(max(1, all_threads() // replicas))}
+            started = [
+                self._add(f"{kind}-{number}", command, threads, on_death=self._bury, named=True)
+                for number in range(replicas)
+            ]
+        if on_failure is not None:
+            self._on_failure |= dict.fromkeys(started, on_failure)
+        return started
+
+    def forget(self, children: Iterable[Child]) -> None:
+        """Let go of children that have stopped."""
+        for child in children:
+            self._children.remove(child)
+            self._on_failure.pop(child, None)
 
     def start_api(self, arguments: list[str], listener: socket.socket | None = None, count: int = 1) -> None:
         """Start `count` API processes, which share `listener` (without one, each listens by
@@ -151,8 +171,13 @@ class Supervisor:
         """
         if self._server is not None and self._server.failure is not None:
             raise ChildFailed(self._server.failure)
-        for child in self._children:
-            child.check()
+        for child in list(self._children):
+            try:
+                child.check()
+            except ChildFailed as error:
+                if child not in self._on_failure:
+                    raise
+                self._on_failure[child](error)
         pauses = [child.pause_left for child in self._children]
         return min((pause for pause in pauses if pause is not None), default=5.0)
 
@@ -193,11 +218,12 @@ class Supervisor:
         on_death: Callable[[int], None] = lambda pid: None,
         named: bool = False,
         descriptors: tuple[int, ...] = (),
-    ) -> None:
+    ) -> Child:
         variables = {**self._environment, **(environment or {})}
         child = Child(name, command, variables, self._say, on_death, named=named, descriptors=descriptors)
         child.start()
         self._children.append(child)
+        return child
 
     def _connect(self) -> "Queue":
         from jobs.queue.connection import check_server, connect

@@ -17,6 +17,7 @@ from jobs.protocol.endpoints import POOLING_ENDPOINTS
 from jobs.queue.gauges import MetricDescriptor
 from jobs.queue.settings import QueueSettings
 from jobs.settings import own_fields, variable
+from pipeline.hosting.settings import HostingSettings
 from pipeline.options import as_flag, parameter_of
 from tools.errors import TREES, exception_classes
 from workers.engine.messages.config import EngineConfig
@@ -151,6 +152,7 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "errors": _errors,
     "queue_settings": partial(_settings, QueueSettings),
     "worker_settings": partial(_settings, WorkerSettings, EngineConfig),
+    "hosting_settings": partial(_settings, HostingSettings),
     "api_settings": partial(_settings, HttpSettings, ApiSettings),
 }
 

@@ -37,12 +37,12 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", responses=_UNAVAILABLE)
 async def ready(request: Request) -> Response:
-    """200 once a worker serves a model, 503 with the reason before; for load balancers."""
+    """200 once a model can be called, 503 with the reason before; for load balancers."""
     try:
         snapshot = await state_of(request).fleet.probe()
     except QueueUnavailable:
         return _not_now({"status": "not ready", "reason": "the queue is out of reach"})
-    if models := _served(snapshot):
+    if models := snapshot.callable_names:
         return JSONResponse({"status": "ready", "models": models})
     loading = ", ".join(snapshot.loading)
     return _not_now({"status": "not ready", "reason": f"loading {loading}" if loading else "no worker serves a model"})

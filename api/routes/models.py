@@ -1,4 +1,4 @@
-"""`/v1/models`: what workers serve, or are about to."""
+"""`/v1/models`: what workers serve, are about to, or would for a call."""
 
 import time
 from typing import Any
@@ -15,7 +15,9 @@ _STARTED = time.time()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """All models that can be called now (`status` "ready") or soon ("loading")."""
+    """All models that can be called now (`status` "ready"), soon ("loading"), or are loaded for a
+    call ("unloaded").
+    """
     snapshot = await state_of(request).fleet.snapshot()
     return {"object": "list", "data": list(_models(snapshot).values())}
 
@@ -30,22 +32,25 @@ async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
     if found is None:
         if name in snapshot.models:
             raise not_served(name, snapshot)
-        raise model_not_found(name, [record.name for record in snapshot.served])
+        raise model_not_found(name, snapshot.callable_names)
     return found
 
 
 def _models(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    """Those that are ready first; a model that was never served has no length yet."""
+    """Those that are ready first, then those that load; a model that was never served has no length
+    yet.
+    """
     served = {
         record.name: _as_openai(record.name, "ready", record.created, record.max_model_len)
         for record in snapshot.served
     }
-    loading = {}
-    for name in snapshot.loading:
-        known = snapshot.models.get(name)
-        created, length = (known.created, known.max_model_len) if known else (_STARTED, None)
-        loading[name] = _as_openai(name, "loading", created, length)
-    return served | loading
+    others = {}
+    for name in dict.fromkeys([*snapshot.loading, *snapshot.on_demand]):
+        if name not in served:
+            known = snapshot.models.get(name)
+            created, length = (known.created, known.max_model_len) if known else (_STARTED, None)
+            others[name] = _as_openai(name, "loading" if name in snapshot.loading else "unloaded", created, length)
+    return served | others
 
 
 def _as_openai(name: str, status: str, created: float, max_model_len: int | None) -> dict[str, Any]:
@@ -58,4 +63,5 @@ def _as_openai(name: str, status: str, created: float, max_model_len: int | None
         "parent": None,
         "max_model_len": max_model_len,
         "status": status,
+        "loaded": status == "ready",
     }

@@ -54,9 +54,9 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _answer(request: Request, url: str) -> Response:
-    """A call without `model` is for the only one that is served."""
-    served = (await state_of(request).fleet.snapshot()).names("ready")
-    return await answer(request, partial(_parse, url, min(served) if len(served) == 1 else None))
+    """A call without `model` is for the only one that there is."""
+    models = (await state_of(request).fleet.snapshot()).callable_names
+    return await answer(request, partial(_parse, url, models[0] if len(models) == 1 else None))
 
 
 def _parse(url: str, default_model: str | None, raw: bytes) -> TokenizerCall:

@@ -14,6 +14,7 @@ from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, refused
 from jobs.control.advance import BatchProgress, feed
 from jobs.control.slices import Slice
+from jobs.queue.request_queue import Queue
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, size_of, stamp_of
 
@@ -118,16 +119,20 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
         return Checked(problems=problems) if problems else check.finish()
 
 
-def known_models(held: Slice, patience: float) -> dict[str, tuple[str, ...]]:
-    """Models that are or were served, with their tasks.
+def known_models(held: Slice, patience: float) -> dict[str, tuple[str, ...] | None]:
+    """Models that are or were served, with their tasks, or are loaded on demand.
 
     Where there is none it waits for one: an emptied Redis gets them as leases are renewed.
     """
     deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
-    while not (models := {model.name: model.tasks for model in held.queue.models()}) and time.monotonic() < deadline:
+    while not (models := _models_of(held.queue)) and time.monotonic() < deadline:
         held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
     return models
+
+
+def _models_of(queue: Queue) -> dict[str, tuple[str, ...] | None]:
+    return dict.fromkeys(queue.on_demand()) | {model.name: model.tasks for model in queue.models()}
 
 
 def _token_problems(held: Slice, size: int) -> list[LineProblem]:

@@ -31,6 +31,7 @@ LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
+ON_DEMAND = "{q}:on_demand"  # hash: model -> OnDemandModel; lasts as long as a server repeats it
 # Zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload
 # began
 FILE_EXPIRY = "{q}:file_expiry"
@@ -197,7 +198,7 @@ def served(ring: str, member: str) -> str:
 
 
 def waiting(model: str) -> str:
-    """Set of workers whose last claim left them room."""
+    """Set of workers whose last claim left them room, and of servers that would load the model."""
     return f"{{q}}:waiting:{model}"
 
 

@@ -2,7 +2,8 @@
 
 Synchronous and thread-safe. Every change is one Lua script (`jobs/queue/lua`) that may be repeated
 blindly; their headers contain the rules that keep it right. Batches are in `batch_records.py`,
-streams in `streams.py`, workers and models in `registry.py`, limits in `limits.py`.
+streams in `streams.py`, workers and models in `registry.py` and `on_demand.py`, limits in
+`limits.py`.
 """
 
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ from jobs.queue.base import chunks, flat
 from jobs.queue.batch_records import BatchQueue
 from jobs.queue.gauges import Gauges
 from jobs.queue.limits import ModelOverloaded, RateLimits, TooManyCalls
+from jobs.queue.on_demand import OnDemand
 from jobs.queue.registry import Registry
 from jobs.queue.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
 from jobs.queue.settings import QueueSettings
@@ -66,7 +68,7 @@ class TokenTotals(NamedTuple):
     delivered: int
 
 
-class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
+class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
     """Everything that travels through Redis, for API, workers and control plane.
 
     All methods raise `QueueUnavailable`.

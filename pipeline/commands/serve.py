@@ -9,16 +9,17 @@ from api.http_settings import HttpSettings
 from api.settings import ApiSettings
 from pipeline.commands.api import check_open
 from pipeline.errors import Refused
+from pipeline.hosting.settings import HostingSettings
 from pipeline.options import (
+    ModelNames,
+    all_models,
     api_arguments,
     check_model_flags,
     common_options,
     flag,
     flags_of,
     log_settings,
-    model_arguments,
     model_options,
-    one_model,
     queue_options,
     redis_option,
     replicas_option,
@@ -32,8 +33,20 @@ _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
 @click.command()
 @click.argument("model", required=False)
 @flag(
-    "--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]"
+    "--model",
+    "model_option",
+    env="PIPELINE_MODEL",
+    type=ModelNames(),
+    multiple=True,
+    help="Folder or hub name of a model, NAME=FOLDER, or a folder of models; may be repeated. Several are loaded when"
+    " work for them waits. [default: the demo model]",
 )
+@flag(
+    "--model-flags",
+    multiple=True,
+    help="Flags of one of several models, as 'NAME=--max-model-len 8K --dtype float32'; may be repeated.",
+)
+@flags_of(HostingSettings)
 @flags_of(HttpSettings)
 @flags_of(ApiSettings, "expected_models")
 @flag(
@@ -53,15 +66,15 @@ def serve(
     ctx: click.Context,
     /,
     model: str | None,
-    model_option: str | None,
+    model_option: tuple[str, ...],
+    model_flags: tuple[str, ...],
     file_store: str,
     redis_url: str | None,
-    data_parallel_size: int,
     api_server_count: int,
     log_level: str,
     **_: object,
 ) -> None:
-    """Serve one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private
+    """Serve models over HTTP: API, workers, batch control plane and, without REDIS_URL, a private
     Redis.
 
     Files and batches are kept in the file store, and resumed at the next start.
@@ -70,13 +83,18 @@ def serve(
     check_model_flags(ctx)
     from api.http.listening import listening
     from jobs.store.marker import open_store
+    from pipeline.hosting.host import ModelHost, check_fits
+    from pipeline.hosting.models import served_models
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
-    from pipeline.worker_settings import worker_settings
 
-    name = one_model(ctx, model, model_option)
-    models = worker_settings(name, redis_url or "", ctx.params).models  # refuses before anything is started
-    ctx.params["expected_model"] = tuple(models)
+    given = all_models(ctx, model, model_option)
+    models = served_models(given, model_flags, redis_url, ctx.params)  # refuses before anything is started
+    ctx.params["expected_model"] = tuple(name for one in models for name in one.names)
+    hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
+    hosted = len(models) > 1 or hosting.idle_unload is not None
+    if hosted or hosting.max_memory is not None:
+        check_fits(models, hosting)
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     check_open(settings)
     with contextlib.ExitStack() as stack:
@@ -89,9 +107,11 @@ def serve(
         if redis_url is not None:  # a private one knows no other store
             open_store(supervisor.queue, Path(file_store))
         supervisor.start_api([*api_arguments(ctx.params), "--file-store", file_store], listener, api_server_count)
-        supervisor.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
+        if not hosted:
+            supervisor.start_workers(models[0].arguments, models[0].replicas)
         supervisor.start_jobs(file_store)
-        run_until_stopped(supervisor)
+        host = stack.enter_context(ModelHost(models, hosting, supervisor, print_line)) if hosted else None
+        run_until_stopped(supervisor, host)
 
 
 def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContextManager[None]:

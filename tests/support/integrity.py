@@ -4,9 +4,11 @@ from collections import Counter
 from typing import Any
 
 import redis
+from msgspec import msgpack
 
 from jobs.protocol.requests import RequestKey, unpack_request
 from jobs.queue import keys
+from jobs.queue.on_demand import OnDemandModel
 from tests.support.dump import Dump
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -99,6 +101,7 @@ class _Check:
 
     def of_workers(self) -> list[str]:
         known = {worker.decode() for worker in self.hash(keys.WORKERS)}
+        known |= {msgpack.decode(offer, type=OnDemandModel).server for offer in self.hash(keys.ON_DEMAND).values()}
         listed = [("waits for", keys.waiting("")), ("serves", keys.serving(""))]
         return [
             f"{worker}: {what} {model}, which is not registered"

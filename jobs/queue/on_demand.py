@@ -1,0 +1,76 @@
+"""Models that a server loads when work for them waits, and how much work that is."""
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import msgspec
+
+from jobs.protocol.requests import pack
+from jobs.queue import keys
+from jobs.queue.base import QueueBase, text
+
+OFFER_SECONDS = 30
+"""How long a server's offer lasts unless it is repeated."""
+
+
+class OnDemandModel(msgspec.Struct, frozen=True):
+    """What a server says of a model that it loads when work for it waits.
+
+    While there is a `refusal`, calls that wait for the model would wait in vain.
+    """
+
+    server: str  # the id under which it waits for work, as a worker does
+    problem: str = ""  # what it lacks while work waits for it: the end of "The model ..."
+    failure: str = ""  # how the last try to load it ended, if badly; for operators alone
+    refusal: Literal["", "memory", "failed"] = ""
+    until: float = 0.0  # unix seconds by the clock of Redis
+
+
+class OnDemand(QueueBase):
+    """Part of `jobs.queue.request_queue.Queue`."""
+
+    def offer(self, models: Mapping[str, OnDemandModel], waits_for: Collection[str]) -> None:
+        """Say for a while that these models are loaded when work for them waits.
+
+        The next work for one of `waits_for`, and for no other, sends the server a bell, as it does
+        to an idle worker.
+        """
+        until = self.now() + OFFER_SECONDS
+        offers = [part for name, one in models.items() for part in (name, pack(_until(one, until)))]
+        waits = [
+            ["SADD" if name in waits_for else "SREM", keys.waiting(name), one.server] for name, one in models.items()
+        ]
+        self.commands([["HSET", keys.ON_DEMAND, *offers], ["EXPIRE", keys.ON_DEMAND, OFFER_SECONDS], *waits])
+
+    def withdraw(self, models: Mapping[str, OnDemandModel]) -> None:
+        """Take the offers back."""
+        waits = [["SREM", keys.waiting(name), one.server] for name, one in models.items()]
+        streams = [["UNLINK", keys.control(server)] for server in {one.server for one in models.values()}]
+        self.commands([["HDEL", keys.ON_DEMAND, *models], *waits, *streams])
+
+    def on_demand(self) -> dict[str, OnDemandModel]:
+        """Return the models on offer, by name."""
+        (seconds, micros), packed = self.commands([["TIME"], ["HGETALL", keys.ON_DEMAND]])
+        now = int(seconds) + int(micros) / 1e6
+        offers = {text(name): msgspec.msgpack.decode(value, type=OnDemandModel) for name, value in packed.items()}
+        return {name: offer for name, offer in sorted(offers.items()) if offer.until > now}
+
+    def waiting_work(self, models: Collection[str]) -> dict[str, tuple[int, int]]:
+        """Return for each model whether live calls wait for a worker, and whether lines of batches
+        or quarantined requests do: above 0 where any does, as a claim would find it.
+        """
+        kinds = ["LLEN", keys.live], ["ZCARD", keys.live_tenants], ["ZCARD", keys.tenants], ["ZCARD", keys.quarantined]
+        counts = self.commands([command, key(model)] for model in models for command, key in kinds)  # type: ignore[operator]
+        rows = (counts[at : at + len(kinds)] for at in range(0, len(counts), len(kinds)))
+        return {
+            model: (first + in_turns, lines + quarantined)
+            for model, (first, in_turns, lines, quarantined) in zip(models, rows, strict=True)
+        }
+
+    def held_by(self, workers: Collection[str]) -> dict[str, int]:
+        """Return how many requests each of the workers holds."""
+        return dict(zip(workers, self.commands(["SCARD", keys.held(worker)] for worker in workers), strict=True))
+
+
+def _until(offer: OnDemandModel, until: float) -> OnDemandModel:
+    return msgspec.structs.replace(offer, until=until)

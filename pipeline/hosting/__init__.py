@@ -1,0 +1,1 @@
+"""Several models on one machine: which there are, what they need, when each is loaded."""

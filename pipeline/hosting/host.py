@@ -1,0 +1,256 @@
+"""Which models are loaded: each one when work for it waits, as far as there is memory, and until it
+has been idle for long enough or another one needs its place.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from jobs.queue.on_demand import OnDemandModel
+from pipeline.errors import ChildFailed, Refused
+from pipeline.hosting.models import ServedModel
+from pipeline.hosting.needs import Needs, needs_of
+from pipeline.hosting.room import Room
+from pipeline.hosting.settings import HostingSettings
+from pipeline.hosting.work_watch import ModelToWatch, ModelWork, WorkWatch
+
+if TYPE_CHECKING:
+    from pipeline.child import Child
+    from pipeline.supervisor import Supervisor
+
+TURN_SECONDS = 60.0
+"""How long a model that is at work keeps its place, at least, while another one's work waits."""
+
+_LOADS_A_TURN = 5  # it keeps it for so many times as it took to load, if that is longer
+_REPORT_SECONDS = 5.0  # workers report so often what they have done
+_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # after a model could not be loaded
+_LOADS_ALLOWED = 4  # worker processes that may end while one model is loaded
+_BESIDES = 10.0  # seconds to stop in, beyond those of its requests
+_CHECK_SECONDS = 5.0
+_SOON_SECONDS = 0.2
+
+State = Literal["unloaded", "loading", "ready", "unloading"]
+
+
+@dataclass(eq=False)
+class ModelPlace:
+    """One model, its worker processes and what is known of its work."""
+
+    model: ServedModel
+    needs: Needs
+    state: State = "unloaded"
+    since: float = 0.0  # the state
+    children: "list[Child]" = field(default_factory=list)
+    pids: set[int] = field(default_factory=set)
+    work: ModelWork = field(default_factory=ModelWork)
+    waits_since: float | None = None  # work, without a place
+    worked_at: float = 0.0
+    load_seconds: float = 0.0
+    problem: str = ""  # why it is not loaded though work waits
+    failure: str = ""  # how the last try to load it ended, if badly
+    refusal: Literal["", "memory", "failed"] = ""
+    failures: int = 0  # in a row
+    retry_at: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing is lost where it is unloaded now."""
+        return self.state == "ready" and not self.work.waiting and not self.work.running
+
+    def gives_way(self, now: float) -> bool:
+        """Return whether another model may have its place."""
+        turn = max(TURN_SECONDS, _LOADS_A_TURN * self.load_seconds)
+        return self.is_idle or (self.state == "ready" and now - self.since > turn)
+
+    def enter(self, state: State, now: float) -> None:
+        self.state, self.since = state, now
+
+
+class ModelHost:
+    """A context in which models are on offer; `check` loads and unloads them.
+
+    It is to be called again when `news` can be read.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        settings: HostingSettings,
+        supervisor: "Supervisor",
+        say: Callable[[str], None],
+    ) -> None:
+        self._places = [ModelPlace(model, _needs(model)) for model in models]
+        self._idle_unload = math.inf if settings.idle_unload is None else settings.idle_unload
+        self._room = Room(settings.max_memory)
+        self._supervisor = supervisor
+        self._say = say
+        self._watch = WorkWatch(supervisor.queue)
+        self.news = self._watch.news
+
+    def __enter__(self) -> "ModelHost":
+        self._watch.start(self._watched())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._watch.stop()
+
+    def check(self) -> float:
+        """Load and unload; return the seconds until the next call at the latest."""
+        now, look = time.monotonic(), self._watch.take()
+        for place in self._places:
+            if look.began > place.since:
+                self._observe(place, look.works[place.model.title], now)
+        for place in self._places:
+            if place.state == "unloading":
+                self._end_unloading(place, now)
+            elif place.is_idle and now - place.worked_at > self._idle_unload + _REPORT_SECONDS:
+                self._unload(place, now, f"after {self._idle_unload:g} s without work")
+        self._load_wanted(now)
+        self._watch.unsettled = self._is_changing
+        self._watch.tell(self._watched())
+        leaving = any(place.state == "unloading" for place in self._places)
+        return _SOON_SECONDS if leaving else _CHECK_SECONDS
+
+    def _observe(self, place: ModelPlace, work: ModelWork, now: float) -> None:
+        if work.waiting or work.running or work.counted != place.work.counted:
+            place.worked_at = now
+        place.work = work
+        if not work.waiting:
+            place.waits_since = None
+        elif place.waits_since is None:
+            place.waits_since = now
+        if place.refusal and now >= place.retry_at:
+            place.refusal = ""
+        if not place.refusal and place.waits_since is None:
+            place.problem = ""
+        pids = {child.pid for child in place.children if child.pid is not None}
+        if place.state == "loading" and work.ready:
+            place.load_seconds, place.worked_at = now - place.since, now
+            place.failures, place.failure = 0, ""
+            place.enter("ready", now)
+        elif place.state == "loading" and len(place.pids | pids) > _LOADS_ALLOWED * place.model.replicas:
+            self._fail(place, ChildFailed(f"its worker ended {_LOADS_ALLOWED} times while it was loaded"))
+        place.pids |= pids
+
+    def _load_wanted(self, now: float) -> None:
+        """Load what work waits for, live calls' first; unload others for it, but for one model at a
+        time.
+        """
+        wanted = [
+            place
+            for place in self._places
+            if place.state == "unloaded" and place.waits_since is not None and now >= place.retry_at
+        ]
+        for place in sorted(wanted, key=lambda one: (not one.work.live, one.waits_since)):
+            place.needs = _needs(place.model)  # a model of the hub may have been downloaded
+            place.problem = self._shortage(place)
+            if not place.problem:
+                self._load(place, now)
+            elif self._is_changing:  # so that what is left cannot be said yet
+                return
+            elif never := self._shortage(place, leaving=self._taken()):
+                self._refuse(place, never, now)
+            elif self._makes_room(place, now):
+                return
+
+    def _makes_room(self, place: ModelPlace, now: float) -> bool:
+        """Unload what is needed for a model, the one that was idle for longest first; return
+        whether there will be room for it.
+        """
+        leaving: list[ModelPlace] = []
+        for other in sorted(self._taken(), key=lambda one: (not one.is_idle, one.worked_at)):
+            if other.gives_way(now):
+                leaving.append(other)
+                if not self._shortage(place, leaving):
+                    for one in leaving:
+                        self._unload(one, now, f"to make room for {place.model.title}")
+                    return True
+        others = ", ".join(f"`{one.model.title}`" for one in self._taken())
+        place.problem = f"{place.problem} beside {others}, which is at work"
+        return False
+
+    @property
+    def _is_changing(self) -> bool:
+        return any(place.state in ("loading", "unloading") for place in self._places)
+
+    def _taken(self) -> list[ModelPlace]:
+        return [place for place in self._places if place.state != "unloaded"]
+
+    def _shortage(self, place: ModelPlace, leaving: Iterable[ModelPlace] = ()) -> str:
+        taken = self._taken()
+        return self._room.shortage(
+            place.needs,
+            loaded=[one.needs for one in taken if one.state != "loading"],
+            starting=[one.needs for one in taken if one.state == "loading"],
+            leaving=[one.needs for one in leaving],
+        )
+
+    def _load(self, place: ModelPlace, now: float) -> None:
+        title = place.model.title
+        self._say(f"loading the model {title}, for which work waits")
+        place.pids.clear()
+        place.enter("loading", now)
+        place.children = self._supervisor.start_workers(
+            place.model.arguments, place.model.replicas, title, partial(self._fail, place)
+        )
+
+    def _unload(self, place: ModelPlace, now: float, reason: str) -> None:
+        self._say(f"unloading the model {place.model.title} {reason}")
+        for child in place.children:
+            child.ask_to_stop()
+        place.enter("unloading", now)
+
+    def _end_unloading(self, place: ModelPlace, now: float) -> None:
+        if now - place.since > place.model.settings.shutdown_timeout + _BESIDES:
+            for child in place.children:
+                child.kill()
+        if all(child.has_stopped for child in place.children):
+            self._supervisor.forget(place.children)
+            place.children = []
+            place.enter("unloaded", now)
+
+    def _fail(self, place: ModelPlace, error: ChildFailed) -> None:
+        """End all workers of a model that could not be loaded; try again after a growing pause."""
+        now = time.monotonic()
+        for child in place.children:
+            child.kill()
+        place.enter("unloading", now)
+        place.failure, place.problem = f"could not be loaded: {error.message}", ""
+        pause = self._postpone(place, "failed", now)
+        self._say(f"the model {place.model.title} {place.failure}; not trying again for {pause:g} s")
+
+    def _refuse(self, place: ModelPlace, shortage: str, now: float) -> None:
+        place.problem = shortage
+        pause = self._postpone(place, "memory", now)
+        self._say(f"the model {place.model.title} {shortage}; not trying again for {pause:g} s")
+
+    def _postpone(self, place: ModelPlace, refusal: Literal["memory", "failed"], now: float) -> float:
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**place.failures)
+        place.refusal, place.failures, place.retry_at = refusal, place.failures + 1, now + pause
+        return pause
+
+    def _watched(self) -> dict[str, ModelToWatch]:
+        return {
+            place.model.title: ModelToWatch(
+                tuple(place.model.names),
+                OnDemandModel(self._watch.server, place.problem, place.failure, place.refusal),
+                frozenset(place.pids),
+                rings=place.state == "unloaded" and place.waits_since is None,
+            )
+            for place in self._places
+        }
+
+
+def check_fits(models: Iterable[ServedModel], settings: HostingSettings) -> None:
+    """Raise `Refused` for a model that this machine has no room for, also alone."""
+    room = Room(settings.max_memory)
+    for model in models:
+        if shortage := room.shortage(_needs(model), (), (), ()):
+            raise Refused(f"the model {model.title} {shortage}: free some, raise --max-memory, or leave the model out")
+
+
+def _needs(model: ServedModel) -> Needs:
+    return needs_of(model.settings.engine, model.replicas)

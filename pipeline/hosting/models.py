@@ -1,0 +1,123 @@
+"""From the --model and --model-flags of a command to the models of a server."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from pipeline.errors import Refused
+from pipeline.options import all_of, check_model_flags, model_arguments, model_options, replicas_option
+from pipeline.worker_settings import worker_settings
+from workers.settings import WorkerSettings
+
+_MARKS = ("config.json", "modules.json")
+"""Files of which a model's folder has one."""
+
+_NAME_OF_FLAGS = "--model-flags"
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """One of a server's models, and the flags of its worker."""
+
+    title: str  # in log lines, and what --model-flags names it by
+    settings: WorkerSettings
+    arguments: list[str]
+    replicas: int
+
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may use."""
+        return self.settings.models
+
+
+@all_of(model_options, replicas_option)
+@click.command(_NAME_OF_FLAGS, add_help_option=False)
+def _own_flags(**_: object) -> None:
+    """Flags of one model."""
+
+
+def served_models(
+    given: Sequence[str], flags: Sequence[str], redis_url: str | None, values: Mapping[str, Any]
+) -> list[ServedModel]:
+    """Return the models of a server, the demo model where none is `given`.
+
+    `values` are the flags for all of them, `flags` those of one each, as NAME=FLAGS. Raises
+    `Refused`.
+    """
+    named = [pair for text in given for pair in _named(text)] or [("", None)]
+    if len(named) > 1 and values["served_model_name"]:
+        raise Refused("--served-model-name names one model, and there are several: give --model NAME=FOLDER")
+    own = dict(_split_flags(text) for text in flags)
+    models = [_served(name, folder, own, redis_url, values) for name, folder in named]
+    if unknown := [title for title in own if title not in {model.title for model in models}]:
+        titles = ", ".join(model.title for model in models)
+        raise Refused(f"{_NAME_OF_FLAGS} {unknown[0]}=...: no model is called so; there are: {titles}")
+    _check_names(models)
+    return models
+
+
+def _served(
+    name: str, folder: str | None, own: Mapping[str, str], redis_url: str | None, values: Mapping[str, Any]
+) -> ServedModel:
+    if name:
+        values = {**values, "served_model_name": (name,)}
+    title = name or worker_settings(folder, redis_url or "", values).models[-1]
+    if title in own:
+        values = {**values, **_read_flags(title, own[title], values)}
+    settings = worker_settings(folder, redis_url or "", values)
+    arguments = [*([folder] if folder else []), *model_arguments(values)]
+    return ServedModel(title, settings, arguments, values["data_parallel_size"])
+
+
+def _named(text: str) -> list[tuple[str, str | None]]:
+    """Return name ("" for the model's own) and folder of each model that one --model gives."""
+    name, separator, folder = text.partition("=")
+    if separator and name and "/" not in name and not Path(text).exists():
+        return [(name, folder)]
+    if _is_model(Path(text)) or not Path(text).is_dir():
+        return [("", text)]
+    return [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)] or [("", text)]
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _MARKS)
+
+
+def _split_flags(text: str) -> tuple[str, str]:
+    title, separator, flags = text.partition("=")
+    if not separator or not title:
+        raise Refused(f"{_NAME_OF_FLAGS} {text!r} is not NAME=FLAGS, such as 'chat=--max-model-len 8K'")
+    return title, flags
+
+
+def _read_flags(title: str, flags: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        ctx = _own_flags.make_context(_NAME_OF_FLAGS, shlex.split(flags))
+    except (click.UsageError, ValueError) as error:
+        reason = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        raise Refused(f"{_NAME_OF_FLAGS} {title}: {reason.rstrip('.')}") from None
+    own = {name: value for name, value in ctx.params.items() if _is_given(ctx, name)}
+    ctx.params = {**values, **own}
+    check_model_flags(ctx)
+    return own
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _check_names(models: Sequence[ServedModel]) -> None:
+    owners: dict[str, ServedModel] = {}
+    for model in models:
+        for name in model.names:
+            other = owners.setdefault(name, model)
+            if other is not model:
+                raise Refused(
+                    f"two models are called {name}, {other.settings.engine.model} and {model.settings.engine.model}:"
+                    " give --model NAME=FOLDER"
+                )

@@ -1,0 +1,106 @@
+"""What a model takes of a machine, as far as it can be said before it is loaded."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.engine.messages.config import EngineConfig
+
+_CPU_CACHE_BYTES = 1 << 30  # as the engine: more only where it is asked for
+_CPU_SEQUENCES, _BLOCK_SIZE = 64, 16  # the engine's defaults
+_PROCESS_BYTES = 384 << 20  # of a worker process with its engine core; about half of it is torch
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What all replicas of a model take together."""
+
+    memory: int  # bytes
+    gpus: int = 0
+
+
+def needs_of(engine: EngineConfig, replicas: int) -> Needs:
+    """Return an estimate, of a model that is not on this machine yet without its weights.
+
+    On a GPU the weights and the KV cache take a GPU's memory, which the worker judges by itself.
+    """
+    ranks = replicas * engine.tensor_parallel_size
+    if uses_gpus(engine.device):
+        return Needs(ranks * _PROCESS_BYTES, ranks)
+    folder = _folder(engine.model)
+    if folder is None:
+        return Needs(ranks * _PROCESS_BYTES)
+    config = _config(folder)
+    item = _ITEM_BYTES.get(engine.dtype, 2 if _has_bfloat16() else 4)
+    stored = _ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 4)
+    files = (file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    weights = sum(file.stat().st_size for file in files) * item // stored
+    return Needs(ranks * _PROCESS_BYTES + replicas * (weights + _cache_bytes(engine, config, item)))
+
+
+def uses_gpus(device: str) -> bool:
+    """Return whether a worker would take a GPU."""
+    return device.startswith("cuda") or (device == "auto" and count_gpus() > 0)
+
+
+def count_gpus() -> int:
+    """Return how many GPUs the processes of this one may use."""
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return devices
+    return min(devices, len([one for one in visible.split(",") if one.strip() not in ("", "-1")]))
+
+
+def _folder(model: str) -> Path | None:
+    """Return where a model's files are, None where they are not on this machine."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):  # the worker says what is wrong with it
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int) -> int:
+    """Return the size of the KV cache on a CPU, the largest one where the shape is unknown."""
+    if engine.kv_cache_memory_bytes is not None:
+        return engine.kv_cache_memory_bytes
+    try:
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads, layers = config.get("num_key_value_heads") or heads, config["num_hidden_layers"]
+        length = engine.max_model_len or config["max_position_embeddings"]
+        block = engine.block_size or _BLOCK_SIZE
+        blocks = (engine.max_num_seqs or _CPU_SEQUENCES) * -(-length // block) + 1
+        return int(min(_CPU_CACHE_BYTES, 2 * blocks * block * layers * kv_heads * size * item))
+    except (KeyError, TypeError, ZeroDivisionError):
+        return _CPU_CACHE_BYTES
+
+
+def _has_bfloat16() -> bool:
+    """Return whether the engine runs in bfloat16 on this CPU unless it is told otherwise."""
+    try:
+        rows = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((row for row in rows if row.startswith(("flags", "Features"))), "")
+    return not _BFLOAT16_FLAGS.isdisjoint(flags.split())

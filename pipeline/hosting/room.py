@@ -1,0 +1,39 @@
+"""Whether a model fits on this machine beside those that are loaded."""
+
+from collections.abc import Iterable
+
+from pipeline.hosting.needs import Needs, count_gpus
+from workers.engine.device.memory import available_memory, gib
+
+
+class Room:
+    """The machine's memory, or the part of it that models may take, and its GPUs."""
+
+    def __init__(self, max_memory: int | None) -> None:
+        self._max_memory = max_memory
+        self._gpus = count_gpus()
+
+    def shortage(
+        self, needs: Needs, loaded: Iterable[Needs], starting: Iterable[Needs], leaving: Iterable[Needs]
+    ) -> str:
+        """Return what a model lacks beside others, "" if nothing: the end of "The model ...".
+
+        `loaded` have taken what they need, `starting` may still take it, and `leaving` are among
+        the loaded and give it back.
+        """
+        loaded, starting, leaving = list(loaded), list(starting), list(leaving)
+        others = [*loaded, *starting]
+        gpus = self._gpus - sum(one.gpus for one in others) + sum(one.gpus for one in leaving)
+        if needs.gpus > gpus and needs.gpus:
+            return f"needs {needs.gpus} GPU{'s' * (needs.gpus > 1)}, and {max(0, gpus)} of {self._gpus} are free"
+        given_back = sum(one.memory for one in leaving)
+        wanted = f"needs about {gib(needs.memory)} of memory"
+        if self._max_memory is not None:
+            left = self._max_memory - sum(one.memory for one in others) + given_back
+            if needs.memory > left:
+                return f"{wanted}, and of the {gib(self._max_memory)} of --max-memory {gib(max(0, left))} are left"
+        available = available_memory()
+        if available is None:
+            return ""
+        left = available - sum(one.memory for one in starting) + given_back
+        return f"{wanted}, and {gib(max(0, left))} are available" if needs.memory > left else ""

@@ -1,0 +1,153 @@
+"""How much work waits for the models of a server, read in a thread of its own, so that a Redis that
+is away holds nothing up.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import redis
+
+from jobs.queue.connection import MAX_BLOCK_SECONDS
+from jobs.queue.gauges import WorkerGauges
+from jobs.queue.on_demand import OnDemandModel
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.streams import FIRST_ID
+
+if TYPE_CHECKING:
+    from jobs.queue.request_queue import Queue
+
+logger = logging.getLogger("pipeline")
+
+_UNSETTLED_SECONDS = 0.5  # between two looks while a model is loaded or unloaded
+_PAUSE_AFTER_ERROR = 1.0
+
+
+class ModelWork(NamedTuple):
+    """The work for one model at one moment."""
+
+    live: int = 0  # calls, or tenants of calls, that wait
+    waiting: int = 0  # those, and the same of batches
+    running: int = 0  # requests that its workers hold
+    counted: float = 0.0  # grows with everything that its workers do
+    ready: bool = False  # whether one of them takes requests
+
+
+@dataclass(frozen=True)
+class ModelToWatch:
+    """What the watch has to know of a model."""
+
+    names: tuple[str, ...]
+    offer: OnDemandModel
+    pids: frozenset[int] = frozenset()  # of its worker processes
+    rings: bool = True  # whether the next work for it is to end a wait
+
+
+class Look(NamedTuple):
+    """What one look found."""
+
+    began: float  # by the monotonic clock
+    works: Mapping[str, ModelWork]
+
+
+class WorkWatch:
+    """Looks when work comes for a model that is not loaded, and every few seconds.
+
+    `news` can be read after each look.
+    """
+
+    def __init__(self, queue: "Queue") -> None:
+        self.server = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.unsettled = False  # whether to look again soon
+        self._queue = queue
+        self._models: Mapping[str, ModelToWatch] = {}
+        self._found = Look(-math.inf, {})
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="work-watch", daemon=True)
+
+    def start(self, models: Mapping[str, ModelToWatch]) -> None:
+        self._models = models
+        self._thread.start()
+
+    def tell(self, models: Mapping[str, ModelToWatch]) -> None:
+        """Replace what the next look goes by."""
+        self._models = models
+
+    def take(self) -> Look:
+        """Return what the last look found."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.news)
+        return self._found
+
+    def stop(self) -> None:
+        """Take the offers back; the thread ends with its blocking read."""
+        self._stopped.set()
+        with contextlib.suppress(redis.RedisError, QueueUnavailable):  # else they expire
+            self._queue.withdraw(_offers(self._models.values()))
+
+    def _watch(self) -> None:
+        last_id = FIRST_ID
+        while not self._stopped.is_set():
+            try:
+                is_loading = self._look()
+                pause = _UNSETTLED_SECONDS if is_loading or self.unsettled else MAX_BLOCK_SECONDS
+                orders = self._queue.control_messages(self.server, last_id, pause)
+                last_id = orders[-1].id if orders else last_id
+            except Exception as error:
+                if not self._stopped.is_set():
+                    logger.warning("failed to look for work; models are neither loaded nor unloaded: %s", error)
+                self._stopped.wait(_PAUSE_AFTER_ERROR)
+
+    def _look(self) -> bool:
+        """Return whether work waits for a model that should soon be loaded."""
+        began, models = time.monotonic(), self._models
+        offers = _offers(models.values())
+        # First, so that work which comes after the look rings
+        self._queue.offer(offers, [name for one in models.values() if one.rings for name in one.names])
+        workers = self._queue.workers()
+        waiting = self._queue.waiting_work(list(offers))
+        # After what waits: what is claimed meanwhile is seen twice, and not never
+        held = self._queue.held_by([worker.id for worker in workers])
+        gauges = self._queue.gauges([worker.id for worker in workers])
+        works = {title: _work(model, workers, waiting, held, gauges) for title, model in models.items()}
+        self._found = Look(began, works)
+        os.eventfd_write(self.news, 1)
+        return any(work.waiting and not (work.ready or models[title].offer.refusal) for title, work in works.items())
+
+
+def _offers(models: Collection[ModelToWatch]) -> dict[str, OnDemandModel]:
+    return {name: one.offer for one in models for name in one.names}
+
+
+def _work(
+    model: ModelToWatch,
+    workers: Collection[WorkerRecord],
+    waiting: Mapping[str, tuple[int, int]],
+    held: Mapping[str, int],
+    gauges: Mapping[str, WorkerGauges],
+) -> ModelWork:
+    own = [one for one in workers if one.pid in model.pids and one.host == socket.gethostname()]
+    live = sum(waiting[name][0] for name in model.names)
+    return ModelWork(
+        live=live,
+        waiting=live + sum(waiting[name][1] for name in model.names),
+        running=sum(held[one.id] for one in own),
+        counted=sum(_counted(one, gauges[one.id]) for one in own if one.id in gauges),
+        ready=any(one.state == "ready" for one in own),
+    )
+
+
+def _counted(worker: WorkerRecord, gauges: WorkerGauges) -> float:
+    """Return the sum of all that a worker counts."""
+    metrics = zip(worker.metrics, gauges.metrics, strict=False)
+    return sum(one.value for declared, samples in metrics if declared.kind != "gauge" for one in samples)

@@ -1,0 +1,90 @@
+"""Calls for models that a server loads when work for them waits."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from api.settings import ApiSettings
+from jobs.queue.on_demand import OnDemandModel
+from jobs.queue.request_queue import Queue
+from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.api.test_models_and_health import call, register
+from tests.support.api_server import official_client, plain_client, running_api
+from tests.support.waiting import wait_until
+
+OFFER = OnDemandModel("server-1")
+NO_ROOM = "needs about 2.00 GiB of memory, and 1.00 GiB are available beside `other`, which is at work"
+
+
+@pytest.fixture
+def hasty_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
+    """The address of an API whose calls wait for a model for a second."""
+    with running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path), load_timeout=1.0)) as url:
+        yield url
+
+
+def test_all_models_are_listed_with_whether_they_are_loaded(
+    client: openai.OpenAI, http: httpx.Client, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    queue.offer(dict.fromkeys((MODEL, "loads", "asleep"), OFFER), [])
+    register(queue, "first", "loads", "loading")
+    scripted(lambda claim: [])
+    assert http.get("/ready").json() == {"status": "ready", "models": ["asleep", "loads", MODEL]}
+    listed = {
+        model.id: (extra["status"], extra["loaded"]) for model in client.models.list() if (extra := model.to_dict())
+    }
+    assert listed == {MODEL: ("ready", True), "loads": ("loading", False), "asleep": ("unloaded", False)}
+    assert client.models.retrieve("asleep").to_dict()["loaded"] is False
+    answer = call(http, "typo")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "`asleep`" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_waits_until_its_model_is_loaded(
+    client: openai.OpenAI, queue: Queue, scripted: Callable[..., ScriptedWorker], stream: bool
+) -> None:
+    queue.offer({MODEL: OFFER}, [MODEL])
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.completions.create, model=MODEL, prompt="x", stream=stream)  # type: ignore[call-overload]
+        wait_until(lambda: queue.waiting_work([MODEL])[MODEL][0], 60, "the call to wait")
+        assert len(queue.control_messages("server-1", "0-0", 0)) == 1
+        scripted(lambda claim: ["one"])
+        result = answer.result(60)
+    assert (next(iter(result)) if stream else result).choices[0].text == "one"
+
+
+def test_a_call_waits_for_a_limited_time(hasty_url: str, queue: Queue) -> None:
+    with plain_client(hasty_url) as http:
+        for problem, code in (("", "model_loading"), (NO_ROOM, "insufficient_memory")):
+            queue.offer({MODEL: OnDemandModel("server-1", problem)}, [])
+            wait_until(lambda: http.get(f"/v1/models/{MODEL}").status_code == 200, 60, "the offer to be seen")
+            answer = call(http, MODEL)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+            assert int(answer.headers["retry-after"]) >= 1
+            assert (problem or "was not loaded within 1 s") in answer.json()["error"]["message"]
+            wait_until(lambda: not queue.waiting_work([MODEL])[MODEL][0], 60, "the call to be gone")
+
+
+def test_a_call_for_a_model_that_cannot_be_loaded_is_refused_at_once(http: httpx.Client, queue: Queue) -> None:
+    bad = OnDemandModel("s", failure="could not be loaded: there is no model folder /secret", refusal="failed")
+    queue.offer({"big": OnDemandModel("s", NO_ROOM, refusal="memory"), "bad": bad}, [])
+    for model, code in (("big", "insufficient_memory"), ("bad", "model_not_loadable")):
+        answer = call(http, model)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+        assert "retry-after" in answer.headers
+        assert "/secret" not in answer.text
+
+
+def test_a_call_without_a_model_is_for_the_only_one(
+    redis_url: str, tmp_path: Path, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    queue.offer({MODEL: OFFER, "another": OFFER}, [])
+    with running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path))) as url, official_client(url) as client:
+        scripted(lambda claim: [])
+        with pytest.raises(openai.BadRequestError, match="model"):
+            client.post("../tokenize", cast_to=object, body={"prompt": "x"})

@@ -1,0 +1,130 @@
+"""What --model and --model-flags make of it, and what a model needs of the machine."""
+
+import shutil
+from pathlib import Path
+
+import click
+import pytest
+
+from pipeline.commands.serve import serve
+from pipeline.hosting import room
+from pipeline.hosting.models import ServedModel, served_models
+from pipeline.hosting.needs import Needs, needs_of
+from pipeline.hosting.room import Room
+from pipeline.main import cli
+from pipeline.options import all_models
+from tests.pipeline.conftest import RunHere
+from workers.engine.messages.config import EngineConfig
+from workers.settings import DEMO_MODEL
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of two models, and of something else."""
+    for name in ("chat", "embed"):
+        shutil.copytree(DEMO_MODEL, tmp_path / "models" / name)
+    (tmp_path / "models" / "notes").mkdir()
+    return tmp_path / "models"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--model", "a={}/chat", "--model", "a={}/embed"), "two models are called a, {}/chat and {}/embed: give"),
+        (("--model", "{}", "--served-model-name", "x"), "--served-model-name names one model, and there are several"),
+        (
+            ("--model", "{}", "--model-flags", "other=--dtype float32"),
+            "other=...: no model is called so; there are: chat",
+        ),
+        (("--model", "{}", "--model-flags", "chat=--no-such"), "--model-flags chat: No such option '--no-such'"),
+        (("--model", "{}", "--model-flags", "chat=--max-num-seqs 0"), "--model-flags chat: Invalid value"),
+        (("--model", "{}", "--model-flags", "chat"), "'chat' is not NAME=FLAGS"),
+        (
+            ("--model", "{}", "--model-flags", "chat=--max-num-seqs 9 --max-num-batched-tokens 8"),
+            "--max-num-batched-tokens 8 is below --max-num-seqs 9",
+        ),
+        (("{}/chat", "--model", "{}/embed"), "two models are named: {}/chat and --model {}/embed"),
+        (("--model", "a={}/absent", "--model", "{}/chat"), "there is no model folder {}/absent"),
+        (
+            ("--model", "{}", "--max-memory", "200M"),
+            "the model chat needs about 0.76 GiB of memory, and of the 0.20 GiB",
+        ),
+        (("{}/chat", "--max-memory", "200M"), "the model chat needs about 0.76 GiB of memory, and of the 0.20 GiB"),
+        (("{}/chat", "--idle-unload", "0"), "Invalid value for '--idle-unload'"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused_in_one_sentence(
+    run_here: RunHere, folder: Path, flags: tuple[str, ...], sentence: str
+) -> None:
+    shared = ("--port", 0, "--file-store", folder.parent / "store", "--device", "cpu", "--dtype", "float32")
+    done = run_here("serve", *(flag.replace("{}", str(folder)) for flag in flags), *shared)
+    assert done.code == 2
+    assert sentence.replace("{}", str(folder)) in done.err.splitlines()[-1]
+
+
+def models_of(*arguments: object) -> list[ServedModel]:
+    """Those that `pipeline serve` takes from its flags, variables and config file."""
+    ctx = serve.make_context("serve", [*map(str, arguments), "--device", "cpu"], parent=click.Context(cli))
+    given = all_models(ctx, ctx.params["model"], ctx.params["model_option"])
+    return served_models(given, ctx.params["model_flags"], None, ctx.params)
+
+
+def test_models_are_named_by_flags_a_variable_a_config_file_or_their_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, embed = folder / "chat", folder / "embed"
+    expected = [[str(chat), "chat"], [str(embed), "embed"]]
+    assert [model.names for model in models_of(folder)] == expected
+    assert [model.names for model in models_of("--model", chat, "--model", embed)] == expected
+    assert [model.names for model in models_of("--model", f"a={chat}", "--model", embed)] == [["a"], expected[1]]
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: [{chat}, {embed}]\nmodel-flags: 'embed=--max-num-seqs 3'\n")
+    models = models_of("--config", config)
+    assert [model.names for model in models] == expected
+    assert [model.settings.engine.max_num_seqs for model in models] == [None, 3]
+    assert "--max-num-seqs" in models[1].arguments
+    config.write_text(f"model: {chat}\n")
+    assert [model.names for model in models_of("--config", config)] == expected[:1]
+    monkeypatch.setenv("PIPELINE_MODEL", f"{chat}:{embed}")
+    assert [model.names for model in models_of()] == expected
+    monkeypatch.delenv("PIPELINE_MODEL")
+    assert [model.names for model in models_of()] == [["demo"]]
+
+
+def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
+    def memory(**changes: object) -> int:
+        return needs_of(EngineConfig(model=DEMO_MODEL, device="cpu", **changes), 1).memory  # type: ignore[arg-type]
+
+    cache = {"kv_cache_memory_bytes": GIB}
+    weights = (Path(DEMO_MODEL) / "model.safetensors").stat().st_size
+    assert memory(dtype="float32", **cache) - memory(dtype="bfloat16", **cache) == weights  # stored as bfloat16
+    assert memory(dtype="float32", kv_cache_memory_bytes=2 * GIB) - memory(dtype="float32", **cache) == GIB
+    assert memory(dtype="float32", max_num_seqs=64) > memory(dtype="float32", max_num_seqs=32)
+    two = needs_of(EngineConfig(model=DEMO_MODEL, device="cpu", dtype="float32"), 2)
+    assert two.memory == 2 * memory(dtype="float32")
+    assert needs_of(EngineConfig(model=DEMO_MODEL, device="cuda", tensor_parallel_size=2), 2).gpus == 4
+
+
+def test_what_is_loaded_may_still_load_or_leaves_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Needs(GIB)
+    machine = Room(None)
+    monkeypatch.setattr(room, "available_memory", lambda: int(1.5 * GIB))
+    assert machine.shortage(one, loaded=[one], starting=[], leaving=[]) == ""
+    assert "1.00 GiB of memory, and 0.50 GiB are available" in machine.shortage(one, [one], [one], [])
+    assert machine.shortage(one, [one], [one], leaving=[one]) == ""
+    monkeypatch.setattr(room, "available_memory", lambda: None)
+    assert machine.shortage(one, [one], [one], []) == ""
+    limited = Room(2 * GIB)
+    assert limited.shortage(one, [one], [], []) == ""
+    assert "of the 2.00 GiB of --max-memory 0.00 GiB are left" in limited.shortage(one, [one], [one], [])
+    assert limited.shortage(one, [one], [one], leaving=[one]) == ""
+
+
+def test_each_model_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "count_gpus", lambda: 2)
+    machine, one = Room(None), Needs(0, gpus=1)
+    assert machine.shortage(one, [one], [], []) == ""
+    assert machine.shortage(one, [one], [one], []) == "needs 1 GPU, and 0 of 2 are free"
+    assert machine.shortage(one, [one], [one], leaving=[one]) == ""
