@@ -17,7 +17,7 @@ class Publisher:
     `start` sends a group without waiting for the reply, so that Redis and the API processes work on
     it while the next one is made. `finish` takes the replies, in another thread, and opens the
     connection that this needs. Repeating a publish changes nothing, so `finish` publishes
-    everything again that it has no reply to.
+    everything again where a reply is missing.
     """
 
     def __init__(self, queue: Queue, worker: str) -> None:
@@ -26,36 +26,41 @@ class Publisher:
         self._pool = queue.redis.connection_pool
         self._connection: Any = None  # redis-py's, of either kind of server address
         self._replies = 0  # that are still to come
-        self._bytes = 0  # that were sent since `finish`
-        self._all_sent = True  # since `finish`
+        self._started: list[Delta] = []  # since `finish`
+        self._bytes = 0  # of these
+        self._may_start = False  # not while `finish` runs, after it failed, or behind what was not sent
 
     def start(self, deltas: list[Delta], generated: int) -> None:
         """Send these tokens if that needs no waiting."""
-        self._all_sent = self._all_sent and self._send(deltas, generated)
+        self._may_start = self._may_start and self._send(deltas, generated)
+        if self._may_start:
+            self._started += deltas
 
     def finish(self, deltas: list[Delta], generated: int) -> list[RequestKey]:
-        """Publish what was started, `deltas` together, as `Queue.publish` does."""
-        lost = self._receive() if self._all_sent else None
-        self._all_sent = False
+        """Publish what was started and the rest of `deltas`, as `Queue.publish` does."""
+        self._may_start = False
+        started, self._started, self._bytes = self._started, [], 0
+        lost = self._receive()
         if lost is None:
             self._drop_connection()
-            lost = self._queue.publish(self._worker, deltas, generated)
+            started, lost = [], []
+        sent = set(map(id, started))
+        if rest := [delta for delta in deltas if id(delta) not in sent]:
+            lost += self._queue.publish(self._worker, rest, generated)
         self._open_connection()
-        self._bytes, self._all_sent = 0, True
+        self._may_start = self._connection is not None
         return lost
 
     def _send(self, deltas: list[Delta], generated: int) -> bool:
-        if self._connection is None:
-            return False
         command = self._connection.pack_command(*self._queue.publish_command(self._worker, deltas, generated))
         self._bytes += sum(map(len, command))
         if self._bytes > _MOST_BYTES:
             return False
+        self._replies += 1
         try:
             self._connection.send_packed_command(command, check_health=False)
-        except (redis.RedisError, OSError):
+        except (redis.RedisError, OSError):  # closes the connection, so that `finish` gets no reply
             return False
-        self._replies += 1
         return True
 
     def _receive(self) -> list[RequestKey] | None:

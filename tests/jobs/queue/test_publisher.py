@@ -85,9 +85,16 @@ def test_what_has_no_reply_is_published_again(
     assert [tokens_of(queue, claim) for claim in claims] == [[0, 1]] * CALLS
 
 
-def test_more_than_may_be_under_way(queue: Queue, publisher: Publisher, claims: list[Claim]) -> None:
+def test_more_than_may_be_under_way(
+    queue: Queue, redis_client: redis.Redis, publisher: Publisher, claims: list[Claim]
+) -> None:
+    """The rest follows what was started, which is neither sent again nor costs a connection."""
+    queue.redis.ping()  # by the connection that the rest will take
+    redis_client.config_resetstat()
     groups = [[delta(claim, 0, [5], "x" * 40_000)] for claim in claims]
     for group in groups:
         publisher.start(group, 0)
     assert publisher.finish([one for group in groups for one in group], 0) == []
+    assert redis_client.info("stats")["total_connections_received"] == 0
     assert [tokens_of(queue, claim) for claim in claims] == [[5]] * CALLS
+    assert redis_client.info("commandstats")["cmdstat_xadd"]["calls"] == CALLS

@@ -57,6 +57,34 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
         assert "".join(text_in(entry) for entry in entries) == "abc"
 
 
+def test_tokens_that_a_full_redis_refused_come_before_later_ones(full: redis.Redis) -> None:
+    """Also where it has room again between the two."""
+    queue = Queue(full, QueueSettings(redis_retry_seconds=0.05))
+    queue.submit("live_a", request())
+    [live] = queue.claim("w1", 1, 1, models=[MODEL])
+
+    def due(index: int) -> Iterator[list[Delta]]:
+        full.ping()  # Redis has seen by now what was sent before
+        full.config_set("maxmemory", 0)
+        yield [delta(live, index, [index], "abc"[index], index)]
+
+    async def deliver() -> None:
+        outbox = Outbox(queue, "w1", 2.0, lambda: 7, lambda held: None, lambda held: None)
+        await outbox.deliver([delta(live, 0, [0], "a")])
+        full.config_set("maxmemory", 1)
+        await outbox.deliver([delta(live, 1, [1], "b", 1)])
+        outbox.live_tokens_wait()
+        running = asyncio.create_task(outbox.run(lambda live_only: due(2), lambda: False))
+        while queue.token_totals().generated == 0 or len(queue.read_tokens({live.key: "2-0"})) == 0:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        outbox.close()
+
+    asyncio.run(asyncio.wait_for(deliver(), 60))
+    entries = queue.read_tokens({live.key: "0-0"})
+    assert [token for entry in entries for token in token_ids_in(entry)] == [0, 1, 2]
+
+
 class RecordingQueue(Queue):
     """Notes what each call brings, and takes the replies of publishes only while `open`."""
 
