@@ -12,6 +12,7 @@ from jobs.batch.line_index import LineIndexWriter
 from jobs.batch.manifest import BatchSpec, LineProblem
 from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
 from jobs.protocol import fields
+from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.lines import Line, read_line
 from jobs.protocol.validation import LineError, check_batch_line, check_line
 from jobs.store.storage import join, local_path, open_input
@@ -61,7 +62,7 @@ class SourceCheck:
             return
         entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
         self._ids.add(found.custom_id, entry)
-        self._plan.add(entry, found.model, found.values)
+        self._plan.add(entry, BATCH_ENDPOINTS[found.url], found.model, found.values)
         if self._index is not None:
             self._index.add(entry)
         self._models.add(found.model)

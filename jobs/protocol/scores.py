@@ -23,6 +23,10 @@ class ScoreEndpoint(PoolingEndpoint):
     prompt_field = "queries"
     id_prefix = "score-"
 
+    @property
+    def text_names(self) -> tuple[tuple[str, ...], ...]:
+        return _NAMES
+
     def read_texts(self, body: dict[str, Any]) -> dict[str, Any]:
         names = _names_in(body)
         queries, documents = (_texts(fields.required(body, name), name) for name in names)
@@ -59,6 +63,10 @@ class RerankEndpoint(PoolingEndpoint):
     tasks = ("score", "embed")
     prompt_field = "query"
     id_prefix = "rerank-"
+
+    @property
+    def text_names(self) -> tuple[tuple[str, ...], ...]:
+        return (("query", "documents"),)
 
     def read_texts(self, body: dict[str, Any]) -> dict[str, Any]:
         query = fields.text(fields.required(body, "query"), "query", least=1)
