@@ -27,6 +27,7 @@ class Checked(msgspec.Struct, frozen=True):
 
     total: int = 0
     models: list[str] = []
+    endpoints: list[str] = []
     problems: list[LineProblem] = []
     plan_sha256: str = ""
 
@@ -49,6 +50,7 @@ class SourceCheck:
         self._root = root
         self._served = served
         self._models: set[str] = set()
+        self._endpoints: set[str] = set()
         self._problems = _Problems()
         self._plan = PlanBuilder(folder)
         self._ids = _CustomIds(folder)
@@ -66,6 +68,7 @@ class SourceCheck:
         if self._index is not None:
             self._index.add(entry)
         self._models.add(found.model)
+        self._endpoints.add(found.url)
         self.body_bytes += len(found.body)
 
     def problems(self, source: str) -> list[LineProblem]:
@@ -79,7 +82,7 @@ class SourceCheck:
         if self._index is not None:
             self._index.commit()
         plan_sha256 = self._plan.write(join(self._root, PLAN_NAME))
-        return Checked(self._plan.lines, sorted(self._models), [], plan_sha256)
+        return Checked(self._plan.lines, sorted(self._models), sorted(self._endpoints), [], plan_sha256)
 
     def close(self) -> None:
         """Free memory and disk."""

@@ -58,6 +58,8 @@ class BatchEndpoint(Endpoint):
     """One whose calls may also be lines of batches."""
 
     prompt_field: ClassVar[str]  # the parameter that the call is about
+    number_column: ClassVar[Literal["", "embedding", "score"]] = ""
+    """The column of a Parquet file of results that holds the answer to one input."""
 
     @property
     def text_names(self) -> tuple[tuple[str, ...], ...]:

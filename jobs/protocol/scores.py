@@ -21,6 +21,7 @@ class ScoreEndpoint(PoolingEndpoint):
     url = SCORE
     tasks = ("score", "embed")
     prompt_field = "queries"
+    number_column = "score"
     id_prefix = "score-"
 
     @property
