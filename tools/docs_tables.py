@@ -12,7 +12,8 @@ from typing import Any
 from api.http_settings import HttpSettings
 from api.routes.metrics import QUEUE_METRICS, QueueMetric
 from api.settings import ApiSettings
-from jobs.protocol import parameters
+from jobs.protocol import parameters, pooling_parameters
+from jobs.protocol.endpoints import POOLING_ENDPOINTS
 from jobs.queue.gauges import MetricDescriptor
 from jobs.queue.settings import QueueSettings
 from jobs.settings import own_fields, variable
@@ -60,6 +61,20 @@ def _parameters() -> Iterator[tuple[str, ...]]:
 def _unsupported() -> Iterator[tuple[str, ...]]:
     yield "parameter", "values that pass"
     for name, kind in parameters.UNSUPPORTED.items():
+        yield f"`{name}`", kind.summary
+
+
+def _pooling_parameters() -> Iterator[tuple[str, ...]]:
+    yield "parameter", "values", "default", "of", "what it does"
+    for name, parameter, default in pooling_parameters.pooling_rows():
+        names = [url.removeprefix("/v1/") for url in parameter.urls]
+        of = "all" if len(names) == len(POOLING_ENDPOINTS) else ", ".join(names)
+        yield f"`{name}`", parameter.values.summary, parameter.default or _default(default), of, parameter.does
+
+
+def _pooling_unsupported() -> Iterator[tuple[str, ...]]:
+    yield "parameter", "values that pass"
+    for name, kind in pooling_parameters.POOLING_UNSUPPORTED.items():
         yield f"`{name}`", kind.summary
 
 
@@ -128,6 +143,8 @@ def _default(value: Any) -> str:
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "parameters": _parameters,
     "unsupported": _unsupported,
+    "pooling_parameters": _pooling_parameters,
+    "pooling_unsupported": _pooling_unsupported,
     "worker_metrics": _worker_metrics,
     "buckets": _buckets,
     "queue_metrics": _queue_metrics,

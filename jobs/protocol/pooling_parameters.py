@@ -76,7 +76,7 @@ class PoolingParameters(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         PoolingParameter(
             Text(256),
-            "what texts begin with: one of the prompts in the model's `config_sentence_transformers.json`",
+            "what texts begin with: one of the prompts that the model's folder names",
             _OF_VECTORS,
             "the model's",
         ),

@@ -49,7 +49,7 @@ def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path) -> None:
         (line(None), "custom_id"),
         (line("a"), "The custom_id 'a' for this request is a duplicate"),
         (line("c", method="GET"), "method"),
-        (line("d", url="/v1/embeddings"), "url"),
+        (line("d", url="/v1/responses"), "url"),
         (line("e", body={**good["body"], "stream": True}), "stream"),
         (line("f", body=None), "body"),
         (

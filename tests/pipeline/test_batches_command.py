@@ -252,7 +252,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(
         (["submit", "{tmp}/in.jsonl", "--metadata", "a=\udcff"], "cannot be sent"),
         (["submit", "{tmp}/absent.jsonl"], "there is no file"),
         (["submit", "{tmp}"], "is a folder"),
-        (["submit", "{tmp}/in.jsonl", "--endpoint", "/v1/embeddings"], "Supported values are"),
+        (["submit", "{tmp}/in.jsonl", "--endpoint", "/v1/responses"], "Supported values are"),
         (["submit", "{tmp}/in.jsonl", "--completion-window", "3h"], "completion_window"),
         (["submit", "{tmp}/in.jsonl", "--metadata", "x"], "is not KEY=VALUE"),
         (["submit", "{tmp}/in.jsonl", "-o", "x"], "need --wait"),
@@ -274,7 +274,7 @@ def test_a_batch_that_is_not_made_leaves_no_file(
     batches: Batches, run_here: RunHere, stack: ScriptedApi, tmp_path: Path
 ) -> None:
     before = run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out
-    assert batches("submit", write_input(tmp_path / "in.jsonl", 1), "--endpoint", "/v1/embeddings").code == 2
+    assert batches("submit", write_input(tmp_path / "in.jsonl", 1), "--endpoint", "/v1/responses").code == 2
     assert run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out == before
 
 

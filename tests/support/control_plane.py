@@ -5,6 +5,7 @@ claims.
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +21,8 @@ import redis
 
 from jobs.protocol.chat import CHAT
 from jobs.protocol.endpoint import AnswerHead
-from jobs.protocol.endpoints import ENDPOINTS, TOKENIZER_ENDPOINTS
+from jobs.protocol.endpoints import ENDPOINTS, POOLING_ENDPOINTS, TOKENIZER_ENDPOINTS
+from jobs.protocol.pooling_endpoint import PoolingHead
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json
 from jobs.queue.connection import connect
@@ -63,6 +65,8 @@ def echo(claim: Claim) -> Result:
     """
     if claim.request.endpoint in TOKENIZER_ENDPOINTS:
         return _by_tokenizer(claim)
+    if claim.request.endpoint in POOLING_ENDPOINTS:
+        return _by_length(claim)
     body = json.loads(claim.request.body)
     usage = Usage(7, 3, 2, 1)
     if claim.request.endpoint == CHAT:
@@ -82,6 +86,20 @@ def _by_tokenizer(claim: Claim) -> Result:
 
     limits = ModelLimits(4096, 1024)
     return TokenizerAnswers(TextTokenizer.load(DEMO_MODEL), [claim.request.model], limits).answer(claim).result
+
+
+def _by_length(claim: Claim) -> Result:
+    """Numbers by how long a text is; of a pair the second one."""
+    from workers.replica.pooled_vector import PooledVector
+
+    endpoint = POOLING_ENDPOINTS[claim.request.endpoint]
+    try:
+        call = endpoint.read(json.loads(claim.request.body))
+    except ApiError as error:
+        return error.result(f"req_{claim.key.line}")
+    outputs = [PooledVector(struct.pack("<2f", len(text), 1)) for text in call.inputs or call.documents]
+    head = PoolingHead(f"{endpoint.id_prefix}{claim.key.line}", call.model, 1, 7)
+    return Result(200, encode_json(endpoint.body(call, head, outputs)), Usage(7), f"req_{claim.key.line}")
 
 
 def _as_text(said: Any) -> str:
@@ -131,7 +149,7 @@ class Answering:
         self._stop.set()
 
     def _register(self) -> None:
-        tasks = ("generate", "tokenize")
+        tasks = ("generate", "tokenize", "embed", "classify", "score")
         record = WorkerRecord(self.name, self._models, "ready", 4096, time.time(), "test", 1, tasks=tasks)
         self._queue.register_worker(record)
 

@@ -58,6 +58,7 @@ class EngineCore:
         config, model = executor.config, executor.model_config
         self._executor = executor
         self._depth = config.depth
+        self._whole_prompts = model.whole_prompts
         self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
         self._last: LaunchedStep | None = None  # to be retired
         self._live_step_seconds = config.live_step_ms / 1000
@@ -292,10 +293,10 @@ class EngineCore:
     def _handle_out_of_memory(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
         """Handle a step that did not fit into memory: halve the token budget.
 
-        A request whose single token does not fit fails.
+        A request whose single token, or whole prompt where it cannot be cut, does not fit fails.
         """
         request_ids, tokens = self.scheduler.undo(plan), int(plan.counts.sum())
-        if tokens > 1:
+        if len(plan.counts) > 1 if self._whole_prompts else tokens > 1:
             self.scheduler.token_budget = self._batch_size.did_not_fit(tokens)
             logger.warning("a step of %d tokens does not fit into memory (%s); trying smaller steps", tokens, error)
         elif not self._launched:
@@ -308,8 +309,9 @@ class EngineCore:
         if self._single_token_tries >= _SINGLE_TOKEN_TRIES:
             self._single_token_tries = 0
             (request_id,) = request_ids
-            logger.error("request %d failed: not even one token of it fits into memory (%s)", request_id, error)
-            self.scheduler.fail(request_id, f"not even one token of this request fits into memory: {error}")
+            what = "this request does not fit" if self._whole_prompts else "not even one token of this request fits"
+            logger.error("request %d failed: %s into memory (%s)", request_id, what, error)
+            self.scheduler.fail(request_id, f"{what} into memory: {error}")
         return self.scheduler.ended()
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:

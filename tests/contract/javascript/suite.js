@@ -146,3 +146,11 @@ test("errors are of the client's own classes and carry all that the server says"
     return true;
   });
 });
+
+test("embeddings come as numbers, in the order of the texts", async () => {
+  const input = ["ab", "c"];
+  const made = await client.embeddings.create({ model: "m", input }); // base64 is what the client asks for
+  const plain = await client.embeddings.create({ model: "m", input, encoding_format: "float" });
+  for (const { data } of [made, plain]) assert.deepEqual(data.map((item) => Array.from(item.embedding)), [[2, 1], [1, 1]]);
+  assert.equal(made.usage.prompt_tokens, 7);
+});

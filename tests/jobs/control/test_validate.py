@@ -52,7 +52,7 @@ def test_every_bad_line_is_named(redis_client: redis.Redis, tmp_path: Path) -> N
         changed("x1", custom_id=...),
         changed("x2", method="GET"),
         changed("x3", method=...),
-        changed("x4", url="/v1/embeddings"),
+        changed("x4", url="/v1/responses"),
         changed("x5", body=...),
         changed("x6", body="text"),
         chat_line("x7", stream=True),

@@ -330,7 +330,7 @@ class TestLines:
             (json.dumps(line(method="post")).encode(), "method", "invalid_method"),
             (json.dumps(line(method=["POST"])).encode(), "method", "invalid_method"),
             (json.dumps(without(line(), "url")).encode(), "url", "missing_required_parameter"),
-            (json.dumps(line(url="/v1/embeddings")).encode(), "url", "invalid_url"),
+            (json.dumps(line(url="/v1/responses")).encode(), "url", "invalid_url"),
             (json.dumps(line(url=COMPLETIONS)).encode(), "url", "invalid_url"),
             (json.dumps(line(url={})).encode(), "url", "invalid_url"),
             (json.dumps(without(line(), "body")).encode(), "body", "missing_required_parameter"),

@@ -91,11 +91,14 @@ class Attention(Protocol):
         metadata: Metadata,
         scale: float,
         pattern: AttentionPattern,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Write k and v [T, kv_heads, d] to the cache, then attend q [T, heads, d] over what
         `pattern` lets each query see of its row's own context.
 
-        Returns [T, heads, d]; zeros for a row without context.
+        `bias`, float32 [heads, 2 * reach + 1], is added to scores by how far ahead of its query a
+        key is: from -reach to reach, and beyond as at the ends. Returns [T, heads, d]; zeros for a
+        row without context.
         """
         ...
 

@@ -38,7 +38,9 @@ class Interruption:
 
 @dataclass(slots=True)
 class StepAttention:
-    """A backend, each layer's cache, scale and pattern, one step's rows, and what may end it."""
+    """A backend, each layer's cache, scale and pattern, one step's rows, what may end it, and what
+    all layers add to the scores of queries and keys that are not rotated.
+    """
 
     attention: Attention
     caches: list[Tensor]
@@ -46,12 +48,13 @@ class StepAttention:
     scales: Sequence[float]
     patterns: Sequence[AttentionPattern]
     interruption: Interruption | None = None
+    bias: Tensor | None = None  # as `Attention.forward` has it
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.interruption is not None:
             self.interruption.check()
         return self.attention.forward(
-            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
+            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer], self.bias
         )
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:

@@ -47,18 +47,21 @@ class PrefillRow:
     # Int64 [kv_heads * blocks]; None where the row's own keys are its whole context
     blocks: Tensor | None
     context: int  # tokens gathered
-    mask: Tensor | None  # bool [n, L]; None where all are seen, or all before if it is causal
+    # Bool [n, L], or what is added to scores [heads, n, L]; None where all are seen, or all before
+    # if it is causal
+    mask: Tensor | None
     causal: bool
 
 
 @dataclass(slots=True)
 class Groups:
-    """A step's rows, for layers of one pattern."""
+    """A step's rows, for layers of one pattern and bias."""
 
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
     # Int64, places of the cache to clear before anything is written; None when there are none
     stale: Tensor | None
+    bias: Tensor | None
 
 
 class TorchAttention:
@@ -88,12 +91,13 @@ class TorchAttention:
         metadata: Metadata,
         scale: float,
         pattern: AttentionPattern,
+        bias: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
         groups: Groups | None = metadata.prepared.get(pattern)
-        if groups is None:
-            groups = metadata.prepared[pattern] = self._groups(metadata, pattern)
+        if groups is None or groups.bias is not bias:
+            groups = metadata.prepared[pattern] = self._groups(metadata, pattern, bias)
         if groups.stale is not None:
             layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)
@@ -181,17 +185,17 @@ class TorchAttention:
             enable_gqa=self._per_kv > 1,
         )[0].transpose(0, 1)
 
-    def _groups(self, metadata: AttentionMetadata, pattern: AttentionPattern) -> Groups:
+    def _groups(self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None) -> Groups:
         counts = np.diff(metadata.query_start)
-        alone = (counts == 1) & pattern.causal  # a text of one token is not worth a group
+        alone = (counts == 1) & (pattern.causal and bias is None)  # else one token is a text, not worth a group
         rows = np.nonzero(alone)[0]
         first = self._first_visible(metadata.context_lens[rows] - 1, pattern)
         spans = metadata.context_lens[rows] - first
         order = np.argsort(spans, kind="stable")
         rows, first, spans = rows[order], first[order], spans[order]
         decode = [self._decode_group(metadata, rows[a:b], first[a:b], pattern) for a, b in self._cuts(spans)]
-        prefill = [self._prefill_row(metadata, int(row), pattern) for row in np.nonzero(~alone & (counts > 0))[0]]
-        return Groups(decode, prefill, self._stale(metadata))
+        prefill = [self._prefill_row(metadata, int(row), pattern, bias) for row in np.nonzero(~alone & (counts > 0))[0]]
+        return Groups(decode, prefill, self._stale(metadata), bias)
 
     def _first_visible(self, positions: NDArray[np.int32], pattern: AttentionPattern) -> NDArray[np.int32]:
         """Return the first token of the first block that a query at `positions` sees."""
@@ -228,25 +232,36 @@ class TorchAttention:
         flat = self._flat_blocks(metadata.block_tables[rows[:, None], columns])
         return DecodeGroup(tokens.to(self._device), flat, torch.from_numpy(mask).to(self._device))
 
-    def _prefill_row(self, metadata: AttentionMetadata, row: int, pattern: AttentionPattern) -> PrefillRow:
+    def _prefill_row(
+        self, metadata: AttentionMetadata, row: int, pattern: AttentionPattern, bias: Tensor | None
+    ) -> PrefillRow:
         first_token, last_token = int(metadata.query_start[row]), int(metadata.query_start[row + 1])
         count, context = last_token - first_token, int(metadata.context_lens[row])
         start = context - count
         limited = pattern.before is not None and context > pattern.before + 1
-        if start == 0 and not limited:
+        if start == 0 and not limited and bias is None:
             return PrefillRow(first_token, last_token, None, context, None, pattern.causal)
         first = int(self._first_visible(np.array([start], dtype=np.int32), pattern)[0])
-        ahead = np.arange(first, context) - np.arange(start, context)[:, None]  # of the query, in tokens
-        mask = ahead <= (context if pattern.after is None else pattern.after)
-        if pattern.before is not None:
-            mask &= ahead >= -pattern.before
         blocks = None
         if start > 0:
             size = self._shape.block_size
             blocks = self._flat_blocks(metadata.block_tables[row, first // size : -(-context // size)])
-        return PrefillRow(
-            first_token, last_token, blocks, context - first, torch.from_numpy(mask).to(self._device), pattern.causal
-        )
+        ahead = torch.arange(first, context) - torch.arange(start, context)[:, None]  # of the query, in tokens
+        mask = self._mask(ahead.to(self._device), pattern, bias)
+        return PrefillRow(first_token, last_token, blocks, context - first, mask, pattern.causal)
+
+    def _mask(self, ahead: Tensor, pattern: AttentionPattern, bias: Tensor | None) -> Tensor:
+        """`PrefillRow.mask` for keys that are so far ahead of their queries; int64 [n, L]."""
+        mask = torch.ones_like(ahead, dtype=torch.bool)
+        if pattern.before is not None:
+            mask &= ahead >= -pattern.before
+        if pattern.after is not None:
+            mask &= ahead <= pattern.after
+        if bias is None:
+            return mask
+        reach = bias.shape[1] // 2
+        added = bias[:, ahead.clamp(-reach, reach) + reach]
+        return added.masked_fill_(~mask, -torch.inf).to(self._dtype)
 
     def _flat_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
         flat = torch.from_numpy(blocks.astype(np.int64).reshape(1, -1)) + self._head_offset

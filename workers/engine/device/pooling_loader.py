@@ -25,7 +25,8 @@ def load_pooling_model(
     config, family = checkpoint.config, checkpoint.family
     assert isinstance(family, Family)
     assert config.pooling is not None
-    weights = Weights(tensor_readers(checkpoint.folder), dtype, device, family.prefix, ops)
+    readers = {_todays_name(name): reader for name, reader in tensor_readers(checkpoint.folder).items()}
+    weights = Weights(readers, dtype, device, family.prefix, ops)
     trunk = family.build(checkpoint.raw, config, weights, max_model_len)
     transforms: Sequence[Projection] = [_load_module(dense, weights) for dense in config.pooling.dense]
     if config.pooling.labels:
@@ -37,6 +38,11 @@ def load_pooling_model(
 def _load_module(dense: DenseConfig, model: Weights) -> Projection:
     weights = Weights(tensor_readers(dense.folder), torch.float32, model.device)
     return load_dense(weights, "linear", dense.size_in, dense.size_out, bias=dense.bias, activation=dense.activation)
+
+
+def _todays_name(name: str) -> str:
+    """Return a tensor's name; checkpoints converted from TensorFlow have other ones for norms."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _warn_of_unused(weights: Weights, checkpoint: ModelCheckpoint) -> None:

@@ -64,6 +64,7 @@ class PoolingRunner:
             config.attention_scales,
             config.attention_patterns,
             self.interruption,
+            self.model.position_bias,
         )
         with span("forward"):
             hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, types, attend)

@@ -14,6 +14,8 @@ will do: a tile gathers its keys token by token, d contiguous elements each.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,7 @@ _CLASSES = tl.constexpr(8)  # of length, by which rows are ordered
 _PRECISION = tl.constexpr(
     "tf32x3"
 )  # of float32 products: three of TensorFloat-32, nearly exact, and no spilling of registers
+LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a difference of two is a number
 
 
@@ -50,7 +53,8 @@ def plan(
     num_rows,
     num_pieces,
     share,  # pieces that an even share of all rows' work is one of; 0 cuts nothing
-    WINDOW: tl.constexpr,
+    BEFORE: tl.constexpr,  # tokens to either side of its own that a query sees at most; -1: all
+    AFTER: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,  # fewest tiles of keys worth a piece
@@ -64,7 +68,7 @@ def plan(
     """
     ROWS: tl.constexpr = 1 << LEVELS
     rank = tl.arange(0, ROWS)
-    _, _, _, length = _row(query_start, context_lens, rank, rank < num_rows, WINDOW, BLOCK_Q, TILE)
+    _, _, _, length = _row(query_start, context_lens, rank, rank < num_rows, BEFORE, AFTER, BLOCK_Q, TILE)
     order = length * _CLASSES // (tl.max(length, 0) + 1)
     place = rank
     shorter = 0
@@ -75,7 +79,7 @@ def plan(
     tl.store(scratch + place, rank)
     tl.debug_barrier()
     row = tl.load(scratch + rank)
-    _, queries, _, tiles = _row(query_start, context_lens, row, row < num_rows, WINDOW, BLOCK_Q, TILE)
+    _, queries, _, tiles = _row(query_start, context_lens, row, row < num_rows, BEFORE, AFTER, BLOCK_Q, TILE)
     blocks = tl.cdiv(queries, BLOCK_Q)
     piece_tiles = tl.maximum(MIN_TILES, tl.cdiv(tl.sum(blocks * tiles, 0), tl.maximum(share, 1)))
     piece_tiles = tl.where(share > 0, piece_tiles, 0x7FFFFFFF // TILE)
@@ -103,7 +107,8 @@ def plan(
             records,
             leaders,
             scratch,
-            WINDOW,
+            BEFORE,
+            AFTER,
             BLOCK_Q,
             TILE,
             LEVELS,
@@ -111,14 +116,25 @@ def plan(
 
 
 @triton.jit
-def _row(query_start, context_lens, row, mask, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr):
+def _row(
+    query_start,
+    context_lens,
+    row,
+    mask,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """First token, queries, context, and the most tiles of keys that a block of its queries
     sees.
     """
     start = tl.load(query_start + row, mask=mask, other=0)
     queries = tl.load(query_start + row + 1, mask=mask, other=0) - start
     context = tl.load(context_lens + row, mask=mask, other=0)
-    span = tl.minimum(context, WINDOW + BLOCK_Q + TILE) if WINDOW > 0 else context
+    span = context
+    if BEFORE >= 0 and AFTER >= 0:
+        span = tl.minimum(context, BEFORE + AFTER + 1 + BLOCK_Q + TILE)
     return start, queries, context, tl.cdiv(span, TILE)
 
 
@@ -134,7 +150,8 @@ def _write_records(
     records,
     leaders,
     scratch,
-    WINDOW: tl.constexpr,
+    BEFORE: tl.constexpr,  # tokens to either side of its own that a query sees at most; -1: all
+    AFTER: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -145,14 +162,14 @@ def _write_records(
     for level in tl.static_range(1, LEVELS + 1):
         rank = tl.where(tl.load(scratch + ROWS + rank + (ROWS >> level) - 1) <= piece, rank + (ROWS >> level), rank)
     row = tl.load(scratch + rank)
-    start, queries, context, tiles = _row(query_start, context_lens, row, used, WINDOW, BLOCK_Q, TILE)
+    start, queries, context, tiles = _row(query_start, context_lens, row, used, BEFORE, AFTER, BLOCK_Q, TILE)
     parts = tl.maximum(tl.cdiv(tiles, piece_tiles), 1)
     within = piece - (tl.load(scratch + ROWS + rank) - tl.cdiv(queries, BLOCK_Q) * parts)
     block, part = within // parts, within % parts
     count = tl.minimum(queries - block * BLOCK_Q, BLOCK_Q)
     position = context - queries + block * BLOCK_Q
-    end = tl.minimum(position + count, context)
-    begin = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else piece * 0
+    end = tl.minimum(position + count + AFTER, context) if AFTER >= 0 else context
+    begin = tl.maximum(position - BEFORE, 0) // TILE * TILE if BEFORE >= 0 else piece * 0
     cut = parts > 1
     partial = tl.where(cut, tl.load(scratch + 2 * ROWS + rank) + within, -1)
     first = tl.where(cut, begin + part * piece_tiles * TILE, begin)
@@ -184,12 +201,16 @@ def _tiles(
     first,
     last,
     scale,
+    bias,
+    q_head,
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    REACH: tl.constexpr,
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -210,10 +231,16 @@ def _tiles(
         offsets = places[:, None] + d[None, :]
         k = tl.load(keys + offsets) if whole_head else tl.load(keys + offsets, mask=d[None, :] < HEAD_DIM, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision=_PRECISION)
+        if bias is not None:
+            ahead = tl.minimum(tl.maximum(key[None, :] - positions[:, None], -REACH), REACH)
+            added = tl.load(bias + q_head[:, None] * (2 * REACH + 1) + ahead + REACH)
+            scores += added * (LOG2_E / scale)
         if MASKED:
-            seen = key[None, :] <= positions[:, None]
-            if WINDOW > 0:
-                seen &= key[None, :] > positions[:, None] - WINDOW
+            seen = key[None, :] <= positions[:, None] if AFTER == 0 else (key < last)[None, :]
+            if AFTER > 0:
+                seen = seen & (key[None, :] <= positions[:, None] + AFTER)
+            if BEFORE >= 0:
+                seen = seen & (key[None, :] >= positions[:, None] - BEFORE)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_top[:, None])
@@ -244,6 +271,7 @@ def attend(
     partials,  # float32 [num_partials, kv_heads, BLOCK_Q * GROUP, d]
     # Float32 [num_partials, kv_heads, BLOCK_Q * GROUP], log2 of the sum of exponentials
     partial_sums,
+    bias,  # float32 [heads, 2 * REACH + 1], or None
     scale,  # log2(e) times the model's
     num_blocks,
     q_stride,
@@ -252,7 +280,9 @@ def attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: none
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    REACH: tl.constexpr,  # of the bias
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -294,24 +324,24 @@ def attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     if PREFILL:
         middle = first
-        if WINDOW > 0:
-            entered = (
-                tl.cdiv(tl.maximum(position + queries - WINDOW, 0), TILE) * TILE
-            )  # from here on the last query sees all
+        if BEFORE >= 0:
+            # From here on the last query sees all
+            entered = tl.cdiv(tl.maximum(position + queries - 1 - BEFORE, 0), TILE) * TILE
             middle = tl.maximum(first, tl.minimum(entered, last))
             weighted, top, total = _tiles(
-                tile, weighted, top, total, keys, values, table, positions, first, middle, scale,
-                block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT,
+                tile, weighted, top, total, keys, values, table, positions, first, middle, scale, bias, q_head,
+                block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, REACH, True, DOT,
             )  # fmt: skip
-        diagonal = tl.maximum(middle, tl.minimum(position + 1, last) // TILE * TILE)
+        seen_by_first = tl.minimum(position + 1 + AFTER, last) if AFTER >= 0 else last
+        diagonal = tl.maximum(middle, seen_by_first // TILE * TILE)
         weighted, top, total = _tiles(
-            tile, weighted, top, total, keys, values, table, positions, middle, diagonal, scale,
-            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, False, DOT,
+            tile, weighted, top, total, keys, values, table, positions, middle, diagonal, scale, bias, q_head,
+            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, REACH, False, DOT,
         )  # fmt: skip
         first = diagonal
     weighted, top, total = _tiles(
-        tile, weighted, top, total, keys, values, table, positions, first, last, scale,
-        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT,
+        tile, weighted, top, total, keys, values, table, positions, first, last, scale, bias, q_head,
+        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, BEFORE, AFTER, REACH, True, DOT,
     )  # fmt: skip
 
     nothing = total == 0.0

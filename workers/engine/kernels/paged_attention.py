@@ -7,7 +7,6 @@ a row's end is never multiplied.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.kernels.tuning import TileChoice
 from workers.engine.layers.base import AttentionPattern, RotaryHeads
 
-_LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
 _MIN_PIECE = 256  # tokens of context worth a program of their own
 # Tokens of context that a program does alone where there are many programs; beyond, if they are no
@@ -76,10 +74,11 @@ class TritonAttention:
         metadata: Metadata,
         scale: float,
         pattern: AttentionPattern,
+        bias: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         write(k, v, layer_cache, metadata.slot_mapping)
-        return self.attend(q, layer_cache, metadata, scale, pattern)
+        return self.attend(q, layer_cache, metadata, scale, pattern, bias)
 
     def forward_rotary(
         self,
@@ -95,7 +94,13 @@ class TritonAttention:
         return self.attend(q, layer_cache, metadata, scale, pattern)
 
     def attend(
-        self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, pattern: AttentionPattern
+        self,
+        q: Tensor,
+        layer_cache: Tensor,
+        metadata: DeviceMetadata,
+        scale: float,
+        pattern: AttentionPattern,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """`forward` once keys and values are in the cache."""
         s = self._shape
@@ -113,7 +118,8 @@ class TritonAttention:
             out,
             pieces.partials,
             pieces.partial_sums,
-            scale * _LOG2_E,
+            None if bias is None else bias.contiguous(),
+            scale * kernels.LOG2_E.value,
             s.num_blocks,
             q.stride(0),
             metadata.block_tables.stride(0),
@@ -121,7 +127,8 @@ class TritonAttention:
             GROUP=self._group,
             HEAD_DIM=s.head_dim,
             BLOCK_SIZE=s.block_size,
-            WINDOW=pattern.window or 0,
+            **_reaches(pattern),
+            REACH=0 if bias is None else bias.shape[1] // 2,
             BLOCK_M=pieces.choice.block_m,
             BLOCK_Q=pieces.block_q,
             BLOCK_D=self._block_d,
@@ -151,15 +158,14 @@ class TritonAttention:
         return out
 
     def _pieces(self, metadata: DeviceMetadata, tokens: int, pattern: AttentionPattern) -> Pieces:
-        assert pattern.causal
         # A plan made before a recording would not be made again when the recording is played.
         key = (pattern, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
         if key not in metadata.prepared:
-            metadata.prepared[key] = self._plan(metadata, tokens, pattern.window or 0)
+            metadata.prepared[key] = self._plan(metadata, tokens, pattern)
         pieces: Pieces = metadata.prepared[key]
         return pieces
 
-    def _plan(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
+    def _plan(self, metadata: DeviceMetadata, tokens: int, pattern: AttentionPattern) -> Pieces:
         kind = "decode" if metadata.max_query == 1 else "prefill"
         choice, rows = self._choices[kind], metadata.context_lens.shape[0]
         block_q = 1 if kind == "decode" else choice.block_m // self._group
@@ -180,7 +186,7 @@ class TritonAttention:
             rows,
             records.shape[0],
             share,
-            WINDOW=window,
+            **_reaches(pattern),
             BLOCK_Q=block_q,
             TILE=choice.tile,
             MIN_TILES=max(1, _MIN_PIECE // choice.tile),
@@ -200,6 +206,13 @@ class TritonAttention:
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def _reaches(pattern: AttentionPattern) -> dict[str, int]:
+    return {
+        "BEFORE": -1 if pattern.before is None else pattern.before,
+        "AFTER": -1 if pattern.after is None else pattern.after,
+    }
 
 
 def _power_of_two(n: int) -> int:

@@ -4,6 +4,7 @@ in a decoder.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from workers.engine.layers.weights import Weights
@@ -25,8 +26,8 @@ class RMSNorm:
 
 
 class LayerNorm(RMSNorm):
-    """The same without the mean, and with a bias."""
+    """The same without the mean, and with a bias; of zeros where the checkpoint has none."""
 
-    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+    def __init__(self, weights: Weights, name: str, size: int, eps: float, bias: bool = True) -> None:
         super().__init__(weights, name, size, eps)
-        self.bias = weights.take(f"{name}.bias", (size,))
+        self.bias = weights.take(f"{name}.bias", (size,)) if bias else torch.zeros_like(self.weight)

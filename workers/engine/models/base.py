@@ -50,6 +50,9 @@ class DecoderModel(ABC):
 class EncoderModel(ABC):
     """A model in which each token of a text sees those on both sides; flat rows of tokens, too."""
 
+    #: What all layers add to the scores of queries and keys, as `Attention.forward` has it.
+    position_bias: Tensor | None = None
+
     def __init__(self, weights: Weights) -> None:
         self.dtype, self.device = weights.dtype, weights.device
 

@@ -25,3 +25,10 @@ def load_dense(
         return lambda x: F.linear(x, weight, biases)
     function = _FUNCTIONS.get(activation) or function_of(activation)
     return lambda x: function(F.linear(x, weight, biases))
+
+
+def load_norm(weights: Weights, name: str, size: int, eps: float, *, bias: bool) -> Projection:
+    """Return x -> its layer norm. Raises ModelLoadError."""
+    weight = weights.take(f"{name}.weight", (size,)).float()
+    biases = weights.take(f"{name}.bias", (size,)).float() if bias else None
+    return lambda x: F.layer_norm(x, (size,), weight, biases, eps)

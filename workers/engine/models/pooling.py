@@ -27,6 +27,7 @@ class PoolingModel:
     def __init__(self, config: ModelConfig, trunk: DecoderModel | EncoderModel, pooler: Pooler) -> None:
         self.config, self.pooler = config, pooler
         self.dtype, self.device = trunk.dtype, trunk.device
+        self.position_bias = trunk.position_bias if isinstance(trunk, EncoderModel) else None
         self._trunk = trunk
 
     def forward(

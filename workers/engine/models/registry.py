@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from workers.engine.layers.base import Projection
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models import bert, distilbert, gpt2, llama, mistral, qwen2, qwen3, roberta
+from workers.engine.models import bert, distilbert, gpt2, llama, mistral, modernbert, mpnet, qwen2, qwen3, roberta
 from workers.engine.models.base import DecoderModel, EncoderModel
 from workers.engine.models.classifier import first_token, score_head
 from workers.engine.models.config import Json, ModelConfig
@@ -38,6 +38,10 @@ FAMILIES: dict[str, Family] = {
 ENCODERS: dict[str, Family] = {
     "Bert": Family(bert.config, bert.build, bert.PREFIX, bert.head, first_token),
     "DistilBert": Family(distilbert.config, distilbert.build, distilbert.PREFIX, distilbert.head, first_token),
+    "MPNet": Family(mpnet.config, mpnet.build, mpnet.PREFIX, roberta.head, first_token),
+    "ModernBert": Family(
+        modernbert.config, modernbert.build, modernbert.PREFIX, modernbert.head, modernbert.head_modes
+    ),
     "Roberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
     "XLMRoberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
 }

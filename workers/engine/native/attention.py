@@ -13,6 +13,7 @@ import functools
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
@@ -22,6 +23,7 @@ from workers.engine.native.memory import huge_zeros
 
 _Strides = ctypes.c_ssize_t * 2
 _ALL = 1 << 30  # tokens: more than any row has
+_PANEL = 16  # tokens whose keys are computed with together
 
 
 class _Step(ctypes.Structure):
@@ -52,6 +54,8 @@ class _Step(ctypes.Structure):
         ),
         ("scratch_size", ctypes.c_ssize_t),
         *((name, _Strides) for name in ("query_stride", "key_stride", "value_stride")),
+        ("bias", ctypes.c_void_p),
+        ("bias_stride", ctypes.c_ssize_t),
     ]
 
 
@@ -69,12 +73,12 @@ def head_rotation(cos: Tensor, sin: Tensor) -> HeadRotation:
 
 
 class PreparedStep:
-    """A step as the kernels know it, for layers of one pattern."""
+    """A step as the kernels know it, for layers of one pattern and bias."""
 
-    __slots__ = ("_held", "pointer", "step", "strides")
+    __slots__ = ("_held", "bias", "pointer", "step", "strides")
 
-    def __init__(self, step: _Step, held: tuple[object, ...]) -> None:
-        self.step, self.pointer = step, ctypes.addressof(step)
+    def __init__(self, step: _Step, bias: Tensor | None, held: tuple[object, ...]) -> None:
+        self.step, self.bias, self.pointer = step, bias, ctypes.addressof(step)
         self._held = held  # what the step points to
         self.strides: tuple[tuple[int, ...], ...] = ()
 
@@ -115,8 +119,9 @@ class CpuAttention:
         metadata: Metadata,
         scale: float,
         pattern: AttentionPattern,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        return self._attend_rows(self._prepared(metadata, pattern), None, q, k, v, layer_cache, scale)
+        return self._attend_rows(self._prepared(metadata, pattern, bias), None, q, k, v, layer_cache, scale)
 
     def forward_rotary(
         self,
@@ -127,16 +132,16 @@ class CpuAttention:
         scale: float,
         pattern: AttentionPattern,
     ) -> Tensor:
-        prepared, rotation = self._prepared(metadata, pattern), head_rotation(rotary.cos, rotary.sin)
+        prepared, rotation = self._prepared(metadata, pattern, None), head_rotation(rotary.cos, rotary.sin)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
         if rotary.query_norm is None or rotary.key_norm is None:
             return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale)
         norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
         return self._attend_rows(prepared, rotation, q, k, v, layer_cache, scale, norms)
 
-    def prepared(self, metadata: Metadata, pattern: AttentionPattern, width: int) -> PreparedStep:
+    def prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None, width: int) -> PreparedStep:
         """Prepare a step whose queries, keys and values are side by side in rows of `width`."""
-        prepared = self._prepared(metadata, pattern)
+        prepared = self._prepared(metadata, pattern, bias)
         prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
         return prepared
 
@@ -167,11 +172,14 @@ class CpuAttention:
         )
         return out
 
-    def _prepared(self, metadata: Metadata, pattern: AttentionPattern) -> PreparedStep:
+    def _prepared(self, metadata: Metadata, pattern: AttentionPattern, bias: Tensor | None) -> PreparedStep:
         assert isinstance(metadata, AttentionMetadata)
-        return metadata.prepared.get(pattern) or self._prepare(metadata, pattern)
+        prepared: PreparedStep | None = metadata.prepared.get(pattern)
+        if prepared is None or prepared.bias is not bias:
+            prepared = metadata.prepared[pattern] = self._prepare(metadata, pattern, bias)
+        return prepared
 
-    def _prepare(self, metadata: AttentionMetadata, pattern: AttentionPattern) -> PreparedStep:
+    def _prepare(self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None) -> PreparedStep:
         s, threads = self._shape, torch.get_num_threads()
         slots = metadata.slot_mapping.contiguous()
         arrays = [
@@ -193,13 +201,23 @@ class CpuAttention:
             *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
         )
+        reaching = None
+        if bias is not None:
+            reaching, reach = _reaching(bias, int(arrays[1].max()) + _PANEL)
+            step.bias, step.bias_stride = reaching.data_ptr() + reaching.itemsize * reach, reaching.shape[1]
         size: int = self._plan(ctypes.addressof(step))
         if size > self._partials.numel():
             self._partials = torch.empty(size, dtype=torch.float32)
         step.partials = self._partials.data_ptr() if size else None
-        prepared = PreparedStep(step, (slots, *arrays, starts, ahead, partials_at, self._scratch, self._partials))
-        metadata.prepared[pattern] = prepared
-        return prepared
+        held = (slots, *arrays, starts, ahead, partials_at, self._scratch, self._partials, reaching)
+        return PreparedStep(step, bias, held)
+
+
+def _reaching(bias: Tensor, distance: int) -> tuple[Tensor, int]:
+    """Return the same bias with a reach of at least `distance`, and its reach."""
+    reach = bias.shape[1] // 2
+    missing = max(0, distance - reach)
+    return F.pad(bias.float()[None], (missing, missing), mode="replicate")[0].contiguous(), reach + missing
 
 
 @functools.cache

@@ -92,7 +92,10 @@ class NativeStack(LayerStack):
         tokens, hidden = len(hidden), hidden.contiguous()
         if tokens > self._room:
             self._make_room(tokens)
-        steps = [attend.attention.prepared(attend.metadata, pattern, self._qkv).pointer for pattern in self._patterns]
+        steps = [
+            attend.attention.prepared(attend.metadata, pattern, attend.bias, self._qkv).pointer
+            for pattern in self._patterns
+        ]
         turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
         self._run(

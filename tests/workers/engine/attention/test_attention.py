@@ -45,7 +45,9 @@ class Contexts:
         return AttentionMetadata(torch.tensor(slots), starts, ends, self.tables[rows])
 
 
-def plain(q: Tensor, keys: Tensor, values: Tensor, position: int, pattern: AttentionPattern) -> Tensor:
+def plain(
+    q: Tensor, keys: Tensor, values: Tensor, position: int, pattern: AttentionPattern, bias: Tensor | None = None
+) -> Tensor:
     """One query [heads, d] over everything that it sees."""
     first, last = 0, position + 1 if pattern.causal else len(keys)
     if pattern.window is not None:
@@ -53,7 +55,11 @@ def plain(q: Tensor, keys: Tensor, values: Tensor, position: int, pattern: Atten
         last = min(last, position + 1 + pattern.window)
     per_kv = q.shape[0] // keys.shape[1]
     seen = keys[first:last].float().repeat_interleave(per_kv, 1)
-    weights = (torch.einsum("hd,lhd->hl", q.float(), seen) * SCALE).softmax(-1)
+    scores = torch.einsum("hd,lhd->hl", q.float(), seen) * SCALE
+    if bias is not None:
+        reach = bias.shape[1] // 2
+        scores += bias[:, (torch.arange(first, last) - position).clamp(-reach, reach) + reach]
+    weights = scores.softmax(-1)
     return torch.einsum("hl,lhd->hd", weights, values[first:last].float().repeat_interleave(per_kv, 1))
 
 
@@ -97,8 +103,11 @@ def test_mixed_rows(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("per_kv", [1, 3])
+@pytest.mark.parametrize("reach", [None, 5, 80])  # of a bias
 @backends
-def test_whole_texts_seen_to_both_sides(window: int | None, per_kv: int, dtype: torch.dtype, backend: str) -> None:
+def test_whole_texts_seen_to_both_sides(
+    reach: int | None, window: int | None, per_kv: int, dtype: torch.dtype, backend: str
+) -> None:
     generator, pattern = np.random.default_rng(3), AttentionPattern(causal=False, window=window)
     contexts = [1, *generator.integers(1, 60, 9).tolist()]
     rows = Contexts(contexts, 2, dtype, generator)
@@ -107,10 +116,13 @@ def test_whole_texts_seen_to_both_sides(window: int | None, per_kv: int, dtype: 
     )
     cache = attention.new_cache(1)[0].fill_(float("nan"))
     q = torch.randn(sum(contexts), 2 * per_kv, DIM).to(dtype)
+    bias = None if reach is None else torch.randn(2 * per_kv, 2 * reach + 1).to(dtype).float()
     metadata = rows.metadata([(i, 0, length) for i, length in enumerate(contexts)])
-    out = attention.forward(q, torch.cat(rows.keys), torch.cat(rows.values), cache, metadata, SCALE, pattern)
+    out = attention.forward(q, torch.cat(rows.keys), torch.cat(rows.values), cache, metadata, SCALE, pattern, bias)
     places = [(i, position) for i, length in enumerate(contexts) for position in range(length)]
-    expected = torch.stack([plain(q[t], rows.keys[i], rows.values[i], p, pattern) for t, (i, p) in enumerate(places)])
+    expected = torch.stack(
+        [plain(q[t], rows.keys[i], rows.values[i], p, pattern, bias) for t, (i, p) in enumerate(places)]
+    )
     assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
 
 

@@ -25,9 +25,11 @@ from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.messages.errors import ModelLoadError
 
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cpu" else 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+CAUSAL = AttentionPattern()
 Rows = list[tuple[int, int]]  # tokens of this step, context
 
 DECODE: Rows = [(1, 5), (1, 64), (1, 190), (1, 0), (1, 1), (1, 65)]
+TEXTS: Rows = [(5, 5), (1, 1), (130, 130), (64, 64)]
 MIXED: Rows = [(1, 5), (7, 70), (40, 40), (3, 190), (1, 0), (1, 130)]
 
 
@@ -59,7 +61,8 @@ class KernelStep:
     dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    window: int | None = None
+    pattern: AttentionPattern = CAUSAL
+    reach: int | None = None  # of a bias
     seed: int = field(default_factory=lambda: int(os.environ.get("ATTENTION_SEED", 1)))
 
     def __post_init__(self) -> None:
@@ -74,6 +77,8 @@ class KernelStep:
         for row, number in enumerate(blocks):
             self.tables[self.slots[row], :number] = [next(free) for _ in range(number)]
             self.slots[row] *= number > 0
+        heads = self.kv_heads * self.group
+        self.bias = None if self.reach is None else torch.randn(heads, 2 * self.reach + 1, device=DEVICE)
         self.q = self._random(sum(count for count, _ in self.rows), self.kv_heads * self.group)
         self.keys = [self._random(max(count, context), self.kv_heads) for count, context in self.rows]
         self.values = [self._random(max(count, context), self.kv_heads) for count, context in self.rows]
@@ -124,8 +129,8 @@ class KernelStep:
     def attended(self) -> Tensor:
         attention = find_backend("triton").attention(self.shape, self.kv_heads * self.group, self.dtype, DEVICE)
         k, v = self.new(self.keys), self.new(self.values)
-        pattern = AttentionPattern(window=self.window)
-        return attention.forward(self.q, k, v, self.cache(), self.metadata(), self.dim**-0.5, pattern)
+        metadata = self.metadata()
+        return attention.forward(self.q, k, v, self.cache(), metadata, self.dim**-0.5, self.pattern, self.bias)
 
     def expected(self) -> Tensor:
         parts = []
@@ -136,11 +141,15 @@ class KernelStep:
                 parts.append(torch.zeros_like(q, dtype=torch.float32))
                 continue
             position = torch.arange(context - count, context, device=DEVICE)[:, None]
-            key = torch.arange(context, device=DEVICE)
-            seen = (key <= position) & (key > position - (self.window or context))
+            ahead, pattern = torch.arange(context, device=DEVICE) - position, self.pattern
+            seen = (-ahead <= (context if pattern.before is None else pattern.before)) & (
+                ahead <= (context if pattern.after is None else pattern.after)
+            )
             scores = (
                 torch.einsum("nhd,lhd->hnl", q.float(), keys.float().repeat_interleave(self.group, 1)) * self.dim**-0.5
             )
+            if self.bias is not None and self.reach is not None:
+                scores += self.bias[:, ahead.clamp(-self.reach, self.reach) + self.reach]
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             parts.append(torch.einsum("hnl,lhd->nhd", weights, values.float().repeat_interleave(self.group, 1)))
         return torch.cat(parts)
@@ -156,7 +165,7 @@ class KernelStep:
     [
         {"group": 2, "dtype": torch.bfloat16},
         {"group": 7, "dim": 80, "block_size": 32, "kv_heads": 1},
-        {"group": 1, "dim": 128, "block_size": 8, "window": 50},
+        {"group": 1, "dim": 128, "block_size": 8, "pattern": AttentionPattern(window=50)},
     ],
     ids=["group-2-bf16", "group-7-of-80", "window"],
 )
@@ -164,12 +173,24 @@ def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
     KernelStep(rows, **shape).check()
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"group": 2, "dtype": torch.bfloat16, "pattern": AttentionPattern(causal=False)},
+        {"group": 1, "dim": 80, "block_size": 8, "pattern": AttentionPattern(False, 20), "reach": 9},
+    ],
+    ids=["bf16", "window-and-bias"],
+)
+def test_whole_texts_seen_to_both_sides(shape: dict[str, object]) -> None:
+    KernelStep(TEXTS, kv_heads=1, **shape).check()
+
+
 @pytest.mark.proof
 @pytest.mark.usefixtures("_short_pieces")
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("window", [None, 90])
 def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
-    step = KernelStep(rows, kv_heads=1, group=4, window=window)
+    step = KernelStep(rows, kv_heads=1, group=4, pattern=AttentionPattern(window=window))
     step.check()
     metadata = step.metadata()
     attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
@@ -186,12 +207,12 @@ def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: li
     metadata.max_context = 8192
     attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
     attention._parallel = 4  # type: ignore[attr-defined]
-    pieces = attention._pieces(metadata, len(contexts), AttentionPattern())  # type: ignore[attr-defined]
+    pieces = attention._pieces(metadata, len(contexts), CAUSAL)  # type: ignore[attr-defined]
     whole = pieces.records[:, 7][pieces.records[:, 1] > 0] == 1
     assert whole.sum() == (19 if contexts[-1] > contexts[0] else 20)
     assert whole.all() == (contexts[-1] == contexts[0])
     k, v = step.new(step.keys), step.new(step.values)
-    out = attention.forward(step.q, k, v, step.cache(), metadata, step.dim**-0.5, AttentionPattern())
+    out = attention.forward(step.q, k, v, step.cache(), metadata, step.dim**-0.5, CAUSAL)
     torch.testing.assert_close(out, step.expected(), rtol=TOLERANCE[step.dtype], atol=TOLERANCE[step.dtype])
 
 
@@ -206,7 +227,9 @@ def test_wide_grid(
     if split:
         request.getfixturevalue("_short_pieces")
     for rows, dtype in ((DECODE, torch.float32), (MIXED, torch.bfloat16)):
-        KernelStep(rows, 1, group, dim, block_size, dtype, window).check()
+        KernelStep(rows, 1, group, dim, block_size, dtype, AttentionPattern(window=window)).check()
+    for rows, dtype, reach in ((TEXTS, torch.float32, 40), (MIXED, torch.bfloat16, None)):
+        KernelStep(rows, 1, group, dim, block_size, dtype, AttentionPattern(False, window), reach).check()
 
 
 def test_heads_are_normed_and_rotated_on_the_way() -> None:
@@ -218,7 +241,7 @@ def test_heads_are_normed_and_rotated_on_the_way() -> None:
     qkv = torch.cat((step.q, step.new(step.keys), step.new(step.values)), 1)
     attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
     cache = step.cache()
-    out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.dim**-0.5, AttentionPattern())
+    out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.dim**-0.5, CAUSAL)
     turned = qkv[:, :6].float() * rotary.cos.float() + qkv[:, :6].float().roll(step.dim // 2, -1) * rotary.sin.float()
     step.q = turned[:, :4].to(step.dtype)
     new = turned[:, 4:].to(step.dtype).split([count for count, _ in step.rows])
@@ -247,7 +270,7 @@ def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dt
         for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
     ]
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
-        KernelStep(rows, kv_heads, group, dim, 16, dtype, window).check()
+        KernelStep(rows, kv_heads, group, dim, 16, dtype, AttentionPattern(window=window)).check()
 
 
 @pytest.mark.gpu
@@ -269,10 +292,10 @@ def test_a_recording_reads_the_lengths_in_memory() -> None:
     metadata, cache = first.metadata(), first.cache()
     attention = find_backend("triton").attention(first.shape, 4, first.dtype, DEVICE)
     k, v = first.new(first.keys), first.new(first.values)
-    attention.forward(first.q, k, v, cache, metadata, 0.125, AttentionPattern())  # compiled before it is recorded
+    attention.forward(first.q, k, v, cache, metadata, 0.125, CAUSAL)  # compiled before it is recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.forward(first.q, k, v, cache, metadata, 0.125, AttentionPattern())
+        out = attention.forward(first.q, k, v, cache, metadata, 0.125, CAUSAL)
     for contexts in ([3000, 17, 1, 0], [2000, 9, 0, 0], [513, 16, 1, 0]):
         first.rows = [(1, context) for context in contexts]
         metadata.context_lens.copy_(torch.tensor(contexts, dtype=torch.int32))

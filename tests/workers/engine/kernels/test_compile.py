@@ -21,7 +21,15 @@ NAMES = {
 }
 
 
-def attend(kind: str, choice: TileChoice, dim: int, group: int, dtype: torch.dtype, window: int = 0) -> KernelVariant:
+def attend(
+    kind: str,
+    choice: TileChoice,
+    dim: int,
+    group: int,
+    dtype: torch.dtype,
+    reaches: tuple[int, int] = (-1, 0),
+    bias_reach: int = 0,
+) -> KernelVariant:
     short, name = NAMES[dtype]
     signature = {
         **dict.fromkeys(("q", "cache", "out"), f"*{short}"),
@@ -35,7 +43,9 @@ def attend(kind: str, choice: TileChoice, dim: int, group: int, dtype: torch.dty
         "GROUP": group,
         "HEAD_DIM": dim,
         "BLOCK_SIZE": 16,
-        "WINDOW": window,
+        "BEFORE": reaches[0],
+        "AFTER": reaches[1],
+        "REACH": bias_reach,
         "BLOCK_M": choice.block_m,
         "BLOCK_Q": 1 if kind == "decode" else choice.block_m // group,
         "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
@@ -43,17 +53,22 @@ def attend(kind: str, choice: TileChoice, dim: int, group: int, dtype: torch.dty
         "PREFILL": kind == "prefill",
         "DOT": name,
     }
+    if bias_reach:
+        signature["bias"] = "*fp32"
+    else:
+        constants["bias"] = None
     pointers = tuple(parameter for parameter, kind in signature.items() if kind[0] == "*")
     return KernelVariant(MODULE, "attend", signature, constants, choice.warps, choice.stages, (*pointers, "q_stride"))
 
 
-def plan(rows: int, block_q: int, window: int) -> KernelVariant:
+def plan(rows: int, block_q: int, reaches: tuple[int, int] = (-1, 0)) -> KernelVariant:
     signature = {
         **dict.fromkeys(("query_start", "context_lens", "slots", "records", "leaders", "scratch"), "*i32"),
         **dict.fromkeys(("num_rows", "num_pieces", "share"), "i32"),
     }
     constants = {
-        "WINDOW": window,
+        "BEFORE": reaches[0],
+        "AFTER": reaches[1],
         "BLOCK_Q": block_q,
         "TILE": 64,
         "MIN_TILES": 8,
@@ -96,7 +111,7 @@ def test_loads_and_products_are_as_wide_as_they_can_be() -> None:
     """
     choices = {kind: candidates(kind, 128, 2, torch.bfloat16)[0] for kind in ("decode", "prefill")}
     variants = [attend(kind, choice, 128, 2, torch.bfloat16) for kind, choice in choices.items()]
-    decode, prefill, _, _ = check([*variants, plan(1024, 1, 0), combine(128, 2)], 0, 90)
+    decode, prefill, _, _ = check([*variants, plan(1024, 1), combine(128, 2)], 0, 90)
     assert "mma.sync" in decode.ptx
     assert "wgmma.mma_async" in prefill.ptx
     for kind, code in (("decode", decode), ("prefill", prefill)):
@@ -119,12 +134,20 @@ def test_every_candidate_compiles(dim: int, dtype: torch.dtype, capability: int)
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype", "window"),
-    [(80, 7, torch.bfloat16, 1024), (96, 1, torch.float16, 0), (256, 16, torch.bfloat16, 512)],
+    ("dim", "group", "dtype", "reaches", "bias_reach"),
+    [
+        (80, 7, torch.bfloat16, (1023, 0), 0),
+        (96, 1, torch.float16, (-1, 0), 0),
+        (256, 16, torch.bfloat16, (511, 0), 0),
+        (64, 1, torch.bfloat16, (-1, -1), 128),
+        (64, 1, torch.bfloat16, (64, 64), 0),
+    ],
 )
-def test_odd_shapes_compile(dim: int, group: int, dtype: torch.dtype, window: int) -> None:
+def test_odd_shapes_compile(
+    dim: int, group: int, dtype: torch.dtype, reaches: tuple[int, int], bias_reach: int
+) -> None:
     variants = [
-        attend(kind, candidates(kind, dim, group, dtype)[0], dim, group, dtype, window)
+        attend(kind, candidates(kind, dim, group, dtype)[0], dim, group, dtype, reaches, bias_reach)
         for kind in ("decode", "prefill")
     ]
-    check([*variants, plan(1024, 128 // group, window), combine(dim, group)], 64, 90)
+    check([*variants, plan(1024, 128 // group, reaches), combine(dim, group)], 64, 90)

@@ -22,7 +22,7 @@ from tests.workers.engine.models.tiny_pooling_models import (
     second_text_of,
     texts,
 )
-from tests.workers.engine.places import Place, at_all
+from tests.workers.engine.places import Place, at_all, interpreted
 from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.core import EngineCore
 from workers.engine.device.executor import Executor
@@ -34,8 +34,9 @@ EMBED = PoolingParams("embed")
 
 
 def start(path: Path, place: Place, **settings: Any) -> EngineCore:
-    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 4, **settings}
-    return EngineCore(Executor(EngineConfig(model=str(path), threads=1, **place.settings(), **settings)))
+    """A core that needs several steps for the texts; `settings` are more of the configuration."""
+    small: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 4}
+    return EngineCore(Executor(EngineConfig(model=str(path), threads=1, **small | place.settings() | settings)))
 
 
 def run_pooling(core: EngineCore, requests: list[EngineRequest]) -> list[Tensor]:
@@ -90,3 +91,18 @@ def test_classes_equal_transformers(name: str, place: Place) -> None:
     assert_close(run_pooling(core, pooling_requests(PoolingParams("classify"), name)), [over(one) for one in expected])
     assert core.ready.labels == list(make_pooling_model(name).config.id2label.values())
     assert core.ready.tasks == ["classify", "score"][: 1 + (len(core.ready.labels) == 1)]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["bert", "modernbert", "mpnet", "qwen3"])
+@pytest.mark.parametrize("place", [interpreted])
+def test_embeddings_equal_transformers_by_the_gpus_kernels(name: str, place: Place) -> None:
+    """Of the short texts alone, since the interpreter is slow."""
+    short = [number for number, text in enumerate(texts()) if len(text) <= 40]
+    requests = [
+        EngineRequest(at, texts()[number], [], SamplingParams(0), pooling=EMBED) for at, number in enumerate(short)
+    ]
+    tiny, hidden = EMBEDDERS[name], hidden_states(name)
+    expected = [pooled(hidden[number], tiny.mode) for number in short]
+    core = start(pooling_folder(name), place, task="embed", max_model_len=48)
+    assert_close(run_pooling(core, requests), [normalized(one) for one in expected] if tiny.normalize else expected)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 torch.set_num_threads(1)
@@ -33,6 +34,7 @@ _DISTIL: dict[str, Any] = {
 }  # fmt: skip
 _ROBERTA = _SHAPE | {"pad_token_id": 1, "max_position_embeddings": 202, "type_vocab_size": 1}
 _DECODER = _SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": None}
+_MODERN = _SHAPE | {"num_hidden_layers": 5, "local_attention": 24, "cls_token_id": 1, "sep_token_id": 1}
 _ONE, _THREE = {"num_labels": 1}, {"num_labels": 3}
 
 
@@ -55,6 +57,8 @@ EMBEDDERS = {
     "distilbert": TinyPoolingModel("DistilBertModel", "DistilBertConfig", _DISTIL),
     "roberta": TinyPoolingModel("RobertaModel", "RobertaConfig", _ROBERTA),
     "xlm-roberta": TinyPoolingModel("XLMRobertaModel", "XLMRobertaConfig", _ROBERTA),
+    "modernbert": TinyPoolingModel("ModernBertModel", "ModernBertConfig", _MODERN),
+    "mpnet": TinyPoolingModel("MPNetModel", "MPNetConfig", _ROBERTA),
     "qwen3": TinyPoolingModel("Qwen3ForCausalLM", "Qwen3Config", _DECODER | {"head_dim": 32}, "last", True),
     "mistral": TinyPoolingModel("MistralModel", "MistralConfig", _DECODER | {"sliding_window": 24}, "last", True),
 }
@@ -67,6 +71,12 @@ CLASSIFIERS = {
     "roberta-classes": TinyPoolingModel("RobertaForSequenceClassification", "RobertaConfig", _ROBERTA | _THREE),
     "xlm-roberta-score": TinyPoolingModel(
         "XLMRobertaForSequenceClassification", "XLMRobertaConfig", _ROBERTA | _ONE, activation="sigmoid"
+    ),
+    "mpnet-classes": TinyPoolingModel("MPNetForSequenceClassification", "MPNetConfig", _ROBERTA | _THREE),
+    "modernbert-classes": TinyPoolingModel(
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        _MODERN | _THREE | {"classifier_pooling": "mean", "norm_bias": True, "mlp_bias": True, "attention_bias": True},
     ),
     "qwen3-classes": TinyPoolingModel(
         "Qwen3ForSequenceClassification", "Qwen3Config", _DECODER | _THREE | {"head_dim": 32}
@@ -141,8 +151,6 @@ def pooled(hidden: Tensor, mode: str) -> Tensor:
 
 def save_modules(path: Path, pooling: dict[str, Any], dense: torch.nn.Linear | None, normalize: bool) -> None:
     """Make of a checkpoint a folder as sentence-transformers saves it."""
-    from safetensors.torch import save_file
-
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense is not None else []), *(["Normalize"] if normalize else [])]
     places = ["" if kind == "Transformer" else f"{index}_{kind}" for index, kind in enumerate(kinds)]
     modules = [

@@ -48,6 +48,7 @@ class NativeStep:
     dtype: torch.dtype = torch.bfloat16
     pattern: AttentionPattern = CAUSAL
     seed: int = 3
+    reach: int | None = None  # of a bias
 
     def __post_init__(self) -> None:
         print(f"seed {self.seed}")
@@ -61,6 +62,8 @@ class NativeStep:
         )  # the last block is free
         for row, number in enumerate(blocks):
             self.tables[row, :number] = [next(free) for _ in range(number)]
+        heads = self.kv_heads * self.group
+        self.bias = None if self.reach is None else torch.randn(heads, 2 * self.reach + 1)
         self.q = [self._random(count, self.kv_heads * self.group) for count, _ in self.rows]
         self.keys = [self._random(context, self.kv_heads) for _, context in self.rows]
         self.values = [self._random(context, self.kv_heads) for _, context in self.rows]
@@ -97,7 +100,7 @@ class NativeStep:
                 else self._random(sum(b for _, _, b in spans), len(self.q[0][0]))
             )
             k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (self.keys, self.values))
-            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.pattern)
+            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.pattern, self.bias)
         return list(out.split([b - a for _, a, b in now]))
 
     def expected(self, row: int) -> Tensor:
@@ -108,6 +111,8 @@ class NativeStep:
             ahead <= (context if pattern.after is None else pattern.after)
         )
         scores = torch.einsum("qhd,khd->hqk", self.q[row].double(), keys) * self.dim**-0.5
+        if self.bias is not None and self.reach is not None:
+            scores += self.bias[:, ahead.clamp(-self.reach, self.reach) + self.reach]
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
 
     def check(self) -> None:
@@ -130,7 +135,13 @@ def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, d
 def test_whole_texts_seen_to_both_sides(
     dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    NativeStep(TEXTS, 2, group, dim, block_size, dtype, AttentionPattern(False, window)).check()
+    for reach in (None, 20):
+        NativeStep(TEXTS, 2, group, dim, block_size, dtype, AttentionPattern(False, window), reach=reach).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bias_on_rows_of_few_tokens_that_see_what_is_before(dtype: torch.dtype) -> None:
+    NativeStep(DECODE + MIXED, 2, 3, dtype=dtype, reach=40).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -149,7 +160,8 @@ def test_every_shape(dim: int, group: int, block_size: int, dtype: torch.dtype) 
         ).check()
         texts = [(context, context) for _, context in DECODE + MIXED]
         for rows in (texts, MIXED + LONG):
-            NativeStep(rows, 2, group, dim, block_size, dtype, AttentionPattern(False, window), seed).check()
+            reach = (None, 9, 3000)[(seed + len(rows)) % 3]  # of a bias
+            NativeStep(rows, 2, group, dim, block_size, dtype, AttentionPattern(False, window), seed, reach).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -203,7 +215,7 @@ def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
     metadata = step.metadata([(row, context - count, context) for row, (count, context) in enumerate(rows)])
     attention = find_backend("cpu").attention(step.shape, 6, step.dtype, CPU)
     assert isinstance(attention, CpuAttention)
-    plan = attention.prepared(metadata, CAUSAL, 10 * 64).step
+    plan = attention.prepared(metadata, CAUSAL, None, 10 * 64).step
     return [*(ctypes.c_int32 * len(rows)).from_address(plan.ahead), plan.any_ahead]
 
 

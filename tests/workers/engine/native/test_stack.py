@@ -36,7 +36,7 @@ STEPS = [
     [(706, 1)],
 ]  # tokens computed before and now, by row
 TEXTS = [[(0, 700), (0, 30)], [(0, 5), (0, 1)], [(0, 290)]]
-FAMILIES = ["gpt2", "llama", "qwen3", "bert", "modernbert"]
+FAMILIES = ["gpt2", "llama", "qwen3", "bert", "modernbert", "mpnet"]
 
 
 def random(*shape: int, width: float = 1.0) -> Tensor:
@@ -50,8 +50,10 @@ class Model:
 
     def __init__(self, family: str, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
         torch.manual_seed(7)
-        self.rotary, self.head_norms, self.numbers = family not in ("gpt2", "bert"), family == "qwen3", count()
-        self.encodes, self.post_norm, first_norm = "bert" in family, family == "bert", family != "modernbert"
+        self.rotary, self.head_norms, self.numbers = family not in ("gpt2", "bert", "mpnet"), family == "qwen3", count()
+        self.encodes, first_norm = family in ("bert", "modernbert", "mpnet"), family != "modernbert"
+        self.post_norm = self.encodes and first_norm
+        self.bias = torch.randn(heads, 61) if family == "mpnet" else None
         self.patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
         if family == "gpt2":
             kv_heads = heads
@@ -107,7 +109,7 @@ class Model:
             metadata, positions = step_of(rows)
             ropes = (ROPE, LOCAL_ROPE)[: self.rotary + self.encodes] if self.rotary else ()
             rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in ropes]
-            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns)
+            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns, bias=self.bias)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
             results.append(run(random(len(positions), HIDDEN), rotations, attend).clone())
         return results

@@ -45,6 +45,10 @@ struct attention_step {
     ptrdiff_t scratch_size; /* floats of each share */
     /* in numbers, from token to token and from head to head */
     ptrdiff_t query_stride[2], key_stride[2], value_stride[2];
+    /* what is added to a head's scores for keys at the query's own place, and around it those for keys before and behind,
+       a panel further than any row is long; NULL for nothing */
+    const float *bias;
+    ptrdiff_t bias_stride; /* from head to head */
 };
 
 #define LOG2_E 1.44269504f
@@ -124,10 +128,10 @@ ALWAYS_INLINE ptrdiff_t partial_size(const attention_step *step, const row_plan 
     return plan->queries * (value_words(step->head_dim) + 2);
 }
 
-/* Whether a row has so few queries that it waits for memory more than it computes. Where later tokens are seen, all of
-   its keys are of this step, and at hand. */
+/* Whether a row has so few queries that it waits for memory more than it computes, and is computed as such. Where later
+   tokens are seen, all of its keys are of this step, and at hand. */
 ALWAYS_INLINE int has_few(const attention_step *step, ptrdiff_t row) {
-    return step->after == 0 && (step->query_start[row + 1] - step->query_start[row]) * (step->heads / step->kv_heads) <= FEW;
+    return step->after == 0 && !step->bias && (step->query_start[row + 1] - step->query_start[row]) * (step->heads / step->kv_heads) <= FEW;
 }
 
 /* Whether the cache holds panels; else it holds plain rows. */

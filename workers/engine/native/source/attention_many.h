@@ -125,6 +125,19 @@ ALWAYS_INLINE void weigh(float *scores, ptrdiff_t columns, const ptrdiff_t from[
 KERNELS(floats, 1)
 KERNELS(pairs, 2)
 
+/* Adds to the scores of the tile's `rows` queries from query `i` on, with keys from `first` on, what is added by their
+   places. Scores are yet to be multiplied with `scale`. */
+NEVER_INLINE void add_bias(const attention_step *step, const tile *t, const row_plan *plan, ptrdiff_t i, ptrdiff_t rows,
+                           ptrdiff_t first, ptrdiff_t columns, float scale, float *scores) {
+    ptrdiff_t group = step->heads / step->kv_heads;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        ptrdiff_t query = t->first + i + r, head = t->head * group + query % group, position = plan->start + query / group;
+        const float *bias = step->bias + head * step->bias_stride + first - position;
+        for (ptrdiff_t at = r * KEYS, c = 0; c < columns; c++, at += LANES)
+            store(scores + at, load(scores + at) + load(bias + c * LANES) / scale);
+    }
+}
+
 ALWAYS_INLINE void find_keys(const attention_layer *layer, const workspace *work, ptrdiff_t row, ptrdiff_t head,
                              ptrdiff_t first, ptrdiff_t end, key_step *keys, int pair) {
     ptrdiff_t words = panel_words(layer->step->head_dim, pair);
@@ -156,6 +169,8 @@ ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *wo
             to[r] = at_most(at_least(position + 1 + step->after, 0), keys.count);
         }
         (pair == 1 ? score_floats : score_pairs)(queries, &keys, columns, work->scores);
+        if (step->bias)
+            add_bias(step, t, plan, i, rows, first, columns, layer->scale, work->scores);
         (pair == 1 ? weigh_floats : weigh_pairs)(work->scores, columns, from, to, layer->scale * LOG2_E, work->top + i,
                                                  work->total + i * LANES, sums, keys.size);
         (pair == 1 ? add_values_floats : add_values_pairs)((uint32_t *)work->scores, &keys, count, sums);

@@ -1,0 +1,54 @@
+"""MPNet: BERT with a bias on attention by how far a key is from its query."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workers.engine.layers.weights import Weights
+from workers.engine.models.config import Json, ModelConfig, require
+from workers.engine.models.encoder import EncoderNames, PostNormEncoder, encoder_config
+from workers.engine.models.roberta import first_position
+
+PREFIX = "mpnet."
+
+_REACH = 128  # distances from here on have the same bias
+_NAMES = EncoderNames(
+    layers="*.encoder.layer",
+    queries="attention.attn.q",
+    keys="attention.attn.k",
+    values="attention.attn.v",
+    output="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+)
+
+
+def config(raw: Json) -> ModelConfig:
+    positions = require(raw, "max_position_embeddings", 512) - first_position(raw)
+    return encoder_config({"vocab_size": 30527, **raw}, positions)
+
+
+def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> PostNormEncoder:
+    encoder = PostNormEncoder(config, _NAMES, weights, first_position(raw))
+    buckets = require(raw, "relative_attention_num_buckets", 32)
+    table = weights.take("*.encoder.relative_attention_bias.weight", (buckets, config.num_heads))
+    distances = torch.arange(-_REACH, _REACH + 1, device=weights.device)
+    encoder.position_bias = table[_bucket(distances, buckets)].t().float().contiguous()
+    return encoder
+
+
+def _bucket(distances: Tensor, buckets: int) -> Tensor:
+    """Return the rows of T5's table (Raffel et al., 2020) for keys so far behind their query: half
+    of them for either side, in it half for single distances and half for ranges that grow.
+    """
+    side = buckets // 2
+    single = side // 2
+    away = distances.abs()
+    grown = torch.log(away.clamp(min=1).float() / single) / math.log(_REACH / single) * (side - single)
+    bucket = torch.where(away < single, away, (single + grown.long()).clamp(max=side - 1))
+    return bucket + side * (distances > 0)
