@@ -90,6 +90,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     plan_sha256: str | None = None
     total: int = 0
     models: list[str] = msgspec.field(default_factory=list)  # that the lines name
+    endpoints: list[str] = msgspec.field(default_factory=list)  # the same, by url
     generation: int = 0  # the highest of the record in Redis that a job has begun under
     # Names the record in Redis that may work here; of a server that was left behind, it is another
     # one

@@ -18,18 +18,29 @@ from typing import Any, BinaryIO
 from jobs.batch.input_files import PARQUET_REFUSED, PARQUET_UNREADABLE, InputError
 from jobs.errors import JobsError
 from jobs.protocol import fields
+from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
-from jobs.protocol.endpoints import ENDPOINTS
+from jobs.protocol.endpoint import BatchEndpoint
+from jobs.protocol.endpoints import BATCH_ENDPOINTS, ENDPOINTS
 from jobs.protocol.lines import decode_json
-from jobs.protocol.parameters import FILE_COLUMNS, JSON_COLUMNS
+from jobs.protocol.parameters import JSON_COLUMNS
 from jobs.store.storage import StoreError, open_input
 
 _ROWS = 64  # at once, all of them in memory
 _READ_BYTES = 1 << 20
 _SHOWN_COLUMNS = 20
 _SHOWN_CHARACTERS = 1000
-_LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
-_BODY_COLUMNS = ("model", *FILE_COLUMNS, "user")
+_TEXT_COLUMNS = tuple(dict.fromkeys(names for endpoint in BATCH_ENDPOINTS.values() for names in endpoint.text_names))
+"""Which columns together make a line; they are of the first endpoint that knows them."""
+_PARSED_COLUMNS = (*JSON_COLUMNS, ENDPOINTS[CHAT].prompt_field)
+_LINE_COLUMNS = ("custom_id", "method", "url", "body", "model", "user")
+_COLUMNS = dict.fromkeys(
+    (
+        *_LINE_COLUMNS,
+        *(name for names in _TEXT_COLUMNS for name in names),
+        *(name for endpoint in BATCH_ENDPOINTS.values() for name in endpoint.file_columns),
+    )
+)
 
 
 def main() -> None:
@@ -84,12 +95,11 @@ def _lines(location: str, file: BinaryIO) -> Iterator[bytes]:
     try:
         table = parquet.ParquetFile(pyarrow.PythonFile(file, mode="r"), buffer_size=_READ_BYTES)
         names = set(table.schema_arrow.names)
-        if "custom_id" not in names or not names & {"body", "prompt", "messages"}:
+        if "custom_id" not in names or not any(names.issuperset(needed) for needed in (("body",), *_TEXT_COLUMNS)):
             found = ", ".join(fields.shown(name) for name in sorted(names)[:_SHOWN_COLUMNS])
-            raise InputError(
-                f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}"
-            )
-        columns = [name for name in (*_LINE_COLUMNS, *_BODY_COLUMNS) if name in names]
+            either = ", ".join(" with ".join(needed) for needed in (("body",), *_TEXT_COLUMNS))
+            raise InputError(f"{location} needs a column custom_id, and one of {either}; it has: {found}")
+        columns = [name for name in _COLUMNS if name in names]
         for rows in table.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False):
             for row in rows.to_pylist():
                 yield _encoded(_line_of(row))
@@ -109,24 +119,33 @@ def _line_of(row: dict[str, Any]) -> dict[str, Any]:
     row = {
         name: _plain(value, name) for name, value in row.items() if value is not None and value == value
     }  # NaN: pandas' null
-    body = _parsed(row["body"]) if "body" in row else _body_of(row)
+    endpoint, names = _endpoint_of(row)
+    body = _parsed(row["body"]) if "body" in row else _body_of(row, endpoint, names)
     line: dict[str, Any] = {"method": row.get("method", "POST"), "body": body}
     if "custom_id" in row:
         line["custom_id"] = str(row["custom_id"])
     if "url" in row:
         line["url"] = row["url"]
     elif isinstance(body, dict):
-        line["url"] = next((url for url, endpoint in ENDPOINTS.items() if endpoint.prompt_field in body), COMPLETIONS)
+        line["url"] = _endpoint_of(body)[0].url
     return line
 
 
-def _body_of(row: dict[str, Any]) -> dict[str, Any]:
-    body = {name: _parsed(row[name]) if name in JSON_COLUMNS else row[name] for name in _BODY_COLUMNS if name in row}
-    if "messages" in row:
-        body["messages"] = _parsed(row["messages"])
-    elif "prompt" in row:
-        body["prompt"] = row["prompt"]
-    return body
+def _endpoint_of(values: dict[str, Any]) -> tuple[BatchEndpoint, tuple[str, ...]]:
+    """Return which endpoint a row or a body is for, and which texts of it are there: that of the
+    `url` if it has any, else the first one whose texts there are.
+    """
+    named = BATCH_ENDPOINTS.get(str(values.get("url")))
+    for endpoint in (*([named] if named else ()), *BATCH_ENDPOINTS.values()):
+        for names in endpoint.text_names:
+            if all(name in values for name in names):
+                return endpoint, names
+    return named or ENDPOINTS[COMPLETIONS], ()
+
+
+def _body_of(row: dict[str, Any], endpoint: BatchEndpoint, texts: tuple[str, ...]) -> dict[str, Any]:
+    names = ("model", *endpoint.file_columns, "user", *texts)
+    return {name: _parsed(row[name]) if name in _PARSED_COLUMNS else row[name] for name in names if name in row}
 
 
 def _parsed(value: Any) -> Any:

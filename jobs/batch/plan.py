@@ -1,5 +1,5 @@
 """The order in which a batch's lines run: lines that share a prompt prefix run together, and long
-expected outputs come first.
+expected outputs come first. Lines that are not generated run by the length of their texts.
 
 Both sorts spill to disk, so that memory grows by 40 bytes per line at most.
 """
@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from jobs.protocol.endpoint import BatchEndpoint
 from jobs.store.storage import AtomicWriter, StoreError
 
 PLAN_NAME = "plan.bin"
@@ -27,8 +28,6 @@ Some 64 characters are a KV block, which is the least that requests can share.
 """
 _SYSTEM_ROLES = ("system", "developer")
 _LEVELS = len(_PREFIX_CHARACTERS)
-_CHAT_TOKENS = 512  # expected where nothing bounds the answer
-_COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _MAX = 0xFFFFFFFF
 
 _ENTRY = struct.Struct("<IQI")
@@ -125,10 +124,11 @@ class PlanBuilder:
         self._by_prefix = Sorter(_BY_PREFIX.size, folder, run_records)
         self.lines = 0
 
-    def add(self, entry: PlanEntry, model: str, body: dict[str, Any]) -> None:
+    def add(self, entry: PlanEntry, endpoint: BatchEndpoint, model: str, body: dict[str, Any]) -> None:
         """Notes one line; `body` may hold anything, since only the worker judges it."""
-        expected = expected_tokens(body)
-        self._by_prefix.add(_BY_PREFIX.pack(*prefix_hashes(model, body), _MAX - expected, *entry))
+        hashes = prefix_hashes(model, list(endpoint.prefix_texts(body)))
+        rest = _MAX - min(endpoint.expected_length(body), _MAX)
+        self._by_prefix.add(_BY_PREFIX.pack(*hashes, rest, *entry))
         self.lines += 1
 
     def write(self, location: str) -> str:
@@ -185,21 +185,11 @@ def _repeat(counts: array[int], values: array[int]) -> Iterator[int]:
             yield value
 
 
-def expected_tokens(body: dict[str, Any]) -> int:
-    """How long the answer may get, as far as the request says."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name)
-        if isinstance(value, int | float) and 0 <= value <= _MAX:
-            return int(value)
-    return _CHAT_TOKENS if "messages" in body else _COMPLETION_TOKENS
-
-
-def prefix_hashes(model: str, body: dict[str, Any]) -> tuple[int, ...]:
+def prefix_hashes(model: str, pieces: list[str]) -> tuple[int, ...]:
     """A hash per prefix length; equal ones mean a shared prefix.
 
     A collision costs a little speed and nothing else.
     """
-    pieces = list(_pieces(body))
     text = "".join(pieces)[: _PREFIX_CHARACTERS[-1]]
     value = zlib.crc32(model.encode(errors="surrogatepass"))
     hashes: list[int] = []
@@ -212,27 +202,6 @@ def prefix_hashes(model: str, body: dict[str, Any]) -> tuple[int, ...]:
         hashes.append(value)
         start = length
     return tuple(hashes)
-
-
-def _pieces(body: dict[str, Any]) -> Iterator[str]:
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        yield prompt
-    elif isinstance(prompt, list):
-        yield "\0".join(str(item) for item in prompt[: _PREFIX_CHARACTERS[-1]] if isinstance(item, str | int))
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            yield f"{_text_of(message.get('role'))}\0{_text_of(message.get('content'))}\0"
-
-
-def _text_of(content: Any) -> str:
-    """The text of a message, without a look into what is nested however deeply."""
-    if isinstance(content, list):
-        return "\0".join(
-            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return content if isinstance(content, str) else ""
 
 
 def read_plan(file: BinaryIO, start: int, count: int) -> list[PlanEntry]:

@@ -12,6 +12,7 @@ from jobs.batch.line_index import LineIndexWriter
 from jobs.batch.manifest import BatchSpec, LineProblem
 from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
 from jobs.protocol import fields
+from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.lines import Line, read_line
 from jobs.protocol.validation import LineError, check_batch_line, check_line
 from jobs.store.storage import join, local_path, open_input
@@ -26,6 +27,7 @@ class Checked(msgspec.Struct, frozen=True):
 
     total: int = 0
     models: list[str] = []
+    endpoints: list[str] = []
     problems: list[LineProblem] = []
     plan_sha256: str = ""
 
@@ -48,6 +50,7 @@ class SourceCheck:
         self._root = root
         self._served = served
         self._models: set[str] = set()
+        self._endpoints: set[str] = set()
         self._problems = _Problems()
         self._plan = PlanBuilder(folder)
         self._ids = _CustomIds(folder)
@@ -61,10 +64,11 @@ class SourceCheck:
             return
         entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
         self._ids.add(found.custom_id, entry)
-        self._plan.add(entry, found.model, found.values)
+        self._plan.add(entry, BATCH_ENDPOINTS[found.url], found.model, found.values)
         if self._index is not None:
             self._index.add(entry)
         self._models.add(found.model)
+        self._endpoints.add(found.url)
         self.body_bytes += len(found.body)
 
     def problems(self, source: str) -> list[LineProblem]:
@@ -78,7 +82,7 @@ class SourceCheck:
         if self._index is not None:
             self._index.commit()
         plan_sha256 = self._plan.write(join(self._root, PLAN_NAME))
-        return Checked(self._plan.lines, sorted(self._models), [], plan_sha256)
+        return Checked(self._plan.lines, sorted(self._models), sorted(self._endpoints), [], plan_sha256)
 
     def close(self) -> None:
         """Free memory and disk."""

@@ -6,9 +6,7 @@ Running it again writes the same bytes.
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple
-
-import msgspec
+from typing import Literal, NamedTuple
 
 from jobs.batch.input_files import is_parquet, read_lines
 from jobs.batch.manifest import Manifest, save_manifest
@@ -17,15 +15,16 @@ from jobs.batch.recovery import repair, restore_progress
 from jobs.batch.result_files import log_output, may_become_log, open_output, publish_result_files
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
+from jobs.control.line_answer import LineAnswer
+from jobs.control.number_columns import NumberColumns, number_columns
+from jobs.control.parquet_results import ParquetWriter
 from jobs.control.slices import Slice
 from jobs.errors import JobsError
 from jobs.protocol.lines import read_line
-from jobs.protocol.results import Result, Usage, batch_request_id, output_line, unanswered_line
+from jobs.protocol.results import Usage, batch_request_id, output_line, unanswered_line
 from jobs.store.storage import AtomicWriter, join, sweep_beside
 
 _FLUSH_BYTES = 1 << 18
-_ROWS = 2048
-_ROWS_BYTES = 1 << 26
 _CHECK_LINES = 256
 _WHY_UNANSWERED = {
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -46,15 +45,6 @@ class Outcome(NamedTuple):
     usage: Usage
     output: str | None
     error_output: str | None
-
-
-class _Answer(NamedTuple):
-    """A line with its result, or with the (code, message) of why it has none."""
-
-    line: int
-    custom_id: str
-    result: Result | None
-    reason: tuple[str, str]
 
 
 def finalize(held: Slice) -> None:
@@ -121,7 +111,8 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
         sweep_beside(location)
     counts = {True: 0, False: 0}
     usage = Usage()
-    with _writer(manifest, output) as good, _writer(manifest, error_output or output) as bad:
+    numbers = number_columns(manifest, check) if is_parquet(output) else NumberColumns()
+    with _writer(manifest, output, numbers) as good, _writer(manifest, error_output or output) as bad:
         for number, answer in enumerate(_answers(manifest)):
             if number % _CHECK_LINES == 0:
                 check()
@@ -144,7 +135,7 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
     )
 
 
-def _answers(manifest: Manifest) -> Iterator[_Answer]:
+def _answers(manifest: Manifest) -> Iterator[LineAnswer]:
     """Every line of the source, joined with its result.
 
     Raises `ResultsMissing` where a completed batch lacks one.
@@ -158,19 +149,21 @@ def _answers(manifest: Manifest) -> Iterator[_Answer]:
             while record is not None and record.line < number:
                 record = next(records, None)
             if record is not None and record.line == number:
-                yield _Answer(number, custom_id, record.result, ("", ""))
+                yield LineAnswer(number, custom_id, record.result, ("", ""))
             elif why is not None:
-                yield _Answer(number, custom_id, None, why)
+                yield LineAnswer(number, custom_id, None, why)
             else:
                 raise ResultsMissing(f"the results of line {number} and perhaps others were lost with a damaged part")
 
 
-def _writer(manifest: Manifest, location: str) -> "_JsonlWriter | _ParquetWriter":
-    return (_ParquetWriter if is_parquet(location) else _JsonlWriter)(manifest, location)
+def _writer(manifest: Manifest, location: str, numbers: NumberColumns | None = None) -> "_JsonlWriter | ParquetWriter":
+    if is_parquet(location):
+        return ParquetWriter(manifest, location, numbers or NumberColumns())
+    return _JsonlWriter(manifest, location)
 
 
 class _JsonlWriter:
-    """OpenAI's result lines. Like `_ParquetWriter`, it makes no file before there is something to
+    """OpenAI's result lines. Like `ParquetWriter`, it makes no file before there is something to
     write, or to commit.
     """
 
@@ -181,7 +174,7 @@ class _JsonlWriter:
         self._lines: list[bytes] = []
         self._size = 0
 
-    def add(self, answer: _Answer) -> None:
+    def add(self, answer: LineAnswer) -> None:
         request_id = batch_request_id(self._batch_id, answer.line)
         if answer.result is None:
             line = unanswered_line(answer.custom_id, *answer.reason, request_id)
@@ -209,129 +202,3 @@ class _JsonlWriter:
         if self._file is not None:
             self._file.close()
         return False
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    message: dict[str, Any] | None = None
-    finish_reason: str | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str | None = None
-    code: str | None = None
-    type: str | None = None
-
-
-class _Body(msgspec.Struct):
-    model: str | None = None
-    choices: list[_Choice] = []
-    error: _Error | None = None
-
-
-class _ParquetWriter:
-    """One row per line, with typed columns; `response` holds the body as JSON, `text` what the
-    model said.
-    """
-
-    def __init__(self, manifest: Manifest, location: str) -> None:
-        self._batch_id = manifest.batch_id
-        self._open = partial(open_output, manifest, location)
-        self._rows: list[dict[str, Any]] = []
-        self._size = 0
-        self._file: AtomicWriter | None = None
-        self._decoder = msgspec.json.Decoder(_Body)
-
-    def add(self, answer: _Answer) -> None:
-        self._rows.append(self._row(answer))
-        self._size += len(answer.custom_id) + (0 if answer.result is None else len(answer.result.body))
-        if len(self._rows) >= _ROWS or self._size >= _ROWS_BYTES:
-            self._flush()
-
-    def commit(self) -> None:
-        file = self._flush()
-        self._parquet.close()
-        file.commit()
-
-    def _row(self, answer: _Answer) -> dict[str, Any]:
-        row: dict[str, Any] = {"custom_id": answer.custom_id, "id": batch_request_id(self._batch_id, answer.line)}
-        result = answer.result
-        if result is None:
-            code, message = answer.reason
-            return row | {"error_code": code, "error_message": message}
-        body = self._decoder.decode(result.body)
-        row |= {
-            "status_code": result.status,
-            "request_id": result.request_id,
-            "response": result.body.decode(),
-            "model": body.model,
-        }
-        row |= {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens}
-        row |= {"cached_tokens": result.usage.cached_tokens}
-        if body.choices:
-            choice = body.choices[0]
-            row |= {"text": (choice.message or {}).get("content", choice.text), "finish_reason": choice.finish_reason}
-        if body.error is not None:
-            row |= {"error_code": body.error.code or body.error.type, "error_message": body.error.message}
-        return row
-
-    def _flush(self) -> AtomicWriter:
-        import pyarrow
-        from pyarrow import parquet
-
-        if self._file is None:
-            self._file, self._schema = self._open(), _parquet_schema()
-            self._sink = pyarrow.PythonFile(_Sink(self._file), mode="w")
-            self._parquet = parquet.ParquetWriter(self._sink, self._schema, compression="zstd")
-        if self._rows:
-            self._parquet.write_table(pyarrow.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows, self._size = [], 0
-        return self._file
-
-    def __enter__(self) -> "_ParquetWriter":
-        return self
-
-    def __exit__(self, *error: object) -> Literal[False]:
-        if self._file is not None:
-            self._file.close()
-        return False
-
-
-class _Sink:
-    """The face of a file that pyarrow writes to; closing it leaves the file to its
-    `AtomicWriter`.
-    """
-
-    closed = False
-
-    def __init__(self, writer: AtomicWriter) -> None:
-        self._writer = writer
-
-    def write(self, data: Any) -> int:
-        return self._writer.write(bytes(data))
-
-    def tell(self) -> int:
-        return self._writer.bytes
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        return
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def _parquet_schema() -> Any:
-    import pyarrow
-
-    text = ("custom_id", "id")
-    optional = ("model", "text", "finish_reason", "error_code", "error_message", "request_id", "response")
-    counts = ("prompt_tokens", "completion_tokens", "cached_tokens")
-    return pyarrow.schema(
-        [pyarrow.field(name, pyarrow.string(), nullable=False) for name in text]
-        + [pyarrow.field("status_code", pyarrow.int32())]
-        + [pyarrow.field(name, pyarrow.string()) for name in optional]
-        + [pyarrow.field(name, pyarrow.int64()) for name in counts]
-    )

@@ -39,6 +39,7 @@ def validate(held: Slice) -> None:
             held.end("failed")
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
+        manifest.endpoints = checked.endpoints
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     plan = {"total": manifest.total, "line_models": manifest.models, "queued_tokens": manifest.queued_tokens}
     held.move("in_progress", {**plan, "cursor": 0, **progress})

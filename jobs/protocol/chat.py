@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jobs.protocol import fields
@@ -23,6 +23,7 @@ class ChatEndpoint(TextEndpoint):
 
     url = CHAT
     is_chat = True
+    usual_tokens = 512
     prompt_field = "messages"
     prompt_schema = MESSAGES
     id_prefix = "chatcmpl-"
@@ -31,6 +32,12 @@ class ChatEndpoint(TextEndpoint):
 
     def check_prompt(self, value: Any, param: str) -> None:
         fields.array(value, param)
+
+    def prefix_texts(self, body: dict[str, Any]) -> Iterator[str]:
+        messages = body.get(self.prompt_field)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                yield f"{_text_of(message.get('role'))}\0{_text_of(message.get('content'))}\0"
 
     def read_prompt(self, value: Any, answers: int) -> dict[str, Any]:
         return {"messages": read_messages(value, self.prompt_field)}
@@ -82,3 +89,12 @@ class ChatEndpoint(TextEndpoint):
 
     def ending(self, end: ChoiceEnd | None) -> dict[str, Any]:
         return {"finish_reason": None} if end is None else end._asdict()
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message, without a look into what is nested however deeply."""
+    if isinstance(content, list):
+        return "\0".join(
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
+    return content if isinstance(content, str) else ""

@@ -1,6 +1,6 @@
 """`/v1/completions`, in OpenAI's shapes with vLLM's `stop_reason` and `prompt_logprobs`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jobs.protocol import fields
@@ -12,12 +12,15 @@ from jobs.protocol.value_types import Schema
 
 COMPLETIONS = "/v1/completions"
 
+_MOST_PREFIX_ITEMS = 8192
+
 
 class CompletionsEndpoint(TextEndpoint):
     """Prompts in, what follows them out."""
 
     url = COMPLETIONS
     is_chat = False
+    usual_tokens = 16  # OpenAI's default
     prompt_field = "prompt"
     prompt_schema = PROMPT
     id_prefix = "cmpl-"
@@ -36,6 +39,13 @@ class CompletionsEndpoint(TextEndpoint):
     def check_prompt(self, value: Any, param: str) -> None:
         if not isinstance(value, str | list | None):
             fields.wrong_type(value, "a string or an array", param)
+
+    def prefix_texts(self, body: dict[str, Any]) -> Iterator[str]:
+        prompt = body.get(self.prompt_field)
+        if isinstance(prompt, str):
+            yield prompt
+        elif isinstance(prompt, list):
+            yield "\0".join(str(item) for item in prompt[:_MOST_PREFIX_ITEMS] if isinstance(item, str | int))
 
     def read_prompt(self, value: Any, answers: int) -> dict[str, Any]:
         return {"prompts": read_prompts(value, self.prompt_field, answers)}

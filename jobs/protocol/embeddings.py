@@ -13,6 +13,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
     url = EMBEDDINGS
     tasks = ("embed",)
     prompt_field = "input"
+    number_column = "embedding"
     id_prefix = "embd-"
     shows_vectors = True
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from jobs.protocol import fields
 from jobs.protocol.logprobs import TextOffsets
+from jobs.protocol.parameters import FILE_COLUMNS
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, Usage
 from jobs.protocol.value_types import Schema
 
@@ -57,6 +58,18 @@ class BatchEndpoint(Endpoint):
     """One whose calls may also be lines of batches."""
 
     prompt_field: ClassVar[str]  # the parameter that the call is about
+    number_column: ClassVar[Literal["", "embedding", "score"]] = ""
+    """The column of a Parquet file of results that holds the answer to one input."""
+
+    @property
+    def text_names(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters that hold a call's texts; each item is another way to name all of them."""
+        return ((self.prompt_field,),)
+
+    @property
+    @abstractmethod
+    def file_columns(self) -> tuple[str, ...]:
+        """The other parameters that a row of a Parquet file can have, `model` aside."""
 
     @property
     def name(self) -> str:
@@ -69,12 +82,27 @@ class BatchEndpoint(Endpoint):
         another JSON type.
         """
 
+    @abstractmethod
+    def expected_length(self, body: dict[str, Any]) -> int:
+        """Return by what the lines of a file are ordered, longest first: the tokens of the answer
+        as far as the body says, or, where none are generated, the size of the texts.
+
+        The body may hold anything that `check_body` lets pass.
+        """
+
+    @abstractmethod
+    def prefix_texts(self, body: dict[str, Any]) -> Iterable[str]:
+        """Return the pieces of the prompt whose beginning is better computed once for all lines
+        that share it; none where the order by length matters more.
+        """
+
 
 class TextEndpoint(BatchEndpoint):
     """One whose answers are generated."""
 
     tasks = ("generate",)
     is_chat: ClassVar[bool]  # which of a parameter's types count
+    usual_tokens: ClassVar[int]  # expected of an answer that the body does not bound
     prompt_schema: ClassVar[Schema]
     id_prefix: ClassVar[str]
     body_object: ClassVar[str]
@@ -87,6 +115,17 @@ class TextEndpoint(BatchEndpoint):
     @property
     def body_schema(self) -> Schema:
         return {"required": ["model", self.prompt_field]}
+
+    @property
+    def file_columns(self) -> tuple[str, ...]:
+        return FILE_COLUMNS
+
+    def expected_length(self, body: dict[str, Any]) -> int:
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = body.get(name)
+            if isinstance(value, int | float) and 0 <= value <= fields.INT32:
+                return int(value)
+        return self.usual_tokens
 
     def prompt_of(self, body: dict[str, Any], prefix: str = "") -> Any:
         """Return the prompt that a body gives. Raise `ApiError` where there must be one."""

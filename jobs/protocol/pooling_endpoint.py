@@ -11,11 +11,18 @@ import msgspec
 
 from jobs.protocol import fields
 from jobs.protocol.endpoint import BatchEndpoint
-from jobs.protocol.pooling_parameters import PoolingParameters, pooling_schemas, read_pooling_parameters
+from jobs.protocol.pooling_parameters import (
+    PoolingParameters,
+    pooling_columns,
+    pooling_schemas,
+    read_pooling_parameters,
+)
 from jobs.protocol.value_types import Integer, Schema
 
 MOST_INPUTS = 2048
 """Texts of one call; of scores, its pairs."""
+
+_BYTES_PER_TOKEN = 4
 
 
 class PooledOutput(Protocol):
@@ -97,6 +104,17 @@ class PoolingEndpoint(BatchEndpoint):
             fields.wrong_type(value, "a string or an array", f"{prefix}{self.prompt_field}")
 
     @property
+    def file_columns(self) -> tuple[str, ...]:
+        return pooling_columns(self.url)
+
+    def expected_length(self, body: dict[str, Any]) -> int:
+        names = next((names for names in self.text_names if all(name in body for name in names)), ())
+        return sum(_longest(body[name]) for name in names)
+
+    def prefix_texts(self, body: dict[str, Any]) -> tuple[()]:
+        return ()
+
+    @property
     def texts_schema(self) -> Schema:
         """What `read_texts` takes, as a JSON Schema."""
         return {"required": ["model", self.prompt_field], "properties": {self.prompt_field: INPUTS}}
@@ -134,6 +152,20 @@ def read_inputs(value: Any, param: str) -> list[str | list[int]]:
         return [_token_ids(value, param)]
     fields.array(value, param, MOST_INPUTS)
     return [_input(item, f"{param}[{i}]", like=value[0]) for i, item in enumerate(value)]
+
+
+def _longest(value: Any) -> int:
+    """The bytes of the longest of some texts, with token ids as long as those of usual texts."""
+    if not isinstance(value, list):
+        return _size(value)
+    if value and isinstance(value[0], int):
+        return len(value) * _BYTES_PER_TOKEN
+    return max((len(item) * _BYTES_PER_TOKEN if isinstance(item, list) else _size(item) for item in value), default=0)
+
+
+def _size(text: Any) -> int:
+    text = text.get("text") if isinstance(text, dict) else text
+    return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
 
 def _input(value: Any, param: str, like: Any = None) -> str | list[int]:

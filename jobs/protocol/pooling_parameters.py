@@ -169,6 +169,11 @@ def read_pooling_parameters(body: dict[str, Any], url: str) -> dict[str, Any]:
     return values
 
 
+def pooling_columns(url: str) -> tuple[str, ...]:
+    """Return the parameters of an endpoint that are declared, by name."""
+    return tuple(row.name for row in _ROWS if url in row.parameter.urls)
+
+
 def pooling_schemas(url: str) -> dict[str, Schema]:
     """Return the JSON Schema of each parameter, as `read_pooling_parameters` takes it."""
     return {name: or_null(kind.schema) for name, kind in _TYPES[url].items()}

@@ -21,7 +21,12 @@ class ScoreEndpoint(PoolingEndpoint):
     url = SCORE
     tasks = ("score", "embed")
     prompt_field = "queries"
+    number_column = "score"
     id_prefix = "score-"
+
+    @property
+    def text_names(self) -> tuple[tuple[str, ...], ...]:
+        return _NAMES
 
     def read_texts(self, body: dict[str, Any]) -> dict[str, Any]:
         names = _names_in(body)
@@ -59,6 +64,10 @@ class RerankEndpoint(PoolingEndpoint):
     tasks = ("score", "embed")
     prompt_field = "query"
     id_prefix = "rerank-"
+
+    @property
+    def text_names(self) -> tuple[tuple[str, ...], ...]:
+        return (("query", "documents"),)
 
     def read_texts(self, body: dict[str, Any]) -> dict[str, Any]:
         query = fields.text(fields.required(body, "query"), "query", least=1)

@@ -200,9 +200,40 @@ def test_parquet_rows_with_gaps_stay_visible_to_validation(tmp_path: Path) -> No
     assert second["body"] == "{broken"
 
 
+@pytest.mark.parametrize(
+    ("columns", "url", "body"),
+    [
+        ({"input": "a", "dimensions": 8, "top_n": 3}, "/v1/embeddings", {"input": "a", "dimensions": 8}),
+        ({"input": "[1, 2]", "user": "u"}, "/v1/embeddings", {"input": "[1, 2]", "user": "u"}),
+        ({"input": ["a", "b"], "model": "m"}, "/v1/embeddings", {"input": ["a", "b"], "model": "m"}),
+        ({"input": [[1, 2], [3]]}, "/v1/embeddings", {"input": [[1, 2], [3]]}),
+        ({"input": "a", "url": "/v1/classify"}, "/v1/classify", {"input": "a"}),
+        ({"input": "a", "url": "/v1/pooling", "task": "embed"}, "/v1/pooling", {"input": "a", "task": "embed"}),
+        ({"text_1": "a", "text_2": "b"}, "/v1/score", {"text_1": "a", "text_2": "b"}),
+        ({"query": "a", "documents": ["b"], "top_n": 1}, "/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 1}),
+        ({"prompt": "a", "input": "b"}, "/v1/completions", {"prompt": "a"}),
+        ({"prompt": "a", "input": "b", "url": "/v1/embeddings"}, "/v1/embeddings", {"input": "b"}),
+        ({"body": '{"input": "a"}'}, "/v1/embeddings", {"input": "a"}),
+    ],
+)
+def test_parquet_with_texts_for_numbers(
+    tmp_path: Path, columns: dict[str, Any], url: str, body: dict[str, Any]
+) -> None:
+    [line] = spooled(write_table(tmp_path / "in.parquet", [{"custom_id": "c", **columns}]))
+    assert (line["url"], line["body"]) == (url, body)
+
+
+def test_parquet_rows_for_several_endpoints(tmp_path: Path) -> None:
+    rows = [{"custom_id": "a", "input": "x", "prompt": None}, {"custom_id": "b", "input": None, "prompt": "y"}]
+    schema = pyarrow.schema([(name, pyarrow.string()) for name in rows[0]])
+    lines = spooled(write_table(tmp_path / "in.parquet", rows, schema))
+    assert [line["url"] for line in lines] == ["/v1/embeddings", "/v1/completions"]
+
+
 def test_parquet_without_the_columns_says_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="needs a column custom_id, and one of body, prompt and messages; it has: id, text"
+        InputError,
+        match=r"custom_id, and one of body, messages, prompt, input, queries with documents, .* it has: id, text",
     ):
         spooled(write_table(tmp_path / "in.parquet", [{"id": 1, "text": "x"}]))
 

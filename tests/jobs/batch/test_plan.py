@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from jobs.batch.plan import PlanBuilder, PlanEntry, Sorter, read_plan
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.endpoints import BATCH_ENDPOINTS
+from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
 
 
 def chat(system: str | None, question: str, max_tokens: int | None = None) -> dict[str, Any]:
@@ -19,11 +23,14 @@ def chat(system: str | None, question: str, max_tokens: int | None = None) -> di
     return body if max_tokens is None else body | {"max_tokens": max_tokens}
 
 
-def planned(folder: Path, bodies: list[dict[str, Any]], run_records: int = 1000) -> list[int]:
-    """Indexes of the bodies in the order of the plan."""
+def planned(folder: Path, bodies: list[dict[str, Any]], run_records: int = 1000, url: str = "") -> list[int]:
+    """Indexes of the bodies in the order of the plan; without a url they are for chats, or else
+    completions.
+    """
     builder = PlanBuilder(folder, run_records)
     for index, body in enumerate(bodies):
-        builder.add(PlanEntry(index + 1, index * 1000, index), "m", body)
+        endpoint = BATCH_ENDPOINTS[url or (CHAT if "messages" in body else COMPLETIONS)]
+        builder.add(PlanEntry(index + 1, index * 1000, index), endpoint, "m", body)
     builder.write(str(folder / "plan.bin"))
     with open(folder / "plan.bin", "rb") as file:
         entries = read_plan(file, 0, len(bodies) + 10)
@@ -95,6 +102,37 @@ def test_unrelated_lines_run_longest_first(tmp_path: Path) -> None:
     ]
     lengths = [bodies[index]["max_tokens"] for index in planned(tmp_path, bodies)]
     assert lengths == sorted(lengths, reverse=True)
+
+
+def texts_of(length: int, filler: str = "x") -> dict[str, dict[str, Any]]:
+    """A body of each endpoint whose longest text, or pair of texts, has that many bytes."""
+    text, short = filler * length, filler
+    return {
+        EMBEDDINGS: {"input": [short, text]},
+        CLASSIFY: {"input": text},
+        POOLING: {"input": [[1], [1] * (length // 4)]},
+        SCORE: {"text_1": short, "text_2": [text[1:], short]},
+        RERANK: {"query": short, "documents": [short, {"text": text[1:]}]},
+    }
+
+
+@pytest.mark.parametrize("url", [EMBEDDINGS, CLASSIFY, POOLING, SCORE, RERANK])
+def test_equal_lengths_of_texts_stand_together_longest_first(tmp_path: Path, url: str, seed: int) -> None:
+    """However their texts begin, and whatever bounds an answer that is not generated."""
+    rng = random.Random(seed)
+    lengths = [4 * rng.randrange(2, 60) for _ in range(300)]
+    bodies = [texts_of(length, rng.choice("abc"))[url] | {"max_tokens": rng.randrange(99)} for length in lengths]
+    assert planned(tmp_path, bodies, url=url) == sorted(range(300), key=lambda i: (-lengths[i], i)), seed
+
+
+@pytest.mark.parametrize("url", [EMBEDDINGS, SCORE, RERANK])
+@pytest.mark.parametrize(
+    "value", [None, [], "", [None, 1], [[[]]], {"text": 1}, ["\ud800", "b"], [True, "x"], {"a": {}}]
+)
+def test_nonsense_among_texts_still_gets_its_place(tmp_path: Path, url: str, value: Any) -> None:
+    names = BATCH_ENDPOINTS[url].text_names[0]
+    bodies = [dict.fromkeys(names, value), dict.fromkeys(names, "text"), {}]
+    assert sorted(planned(tmp_path, bodies, url=url)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

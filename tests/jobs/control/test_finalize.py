@@ -2,6 +2,8 @@
 bytes however often they are written.
 """
 
+import array
+import base64
 import json
 import os
 from collections.abc import Iterator
@@ -17,9 +19,10 @@ from pyarrow import parquet
 from jobs.batch.client import cancel_batch, get_batch
 from jobs.batch.manifest import Manifest
 from jobs.batch.source import note_source
-from jobs.control import finalize, slices
+from jobs.control import finalize, parquet_results, slices
+from jobs.protocol.pooling_parameters import EMBEDDINGS, SCORE
 from jobs.protocol.requests import Claim
-from jobs.protocol.results import Result
+from jobs.protocol.results import ApiError, Result, Usage, encode_json
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import AtomicWriter, sha256_of
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
@@ -264,3 +267,77 @@ def test_blank_lines_and_unicode_ids_keep_their_places(redis_client: redis.Redis
     source.write_bytes(b"\n" + chat_line("Zeile \u2028 \U0001f600") + b"\r\n" + chat_line('quo"te\\') + b"  ")
     run_to_end(redis_client, begin(redis_client, source).id)
     assert [line["custom_id"] for line in read_jsonl(tmp_path / "out.jsonl")] == ["Zeile \u2028 \U0001f600", 'quo"te\\']
+
+
+def embedded(number: int, size: int = 4) -> list[float]:
+    """Numbers for a line, each a float32."""
+    return [number + i / 8 for i in range(size)]
+
+
+def answered(claim: Claim) -> Result:
+    """Number, position and size as the line's text says: embeddings, a score, or an error."""
+    number, texts = claim.key.line, json.loads(claim.request.body)
+    usage = Usage(prompt_tokens=3)
+    if claim.request.endpoint == SCORE:
+        data: list[dict[str, Any]] = [{"object": "score", "index": 0, "score": number / 4}]
+    elif texts["input"] == "error":
+        return ApiError(400, "no", code="bad_luck").result(f"req_{number}")
+    else:
+        inputs = texts["input"] if isinstance(texts["input"], list) else [texts["input"]]
+        data = [{"object": "embedding", "index": i, "embedding": given(number, text)} for i, text in enumerate(inputs)]
+    return Result(200, encode_json({"object": "list", "data": data, "model": "m"}), usage, f"req_{number}")
+
+
+def given(number: int, text: str) -> list[float] | str:
+    vector = embedded(number, 3 if text == "short" else 4)
+    return base64.b64encode(array.array("f", vector)).decode() if text == "base64" else vector
+
+
+def text_line(number: int, text: Any, url: str = EMBEDDINGS) -> bytes:
+    texts = {"queries": text, "documents": text} if url == SCORE else {"input": text}
+    body = {"model": "m", **texts}
+    return json.dumps({"custom_id": f"c{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
+
+
+def run_texts(client: redis.Redis, folder: Path, lines: list[bytes]) -> pyarrow.Table:
+    (folder / "in.jsonl").write_bytes(b"".join(lines))
+    run_to_end(client, begin(client, folder / "in.jsonl", output=str(folder / "out.parquet")).id, answered)
+    return parquet.read_table(folder / "out.parquet")
+
+
+def test_embeddings_become_a_column_of_fixed_size_lists(redis_client: redis.Redis, tmp_path: Path) -> None:
+    texts = ["error", "x", "base64", ["a", "b"], "short", ["alone"], "x"]
+    table = run_texts(redis_client, tmp_path, [text_line(n, text) for n, text in enumerate(texts, 1)])
+    assert table.schema.field("embedding").type == pyarrow.list_(pyarrow.float32(), 4)
+    expected = [None, embedded(2), embedded(3), None, None, embedded(6), embedded(7)]
+    assert table["embedding"].to_pylist() == expected
+    responses = table["response"].to_pylist()
+    assert [response is None for response in responses] == [vector is not None for vector in expected]
+    assert json.loads(responses[3])["data"][1]["embedding"] == embedded(4)
+    assert json.loads(responses[4])["data"][0]["embedding"] == embedded(5, 3)
+    assert table["model"].to_pylist() == [None] + ["m"] * 6
+    assert table["error_code"].to_pylist() == ["bad_luck"] + [None] * 6
+    assert "score" not in table.column_names
+
+
+def test_scores_become_a_column_beside_embeddings(redis_client: redis.Redis, tmp_path: Path) -> None:
+    table = run_texts(redis_client, tmp_path, [text_line(1, "x"), text_line(2, "x", SCORE)])
+    assert table.schema.field("score").type == pyarrow.float32()
+    assert table["score"].to_pylist() == [None, 0.5]
+    assert table["embedding"].to_pylist() == [embedded(1), None]
+
+
+def test_without_any_embedding_there_is_no_column(redis_client: redis.Redis, tmp_path: Path) -> None:
+    table = run_texts(redis_client, tmp_path, [text_line(n, "error") for n in range(1, 4)])
+    assert {"embedding", "score"}.isdisjoint(table.column_names)
+
+
+def test_embeddings_of_several_row_groups(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of which has errors alone."""
+    monkeypatch.setattr(parquet_results, "_ROWS", 3)
+    texts = ["error"] * 4 + ["x"] * 6
+    table = run_texts(redis_client, tmp_path, [text_line(n, text) for n, text in enumerate(texts, 1)])
+    assert parquet.ParquetFile(tmp_path / "out.parquet").num_row_groups == 4
+    assert table["embedding"].to_pylist() == [None] * 4 + [embedded(n) for n in range(5, 11)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.batch.plan import PlanBuilder, PlanEntry, read_plan
+from jobs.protocol.chat import ChatEndpoint
 from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, CheckedSimulation, Report, SimulatedLine
 
 SYSTEMS = 50
@@ -36,7 +37,8 @@ def planned(lines: list[tuple[int, SimulatedLine]], folder: Path) -> list[tuple[
             {"role": "system", "content": f"You are number {number}. " * 40},
             {"role": "user", "content": str(line.prompt)},
         ]
-        builder.add(PlanEntry(index, 0, 0), "m", {"messages": messages, "max_tokens": line.max_tokens})
+        body = {"messages": messages, "max_tokens": line.max_tokens}
+        builder.add(PlanEntry(index, 0, 0), ChatEndpoint(), "m", body)
     builder.write(str(folder / "plan.bin"))
     with open(folder / "plan.bin", "rb") as file:
         return [lines[entry.line] for entry in read_plan(file, 0, LINES)]
