@@ -220,7 +220,7 @@ def test_inputs_are_answered_in_their_order(queue: Queue, bench: PoolingBench) -
     bench.claim()
     assert [(entry.accepted, entry.result) for _, entry in read_api(queue, "a")] == [(True, None)]
     bench.step(2)
-    assert (bench.results, bench.running.num_sequences, bench.running.due()) == ([], 1, [])
+    assert (bench.results, bench.running.num_sequences, list(bench.running.due(False))) == ([], 1, [])
     bench.step()
     assert [item["embedding"] for item in bench.answer()["data"]] == [[3, CLS, 0], [5, CLS, 0], [3, CLS, 0]]
     assert bench.answer()["usage"] == {"prompt_tokens": 11, "total_tokens": 11}
