@@ -41,6 +41,7 @@ class StepPlanner:
         self._live_step_seconds = live_step_seconds
         self._whole_prompts = whole_prompts
         self._time: LiveStepTime | None = None  # of the step that is planned, where it is limited
+        self._saved_tokens = 0  # of the batch's share, for a whole prompt that is longer than it
 
     def plan(self, step: StepBuilder) -> None:
         """Fill the step."""
@@ -182,7 +183,7 @@ class StepPlanner:
         queues = self._queues
         while priority_class.waiting and not step.short and (room := self._room(step)):
             request = priority_class.waiting[0]
-            if self._whole_prompts and step.slots and request.known > room:
+            if self._whole_prompts and step.slots and not self._fits_whole(request, room):
                 return
             if request.known > len(request.tokens) or not queues.find_slot(request, room):
                 return
@@ -200,9 +201,24 @@ class StepPlanner:
                 step.short = request.live and not kept and bool(self._slots.returning)
                 return
 
+    def _fits_whole(self, request: RequestState, room: int) -> bool:
+        """Return whether a whole prompt starts beside others in a step.
+
+        Where live requests limit the steps, a batch request saves the room that is too small for
+        it, and starts once that is enough: else endless live requests would stop it.
+        """
+        if request.live or self._time is None:
+            return request.known <= room
+        if request.known <= room + self._saved_tokens:
+            return True
+        self._saved_tokens += room
+        return False
+
     def _enter(self, request: RequestState, prefix: list[int], step: StepBuilder) -> None:
         now = time.monotonic()
         self._queues.enter(request, prefix, step.number)
+        if not request.live:
+            self._saved_tokens = 0
         first = request.cached_tokens < 0
         step.entries.append(SlotEntry(request, now, first))
         if first:

@@ -1,5 +1,8 @@
 """Steps while a live request runs or waits, on a clock of their own."""
 
+from collections import deque
+from itertools import count
+
 import numpy as np
 import pytest
 
@@ -7,6 +10,9 @@ from tests.workers.engine.scheduling import timed
 from tests.workers.engine.scheduling.integrity import check_pool
 from tests.workers.engine.scheduling.test_scheduler import make_scheduler, request, run_dry, step
 from tests.workers.engine.scheduling.timed import LIVE_STEP, TimedCall, TimedEngine, TimedStep
+from workers.engine.messages.core import EngineRequest, PoolingParams, SamplingParams
+from workers.engine.messages.step import StepPlan, StepResult
+from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.live_steps import FOR_LIVE_PROMPTS
 from workers.engine.scheduling.queues import BATCH_SHARE
 from workers.engine.scheduling.scheduler import Scheduler
@@ -200,6 +206,33 @@ def test_endless_live_requests_leave_batch_requests_their_share(depth: int) -> N
     assert sum(call.ended for call in engine.calls if not call.live) > ended + 2
     assert all(step.seconds <= 1.15 * FOR_LIVE_PROMPTS * LIVE_STEP for step in steps)
     assert min(step.rows - step.live_rows for step in steps) >= 1
+
+
+@DEPTHS
+def test_endless_live_texts_leave_whole_texts_of_a_batch_their_share(depth: int) -> None:
+    """The batch's share of a step is a fifth of its first text."""
+    scheduler = Scheduler(
+        8, 100, 100, KVCache(200, 16, False), depth, vocab_size=100, live_step_seconds=LIVE_STEP, tasks=["embed"],
+        whole_prompts=True,
+    )  # fmt: skip
+    embed, ids = PoolingParams("embed"), count()
+    waiting = {next(ids) for _ in range(3)}
+    launched: deque[StepPlan] = deque()
+    for number in sorted(waiting):
+        scheduler.add(EngineRequest(number, [7] * 50, [], SamplingParams(0), pooling=embed))
+    for _ in range(200):
+        while len(scheduler._queues.live.waiting) < 8:
+            scheduler.add(EngineRequest(next(ids), [7] * 20, [], SamplingParams(0), live=True, pooling=embed))
+        plan = scheduler.schedule()
+        if plan is not None:
+            launched.append(plan)
+        if plan is None or len(launched) > depth:
+            plan = launched.popleft()
+            output = scheduler.update(plan, StepResult(np.empty(0, np.int32), pooled=[b""] * int(plan.samples.sum())))
+            waiting -= {*output.request_ids}
+        if not waiting:
+            return
+    pytest.fail(f"{len(waiting)} texts of the batch starve")
 
 
 @DEPTHS
