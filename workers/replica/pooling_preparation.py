@@ -163,7 +163,8 @@ class PoolingPreparation:
         inputs = [self._encoded(part, item.call) for part in item.parts]
         pooling = self._params(item.call, item.compared)
         width = (pooling.dimensions or self._info.embedding_size) if pooling.task == "token_embed" else 0
-        self._check_size(item.call, pooling, inputs)
+        if not item.compared:
+            self._check_size(item.call, pooling, inputs)
         labels, fingerprint = self._info.labels, self._system_fingerprint
         return PreparedPooling(
             item.claim, item.call, inputs, pooling, labels, width, item.compared, system_fingerprint=fingerprint

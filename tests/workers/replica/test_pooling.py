@@ -164,6 +164,7 @@ def test_an_answer_has_bounds(tokenizer: TextTokenizer) -> None:
     assert len(prepared(tokenizer, EMBEDDINGS, wide, input=["fox"] * 8).inputs) == 8
     error = error_of(tokenizer, POOLING, wide, input=["fox"] * 8, task="token_embed")
     assert "the answer would have 25165824 numbers, of at most 8388608" in error["message"]
+    assert len(prepared(tokenizer, RERANK, wide, query="fox", documents=["fox"] * 8).inputs) == 9
 
 
 class PoolingBench:
