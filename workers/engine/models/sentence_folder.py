@@ -11,6 +11,7 @@ from workers.engine.models.json_file import read_json, read_json_list
 from workers.engine.models.pooling_config import MODES, DenseConfig, PoolingConfig
 
 MODULES = "modules.json"
+_PACKAGE = "sentence_transformers."
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -39,10 +40,17 @@ def read_modules(folder: Path) -> PoolingConfig:
     """Return what the modules of a folder do behind the model.
 
     Raises ModelLoadError where that is not: pool, then project any number of times, then perhaps
-    normalize.
+    normalize; and for modules whose code is not sentence-transformers' own.
     """
     modules = read_json_list(folder / MODULES)
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    types = [str(module.get("type", "")) for module in modules]
+    foreign = [name for name in types if not name.startswith(_PACKAGE)]
+    if foreign:
+        raise ModelLoadError(
+            f"{folder / MODULES} names the module {foreign[0]!r}; code from elsewhere than sentence-transformers is"
+            " never run, so choose a model without such modules"
+        )
+    kinds = [name.rpartition(".")[2] for name in types]
     paths = [str(module.get("path", "")) for module in modules]
     normalize = kinds[-1:] == ["Normalize"]
     between = kinds[2 : len(kinds) - normalize]

@@ -140,6 +140,9 @@ def test_a_folder_that_the_engine_cannot_follow_is_refused_in_a_sentence(tmp_pat
     modules[1]["type"] = "sentence_transformers.models.WordWeights"
     (path / "modules.json").write_text(json.dumps(modules))
     assert "lists the modules Transformer, WordWeights" in refused(path)
+    modules[1]["type"] = "my_pooling.Pooling"
+    (path / "modules.json").write_text(json.dumps(modules))
+    assert "names the module 'my_pooling.Pooling'; code from elsewhere" in refused(path)
     (path / "modules.json").write_text("{}")
     assert "modules.json holds no list" in refused(path)
     path = sentence_folder(tmp_path / "missing", CLS)
