@@ -52,7 +52,9 @@ def served_models(
     named = [pair for text in given for pair in _named(text)] or [("", None)]
     if len(named) > 1 and values["served_model_name"]:
         raise Refused("--served-model-name names one model, and there are several: give --model NAME=FOLDER")
-    own = dict(_split_flags(text) for text in flags)
+    own: dict[str, str] = {}
+    for title, text in map(_split_flags, flags):
+        own[title] = f"{own.get(title, '')} {text}"
     models = [_served(name, folder, own, redis_url, values) for name, folder in named]
     if unknown := [title for title in own if title not in {model.title for model in models}]:
         titles = ", ".join(model.title for model in models)
@@ -78,10 +80,15 @@ def _named(text: str) -> list[tuple[str, str | None]]:
     """Return name ("" for the model's own) and folder of each model that one --model gives."""
     name, separator, folder = text.partition("=")
     if separator and name and "/" not in name and not Path(text).exists():
+        if not folder:
+            raise Refused(f"--model {text} gives {name} no folder: it is NAME=FOLDER, or NAME=HUB-NAME")
         return [(name, folder)]
     if _is_model(Path(text)) or not Path(text).is_dir():
         return [("", text)]
-    return [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)] or [("", text)]
+    found = [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)]
+    if not found:
+        raise Refused(f"the folder {text} has no config.json, and neither has a folder in it: it holds no model")
+    return found
 
 
 def _is_model(folder: Path) -> bool:

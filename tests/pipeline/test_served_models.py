@@ -47,6 +47,9 @@ def folder(tmp_path: Path) -> Path:
         ),
         (("{}/chat", "--model", "{}/embed"), "two models are named: {}/chat and --model {}/embed"),
         (("--model", "a={}/absent", "--model", "{}/chat"), "there is no model folder {}/absent"),
+        (("--model", "a=", "--model", "{}/chat"), "--model a= gives a no folder"),
+        (("--model", "{}/notes", "--model", "{}/chat"), "the folder {}/notes has no config.json"),
+        (("{}/notes",), "the folder {}/notes has no config.json, and neither has a folder in it"),
         (
             ("--model", "{}", "--max-memory", "200M"),
             "the model chat needs about 0.76 GiB of memory, and of the 0.20 GiB",
@@ -91,6 +94,13 @@ def test_models_are_named_by_flags_a_variable_a_config_file_or_their_folder(
     assert [model.names for model in models_of()] == expected
     monkeypatch.delenv("PIPELINE_MODEL")
     assert [model.names for model in models_of()] == [["demo"]]
+
+
+def test_flags_that_are_given_twice_for_a_model_count_together(folder: Path) -> None:
+    given = ("chat=--max-num-seqs 3 --max-model-len 64", "embed=--max-num-seqs 5", "chat=--max-model-len 32")
+    flags = [word for text in given for word in ("--model-flags", text)]
+    engines = [model.settings.engine for model in models_of(folder, *flags)]
+    assert [(engine.max_num_seqs, engine.max_model_len) for engine in engines] == [(3, 32), (5, None)]
 
 
 def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
