@@ -85,7 +85,7 @@ def _named(text: str) -> list[tuple[str, str | None]]:
         return [(name, folder)]
     if _is_model(Path(text)) or not Path(text).is_dir():
         return [("", text)]
-    found = [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)]
+    found: list[tuple[str, str | None]] = [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)]
     if not found:
         raise Refused(f"the folder {text} has no config.json, and neither has a folder in it: it holds no model")
     return found
