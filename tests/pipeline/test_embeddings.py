@@ -167,6 +167,7 @@ def test_a_batch_for_another_task_is_refused(client: openai.OpenAI) -> None:
     assert batch.errors.data[0].code == "unsupported_endpoint"
 
 
+@pytest.mark.proof
 def test_run_batch_scores_pairs(tmp_path: Path) -> None:
     folder = tmp_path / "cross"
     model = save_cross_encoder(folder)

@@ -153,18 +153,13 @@ def test_a_model_that_does_not_fit_has_an_idle_one_unloaded(folder: Path, tmp_pa
 def test_a_call_is_refused_after_a_while_where_the_other_model_is_at_work(
     folder: Path, tmp_path: Path, redis_url: str
 ) -> None:
-    with (
-        hosting(folder, tmp_path / "store", redis_url, *ONE_AT_A_TIME, "--load-timeout", 8, **SLOW) as served,
-        httpx.stream(
-            "POST",
-            f"{served.url}/v1/completions",
-            json={"model": "chat", "prompt": "a tortoise", "max_tokens": 1900, "ignore_eos": True, "stream": True},
-            timeout=150,
-        ) as stream,
-    ):
-        lines = stream.iter_lines()
-        next(lines)
-        refused = served.ask("embed")
+    body = {"model": "chat", "prompt": "a tortoise", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with hosting(folder, tmp_path / "store", redis_url, *ONE_AT_A_TIME, "--load-timeout", 8, **SLOW) as served:
+        wait_until(lambda: served.ask("chat").status_code == 200, 150, "the model to be loaded, however slowly")
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=150) as stream:
+            lines = stream.iter_lines()  # which ends the call once it is let go of
+            next(lines)
+            refused = served.ask("embed")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "insufficient_memory")
     assert "retry-after" in refused.headers
     assert re.search(
