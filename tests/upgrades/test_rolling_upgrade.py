@@ -108,7 +108,7 @@ class _Upgrade:
         self._url = self._fleet.start_api("api")
         self._client = Client(self._url)
         self._client.wait_ready()
-        assert self._client.tokenize() == (200 if "worker-0" in self._fleet.members else 404)
+        assert self._client.tokenize() == (200 if "worker-0" in self._fleet.members else 400)
         self._submit()
         self._stop("old-api")
 
