@@ -28,6 +28,7 @@ from jobs.queue.request_queue import Queue
 Answer = Iterable[str | ParsedDelta] | ApiError | Result
 FINGERPRINT = "fp_scripted"
 MODEL = "scripted"
+_RENEWAL_SECONDS = 5.0  # of its registration, which lasts for 90 s
 
 
 class ScriptedWorker:
@@ -68,10 +69,13 @@ class ScriptedWorker:
         self.queue.remove_worker(self.id)
 
     def _run(self) -> None:
-        seq, last_id = 0, "0-0"
+        seq, last_id, renewed = 0, "0-0", time.monotonic()
         answering: list[threading.Thread] = []
         while not self._stopping.is_set():
             seq += 1
+            if time.monotonic() - renewed > _RENEWAL_SECONDS:
+                renewed = time.monotonic()
+                self.queue.renew(self.id, [])
             for claim in self.queue.claim(self.id, seq, 16, models=self._models):
                 self.claims.append(claim)
                 answering.append(threading.Thread(target=self._answer, args=(claim,)))

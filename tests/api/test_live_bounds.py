@@ -178,6 +178,7 @@ def test_answers_that_were_given_are_not_kept(
     before, most = used_memory(redis_client), 0
     for _ in range(count):
         answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+        assert answer.status_code == 200, answer.text
         assert len(answer.json()["choices"][0]["text"]) == 50_000
         most = max(most, used_memory(redis_client) - before)
     print(f"{count} answers of 50 kB: Redis grew by up to {most / MIB:.1f} MiB")
