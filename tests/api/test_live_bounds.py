@@ -217,6 +217,7 @@ def test_a_call_is_not_behind_a_thousand_of_another_tenant(
     async def reach(count: int) -> None:
         async with asyncio.timeout(240):
             while waiting(redis_client) < count:
+                queue.renew(busy_worker, [])
                 await asyncio.sleep(0.05)
 
     with running_api_process(redis_url, tmp_path) as (url, _):
