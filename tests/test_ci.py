@@ -20,14 +20,13 @@ proof:
 	@echo proofs ran
 	.venv/bin/pytest -q -m proof proofs.py || test $$? = 5
 """
-SETTINGS = f"[pytest]\npythonpath = {REPOSITORY}\naddopts = -ra -p no:schemathesis\nmarkers =\n    proof: long\n"
+SETTINGS = f"[pytest]\npythonpath = {REPOSITORY}\naddopts = -ra -p pytest_timeout\nmarkers =\n    proof: long\n"
 TESTS = """
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies
 
 from tests.support.waiting import wait_until
 
@@ -51,6 +50,7 @@ def test_command():
 def test_limit():
     assert not is_first("limit") or time.sleep(60)
 """
+PROPERTY = "from hypothesis import given, strategies\n@given(number=strategies.integers())"
 WAIT = "wait_until(lambda: False, 0.0, 'what never comes')"
 
 
@@ -75,7 +75,7 @@ def write_test(repository: Path, body: str, decorator: str = "", arguments: str 
 
 def run(repository: Path, *command: object, **variables: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TIMED_OUT_TESTS"}
-    environment |= {name: str(value) for name, value in variables.items()}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **{name: str(value) for name, value in variables.items()}}
     return subprocess.run(
         list(map(str, command)), cwd=repository, env=environment, capture_output=True, text=True, timeout=200
     )
@@ -106,7 +106,7 @@ def test_a_second_time_limit_ends_the_run(repository: Path) -> None:
     [
         ("assert not is_first()", "", ""),
         pytest.param(f"is_first(); {WAIT}", "@pytest.mark.proof", "", marks=pytest.mark.proof),
-        pytest.param(f"is_first(); {WAIT}", "@given(number=strategies.integers())", "number", marks=pytest.mark.proof),
+        pytest.param(f"is_first(); {WAIT}", PROPERTY, "number", marks=pytest.mark.proof),
         pytest.param(f"is_first(); {WAIT}", "@pytest.mark.parametrize('seed', [1])", "seed", marks=pytest.mark.proof),
     ],
     ids=["assertion", "proof", "hypothesis", "seed"],

@@ -127,6 +127,7 @@ def test_each_alert_fires_where_it_should_and_nowhere_else(tmp_path: Path) -> No
 
 
 @needs_prometheus
+@pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_a_prometheus_finds_what_the_board_and_the_alerts_ask_for(tmp_path: Path) -> None:
     with running_server(tmp_path) as server:

@@ -40,7 +40,7 @@ def write(path: Path, *lines: dict[str, Any] | bytes) -> Path:
     return path
 
 
-def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path, invoke: Refusal) -> None:
     good = line()
     bad: list[tuple[dict[str, Any] | bytes, str]] = [
         (b"\xff\xfe", "not parseable as valid JSON"),
@@ -58,15 +58,14 @@ def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path) -> None:
         ),
     ]
     source = write(tmp_path / "requests.jsonl", good, *(entry for entry, _ in bad))
-    done = run_pipeline("run-batch", source)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    code, stderr = invoke("run-batch", source)
+    assert code == 2
     for number, (_, reason) in enumerate(bad, start=2):
-        found = [text for text in done.stderr.splitlines() if text.startswith(f"{source}:{number}: ")]
-        assert len(found) == 1, done.stderr
+        found = [text for text in stderr.splitlines() if text.startswith(f"{source}:{number}: ")]
+        assert len(found) == 1, stderr
         assert reason in found[0]
-    assert done.stderr.splitlines()[-1] == f"Error: {source} was refused: {len(bad)} bad lines; nothing was run"
-    assert "engine on" not in done.stderr
+    assert stderr.splitlines()[-1] == f"Error: {source} was refused: {len(bad)} bad lines; nothing was run"
+    assert "engine on" not in stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
 
 

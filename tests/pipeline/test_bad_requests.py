@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import answers, examples, read_results, text_of
 from tests.support.bad_request import ANSWERED, CHAT, COMPLETIONS, BadRequest, as_json, message
 from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON
@@ -73,18 +74,17 @@ def test_each_bad_line_gets_its_error_and_the_others_their_answers(tmp_path: Pat
     assert {name: text_of(row) for name, row in rows.items()} == {name: expected[name] for name in rows}
 
 
-def test_a_file_is_refused_for_each_line_that_cannot_be_in_a_file(tmp_path: Path) -> None:
+def test_a_file_is_refused_for_each_line_that_cannot_be_in_a_file(tmp_path: Path, run_here: RunHere) -> None:
     source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     cases = [(case.line, case.in_file) for case in BAD_REQUESTS if case.in_file not in (None, ANSWERED)]
     cases += [
         (BadRequest(name, CHAT, body, None, None, "").line, "invalid_json_line") for name, body in NOT_JSON.items()
     ]
     source.write_bytes(b"\n".join(line for line, _ in cases))
-    done = run_pipeline("run-batch", source, "-o", output)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    done = run_here("run-batch", source, "-o", output)
+    assert done.code == 2
     for number, (line, code) in enumerate(cases, start=1):
-        found = [text for text in done.stderr.splitlines() if text.startswith(f"{source}:{number}: ")]
+        found = [text for text in done.err.splitlines() if text.startswith(f"{source}:{number}: ")]
         assert len(found) == 1, (number, line[:200])
         assert f"[{code}]" in found[0], (found, line[:200])
         assert len(found[0]) < 1000

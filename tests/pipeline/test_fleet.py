@@ -12,6 +12,7 @@ import pytest
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
+from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import check_answers, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
 from tests.support.redis_server import running_server
@@ -37,33 +38,33 @@ def wait_for_leader(redis_url: str) -> None:
         wait_until(lambda: client.exists(keys.LEADER), 60, "a ticker that leads")
 
 
-def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> None:
+def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path, run_here: RunHere) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 6), tmp_path / "out.jsonl"
-    done = run_pipeline("run-batch", source, "-o", output, redis_url=fleet)
-    assert done.returncode == 0, done.stderr
-    assert "engine on" not in done.stderr
+    done = run_here("run-batch", source, "-o", output, REDIS_URL=fleet)
+    assert done.code == 0, done.err
+    assert "engine on" not in done.err
     check_answers(source, output)
 
-    handed_in = run_pipeline("run-batch", source, "-o", tmp_path / "detached.jsonl", "--detach", redis_url=fleet)
-    assert handed_in.returncode == 0, handed_in.stderr
-    batch_id = handed_in.stdout.strip()
+    handed_in = run_here("run-batch", source, "-o", tmp_path / "detached.jsonl", "--detach", REDIS_URL=fleet)
+    assert handed_in.code == 0, handed_in.err
+    batch_id = handed_in.out.strip()
     assert batch_id.startswith("batch_")
-    waited = run_pipeline("wait", batch_id, "-o", tmp_path / "copy.jsonl", redis_url=fleet)
-    assert waited.returncode == 0, waited.stderr
+    waited = run_here("wait", batch_id, "-o", tmp_path / "copy.jsonl", REDIS_URL=fleet)
+    assert waited.code == 0, waited.err
     check_answers(source, tmp_path / "detached.jsonl")
     assert read_results(tmp_path / "copy.jsonl") == read_results(tmp_path / "detached.jsonl")
 
-    status = run_pipeline("status", redis_url=fleet, COLUMNS="200")
-    assert "Ended batches" in status.stdout
-    assert "ready" in status.stdout
-    assert "delivered" in status.stdout
+    status = run_here("status", REDIS_URL=fleet, COLUMNS="200")
+    assert "Ended batches" in status.out
+    assert "ready" in status.out
+    assert "delivered" in status.out
 
-    refused = run_pipeline("run-batch", source, "-o", tmp_path / "no.jsonl", "--model", "other", redis_url=fleet)
-    assert refused.returncode == 2
-    assert "no worker serves other; served are: demo" in refused.stderr
+    refused = run_here("run-batch", source, "-o", tmp_path / "no.jsonl", "--model", "other", REDIS_URL=fleet)
+    assert refused.code == 2
+    assert "no worker serves other; served are: demo" in refused.err
 
 
-def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
+def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path, run_here: RunHere) -> None:
     """Stop the worker until a client watches, so that all tokens are seen."""
     client = connect(fleet)
     (worker,) = Queue(client).workers()
@@ -72,25 +73,25 @@ def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
     source = tmp_path / "long.jsonl"
     source.write_text(json.dumps(row) + "\n")
     os.kill(worker.pid, signal.SIGSTOP)
-    batch_id = run_pipeline("run-batch", source, "--detach", redis_url=fleet).stdout.strip()
+    batch_id = run_here("run-batch", source, "--detach", REDIS_URL=fleet).out.strip()
     with running_pipeline("tail", batch_id, redis_url=fleet) as tail:
         wait_until(lambda: client.zscore(keys.WATCHED, batch_id) is not None, 60, "someone to watch")
         os.kill(worker.pid, signal.SIGCONT)
         assert tail.wait(120) == 0
         text = tail.output
-    assert run_pipeline("wait", batch_id, redis_url=fleet).returncode == 0
+    assert run_here("wait", batch_id, REDIS_URL=fleet).code == 0
     choices = read_results(tmp_path / "long.results.jsonl")[0]["response"]["body"]["choices"]
     assert [choice["message"]["content"].removesuffix("\n") for choice in choices] == [
         "\n".join(re.findall(rf"(?m)^{batch_id}/\d+{label}: (.*)$", text)) for label in ("", r" \(1\)")
     ]
 
 
-def test_without_a_worker_nothing_is_begun(redis_url: str, tmp_path: Path) -> None:
+def test_without_a_worker_nothing_is_begun(redis_url: str, tmp_path: Path, run_here: RunHere) -> None:
     source = examples(tmp_path / "requests.jsonl", 2)
-    done = run_pipeline("run-batch", source, redis_url=redis_url)
-    assert done.returncode == 2
-    assert "no worker is there to answer" in done.stderr
-    assert "--local-worker" in done.stderr
+    done = run_here("run-batch", source, REDIS_URL=redis_url)
+    assert done.code == 2
+    assert "no worker is there to answer" in done.err
+    assert "--local-worker" in done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
 
 
@@ -115,11 +116,11 @@ def test_a_local_worker_joins_the_fleet_for_one_file(redis_url: str, tmp_path: P
     ],
 )
 def test_flags_that_contradict_a_fleet_are_refused(
-    redis_url: str, tmp_path: Path, flags: list[str], reason: str
+    redis_url: str, tmp_path: Path, flags: list[str], reason: str, run_here: RunHere
 ) -> None:
-    done = run_pipeline("run-batch", examples(tmp_path / "requests.jsonl", 1), *flags, redis_url=redis_url)
-    assert done.returncode == 2
-    assert reason in done.stderr
+    done = run_here("run-batch", examples(tmp_path / "requests.jsonl", 1), *flags, REDIS_URL=redis_url)
+    assert done.code == 2
+    assert reason in done.err
 
 
 @pytest.mark.proof

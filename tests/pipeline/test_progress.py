@@ -95,6 +95,7 @@ def test_log_records_and_lines_begin_a_row_of_the_terminal() -> None:
     assert sum("early INFO record" in row for row in found) == sum("child INFO line" in row for row in found) == 5
 
 
+@pytest.mark.proof
 def test_run_batch_shows_its_rate_in_a_terminal(tmp_path: Path) -> None:
     rows = in_terminal(*run_batch(tmp_path))
     found = [row for row in rows if LOG_TIME.search(row)]

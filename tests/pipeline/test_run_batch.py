@@ -12,6 +12,7 @@ from pyarrow import Table, parquet
 
 from jobs.batch.manifest import load_manifest
 from jobs.batch.parts import merge_parts
+from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment
@@ -68,36 +69,36 @@ def test_nothing_but_the_output_and_its_parts_remains(finished: tuple[Path, Path
     assert size < 3 * (source.stat().st_size + output.stat().st_size)
 
 
-def test_a_finished_run_is_not_run_again(finished: tuple[Path, Path, str, str]) -> None:
+def test_a_finished_run_is_not_run_again(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
     source, output, _, _ = finished
     before = output.read_bytes()
-    done = run_pipeline("run-batch", source)
-    assert done.returncode == 0, done.stderr
-    assert "engine on" not in done.stderr
+    done = run_here("run-batch", source)
+    assert done.code == 0, done.err
+    assert "engine on" not in done.err
     assert output.read_bytes() == before
 
 
-def test_a_changed_input_is_refused_with_the_way_out(finished: tuple[Path, Path, str, str]) -> None:
+def test_a_changed_input_is_refused_with_the_way_out(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
     source, output, _, _ = finished
     before, results = source.read_bytes(), output.read_bytes()
     try:
         source.write_bytes(before.replace(custom_ids(source)[0].encode(), b"another", 1))
-        done = run_pipeline("run-batch", source)
+        done = run_here("run-batch", source)
     finally:
         source.write_bytes(before)
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
+    assert done.code == 2
+    last = done.err.splitlines()[-1]
     assert "has changed" in last
     assert "remove that folder, or name another output" in last
     assert output.read_bytes() == results
 
 
-def test_a_torn_output_is_repaired(finished: tuple[Path, Path, str, str]) -> None:
+def test_a_torn_output_is_repaired(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
     source, output, _, _ = finished
     whole = output.read_bytes()
     output.write_bytes(whole[: len(whole) // 2])
-    done = run_pipeline("run-batch", source)
-    assert done.returncode == 0, done.stderr
+    done = run_here("run-batch", source)
+    assert done.code == 0, done.err
     assert output.read_bytes() == whole
 
 

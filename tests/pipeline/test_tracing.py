@@ -2,7 +2,6 @@
 
 import json
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.tracing import FLUSH_SECONDS
+from tests.pipeline.conftest import RunHere
 from tests.support.api_server import plain_client, running_api
 from tests.support.commands import run_pipeline
 from tests.support.poison import Poison, poisoned_environment
@@ -207,6 +207,7 @@ def test_the_standard_variables_are_honored(stack: TracedStack) -> None:
     wait_until(lambda: stack.receiver.headers.get("x-tenant") == "lab", 60, "a request of the worker's exporter")
 
 
+@pytest.mark.proof
 def test_a_collector_that_hangs_changes_nothing(
     redis_url: str, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_collector_that_hangs_changes_nothing(
         assert time.monotonic() - began < FLUSH_SECONDS + PATIENT_SECONDS
 
 
+@pytest.mark.proof
 def test_a_collector_that_is_away_is_logged_once(redis_url: str, queue: Queue) -> None:
     with reserved_port() as port:
         flags = (*FLAGS, "--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces")
@@ -284,9 +286,10 @@ def test_a_call_goes_on_in_the_same_trace_after_a_kill(redis_url: str, queue: Qu
     ids=["url", "protocol"],
 )
 def test_an_endpoint_that_cannot_be_used_is_refused(
-    command: str, endpoint: str, variables: dict[str, str], sentence: str
+    command: str, endpoint: str, variables: dict[str, str], sentence: str, run_here: RunHere
 ) -> None:
-    check_refused(run_pipeline(command, "--otlp-traces-endpoint", endpoint, **variables), sentence)
+    done = run_here(command, "--otlp-traces-endpoint", endpoint, **variables)
+    check_refused(done.code, done.err, sentence)
 
 
 @pytest.mark.parametrize(
@@ -305,12 +308,13 @@ def test_missing_packages_are_named(protocol: str, packages: str, tmp_path: Path
         "PYTHONPATH": str(tmp_path),
     }
     sentence = f"traces by {protocol} need packages that are missing: pip install {packages}"
-    check_refused(run_pipeline("api", **variables), sentence)
+    done = run_pipeline("api", **variables)
+    check_refused(done.returncode, done.stderr, sentence)
 
 
-def check_refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
-    assert done.returncode == 2
-    line = done.stderr.splitlines()[-1]
+def check_refused(code: int, stderr: str, sentence: str) -> None:
+    assert code == 2
+    line = stderr.splitlines()[-1]
     assert line.startswith("Error: Invalid value for '--otlp-traces-endpoint' ")
     assert line.endswith(f": {sentence}")
 
