@@ -15,17 +15,19 @@ else ifneq ($(ISA),)
 $(error ISA is avx2 or not given)
 endif
 
-# Four lanes run side by side, longest first; each of the others begins when one has ended. Tests of the engine and of the models keep one core
-# busy; those of the other lanes mostly wait for processes that they started.
-LANES := workers pipeline queue engine api models
+# Four lanes run side by side, longest first; each of the others begins when one has ended, so that short ones at the end keep both cores busy.
+# Tests of the engine and of the models keep one core busy; those of the other lanes mostly wait for processes that they started.
+LANES := pipeline engine queue api workers system contract models
 MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels tests/benchmarks tests/tools
 ENGINE_TESTS := tests/workers/engine tests/workers/text
-QUEUE_TESTS := tests/jobs tests/contract
+QUEUE_TESTS := tests/jobs
+CONTRACT_TESTS := tests/contract
 WORKER_TESTS := tests/workers
 API_TESTS := tests/api
+PIPELINE_TESTS := tests/pipeline
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test again proof $(LANES:%=test-%) $(LANES:%=proof-%) chaos faults matrix coverage docs lint bench bench-full bench-gpu clean
+.PHONY: demo test again proof $(LANES:%=test-%) test-lint $(LANES:%=proof-%) chaos faults matrix coverage docs lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -38,7 +40,7 @@ lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
   if [ $$status != 0 ] && [ -n "$$TIMED_OUT_TESTS" ]; then echo $(1) >> "$$(dirname "$$TIMED_OUT_TESTS")/refused"; fi; \
   echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
 busy = $(if $(filter 1,$(BUSY)),(while :; do :; done) & trap "kill $$!" EXIT; trap "exit 130" INT TERM;)
-lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j4 --output-sync=target $(LANES:%=$(1)-%); \
+lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j4 --output-sync=target $(2:%=$(1)-%); \
   status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
 model_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(MODEL_TESTS)
@@ -46,10 +48,12 @@ engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS) $(MODEL_T
 queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS)
 worker_tests = $(BIN)/pytest -q $(1) $(WORKER_TESTS) $(ENGINE_TESTS:%=--ignore=%)
 api_tests = $(BIN)/pytest -q $(1) $(API_TESTS)
-pipeline_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(MODEL_TESTS) $(ENGINE_TESTS) $(QUEUE_TESTS) $(WORKER_TESTS) $(API_TESTS))
+contract_tests = $(BIN)/pytest -q $(1) $(CONTRACT_TESTS)
+pipeline_tests = $(BIN)/pytest -q $(1) $(PIPELINE_TESTS)
+system_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(MODEL_TESTS) $(QUEUE_TESTS) $(CONTRACT_TESTS) $(WORKER_TESTS) $(API_TESTS) $(PIPELINE_TESTS))
 
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in lanes (under 6 minutes on two slow cores)
-	+@$(call lanes,test)
+	+@$(call lanes,test,$(LANES) lint)
 
 test-engine:
 	@$(call lane,$@,$(call engine_tests))
@@ -67,13 +71,22 @@ test-models:
 	@$(call lane,$@,$(call model_tests))
 
 test-pipeline:
-	@$(call lane,$@,$(MAKE) --no-print-directory lint && $(call pipeline_tests))
+	@$(call lane,$@,$(call pipeline_tests))
+
+test-contract:
+	@$(call lane,$@,$(call contract_tests))
+
+test-system:
+	@$(call lane,$@,$(call system_tests))
+
+test-lint:
+	@$(call lane,$@,$(MAKE) --no-print-directory lint)
 
 again:  ## one test, alone, whose id is TEST in the environment
 	@$(BIN)/pytest -q "$$TEST"
 
 proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in lanes (under 40 minutes on two slow cores)
-	+@$(call lanes,proof)
+	+@$(call lanes,proof,$(LANES))
 
 proof-engine:
 	@$(call lane,$@,$(call engine_tests,-m proof))
@@ -92,6 +105,12 @@ proof-models:
 
 proof-pipeline:
 	@$(call lane,$@,$(call pipeline_tests,-m proof))
+
+proof-contract:
+	@$(call lane,$@,$(call contract_tests,-m proof))
+
+proof-system:
+	@$(call lane,$@,$(call system_tests,-m proof))
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -76,14 +77,10 @@ def test_what_exports_traces_is_not_loaded_without_an_endpoint() -> None:
 
 def test_help_and_the_worker_process_import_nothing_slow() -> None:
     """Neither does any process of the queue: each of these takes a quarter of a second or more."""
-    for module in (
-        "pipeline.main",
-        "pipeline.batch_run",
-        "workers.worker",
-        "jobs.control.rq_worker",
-        "jobs.control.ticker",
-    ):
-        assert not loaded_by(import_of(module), "pydantic", "transformers", "fastapi", "openai", "pyarrow"), module
+    processes = import_of(
+        "pipeline.main", "pipeline.batch_run", "workers.worker", "jobs.control.rq_worker", "jobs.control.ticker"
+    )
+    assert not loaded_by(processes, "pydantic", "transformers", "fastapi", "openai", "pyarrow")
 
 
 @pytest.mark.parametrize(
@@ -122,17 +119,21 @@ def test_a_worker_loads_what_answers_with_structure_need_once_they_are_asked_for
     assert not loaded_by(import_of("workers.worker"), "llguidance", "jsonschema", "workers.text.parsers.registry")
 
 
-def test_every_exception_is_in_one_tree() -> None:
+@pytest.fixture(scope="module")
+def exceptions() -> list[type[Any]]:
+    return exception_classes()
+
+
+def test_every_exception_is_in_one_tree(exceptions: list[type[Any]]) -> None:
     """So that it has a row in the table of `docs/architecture.md`."""
-    kinds = exception_classes()
-    assert len(kinds) > 35
-    assert [kind.__name__ for kind in kinds if sum(issubclass(kind, root) for root in TREES) != 1] == []
+    assert len(exceptions) > 35
+    assert [kind.__name__ for kind in exceptions if sum(issubclass(kind, root) for root in TREES) != 1] == []
 
 
 @pytest.mark.parametrize("root", TREES, ids=lambda root: root.__name__)
-def test_the_picture_of_a_tree_is_the_tree(root: type) -> None:
+def test_the_picture_of_a_tree_is_the_tree(root: type, exceptions: list[type[Any]]) -> None:
     picture = inspect.getdoc(inspect.getmodule(root)) or ""
-    kinds = [kind for kind in exception_classes() if issubclass(kind, root) and not kind.__name__.startswith("_")]
+    kinds = [kind for kind in exceptions if issubclass(kind, root) and not kind.__name__.startswith("_")]
     for kind in kinds if len(kinds) > 1 else ():
         [line] = re.findall(rf"^( *)(?:\w+, )?{kind.__name__}\b", picture, re.MULTILINE)
         parents = [base.__name__ for base in kind.__bases__ if base in kinds]

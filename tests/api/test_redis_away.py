@@ -98,8 +98,15 @@ def test_a_stream_that_has_begun_ends_with_an_error(
     assert caught.value.code == "queue_unavailable"
 
 
-@pytest.mark.parametrize("away", [killed, hung])
-@pytest.mark.parametrize("known", [False, True], ids=["unread", "read before"])
+@pytest.mark.parametrize(
+    ("away", "known"),
+    [
+        pytest.param(killed, False, id="killed, unread"),
+        pytest.param(killed, True, id="killed, read before", marks=pytest.mark.proof),
+        pytest.param(hung, False, id="hung, unread", marks=pytest.mark.proof),
+        pytest.param(hung, True, id="hung, read before"),
+    ],
+)
 def test_calls_that_come_together_are_refused_together(
     api_url: str, scripted: Callable[..., ScriptedWorker], machine: RedisMachine, away: Away, known: bool
 ) -> None:

@@ -16,6 +16,7 @@ from pyarrow import parquet
 from tests.support.commands import REPOSITORY, run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
 PAGE = (REPOSITORY / "docs" / "embeddings.md").read_text()
 EXAMPLE = REPOSITORY / "examples" / "embeddings.parquet"
 

@@ -69,7 +69,7 @@ def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path, run_here: R
     client = connect(fleet)
     (worker,) = Queue(client).workers()
     row = json.loads(EXAMPLES.read_text().splitlines()[0])
-    row["body"] |= {"max_tokens": 1000, "ignore_eos": True, "n": 2, "temperature": 1.0}
+    row["body"] |= {"max_tokens": 300, "ignore_eos": True, "n": 2, "temperature": 1.0}
     source = tmp_path / "long.jsonl"
     source.write_text(json.dumps(row) + "\n")
     os.kill(worker.pid, signal.SIGSTOP)

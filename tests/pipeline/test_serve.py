@@ -79,6 +79,7 @@ def test_idle_processes_use_next_to_nothing(served: tuple[RunningCommand, str]) 
     wait_until(rest_together, 120, "the processes to use less than 1 % of a core together")
 
 
+@pytest.mark.proof
 def test_idle_processes_sleep(served: tuple[RunningCommand, str]) -> None:
     """Counted per second of the ticker, so that a busy machine changes little."""
     parent = served[0].process.pid
@@ -262,15 +263,12 @@ def test_a_second_server_keeps_off_the_file_store_of_the_first(tmp_path: Path, m
     assert "another `pipeline serve` uses the file store" in done.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (("--ssl-certfile", "absent.pem"), "the certificate absent.pem with the key absent.pem cannot be used"),
-        pytest.param(
-            ("--middleware", "no_such_module.Name"),
-            "--middleware no_such_module.Name cannot be imported",
-            marks=pytest.mark.proof,
-        ),
+        (("--middleware", "no_such_module.Name"), "--middleware no_such_module.Name cannot be imported"),
     ],
 )
 def test_settings_of_the_http_server_that_cannot_be_used_end_it(

@@ -16,8 +16,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.pipeline.conftest import RunHere
 from tests.support.certificates import Certificates, make_certificates
-from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
+from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.processes import command_line, descendants
 from tests.support.waiting import wait_until
 
@@ -157,18 +158,19 @@ def test_every_line_of_the_log_is_json_and_names_its_process(served: TwoApis) ->
     assert any("was killed by SIGKILL" in line["message"] for line in served.records("supervisor"))
 
 
-def test_our_own_clients_speak_tls(served: TwoApis, tmp_path: Path) -> None:
+def test_our_own_clients_speak_tls(served: TwoApis, tmp_path: Path, run_here: RunHere) -> None:
     port = served.url.rpartition(":")[2]
     source = tmp_path / "requests.jsonl"
     body = {"model": "demo", "prompt": "x", "max_tokens": 2}
     source.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
-    server = {"OPENAI_BASE_URL": f"https://localhost:{port}/v1", "SSL_CERT_FILE": served.files.authority}
-    done = run_pipeline("batches", "submit", source, "--wait", "-o", tmp_path / "results.jsonl", **server)
-    assert done.returncode == 0, done.stderr
+    server = {"OPENAI_BASE_URL": f"https://localhost:{port}/v1"}
+    refused = run_here("files", "list", **server)
+    assert refused.code == 1
+    assert "certificate verify failed" in refused.err
+    server["SSL_CERT_FILE"] = served.files.authority
+    done = run_here("batches", "submit", source, "--wait", "-o", tmp_path / "results.jsonl", **server)
+    assert done.code == 0, done.err
     assert json.loads((tmp_path / "results.jsonl").read_text())["custom_id"] == "a"
-    refused = run_pipeline("files", "list", OPENAI_BASE_URL=server["OPENAI_BASE_URL"])
-    assert refused.returncode == 1
-    assert "certificate verify failed" in refused.stderr
     probe = ("health", "api", "--port", port, "--ssl-certfile", served.files.certificate)
-    asked = run_pipeline(*probe, "--ssl-keyfile", served.files.key)
-    assert (asked.returncode, asked.stderr) == (0, "")
+    asked = run_here(*probe, "--ssl-keyfile", served.files.key)
+    assert (asked.code, asked.err) == (0, "")

@@ -202,7 +202,7 @@ def test_a_cancel_that_came_too_late_is_forgotten(
     assert get_batch(redis_client, record.id).state == "completed"
 
 
-@pytest.mark.parametrize("end", ["completed", "cancelled"])
+@pytest.mark.parametrize("end", ["completed", pytest.param("cancelled", marks=pytest.mark.proof)])
 def test_processes_that_live_on_bring_a_batch_to_its_end_again(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, end: str
 ) -> None:

@@ -96,7 +96,7 @@ class TestTurns:
             submit(queue, f"live_{number:012}", 4)
         assert sum(name == "batch_a" for name in claimed(queue, 1, 100)) == 10
 
-    @pytest.mark.parametrize(("limit", "live_limit"), [(8, 8), (16, 32), (16, 64)])
+    @pytest.mark.parametrize(("limit", "live_limit"), [(8, 8), (16, 32), pytest.param(16, 64, marks=pytest.mark.proof)])
     def test_batches_keep_their_share_beside_large_calls(self, queue: Queue, limit: int, live_limit: int) -> None:
         """Which fill every claim up to its bytes."""
         start_batch(queue, "batch_a", 100)
