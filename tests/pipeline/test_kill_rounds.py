@@ -31,15 +31,15 @@ TARGETS = {
 
 
 def round_of(number: int) -> list[str]:
-    """What is killed in a round: the three that the promise names take turns, and in every fourth
-    round it is anything.
+    """What is killed in a round: one of the three that the promise names, and in the fourth
+    anything.
     """
-    return [["core"], ["worker"], ["run-batch"], [*TARGETS, "run-batch"]][number % 4]
+    return [["core"], ["worker"], ["run-batch"], [*TARGETS, "run-batch"]][number]
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(ROUND_SECONDS + 60)
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(4))
 def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, number: int) -> None:
     seed = int(os.environ.get("KILL_SEED", 1)) + number
     print(f"seed {seed} (set KILL_SEED to draw others)")

@@ -21,7 +21,7 @@ from tests.support.integrity import faults
 from tests.support.leftovers import leftovers
 from tests.support.processes import command_line, descendants
 
-REQUESTS = int(os.environ.get("SOAK_REQUESTS", 50_000))
+REQUESTS = int(os.environ.get("SOAK_REQUESTS", 25_000))
 BATCH_LINES = 5000
 BATCHES_AT_ONCE = 2
 END_SECONDS = 900

@@ -188,7 +188,7 @@ def test_bad_values_become_error_results(shared: tuple[Queue, WorkerProcess]) ->
 
 def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    key, api = submit_live(queue, slow(120))
+    key, api = submit_live(queue, slow(60))
     entries = follow(queue, api)
     assert entries[0].accepted
     assert not token_ids_in(entries[0])
@@ -201,7 +201,7 @@ def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]
         0,
         *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1]),
     ]
-    assert sum(len(token_ids_in(entry)) for entry in entries) == 120
+    assert sum(len(token_ids_in(entry)) for entry in entries) == 60
     assert len(entries) > 2  # in pieces, not all at once
     assert answer(result)["choices"][0]["finish_reason"] == "length"
 
@@ -258,7 +258,7 @@ def test_stop_token_ids_and_eos(shared: tuple[Queue, WorkerProcess]) -> None:
 
 def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [slow(160)])
+    batch = submit_batch(queue, [slow(60)])
     key = RequestKey(batch, 0)
     queue.watch(batch, 600)
     entries: list[StreamEntry] = []
@@ -267,7 +267,7 @@ def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, W
         for entry in queue.read_tokens({key: last}, 5.0):
             entries.append(entry)
             last = entry.entry_id
-    assert sum(len(token_ids_in(entry)) for entry in entries) == 160
+    assert sum(len(token_ids_in(entry)) for entry in entries) == 60
     result = entries[-1].result
     assert result is not None
     assert "".join(text_in(entry) for entry in entries) == text_of(result)

@@ -30,7 +30,7 @@ from workers.settings import DEMO_MODEL
 from workers.worker import MAX_ENGINE_RESTARTS, Deaths
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
-TOKENS = 600
+TOKENS = 400
 # A word of `endless`: its requests get 20 tokens a second at most
 SLOW = poisoned_environment(Poison("three", "slow"))
 

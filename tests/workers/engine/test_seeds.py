@@ -52,7 +52,7 @@ def assert_same(got: Answer, expected: Answer, start: int = 0) -> None:
 
 @pytest.mark.usefixtures("crowded")
 @at
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_alone_in_a_batch_and_after_preemption(depth: int, place: Place) -> None:
     print(f"seed {SEED}")
     together, _ = generate(requests(), depth, place=place)
@@ -66,7 +66,7 @@ def test_alone_in_a_batch_and_after_preemption(depth: int, place: Place) -> None
 
 
 @at
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_from_a_checkpoint(depth: int, place: Place) -> None:
     """What another worker generated counts as output in everything: noise, penalties, min_tokens,
     bad words.

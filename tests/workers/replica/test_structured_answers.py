@@ -155,6 +155,7 @@ def test_a_tool_loop_is_streamed(queue: Queue) -> None:
     assert choice_of(result)["message"]["content"]
 
 
+@pytest.mark.proof
 def test_calls_go_on_over_the_death_of_their_worker(redis_client: object, redis_url: str, tmp_path: Path) -> None:
     """With the ids that they have, and no delta twice."""
     queue = Queue(connect(redis_url), SETTINGS)

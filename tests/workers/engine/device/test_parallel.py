@@ -126,6 +126,7 @@ def test_two_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("crowded")
+@pytest.mark.proof
 def test_two_ranks_draw_under_the_same_masks(tmp_path: Path) -> None:
     make(SHARED["llama-2-kv-heads"]).save_pretrained(tmp_path)
     some = requests(0)

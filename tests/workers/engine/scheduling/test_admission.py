@@ -49,17 +49,17 @@ def in_a_quarter(lines: list[SimulatedLine], depth: int) -> Report:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_policy_costs_a_hundredth_less(kind: str) -> None:
     """Not plain admission, nor by the mean length of ended outputs, nor the forecast of before."""
-    for machine, figures in figures_of(kind, range(1, 6)).items():
+    for machine, figures in figures_of(kind, range(1, 4)).items():
         assert figures["forecast"] <= 1.01, (machine, figures)
 
 
-@pytest.mark.parametrize("kind", ["lognormal", "equal"])
+@pytest.mark.parametrize("kind", ["lognormal", pytest.param("equal", marks=pytest.mark.proof)])
 def test_no_policy_costs_a_hundredth_less_in_a_short_run(kind: str) -> None:
     for machine, figures in figures_of(kind, range(1, 3), 300).items():
         assert figures["forecast"] <= 1.01, (machine, figures)
 
 
-@pytest.mark.parametrize("step_cost", [8.0, 2048.0])
+@pytest.mark.parametrize("step_cost", [8.0, pytest.param(2048.0, marks=pytest.mark.proof)])
 def test_steps_that_cost_much_are_saved_at_the_price_of_preemptions(step_cost: float) -> None:
     lines = lines_of("narrow", 300)
     blocks = blocks_of(lines, SLOTS / 4)

@@ -441,13 +441,13 @@ def check(setup: Setup, cases: list[ScheduledCase]) -> ScheduledRun:
     return run
 
 
-@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=350, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(setup=SETUPS, cases=st.lists(CASES, max_size=9))
 def test_any_schedule_gives_every_request_its_own_answer(setup: Setup, cases: list[ScheduledCase]) -> None:
     check(setup, cases)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(setup=POOLING_SETUPS, cases=st.lists(CASES, max_size=9))
 def test_any_schedule_pools_every_text_once(setup: Setup, cases: list[ScheduledCase]) -> None:
     run = ScheduledRun(setup, [replace(case, logprobs=False, prompt_logprobs=False) for case in cases])
@@ -501,7 +501,7 @@ def test_many_more_schedules_without_shrinking() -> None:
     """Larger schedules, drawn plainly, since drawing is most of what hypothesis does here; a
     failing one is named by its seed.
     """
-    for seed in range(10_000):
+    for seed in range(6_000):
         draw = random.Random(seed)
         setup, cases = random_setup(draw), [random_case(draw) for _ in range(draw.randint(1, 16))]
         try:

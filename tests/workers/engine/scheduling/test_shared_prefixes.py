@@ -70,7 +70,7 @@ def test_without_the_plan_there_is_little_to_find(seed: int) -> None:
     assert share_of_possible(lines, report) < 0.5
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 @pytest.mark.parametrize(
     "budget", [pytest.param(64, marks=pytest.mark.proof), 300, pytest.param(2048, marks=pytest.mark.proof)]
 )

@@ -74,14 +74,14 @@ def test_cuts_do_not_matter_and_nothing_is_lost(name: str, text: str, data: st.D
 @pytest.mark.proof
 @pytest.mark.parametrize("name", _PARSERS)
 @given(text=_texts, data=st.data())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 def test_cuts_do_not_matter_in_many_texts(name: str, text: str, data: st.DataObject) -> None:
     check(_PARSERS[name], text, data.draw(st.sets(st.integers(0, len(text)))))
 
 
 @pytest.mark.proof
 @given(st.sampled_from(tool_call_texts()), st.data())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 def test_changed_texts_are_read_however_they_are_cut(text: Any, data: st.DataObject) -> None:
     """Texts with calls, of which a part was replaced."""
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text.text))] * 2)))
