@@ -17,10 +17,11 @@ endif
 
 # Four lanes run side by side, longest first; each of the others begins when one has ended, so that short ones at the end keep both cores busy.
 # Tests of the engine and of the models keep one core busy; those of the other lanes mostly wait for processes that they started.
-LANES := pipeline engine queue api workers system contract models
+LANES := engine pipeline workers api queue contract models control system
 MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels tests/benchmarks tests/tools
 ENGINE_TESTS := tests/workers/engine tests/workers/text
 QUEUE_TESTS := tests/jobs
+CONTROL_TESTS := tests/jobs/control
 CONTRACT_TESTS := tests/contract
 WORKER_TESTS := tests/workers
 API_TESTS := tests/api
@@ -45,7 +46,8 @@ lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j4 --o
 
 model_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(MODEL_TESTS)
 engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS) $(MODEL_TESTS:%=--ignore=%)
-queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS)
+queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS) $(CONTROL_TESTS:%=--ignore=%)
+control_tests = $(BIN)/pytest -q $(1) $(CONTROL_TESTS)
 worker_tests = $(BIN)/pytest -q $(1) $(WORKER_TESTS) $(ENGINE_TESTS:%=--ignore=%)
 api_tests = $(BIN)/pytest -q $(1) $(API_TESTS)
 contract_tests = $(BIN)/pytest -q $(1) $(CONTRACT_TESTS)
@@ -73,6 +75,9 @@ test-models:
 test-pipeline:
 	@$(call lane,$@,$(call pipeline_tests))
 
+test-control:
+	@$(call lane,$@,$(call control_tests))
+
 test-contract:
 	@$(call lane,$@,$(call contract_tests))
 
@@ -85,7 +90,7 @@ test-lint:
 again:  ## one test, alone, whose id is TEST in the environment
 	@$(BIN)/pytest -q "$$TEST"
 
-proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in lanes (under 40 minutes on two slow cores)
+proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in lanes (under 35 minutes on two slow cores)
 	+@$(call lanes,proof,$(LANES))
 
 proof-engine:
@@ -105,6 +110,9 @@ proof-models:
 
 proof-pipeline:
 	@$(call lane,$@,$(call pipeline_tests,-m proof))
+
+proof-control:
+	@$(call lane,$@,$(call control_tests,-m proof))
 
 proof-contract:
 	@$(call lane,$@,$(call contract_tests,-m proof))

@@ -93,7 +93,15 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._counts is not None:
             self._counts.leave()
-        await super().shutdown(sockets)
+        if self.server_state.connections or self.server_state.tasks or self.force_exit:
+            await super().shutdown(sockets)
+        else:  # without uvicorn's pause for connections to close
+            await self._end_app(sockets or [])
+
+    async def _end_app(self, sockets: list[socket.socket]) -> None:
+        for listener in sockets:
+            listener.close()
+        await self.lifespan.shutdown()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -169,7 +169,7 @@ def test_a_large_answer_arrives_and_is_stored_once(
     assert 0 < largest < 4500
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1200, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.proof)])
 def test_answers_that_were_given_are_not_kept(
     http: httpx.Client, redis_client: redis.Redis, scripted: Scripted, count: int
 ) -> None:

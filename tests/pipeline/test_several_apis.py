@@ -19,6 +19,7 @@ import pytest
 from tests.pipeline.conftest import RunHere
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.commands import RunningCommand, running_pipeline
+from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import command_line, descendants
 from tests.support.waiting import wait_until
 
@@ -87,7 +88,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoApis]:
     files = make_certificates(folder / "tls")
     flags = ("--port", 0, "--api-server-count", 2, "--log-format", "json", "--served-model-name", "demo")
     tls = ("--ssl-certfile", files.certificate, "--ssl-keyfile", files.key)
-    with running_pipeline("serve", *flags, *tls, "--file-store", folder / "store") as command:
+    slow = poisoned_environment(Poison("tortoise", "slow"))  # what `BODY` asks for
+    with running_pipeline("serve", *flags, *tls, "--file-store", folder / "store", **slow) as command:
         command.wait_for("listening on https")
         url = re.search(r"listening on (https://127\.0\.0\.1:\d+)", command.output)
         assert url is not None

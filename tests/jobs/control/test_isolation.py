@@ -220,7 +220,7 @@ def test_huge_files_that_are_validated(tenants: Tenants, lines: int) -> None:
     check_isolated(tenants, f"8 files of {lines} lines being validated", validating)
 
 
-@pytest.mark.parametrize("lines", [pytest.param(150_000, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("lines", [pytest.param(80_000, marks=pytest.mark.proof)])
 def test_huge_files_that_run(tenants: Tenants, lines: int) -> None:
     source = tenants.write(lines, "m")
 
@@ -236,7 +236,7 @@ def test_huge_files_that_run(tenants: Tenants, lines: int) -> None:
     check_isolated(tenants, f"8 batches of {lines} lines running", running)
 
 
-@pytest.mark.parametrize("lines", [pytest.param(150_000, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("lines", [pytest.param(80_000, marks=pytest.mark.proof)])
 def test_huge_files_that_are_finalized(tenants: Tenants, lines: int) -> None:
     source = tenants.write(lines, "m")
 

@@ -219,10 +219,10 @@ def test_parquet_rows_are_numbered_like_lines(redis_client: redis.Redis, tmp_pat
 
 @pytest.mark.proof
 def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """300,000 lines of 1 KB in a process of its own: less than 60 MB more at the peak than its
+    """150,000 lines of 1 KB in a process of its own: less than 60 MB more at the peak than its
     imports take.
     """
-    source = write_input(tmp_path / "in.jsonl", 300_000, user="x" * 900)
+    source = write_input(tmp_path / "in.jsonl", 150_000, user="x" * 900)
     record = begin(redis_client, source)
     script = (
         "import sys\nfrom jobs.control.runner import Runner\nfrom jobs.queue.connection import connect\n"
@@ -235,4 +235,4 @@ def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: s
         [sys.executable, "-c", script, redis_url, record.id], cwd=ROOT, capture_output=True, check=True
     )
     assert int(done.stdout) < 60_000
-    assert Queue(redis_client).batch_fields(record.id).total == 300000
+    assert Queue(redis_client).batch_fields(record.id).total == 150_000

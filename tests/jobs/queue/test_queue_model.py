@@ -567,4 +567,4 @@ def test_queue_does_what_the_model_does(redis_client: redis.Redis, seed: int) ->
 @pytest.mark.proof
 @pytest.mark.timeout(1500)
 def test_queue_does_what_the_model_does_over_thousands_of_steps(redis_client: redis.Redis, seed: int) -> None:
-    run(redis_client, seed, examples=100, steps=40)
+    run(redis_client, seed, examples=60, steps=40)

@@ -184,4 +184,4 @@ def test_every_request_ends_once(tmp_path: Path, seed: int) -> None:
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_every_request_ends_once_over_many_kills(tmp_path: Path, seed: int) -> None:
-    race(tmp_path, seed, lines=3000, kills=15, deadline=600)
+    race(tmp_path, seed, lines=2000, kills=10, deadline=600)
