@@ -104,7 +104,7 @@ def test_a_stream_that_has_begun_ends_with_an_error(
         pytest.param(killed, False, id="killed, unread"),
         pytest.param(killed, True, id="killed, read before", marks=pytest.mark.proof),
         pytest.param(hung, False, id="hung, unread", marks=pytest.mark.proof),
-        pytest.param(hung, True, id="hung, read before"),
+        pytest.param(hung, True, id="hung, read before", marks=pytest.mark.proof),
     ],
 )
 def test_calls_that_come_together_are_refused_together(

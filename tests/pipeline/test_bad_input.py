@@ -151,7 +151,8 @@ def test_what_cannot_be_done_as_asked_is_refused(
     assert reason in stderr
 
 
-@pytest.mark.parametrize("content", [pytest.param("folder without weights", marks=pytest.mark.proof), "pickle only"])
+@pytest.mark.proof
+@pytest.mark.parametrize("content", ["folder without weights", "pickle only"])
 def test_a_model_folder_that_cannot_be_used_is_refused(tmp_path: Path, content: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

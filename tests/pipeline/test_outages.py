@@ -305,6 +305,7 @@ def test_a_full_memory_lets_results_through_which_make_room(fleet: LocalFleet, u
     assert work.claims == LINES + 1
 
 
+@pytest.mark.proof
 def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: LocalFleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     fleet.redis.lose_everything()

@@ -158,6 +158,7 @@ def test_errors_in_a_body_are_answers_and_can_be_retried(tmp_path: Path) -> None
     assert read_results(output)[0] == results[0]
 
 
+@pytest.mark.proof
 def test_parquet_in_gives_parquet_out(tmp_path: Path) -> None:
     source = tmp_path / "requests.parquet"
     columns = {"custom_id": ["a", "b"], "prompt": ["Count", "Spell"], "max_tokens": [1, 6], "temperature": [0.0, 0.0]}

@@ -292,6 +292,7 @@ def test_sigterm_does_not_wait_for_a_tokenizer_that_cannot_be_read(
         assert worker.stop() == 0
 
 
+@pytest.mark.proof
 def test_a_second_sigterm_ends_at_once(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS)])

@@ -237,6 +237,7 @@ def test_a_cancelled_call_counts_as_aborted(fleet: TwoWorkers, story: Story) -> 
     assert scraped.total("vllm:request_success_total", finished_reason="abort") == 1
 
 
+@pytest.mark.proof
 def test_a_worker_that_ended_is_reported_no_more(fleet: TwoWorkers, story: Story) -> None:
     one, other = fleet.workers
     gone, left = one.wait_ready().id, other.wait_ready().id

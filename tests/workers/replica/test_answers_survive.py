@@ -73,6 +73,7 @@ def of_choice(entries: list[StreamEntry], choice: int) -> tuple[list[int], str]:
     return token_ids, text
 
 
+@pytest.mark.proof
 def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str, tmp_path: Path) -> None:
     """One choice has ended when the worker dies; what it had is not generated again."""
     body = {**SEEDED, "n": 3, "logprobs": 2, "echo": True, "stream": True}

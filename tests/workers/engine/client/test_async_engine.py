@@ -331,6 +331,7 @@ async def exhaust(items: AsyncIterator[object]) -> None:
         pass
 
 
+@pytest.mark.proof
 def test_an_error_in_the_core_says_what_it_was() -> None:
     async def scenario() -> None:
         async with started(config()) as engine:
@@ -345,6 +346,7 @@ def test_an_error_in_the_core_says_what_it_was() -> None:
     run(scenario)
 
 
+@pytest.mark.proof
 def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The core must not run another folder named workers beside the worker process."""
     (tmp_path / "workers").mkdir()
@@ -422,7 +424,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("when", ["ready", "loading"])
+@pytest.mark.parametrize("when", [pytest.param("ready", marks=pytest.mark.proof), "loading"])
 def test_the_core_dies_with_its_client(when: str) -> None:
     client = subprocess.Popen(
         [sys.executable, "-c", _FRONT, str(folder(MODEL)), when], stdout=subprocess.PIPE, text=True

@@ -33,7 +33,7 @@ def test_equals_the_definition(vocab: int, threads: int) -> None:
     check_masks_are_applied(apply, vocab)
 
 
-@pytest.mark.parametrize("narrower", ["-mno-avx512f", "-mno-avx"])
+@pytest.mark.parametrize("narrower", ["-mno-avx512f", pytest.param("-mno-avx", marks=pytest.mark.proof)])
 def test_narrower_vectors(narrower: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor that has no wider ones."""
     if os.uname().machine != "x86_64":

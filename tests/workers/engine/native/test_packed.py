@@ -96,6 +96,7 @@ assert matrix(x)[:12].equal(matrix(x[:12]))
 """
 
 
+@pytest.mark.proof
 def test_threads_need_no_large_stacks() -> None:
     settings = {"OMP_STACKSIZE": "256k", "OMP_NUM_THREADS": "4"}
     run = [sys.executable, "-c", SMALL_STACKS]
