@@ -121,7 +121,7 @@ class _WebServer(BaseHTTPRequestHandler):
 )
 def test_a_web_page_is_no_api(run_here: RunHere, command: str) -> None:
     with HTTPServer(("127.0.0.1", 0), _WebServer) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()  # seconds between looks
         code, printed, stderr = run_here(*command.split(), "--base-url", f"http://127.0.0.1:{server.server_port}/v1")
         server.shutdown()
     assert (code, printed, stderr.count("\n")) == (2, "", 1)

@@ -23,8 +23,7 @@ from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import answer, question, run_batch, submit_batch
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "16")
-ROUNDS = 2
-KILLS = 6
+KILLS = 8
 
 
 @pytest.mark.proof
@@ -43,26 +42,25 @@ def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object,
     ticker = threading.Thread(target=tick, args=(queue, done))
     ticker.start()
     try:
-        for _ in range(ROUNDS):
-            batch = submit_batch(queue, [*bodies])
-            with contextlib.ExitStack() as workers:
-                pair = [workers.enter_context(running_worker(queue, redis_url, *FLAGS)) for _ in range(2)]
-                for _ in range(KILLS):
-                    before = completed(queue, batch)
-                    if before == len(bodies):
-                        break
-                    wait_until(partial(has_moved, queue, batch, before), 120, "progress")
-                    number = chance.randrange(2)
-                    if chance.random() < 0.5:
-                        kill_core(pair[number])
-                    else:
-                        pair[number].kill()
-                        pair[number] = workers.enter_context(running_worker(queue, redis_url, *FLAGS, ready=False))
-                wait_until(partial(has_moved, queue, batch, len(bodies) - 1), 180, "all results")
-            assert [line for line, _ in queue.results(batch)] == list(range(len(bodies)))
-            assert [texts(result) for _, result in queue.results(batch)] == expected
-            record = queue.batch_fields(batch)
-            assert (record.completed, record.failed) == (len(bodies), 0)
+        batch = submit_batch(queue, [*bodies])
+        with contextlib.ExitStack() as workers:
+            pair = [workers.enter_context(running_worker(queue, redis_url, *FLAGS)) for _ in range(2)]
+            for _ in range(KILLS):
+                before = completed(queue, batch)
+                if before == len(bodies):
+                    break
+                wait_until(partial(has_moved, queue, batch, before), 120, "progress")
+                number = chance.randrange(2)
+                if chance.random() < 0.5:
+                    kill_core(pair[number])
+                else:
+                    pair[number].kill()
+                    pair[number] = workers.enter_context(running_worker(queue, redis_url, *FLAGS, ready=False))
+            wait_until(partial(has_moved, queue, batch, len(bodies) - 1), 180, "all results")
+        assert [line for line, _ in queue.results(batch)] == list(range(len(bodies)))
+        assert [texts(result) for _, result in queue.results(batch)] == expected
+        record = queue.batch_fields(batch)
+        assert (record.completed, record.failed) == (len(bodies), 0)
     finally:
         done.set()
         ticker.join()
