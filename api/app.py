@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import Depends, FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from api import auth
 from api.fleet import Fleet
 from api.http.access_log import AccessLog
+from api.http.cors import with_cors
 from api.http.errors import Stoppable, install_error_handlers
 from api.http.framing import Framing
 from api.http.head import HeadAsGet
@@ -43,20 +43,6 @@ from jobs.store.file_store import FileStore
 from jobs.tracing import start_tracing
 
 _MOST_FOLLOWERS = 4096  # clients that follow streams at once; each takes a connection to Redis
-_EXPOSED = (
-    "openai-processing-ms",
-    "openai-version",
-    "retry-after",
-    "retry-after-ms",
-    "x-incomplete",
-    "x-last-line",
-    "x-ratelimit-limit-requests",
-    "x-ratelimit-remaining-requests",
-    "x-ratelimit-reset-requests",
-    "x-request-id",
-    "x-should-retry",
-    "x-stream-id",
-)  # headers that pages of --allowed-origins may read
 
 
 def create_app(settings: ApiSettings) -> FastAPI:
@@ -104,7 +90,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     _add_middleware(app, ring, settings)
     if tracing is not None:
         app.add_middleware(Traced, tracing)
-    install_error_handlers(app)
+    install_error_handlers(app, settings)
     for module in (live_calls, pooling, tokenization, streams, models, files, batches, batch_stream, server):
         app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)
     for router in (health.router, metrics.router, server.open_router):
@@ -118,16 +104,8 @@ def _add_middleware(app: FastAPI, ring: KeyRing, settings: ApiSettings) -> None:
     app.add_middleware(WebPages, ring, settings)
     for middleware in (HeadAsGet, Lingering, Stoppable, Framing):
         app.add_middleware(middleware)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=settings.allowed_methods,
-            allow_headers=settings.allowed_headers,
-            allow_credentials=settings.allow_credentials,
-            expose_headers=_EXPOSED,
-        )
     add_middleware(app, settings.middleware)
+    app.add_middleware(with_cors, settings)
     if not settings.disable_uvicorn_access_log:
         app.add_middleware(AccessLog, settings.unlogged_paths)
     app.add_middleware(RequestIds)

@@ -13,7 +13,8 @@ ANY = "*"
 PROBED = ("/health", "/ready", "/metrics")
 """Paths of probes and scrapers: open to every client, by default not logged, and never traced."""
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,]+")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\]))(:[0-9]+)?", re.IGNORECASE)
+_USUAL_PORTS = {"http": ":80", "https": ":443"}
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -42,6 +43,17 @@ def _check_origin(value: str) -> None:
     for origin in listed((value,)):
         if origin != ANY and not _ORIGIN.fullmatch(origin):
             raise ValueError(f"{origin!r} is no origin such as https://app.example.org, and not *")
+
+
+def _as_browsers_send(origin: str) -> str:
+    """Return an origin as browsers write it, by whose text it is compared: in small letters, and
+    without the port that goes without saying.
+    """
+    found = _ORIGIN.fullmatch(origin.lower())
+    if found is None:
+        return origin
+    scheme = found[1].partition(":")[0]
+    return found[1] if found[2] == _USUAL_PORTS.get(scheme) else found[0]
 
 
 def _check_token(value: str) -> None:
@@ -139,6 +151,7 @@ class HttpSettings(QueueSettings):
         super().__post_init__()
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             object.__setattr__(self, name, listed(getattr(self, name)))
+        object.__setattr__(self, "allowed_origins", tuple(map(_as_browsers_send, self.allowed_origins)))
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
             raise SettingsError("TLS needs a certificate: give --ssl-certfile, or leave out the other --ssl flags")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:

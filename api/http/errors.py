@@ -4,6 +4,7 @@ it.
 
 import asyncio
 import logging
+from functools import partial
 from http import HTTPStatus
 
 import redis
@@ -16,7 +17,9 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.answer_headers import own_headers
+from api.http.cors import cors_headers
 from api.http.responses import json_response
+from api.http_settings import HttpSettings
 from jobs.errors import JobsError
 from jobs.protocol import fields
 from jobs.protocol.results import ApiError, ErrorType
@@ -86,7 +89,7 @@ class Stoppable:
             await error_response(stopping, {"retry-after": "1"})(scope, receive, send)
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI, settings: HttpSettings) -> None:
     """Make the app answer every failure in OpenAI's shape."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -94,7 +97,7 @@ def install_error_handlers(app: FastAPI) -> None:
     for kind in (redis.RedisError, *_ANSWERS):
         app.add_exception_handler(kind, _unavailable)
     app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_exception_handler(Exception, _unforeseen)
+    app.add_exception_handler(Exception, partial(_unforeseen, settings))
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
@@ -163,13 +166,14 @@ async def _gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # no client reads it
 
 
-async def _unforeseen(request: Request, _error: Exception) -> Response:
-    """Answered outside of all middleware, so that it names the request by itself; the server logs
-    the traceback.
+async def _unforeseen(settings: HttpSettings, request: Request, _error: Exception) -> Response:
+    """Answered outside of all middleware, so that its own headers are put here; the server logs the
+    traceback, and closes the connection.
     """
     request_id = request.state.request_id
     logger.error("request %s failed: %s", request_id, _shown_call(request))
     failure = ApiError(500, "The server had an error while handling the request.", "server_error")
-    answer = error_response(failure)
+    headers = {"connection": "close", **dict(cors_headers(settings, request.headers.get("origin", "")))}
+    answer = error_response(failure, headers)
     answer.raw_headers += own_headers(request.scope["state"])
     return answer

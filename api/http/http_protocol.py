@@ -4,6 +4,7 @@ event streams. What is no request at all gets OpenAI's shape and a request id to
 
 import asyncio
 import logging
+import re
 import sys
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from api.http.cors import cors_headers, with_cors
 from api.http.errors import error_response
 from api.http.event_stream import BODY_WRITER
 from api.http.request_ids import RequestIds
@@ -24,6 +26,7 @@ from jobs.protocol.results import ApiError, encode_json, new_request_id
 _TOO_LARGE = 431
 _LOG_AGAIN_SECONDS = 60.0
 _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+_ORIGIN = re.compile(rb"^origin:[ \t]*(\S+)[ \t]*\r?\n", re.IGNORECASE | re.MULTILINE)
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class HttpProtocol(H11Protocol):
         self._limits = limits
         self._full = full
         self._head_timer: asyncio.TimerHandle | None = None
+        self._arriving = b""  # what `data_received` was called with, while it runs
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,7 +63,9 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._arriving = data
         super().data_received(data)
+        self._arriving = b""
         if not self._waits_for_the_client():
             self._unset_head_timer()
         elif self._head_timer is None:  # the first part of one more head on the same connection
@@ -103,10 +109,16 @@ class HttpProtocol(H11Protocol):
                 ("content-length", str(len(body))),
                 ("x-request-id", new_request_id()),
                 ("connection", "close"),
+                *cors_headers(self._limits, self._origin()),
             ]
             for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _origin(self) -> str:
+        """Return the origin in a head that is incomplete or cannot be read; "" where none came."""
+        found = _ORIGIN.search(self.conn.trailing_data[0] + b"\n" + self._arriving)
+        return found[1].decode("latin-1") if found else ""
 
     def _set_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self._limits.timeout_head, self._head_is_late)
@@ -128,10 +140,10 @@ class HttpProtocol(H11Protocol):
 class FullServer:
     """ASGI app of connections beyond the limit: probes get the app's answer, every call a 503."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
-        self._limit = limit
-        self._refusal = RequestIds(self._refuse)
+        self._limit = settings.max_connections
+        self._refusal = RequestIds(with_cors(self._refuse, settings))
         self._log_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

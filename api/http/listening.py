@@ -7,6 +7,7 @@ fewest accepts the next.
 """
 
 import contextlib
+import io
 import mmap
 import os
 import socket
@@ -52,16 +53,16 @@ class SharedListener:
 
     def __init__(self, listener: socket.socket, processes: int) -> None:
         self._listener = listener
-        self._fd = os.memfd_create("api-connections")
-        os.ftruncate(self._fd, _BYTES * processes)
-        self._counts = ConnectionCounts(self._fd, processes)
+        self._memory = io.FileIO(os.memfd_create("api-connections"), "r+")
+        self._memory.truncate(_BYTES * processes)
+        self._counts = ConnectionCounts(self._memory.fileno(), processes)
         for number in range(processes):
             self._counts.leave(number)
 
     @property
     def descriptors(self) -> tuple[int, int]:
         """What a process has to inherit."""
-        return self._listener.fileno(), self._fd
+        return self._listener.fileno(), self._memory.fileno()
 
     def environment(self, number: int) -> dict[str, str]:
         """Return the variable by which process `number` finds what it inherits."""
@@ -76,6 +77,7 @@ class SharedListener:
         theirs.
         """
         self._listener.close()
+        self._memory.close()
 
 
 @contextlib.contextmanager
@@ -104,8 +106,9 @@ def inherited() -> tuple[socket.socket, ConnectionCounts] | None:
     if given is None:
         return None
     listener, counts, own = map(int, given.split(","))
-    processes = os.fstat(counts).st_size // _BYTES
-    return socket.socket(fileno=listener), ConnectionCounts(counts, processes, own)
+    with io.FileIO(counts, "r+") as memory:
+        processes = os.fstat(counts).st_size // _BYTES
+        return socket.socket(fileno=listener), ConnectionCounts(memory.fileno(), processes, own)
 
 
 def address(listener: socket.socket, scheme: str) -> str:

@@ -57,7 +57,7 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = tls.server_context(settings)
         self._settings = replace(settings, max_connections=_most_connections(settings))
-        self._full = FullServer(config.loaded_app, self._settings.max_connections)
+        self._full = FullServer(config.loaded_app, self._settings)
         self._counts = counts
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting = 0

@@ -4,6 +4,7 @@ silently (see `connect`).
 Every connection that they make looks at its server first: after an outage, another one may answer.
 """
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -102,6 +103,25 @@ def check_server(client: redis.Redis) -> None:
         )
 
 
+class _Cancellable:
+    """Put before one of redis-py's asyncio connections: a command can be cancelled at any point.
+
+    redis-py sends with `asyncio.wait_for`, which on Python 3.11 loses a cancellation that comes
+    just after the last byte. The task would go on forever.
+    """
+
+    async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
+        """Send, and raise the cancellation that came meanwhile."""
+        base: Any = super()
+        task = asyncio.current_task()
+        assert task is not None
+        earlier = task.cancelling()
+        await base.send_packed_command(*arguments, **options)
+        if task.cancelling() > earlier:
+            await base.disconnect(nowait=True)  # no other command may get the reply
+            raise asyncio.CancelledError
+
+
 class _UnfitServer(QueueUnavailable, redis.ConnectionError):
     """The server that answered cannot hold a queue. Calls retry, since it may be set right."""
 
@@ -125,6 +145,8 @@ def _pool(
             options["socket_keepalive"] = True
         pool = sentinel_pool(library, address, options) if address.sentinels else library.ConnectionPool(**options)
         pool.connection_class(**pool.connection_kwargs)  # which reads the options
+        if library is redis.asyncio:
+            pool.connection_class = type("CancellableConnection", (_Cancellable, pool.connection_class), {})
     except (TypeError, ValueError) as error:
         raise SettingsError(f"REDIS_URL cannot be used: {error}; its options are those of redis-py") from None
     return pool

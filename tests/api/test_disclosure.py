@@ -2,7 +2,6 @@
 that a client wrote.
 """
 
-import asyncio
 import logging
 import statistics
 import time
@@ -14,13 +13,12 @@ import httpx
 import pytest
 import redis
 
-from api.app import create_app
 from api.settings import ApiSettings
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import KeyRing, create_key
 from tests.api.scripted_worker import MODEL, ScriptedWorker
-from tests.support.api_server import plain_client, running_api
+from tests.support.api_server import answer_in_process, failing_app, plain_client, running_api
 from tests.support.raw_http import exchange, head
 from tests.support.redis_machine import running_redis_machine
 from tests.support.requests import start_batch
@@ -197,17 +195,8 @@ def test_what_a_client_sends_becomes_no_line_of_the_log(
 def test_a_failure_that_was_not_foreseen_is_logged_in_one_printable_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken() -> None:
-        raise ZeroDivisionError("a detail")
-
-    async def call() -> httpx.Response:
-        app = create_app(ApiSettings(file_store=str(tmp_path)))
-        app.add_api_route("/broken/{name}", broken)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get("/broken/evil%1B%5B2J%0D%0A" + "a" * 5000)
-
-    assert asyncio.run(call()).status_code == 500
+    path = "/failing/evil%1B%5B2J%0D%0A" + "a" * 5000
+    assert answer_in_process(failing_app(ApiSettings(file_store=str(tmp_path))), path).status_code == 500
     [line] = [record.getMessage() for record in caplog.records if record.name == "api.http.errors"]
     assert "evil" in line
     assert line.isprintable()

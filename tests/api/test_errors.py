@@ -1,6 +1,5 @@
 """Every status leaves in OpenAI's shape, and says what was wrong."""
 
-import asyncio
 import json
 import socket
 from http.client import HTTPResponse
@@ -12,7 +11,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
-from tests.support.api_server import running_api
+from tests.support.api_server import answer_in_process, failing_app, running_api
 
 CHAT = "/v1/chat/completions"
 CASES: list[tuple[str, str, dict[str, Any], int, str | None]] = [
@@ -97,13 +96,9 @@ def test_what_the_framework_refuses_has_the_shape_too(tmp_path: Path) -> None:
     async def counted(number: int) -> int:
         return number
 
-    async def call() -> httpx.Response:
-        app = create_app(ApiSettings(file_store=str(tmp_path)))
-        app.add_api_route("/counted", counted)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.get("/counted?number=x")
-
-    answer = asyncio.run(call())
+    app = create_app(ApiSettings(file_store=str(tmp_path)))
+    app.add_api_route("/counted", counted)
+    answer = answer_in_process(app, "/counted?number=x")
     error = answer.json()["error"]
     assert (answer.status_code, set(error)) == (400, {"message", "type", "param", "code"})
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "number", "invalid_value")
@@ -112,17 +107,7 @@ def test_what_the_framework_refuses_has_the_shape_too(tmp_path: Path) -> None:
 def test_an_error_of_our_own_has_the_shape_too_and_reveals_nothing_of_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken() -> None:
-        raise ZeroDivisionError("a detail")
-
-    async def call() -> httpx.Response:
-        app = create_app(ApiSettings(file_store=str(tmp_path)))
-        app.add_api_route("/broken", broken)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get("/broken")
-
-    answer = asyncio.run(call())
+    answer = answer_in_process(failing_app(ApiSettings(file_store=str(tmp_path))), "/failing/x")
     assert answer.status_code == 500
     assert answer.json()["error"] == {
         "message": "The server had an error while handling the request.",

@@ -145,6 +145,20 @@ def test_a_client_that_leaves_cancels_its_plain_call(api_url: str, scripted: Scr
     wait_until(lambda: worker.cancelled, 60, "the worker to lose the call")
 
 
+def test_clients_that_leave_while_the_api_asks_after_their_calls_cancel_them(
+    client: openai.OpenAI, http: httpx.Client, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks again and again here, so that some of them leave just as a question is sent."""
+    monkeypatch.setattr("api.live_call._SILENCE_SECONDS", 0.01)
+    worker = scripted(lambda claim: ["x"])
+    worker.step = threading.Semaphore(0)
+    streams = [client.completions.create(model=MODEL, prompt="x", stream=True) for _ in range(32)]
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: http.get("/health").json()["live_calls"] == 0, 60, "the API to end the calls")
+    wait_until(lambda: len(worker.cancelled) == len(streams), 60, "the worker to lose them")
+
+
 def test_many_calls_at_once_get_their_own_answers(client: openai.OpenAI, scripted: Scripted) -> None:
     scripted(lambda claim: [json.loads(claim.request.body)["prompt"], "!"])
     answers: dict[int, str] = {}

@@ -85,8 +85,8 @@ def test_a_process_listens_on_what_it_inherits(monkeypatch: pytest.MonkeyPatch) 
     assert inherited() is None
     with listen("127.0.0.1", 0) as listener, closing(SharedListener(listener, 2)) as shared:
         for name, value in shared.environment(1).items():
-            first, *rest = value.split(",")
-            monkeypatch.setenv(name, ",".join([str(os.dup(int(first))), *rest]))
+            *descriptors, own = map(int, value.split(","))
+            monkeypatch.setenv(name, ",".join(map(str, [*map(os.dup, descriptors), own])))
         given = inherited()
         assert given is not None
         with given[0] as handed_on:
@@ -95,6 +95,16 @@ def test_a_process_listens_on_what_it_inherits(monkeypatch: pytest.MonkeyPatch) 
         other.publish(1)
         given[1].publish(2)
         assert (other.may_accept(), given[1].may_accept()) == (True, False)
+
+
+def test_a_supervisor_that_closes_keeps_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    shared = SharedListener(listen("127.0.0.1", 0), 2)
+    shared.close()
+    shared.close()
+    shared.leave(1)  # a process that ends after that
+    del shared  # with the memory that is mapped
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_connection_waits_for_a_busy_process_only_a_moment() -> None:

@@ -201,7 +201,7 @@ async def _with_a_stream(
     settings, state = HttpSettings(), ServerState()
     config = uvicorn.Config(stream, http=HttpProtocol, lifespan="off", log_config=None, access_log=False)
     config.load()
-    full = FullServer(config.loaded_app, 1)
+    full = FullServer(config.loaded_app, settings)
     theirs, ours = socket.socketpair()
     theirs.setblocking(False)
     ours.setblocking(False)

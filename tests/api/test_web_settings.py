@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from api.settings import ApiSettings
 from jobs.errors import SettingsError
 from jobs.store.api_keys import create_key
 from tests.api.scripted_worker import MODEL, ScriptedWorker
-from tests.support.api_server import plain_client, running_api
+from tests.support.api_server import failing_app, plain_client, running_api
 from tests.support.raw_http import answer_on, connected
 
 PAGE = "https://app.example.org"
@@ -73,6 +74,71 @@ def test_pages_of_named_origins_may_call_and_read(served: Served) -> None:
         assert (error.status_code, error.headers["access-control-allow-origin"]) == (404, PAGE)
 
 
+REFUSED = [
+    (b"x: " + 3000 * b"x", 431),
+    (12 * b"x: 1\r\n" + b"\r\n", 431),
+    (b"content-length: -1\r\n\r\n{}", 400),
+    (b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400),
+    (b"content-length: 1\r\ncontent-encoding: gzip\r\n\r\nx", 415),
+    (b"content-length: 1001\r\n\r\n" + 1001 * b" ", 413),
+    (b"content-length: 2\r\n\r\n{}", 400),
+]
+"""Rests of heads, with bodies, and what is answered."""
+
+
+def refused(http: httpx.Client, secret: str, origin: str, rest: bytes) -> HTTPResponse:
+    """The answer to a call of a page, of whose head this is the end."""
+    with connected(str(http.base_url)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {secret}\r\n"
+        connection.sendall(f"{head}origin: {origin}\r\n".encode() + rest)
+        return answer_on(connection)
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+def test_pages_may_read_why_a_request_was_refused(served: Served, tmp_path: Path, allowed: str) -> None:
+    _, secret = create_key(str(tmp_path), tenant="a")
+    limits = {"h11_max_incomplete_event_size": 2000, "h11_max_header_count": 10, "max_body_bytes": 1000}
+    with served(allowed_origins=(allowed,), **limits) as http:
+        for rest, status in REFUSED:
+            answer = refused(http, secret, PAGE, rest)
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, allowed)
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            allowed_elsewhere = refused(http, secret, ELSEWHERE, rest).headers["access-control-allow-origin"]
+            assert allowed_elsewhere == ("*" if allowed == "*" else None)
+
+
+def test_pages_may_read_that_a_head_was_late(served: Served) -> None:
+    with served(allowed_origins=(PAGE,), timeout_head=0.4) as http:
+        answer = refused(http, "none", PAGE, b"content-len")
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (408, PAGE)
+
+
+def test_pages_may_read_that_there_are_too_many_connections(served: Served) -> None:
+    with served(allowed_origins=(PAGE,), max_connections=1) as http, plain_client(str(http.base_url)) as second:
+        assert http.get("/v1/models", headers={"origin": PAGE}).status_code == 200
+        assert preflight(second, PAGE).status_code == 200  # else the page would not get so far
+        answer = second.get("/v1/models", headers={"origin": PAGE})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (503, PAGE)
+        assert "retry-after" in answer.headers["access-control-expose-headers"]
+
+
+def test_pages_may_read_that_the_server_failed(redis_url: str, tmp_path: Path) -> None:
+    settings = ApiSettings(
+        redis_url=redis_url, file_store=str(tmp_path), allowed_origins=(PAGE,), allow_credentials=True
+    )
+    with running_api(settings, app=failing_app(settings)) as url, plain_client(url) as http:
+        answer = http.get("/failing/x", headers={"origin": PAGE})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (500, PAGE)
+        assert answer.headers["access-control-allow-credentials"] == "true"
+        assert "access-control-allow-origin" not in http.get("/failing/x").headers
+
+
+def test_pages_may_read_what_middleware_answers(served: Served) -> None:
+    with served(allowed_origins=(PAGE,), middleware=(f"{__name__}.stamp",)) as http:
+        answer = http.get("/stamped", headers={"origin": PAGE})
+        assert answer.headers["access-control-allow-origin"] == PAGE
+
+
 def test_every_page_may_read_only_where_keys_are_needed(served: Served, tmp_path: Path) -> None:
     page = {"origin": ELSEWHERE}
     with served(allowed_origins=("*",)) as http:
@@ -87,10 +153,27 @@ def test_every_page_may_read_only_where_keys_are_needed(served: Served, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("HTTPS://App.Example.Org", PAGE),
+        ("https://app.example.org:443", PAGE),
+        ("http://app.example.org:80", "http://app.example.org"),
+        ("https://app.example.org:80", "https://app.example.org:80"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("chrome-extension://abcdefgh", "chrome-extension://abcdefgh"),
+    ],
+)
+def test_origins_are_taken_as_browsers_send_them(given: str, sent: str) -> None:
+    assert ApiSettings(allowed_origins=(given,)).allowed_origins == (sent,)
+
+
+@pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"allowed_origins": ("app.example.org",)}, "PIPELINE_ALLOWED_ORIGINS: 'app.example.org' is no origin"),
         ({"allowed_origins": (f"{PAGE}/path",)}, "is no origin"),
+        ({"allowed_origins": ("https://bücher.example",)}, "is no origin"),
+        ({"allowed_origins": ("https://user@app.example.org",)}, "is no origin"),
         ({"allowed_origins": ('["*"',)}, "is no JSON list of texts"),
         ({"allowed_methods": ("[1]",)}, "is no JSON list of texts"),
         ({"allowed_headers": ("x y",)}, "is no name of a method or a header"),

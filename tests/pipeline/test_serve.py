@@ -30,7 +30,7 @@ from tests.support.processes import (
     wait_for_rest,
     wake_ups,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_value, wait_until
 
 LISTED_AT_FIRST: list[dict[str, object]] = []
 """The models when the address could be reached; `served` fills it."""
@@ -200,7 +200,7 @@ def test_clients_that_leave_together_end_their_calls_wherever_they_are(served: t
     for connection in connections:
         connection.close()
     began = time.monotonic()
-    wait_until(lambda: calls_at(url) == (0, 0, 0), 60, "all calls to be gone")
+    wait_for_value(lambda: calls_at(url), (0, 0, 0), 60, "all calls to be gone from the API and the engine")
     print(f"gone, and seen to be, after {time.monotonic() - began:.2f} s")
     assert time.monotonic() - began < 15  # a second where the machine has nothing else to do
 

@@ -1,5 +1,6 @@
 """The API's app in a thread of this process, on a port of its own, and clients for it."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+from fastapi import FastAPI
 
 from api.app import create_app
 from api.http.listening import listen
@@ -17,14 +19,16 @@ from tests.support.waiting import wait_until
 
 
 @contextmanager
-def running_api(settings: ApiSettings, *, scheme: str = "http", keep_alive: int = 600) -> Iterator[str]:
-    """The address of a running API; `settings.port` is not looked at.
+def running_api(
+    settings: ApiSettings, *, scheme: str = "http", keep_alive: int = 600, app: FastAPI | None = None
+) -> Iterator[str]:
+    """The address of a running API, of `app` where that is given; `settings.port` is not looked at.
 
     By default, no idle connection is closed: a client that does not ask again loses a call for
     which it takes one that just closes.
     """
     listener = listen("127.0.0.1", 0)
-    server = HttpServer(create_app(settings), replace(settings, timeout_keep_alive=keep_alive), 2)
+    server = HttpServer(app or create_app(settings), replace(settings, timeout_keep_alive=keep_alive), 2)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -35,6 +39,28 @@ def running_api(settings: ApiSettings, *, scheme: str = "http", keep_alive: int 
         server.should_exit = True
         thread.join(60)
         listener.close()
+
+
+def failing_app(settings: ApiSettings) -> FastAPI:
+    """The API's app with a fault in it, which the path /failing/ANYTHING shows."""
+
+    async def fail() -> None:
+        raise ZeroDivisionError("a detail")
+
+    app = create_app(settings)
+    app.add_api_route("/failing/{name}", fail)
+    return app
+
+
+def answer_in_process(app: FastAPI, path: str) -> httpx.Response:
+    """What an app answers that was not started, and so has no Redis."""
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(path)
+
+    return asyncio.run(call())
 
 
 def official_client(

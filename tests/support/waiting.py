@@ -19,12 +19,21 @@ def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
     The last look begins after the deadline, so that a test that was held up until then still sees
     what is true by now.
     """
+    return _poll(condition, bool, timeout, what)
+
+
+def wait_for_value(read: Callable[[], T], expected: T, timeout: float, what: str) -> None:
+    """The same until `read` returns the expected value; the failure shows what it returned last."""
+    _poll(read, lambda value: value == expected, timeout, what)
+
+
+def _poll(read: Callable[[], T], fits: Callable[[T], bool], timeout: float, what: str) -> T:
     deadline = time.monotonic() + timeout
     pause = 0.001
     while True:
         is_last = time.monotonic() > deadline
-        value = condition()
-        if value:
+        value = read()
+        if fits(value):
             return value
         if is_last:
             raise WaitTimeout(f"waited {timeout} s in vain for: {what} (last value: {value!r})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jobs.protocol.requests import RequestKey
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
@@ -62,5 +62,15 @@ async def _find_slow(
         await asyncio.sleep(_LOOK_SECONDS)
         seconds = time() - start
         if seconds >= MEASURE_SECONDS and (running.steps >= first_step + MEASURE_STEPS or engine.is_stopped()):
-            return running.hopeless(before, (deadline - start - seconds) / seconds)
+            return hopeless(before, running.tokens_left(), (deadline - start - seconds) / seconds)
     return []
+
+
+def hopeless(before: Mapping[RequestKey, int], left: Mapping[RequestKey, int], times: float) -> list[RequestKey]:
+    """Return the batch requests that at their speed since `before` would need more than `times` as
+    long again to use up the tokens that are `left`.
+
+    One of them may still end before that by itself; it loses little by going on elsewhere, and a
+    live call's client waits.
+    """
+    return [key for key, now in left.items() if not key.live and now > max(0, before.get(key, now) - now) * times]

@@ -1,6 +1,4 @@
-"""The requests that the engine has: what each step means for their choices, and which tokens are
-due to be published.
-"""
+"""The requests that the engine has, and what each step means for their choices."""
 
 from __future__ import annotations
 
@@ -8,10 +6,9 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from jobs.protocol.requests import Claim, Delta, Finished, RequestKey
 from jobs.protocol.results import ApiError
@@ -19,8 +16,9 @@ from jobs.queue.request_queue import Held
 from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
+from workers.replica.due_tokens import AnyInFlight, DueTokens
 from workers.replica.grammars import Grammar, Grammars
-from workers.replica.in_flight import EngineSequence, InFlight
+from workers.replica.in_flight import EngineSequence
 from workers.replica.metrics import RequestMetrics
 from workers.replica.outbox import Outbox
 from workers.replica.pooling_in_flight import PoolingInFlight, PreparedPooling
@@ -30,17 +28,11 @@ from workers.replica.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
 
-AnyInFlight = InFlight[Any]
 Prepared = PreparedRequest | PreparedPooling
 
 _GROUP = 32
 """Requests whose tokens are published together: while Redis and the API processes work on one group
 the next one is made.
-"""
-
-WATCHED_SECONDS = 60.0
-"""How long a request counts as watched that was when it was claimed; its reader says so again
-before that.
 """
 
 
@@ -76,12 +68,11 @@ class Running:
         self._grammars = grammars
         self._clock = clock
         self._stream_interval = stream_interval
+        self._due = DueTokens(outbox, clock, stream_interval)
         self._ids = itertools.count(1)
         self._sequences: dict[int, tuple[AnyInFlight, EngineSequence]] = {}
         self._requests: dict[RequestKey, AnyInFlight] = {}
         self._without_grammar: set[AnyInFlight] = set()  # their grammars are being compiled
-        self._watched: dict[AnyInFlight, float] = {}  # until when, on the clock
-        self._next_sweep = 0.0
         self._last_step = math.nan  # when it came, on the clock
         self._step_number = 0  # the engine's own
         self.room_made: Callable[[], None] = lambda: None  # called when requests end without a step
@@ -133,7 +124,7 @@ class Running:
         added: list[EngineRequest] = []
         over: list[int] = []
         news: list[AnyInFlight] = []
-        sequences, watched, logprobs, pooled = self._sequences, self._watched, output.logprobs, output.pooled
+        sequences, watched, logprobs, pooled = self._sequences, self._due.watched, output.logprobs, output.pooled
         rows = zip(
             output.request_ids, output.counts, output.finish, output.stop_token, output.cached_tokens, strict=True
         )
@@ -170,29 +161,15 @@ class Running:
             self.metrics.inter_token_latency.observe(now - before, count=steady)
         self._add(added)
         self._abort(over)
-        self._wake_outbox(news)
+        self._due.announce(news)
 
     def due(self, live_only: bool) -> Iterator[list[Delta]]:
         """Yield what is to be published now, in groups: everything of live calls and of requests
         that a client watches, of the others once per stream interval.
         """
-        requests = [request for request in self._watched if request.claim.live] if live_only else self._all_due()
+        requests = self._due.requests(self._requests.values(), live_only)
         for begin in range(0, len(requests), _GROUP):
             yield self._deltas(requests[begin : begin + _GROUP])
-
-    def _all_due(self) -> list[AnyInFlight]:
-        now = self._clock()
-        self._watched = {request: until for request, until in self._watched.items() if until > now}
-        due = list(self._watched)
-        if now >= self._next_sweep:
-            self._next_sweep = now + self._stream_interval / 8
-            late = [
-                request for request in self._requests.values() if request.next_publish <= now and request.fresh_tokens
-            ]
-            for request in late:
-                request.next_publish = now + self._stream_interval
-            due += (request for request in late if request not in self._watched)
-        return due
 
     def keys(self) -> list[RequestKey]:
         """All requests in flight."""
@@ -220,24 +197,11 @@ class Running:
         """How many tokens the choice of each request may still get that may get the most."""
         return {key: request.tokens_left for key, request in self._requests.items()}
 
-    def hopeless(self, before: Mapping[RequestKey, int], times: float) -> list[RequestKey]:
-        """Batch requests that at their speed since `before` would need more than `times` as long
-        again to use up their tokens.
-
-        One of them may still end before that by itself; it loses little by going on elsewhere, and
-        a live call's client waits.
-        """
-        left = self.tokens_left()
-        return [key for key, now in left.items() if not key.live and now > max(0, before.get(key, now) - now) * times]
-
     def watch(self, order: ControlMessage) -> None:
         """A client reads the tokens of these requests, or of every request of a batch, for a
         while.
         """
-        until = self._clock() + order.seconds
-        for request in filter(lambda request: request.publishes, self._named(order)):
-            self._watched[request] = max(until, self._watched.get(request, 0.0))
-        self._outbox.tokens_wait(True)
+        self._due.watch(self._named(order), order.seconds)
 
     def cancel(self, order: ControlMessage) -> list[Held]:
         """Drop the requests that an order names; return what was held of them."""
@@ -289,14 +253,6 @@ class Running:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
 
-    def _wake_outbox(self, news: list[AnyInFlight]) -> None:
-        """Have new tokens of requests sent that a client watches."""
-        of_batches = [request.announced for request in news if not request.claim.live]
-        if len(of_batches) < len(news):
-            self._outbox.live_tokens_wait()
-        if of_batches:
-            self._outbox.tokens_wait(not all(of_batches))
-
     def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
         """What the engine is to have of a request at once; nothing if what was published is the
         whole of it, or if its grammar is not there yet.
@@ -308,8 +264,7 @@ class Running:
             return []
         self._requests[claim.key] = request
         self._register(request)
-        if request.publishes and (claim.live or claim.watched):
-            self._watched[request] = math.inf if claim.live else now + WATCHED_SECONDS
+        self._due.begin(request, now)
         wanted = item.output_format
         grammar = "" if wanted is None else self._grammars.lookup(wanted)
         if wanted is not None and grammar is None:
@@ -438,7 +393,7 @@ class Running:
         if self._traces is not None:
             self._traces.left(request, self._step_number)
         del self._requests[request.claim.key]
-        self._watched.pop(request, None)
+        self._due.forget(request)
         for request_id in request.running:
             del self._sequences[request_id]
         if request in self._without_grammar:

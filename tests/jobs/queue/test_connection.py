@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+import uvloop
 from rq import Queue as JobQueue
 from rq import SimpleWorker
 
@@ -58,6 +59,35 @@ def test_async(redis_url: str) -> None:
         return value
 
     assert asyncio.run(use()) == b"\xff"
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_command_is_cancelled_at_whatever_point(
+    redis_url: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Also while it is being sent: what follows it does not run."""
+    went_on = []
+
+    async def ask(client: redis.asyncio.Redis, turns: int) -> None:
+        await client.execute_command("EXISTS", "a")  # type: ignore[no-untyped-call]
+        went_on.append(turns)
+        await asyncio.Event().wait()
+
+    async def cancel_after(turns: int) -> bool:
+        async with connect_async(redis_url) as client:
+            await client.ping()  # type: ignore[misc]
+            task = asyncio.create_task(ask(client, turns))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task}, timeout=60 if task.done() else 1)
+            return task.cancelled()
+
+    async def cancel_at_every_point() -> list[int]:
+        return [turns for turns in range(10) if not await cancel_after(turns)]
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert runner.run(cancel_at_every_point()) == []
 
 
 def test_a_good_server_is_marked_with_the_schema(redis_client: redis.Redis) -> None:

@@ -21,6 +21,7 @@ from jobs.queue.streams import ControlMessage
 from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
 from workers.engine.messages.core import OutputGuide, SamplingParams
+from workers.replica.draining import hopeless
 from workers.replica.grammars import Grammars
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.running import Running
@@ -342,7 +343,7 @@ def test_what_has_not_begun_is_listed_apart(queue: Queue) -> None:
     bench.step()
     bench.step()
     assert bench.running.tokens_left() == {RequestKey("live_a", 0): 38}
-    assert bench.running.hopeless({RequestKey("live_a", 0): 39}, 1.0) == []
+    assert hopeless({RequestKey("live_a", 0): 39}, bench.running.tokens_left(), 1.0) == []
     assert bench.running.lose([(RequestKey("live_a", 0), 1)]) == 0
     assert len(bench.running.keys()) == 1
 

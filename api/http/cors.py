@@ -1,0 +1,54 @@
+"""What web pages of other origins may read (CORS): answers of the app, and those that are given
+without asking it, so that a page learns what was wrong.
+"""
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from api.http_settings import ANY, HttpSettings
+
+_EXPOSED = (
+    "openai-processing-ms",
+    "openai-version",
+    "retry-after",
+    "retry-after-ms",
+    "x-incomplete",
+    "x-last-line",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+    "x-request-id",
+    "x-should-retry",
+    "x-stream-id",
+)
+"""Headers that such pages may read."""
+
+
+def with_cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
+    """Return the app in middleware by which pages of the allowed origins may call it and read."""
+    if not settings.allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=_EXPOSED,
+    )
+
+
+def cors_headers(settings: HttpSettings, origin: str) -> list[tuple[str, str]]:
+    """Return what an answer to a page of `origin` shows that does not pass through `with_cors`.
+
+    "" is an origin that is not known.
+    """
+    anyone = ANY in settings.allowed_origins
+    if not anyone and origin not in settings.allowed_origins:
+        return []
+    headers = [
+        ("access-control-allow-origin", ANY if anyone else origin),
+        ("access-control-expose-headers", ", ".join(_EXPOSED)),
+        ("vary", "Origin"),
+    ]
+    return [*headers, ("access-control-allow-credentials", "true")] if settings.allow_credentials else headers
