@@ -82,6 +82,21 @@ CLASSIFIERS = {
         "Qwen3ForSequenceClassification", "Qwen3Config", _DECODER | _THREE | {"head_dim": 32}
     ),
 }
+PADDED = {
+    "electra": TinyPoolingModel("ElectraForPreTraining", "ElectraConfig", _SHAPE | {"embedding_size": 32}),
+    "albert": TinyPoolingModel("AlbertForMaskedLM", "AlbertConfig", _SHAPE | {"embedding_size": 32}),
+    "deberta": TinyPoolingModel(
+        "DebertaV2Model", "DebertaV2Config", _SHAPE | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    ),
+    "camembert": TinyPoolingModel("CamembertModel", "CamembertConfig", _ROBERTA),
+    "gemma": TinyPoolingModel("GemmaForCausalLM", "GemmaConfig", _DECODER | {"head_dim": 16}, "last", True),
+    "electra-pair": TinyPoolingModel(
+        "ElectraForSequenceClassification", "ElectraConfig", _SHAPE | _ONE, second_text=True, activation="sigmoid"
+    ),
+    "deberta-classes": TinyPoolingModel("DebertaV2ForSequenceClassification", "DebertaV2Config", _SHAPE | _THREE),
+}
+"""Which run by transformers' classes."""
+_MODELS = EMBEDDERS | CLASSIFIERS | PADDED
 _folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit
 
 
@@ -93,7 +108,7 @@ def new_folder() -> Path:
 @cache
 def make_pooling_model(name: str) -> transformers.PreTrainedModel:
     """The model in float32, the same every time."""
-    tiny = (EMBEDDERS | CLASSIFIERS)[name]
+    tiny = _MODELS[name]
     torch.manual_seed(3)
     model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**tiny.settings))
     with torch.no_grad():
@@ -120,7 +135,7 @@ def texts() -> list[list[int]]:
 
 
 def second_text_of(name: str, text: list[int]) -> int:
-    return len(text) // 2 if (EMBEDDERS | CLASSIFIERS)[name].second_text else 0
+    return len(text) // 2 if _MODELS[name].second_text else 0
 
 
 @torch.inference_mode()
