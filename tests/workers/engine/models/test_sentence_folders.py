@@ -32,10 +32,7 @@ def sentence_folder(
     path: Path, pooling: dict[str, Any], dense: torch.nn.Linear | None = None, normalize: bool = False, **config: Any
 ) -> Path:
     """A folder of sentence-transformers around the tiny BERT, with more in its config.json."""
-    copytree(pooling_folder("bert"), path)
-    save_modules(path, pooling, dense, normalize)
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | config))
+    save_modules(with_config("bert", path, **config), pooling, dense, normalize)
     return path
 
 
@@ -154,6 +151,41 @@ def test_a_folder_that_the_engine_cannot_follow_is_refused_in_a_sentence(tmp_pat
     assert "projects 32 numbers, but it would be given 64" in refused(path)
     (path / "2_Dense" / "config.json").write_text('{"in_features": 64, "out_features": 8}')
     assert "has shape [8, 32], but config.json implies [8, 64]" in refused(path)
+
+
+def with_config(name: str, path: Path, **config: Any) -> Path:
+    """A copy of a tiny model's folder with more in its config.json."""
+    copytree(pooling_folder(name), path)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | config))
+    return path
+
+
+def test_positions_need_the_token_of_padding_where_they_begin_behind_it(tmp_path: Path) -> None:
+    path = with_config("roberta", tmp_path / "roberta", pad_token_id=None)
+    assert "config.json has the pad_token_id None, behind which RoBERTa's positions begin; set" in refused(path)
+    path = with_config("mpnet", tmp_path / "mpnet", pad_token_id=None)
+    expected = [pooled(hidden, "mean") for hidden in hidden_states("mpnet")]
+    assert_close(run_pooling(start(path, CPU), pooling_requests(EMBED)), expected)
+
+
+def test_types_are_ignored_by_a_model_with_a_single_one() -> None:
+    core = start(pooling_folder("roberta"), CPU)
+    requests = [
+        EngineRequest(number, text, [], SamplingParams(0), pooling=EMBED, second_text=len(text) // 2)
+        for number, text in enumerate(texts())
+    ]
+    assert_close(run_pooling(core, requests), [pooled(hidden, "mean") for hidden in hidden_states("roberta")])
+
+
+def test_an_encoder_needs_no_pooler_for_embeddings(tmp_path: Path) -> None:
+    path = with_config("bert", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("pooler.")}
+    assert len(kept) < len(tensors)
+    save_file(kept, path / "model.safetensors")
+    expected = [pooled(hidden, "mean") for hidden in hidden_states("bert")]
+    assert_close(run_pooling(start(path, CPU), pooling_requests(EMBED)), expected)
 
 
 def test_a_task_that_the_model_is_not_for_is_refused_in_a_sentence() -> None:
