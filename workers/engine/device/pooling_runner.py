@@ -85,10 +85,14 @@ class PoolingRunner(StepRunner):
         """Pool the rows that end, those with equal parameters together."""
         ended = np.flatnonzero(plan.samples)
         counts = to_device(plan.counts[ended].astype(np.int64), self.device)
-        pooled = self.model.pooler.pool(hidden, counts, last)
+        asked = [self._params[slot] for slot in plan.slots[ended].tolist()]
+        skipped = np.array([params.unpooled for params in asked], np.int64)
+        pooled = self.model.pooler.pool(
+            hidden, counts, last, to_device(skipped, self.device) if skipped.any() else None
+        )
         groups: dict[PoolingParams, list[int]] = {}
-        for place, slot in enumerate(plan.slots[ended].tolist()):
-            groups.setdefault(self._params[slot], []).append(place)
+        for place, params in enumerate(asked):
+            groups.setdefault(params, []).append(place)
         parts = []
         for params, places in groups.items():
             if params.task == "token_embed":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.workers.engine.models.tiny_pooling_models import (
@@ -14,9 +15,12 @@ from tests.workers.engine.models.tiny_pooling_models import (
     hidden_states,
     logits,
     make_pooling_model,
+    make_wide_model,
     normalized,
     pooled,
     pooling_folder,
+    states_of,
+    wide_folder,
 )
 from tests.workers.engine.places import CPU
 from tests.workers.engine.pooling import EMBED, assert_close, pooling_requests, run_pooling, start
@@ -62,8 +66,11 @@ def test_an_encoder_with_code_of_our_own_runs_by_transformers_where_asked() -> N
     assert_close(run_pooling(core, pooling_requests(EMBED)), [pooled(one, "mean") for one in hidden_states("roberta")])
 
 
-def test_half_precision_passes_the_check_at_load() -> None:
-    assert start(pooling_folder("electra"), CPU, dtype="bfloat16").ready.dtype == "bfloat16"
+@pytest.mark.parametrize("name", ["electra", "albert", "deberta"])
+def test_embeddings_in_bfloat16_point_where_those_in_float32_do(name: str) -> None:
+    found = run_pooling(start(wide_folder(name), CPU, dtype="bfloat16"), pooling_requests(EMBED))
+    for vector, exact in zip(found, states_of(make_wide_model(name)), strict=True):
+        assert torch.cosine_similarity(vector, pooled(exact, "mean"), dim=0) >= 0.9995
 
 
 def refusal(path: Path, **settings: Any) -> str:
