@@ -10,7 +10,8 @@ from typing import Any
 from workers.engine.messages.config import EngineConfig
 
 _CPU_CACHE_BYTES = 1 << 30  # as the engine: more only where it is asked for
-_CPU_SEQUENCES, _BLOCK_SIZE = 64, 16  # the engine's defaults
+_CPU_SEQUENCES, _CPU_STEP_TOKENS, _BLOCK_SIZE = 64, 1024, 16  # the engine's defaults
+_GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
 _PROCESS_BYTES = 384 << 20  # of a worker process with its engine core; about half of it is torch
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -85,19 +86,43 @@ def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int) -> 
     if engine.kv_cache_memory_bytes is not None:
         return engine.kv_cache_memory_bytes
     try:
-        heads = config["num_attention_heads"]
-        size = config.get("head_dim") or config["hidden_size"] // heads
-        kv_heads, layers = config.get("num_key_value_heads") or heads, config["num_hidden_layers"]
-        length = engine.max_model_len or config["max_position_embeddings"]
-        block = engine.block_size or _BLOCK_SIZE
-        blocks = (engine.max_num_seqs or _CPU_SEQUENCES) * -(-length // block) + 1
+        heads, layers = (
+            _first(config, "num_attention_heads", "n_heads"),
+            _first(config, "num_hidden_layers", "n_layers"),
+        )
+        size = config.get("head_dim") or _first(config, "hidden_size", "dim") // heads
+        kv_heads, block = config.get("num_key_value_heads") or heads, engine.block_size or _BLOCK_SIZE
+        blocks = _cache_blocks(engine, config, block)
         return int(min(_CPU_CACHE_BYTES, 2 * blocks * block * layers * kv_heads * size * item))
     except (KeyError, TypeError, ZeroDivisionError):
         return _CPU_CACHE_BYTES
 
 
+def _cache_blocks(engine: EngineConfig, config: Mapping[str, Any], block: int) -> int:
+    """Return how many blocks all requests need at their longest; an encoder has those of a step."""
+    length = engine.max_model_len or config["max_position_embeddings"]
+    sequences = engine.max_num_seqs or _CPU_SEQUENCES
+    if _is_encoder(config):
+        return int(max(engine.max_num_batched_tokens or _CPU_STEP_TOKENS, length) // block + 2 * sequences + 1)
+    return int(sequences * -(-length // block) + 1)
+
+
+def _is_encoder(config: Mapping[str, Any]) -> bool:
+    """Return whether a model is an encoder, as far as its config.json shows: it names no key-value
+    heads.
+    """
+    architectures = config.get("architectures") or []
+    generates = not architectures or str(architectures[0]).endswith(_GENERATORS)
+    return not generates and "num_key_value_heads" not in config
+
+
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    """Return the value of the first of the names that is there. Raise KeyError without any."""
+    return config[next((name for name in names if name in config), names[0])]
+
+
 def _has_bfloat16() -> bool:
-    """Return whether the engine runs in bfloat16 on this CPU unless it is told otherwise."""
+    """Return whether `--dtype auto` is bfloat16 on this CPU."""
     try:
         rows = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,5 +1,6 @@
 """What --model and --model-flags make of it, and what a model needs of the machine."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -115,6 +116,23 @@ def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
     two = needs_of(EngineConfig(model=DEMO_MODEL, device="cpu", dtype="float32"), 2)
     assert two.memory == 2 * memory(dtype="float32")
     assert needs_of(EngineConfig(model=DEMO_MODEL, device="cuda", tensor_parallel_size=2), 2).gpus == 4
+
+
+@pytest.mark.parametrize(
+    "names", [("hidden_size", "num_attention_heads", "num_hidden_layers"), ("dim", "n_heads", "n_layers")]
+)
+def test_an_encoder_needs_a_cache_for_one_step(names: tuple[str, str, str], tmp_path: Path) -> None:
+    shape = dict(zip(names, (768, 12, 6), strict=True))
+    raw = {"architectures": ["BertModel"], "max_position_embeddings": 512, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+
+    def memory(**changes: int) -> int:
+        return needs_of(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", **changes), 1).memory  # type: ignore[arg-type]
+
+    token = 2 * 6 * 768 * 4
+    assert memory() - memory(kv_cache_memory_bytes=1) == (1024 + (2 * 64 + 1) * 16) * token - 1
+    longer = memory(max_num_batched_tokens=4096, max_num_seqs=8)
+    assert longer - memory(kv_cache_memory_bytes=1) == (4096 + (2 * 8 + 1) * 16) * token - 1
 
 
 def test_what_is_loaded_may_still_load_or_leaves_counts(monkeypatch: pytest.MonkeyPatch) -> None:

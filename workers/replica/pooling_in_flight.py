@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from jobs.protocol.pooling_endpoint import PoolingCall, PoolingHead
 from jobs.protocol.requests import Claim, Delta, Finished
 from jobs.protocol.results import FinishReason, Result, Usage, encode_json, new_request_id
@@ -86,7 +88,7 @@ class PoolingSequence:
             item.call.priority,
             "" if live else key.batch,
             arrived=arrived,
-            pooling=item.pooling,
+            pooling=msgspec.structs.replace(item.pooling, unpooled=encoded.unpooled),
             second_text=encoded.second_text,
         )
 

@@ -36,6 +36,7 @@ class _Part:
     given: Input | list[int]
     param: str
     encoded: EncodedInput | None = None
+    unpooled: int = 0  # tokens of its prompt that are not pooled
 
 
 @dataclass(slots=True)
@@ -116,10 +117,21 @@ class PoolingPreparation:
             message = f"Invalid 'prompt_name': the model has no prompt '{fields.shown(call.prompt_name or '')}'."
             raise ApiError(400, f"{message} It has: {known}.", param="prompt_name", code="invalid_value")
         parts = _parts(call.inputs, call.endpoint.prompt_field)
+        unpooled = self._unpooled(prompt, call.add_special_tokens) if prompt else 0
         for part in parts if prompt else ():
             if isinstance(part.given, str):
-                part.given = prompt + part.given
+                part.given, part.unpooled = prompt + part.given, unpooled
         return parts
+
+    def _unpooled(self, prompt: str, special_tokens: bool) -> int:
+        """Return how many tokens of texts with a prompt are not pooled: those of the prompt alone,
+        as sentence-transformers counts them, but for a special one at its end.
+        """
+        if self._files.include_prompt:
+            return 0
+        (token_ids,) = self._tokenizer.encode([prompt.lower() if self._files.do_lower_case else prompt], special_tokens)
+        ends = token_ids and self._tokenizer.are_special(self._tokenizer.names(token_ids[-1:]))
+        return len(token_ids) - bool(ends)
 
     def _shorten(self, part: _Part, call: PoolingCall) -> Input | list[int]:
         """The part of an input that can matter, so that a long one is not tokenized for nothing."""
@@ -187,7 +199,7 @@ class PoolingPreparation:
         if max(token_ids) >= self._info.vocab_size:
             place = next(i for i, token in enumerate(token_ids) if token >= self._info.vocab_size)
             check_token(token_ids[place], self._info.vocab_size, f"{param}[{place}]")
-        return encoded
+        return encoded._replace(unpooled=part.unpooled)
 
     def _params(self, call: PoolingCall, compared: bool) -> PoolingParams:
         task = call.endpoint.engine_task(call, self._info.tasks)

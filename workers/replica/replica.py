@@ -150,7 +150,10 @@ class Replica:
             engine.cancel()
         self._self_test_tokens = self._engine.stats.tokens
         files = await self._sentence_files()
-        serving = self._make_serving(self._tokenizer.result(), files)
+        tokenizer = self._tokenizer.result()
+        if "generate" in self._engine.info.tasks:
+            tokenizer.chat_template.warn_if_missing()
+        serving = self._make_serving(tokenizer, files)
         await self._registration.set_state("ready", self._engine.info)
         self.was_ready = True
         # What loading left behind stays; looking through it would hold up every token

@@ -51,8 +51,14 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._render = _join if source is None else _compile(source, origin)
         self._render_tools = self._render if tool_source is None else _compile(tool_source, origin)
-        if source is None:
-            logger.warning("%s has no chat template: messages are joined plainly; --chat-template gives one", origin)
+        self._missing_in = origin if source is None else None
+
+    def warn_if_missing(self) -> None:
+        """Log that messages are joined plainly, where they are."""
+        if self._missing_in is not None:
+            logger.warning(
+                "%s has no chat template: messages are joined plainly; --chat-template gives one", self._missing_in
+            )
 
     def render(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **variables: Any) -> str:
         """Return the prompt's text, which ends where the assistant begins to speak, or with the

@@ -17,11 +17,12 @@ Input = str | tuple[str, str]
 
 class EncodedInput(NamedTuple):
     """Token ids; `second_text` is the index of the first that is of a pair's second text by its
-    type, 0 where none is.
+    type, 0 where none is. The first `unpooled` tokens, of a prompt, are not pooled.
     """
 
     token_ids: list[int]
     second_text: int = 0
+    unpooled: int = 0
 
 
 class InputEncoder:

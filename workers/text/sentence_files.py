@@ -10,19 +10,26 @@ from typing import Any
 
 from workers.text.errors import TokenizerError
 
-SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "*sentence_*_config.json")
+SENTENCE_FILES = (
+    "modules.json",
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "*sentence_*_config.json",
+)
 
 
 @dataclass(frozen=True)
 class SentenceFiles:
     """`prompts` are what texts may begin with, by name; `default_prompt` is the name of the one
-    that counts where none is asked for. `max_seq_length` is 0 where the folder gives none.
+    that counts where none is asked for. `max_seq_length` is 0 where the folder gives none. With
+    `include_prompt` the tokens of a prompt are pooled as those of its text.
     """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_seq_length: int = 0
     do_lower_case: bool = False
+    include_prompt: bool = True
 
     @classmethod
     def read(cls, folder: Path) -> SentenceFiles:
@@ -41,6 +48,7 @@ class SentenceFiles:
             default,
             length if isinstance(length, int) and length > 0 else 0,
             bool(module.get("do_lower_case", False)),
+            _pooling_config(folder).get("include_prompt") is not False,
         )
 
     def prompt(self, name: str | None) -> str | None:
@@ -51,10 +59,20 @@ class SentenceFiles:
 
 def _transformer_config(folder: Path) -> dict[str, Any]:
     """Return the configuration of the first module, which is the model itself."""
-    modules = _json(folder / "modules.json", kind=list)
-    path = str(modules[0].get("path", "")) if modules and isinstance(modules[0], dict) else ""
-    found = sorted((folder / path).glob("sentence_*_config.json"))
+    found = sorted((folder / _module_path(folder, 0)).glob("sentence_*_config.json"))
     return _json(found[0]) if found else {}
+
+
+def _pooling_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the second module, which pools."""
+    path = _module_path(folder, 1)
+    return _json(folder / path / "config.json") if path else {}
+
+
+def _module_path(folder: Path, index: int) -> str:
+    """Return where the files of a module are, "" where the folder does not say."""
+    modules = _json(folder / "modules.json", kind=list)[index:]
+    return str(modules[0].get("path", "")) if modules and isinstance(modules[0], dict) else ""
 
 
 def _json(path: Path, kind: type = dict) -> Any:

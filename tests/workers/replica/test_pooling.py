@@ -103,6 +103,16 @@ def test_a_prompt_of_the_folder_comes_first(tokenizer: TextTokenizer, tmp_path: 
     asked = partial(tokens_of, tokenizer, EMBEDDINGS, files=files, input="fox")
     assert asked() == [[CLS, *ids("the dog: fox"), SEP]]
     assert asked(prompt_name="document") == [[CLS, *ids("fox"), SEP]]
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"include_prompt": false}')
+    without = SentenceFiles.read(tmp_path)
+    for given, prompt, unpooled in (
+        (files, None, 0),
+        (without, None, 1 + len(ids("the dog:"))),
+        (without, "document", 0),
+    ):
+        (one,) = prepared(tokenizer, EMBEDDINGS, files=given, input="fox", prompt_name=prompt).inputs
+        assert one.unpooled == unpooled
     preparation = PoolingPreparation(tokenizer, ["m"], EMBED, files)
     _, errors = preparation.prepare([claim_of(EMBEDDINGS, input="fox", prompt_name="nobody's")])
     assert json.loads(errors[0].result.body)["error"]["message"] == (

@@ -190,6 +190,8 @@ def test_a_model_without_a_template_joins_plainly(tmp_path: Path, caplog: pytest
     folder = write_folder(tmp_path, byte_level())
     with caplog.at_level(logging.WARNING):
         tokenizer = TextTokenizer.load(str(folder))
+        assert not caplog.text  # models that embed need none
+        tokenizer.chat_template.warn_if_missing()
     assert "no chat template" in caplog.text
     assert (
         tokenizer.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])

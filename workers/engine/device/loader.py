@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,18 @@ from workers.engine.models.base import DecoderModel
 from workers.engine.models.classifier import classifier_config
 from workers.engine.models.config import Json, ModelConfig, eos_token_ids, shard_model
 from workers.engine.models.json_file import read_json
-from workers.engine.models.registry import FAMILIES, Family, find_family, find_pooling_family, find_task
+from workers.engine.models.registry import (
+    FAMILIES,
+    Family,
+    find_family,
+    find_pooling_family,
+    find_task,
+    pooling_code,
+)
 from workers.engine.models.sentence_folder import MODULES, embedding_config
 
 if TYPE_CHECKING:  # importing it takes seconds
+    from workers.engine.models.padded_model import PaddedClass
     from workers.engine.models.transformers_model import TransformersClass
 
 logger = logging.getLogger(__name__)
@@ -53,7 +62,7 @@ class ModelCheckpoint:
 
     folder: Path
     raw: Json
-    family: Family | TransformersClass
+    family: Family | TransformersClass | PaddedClass
     config: ModelConfig
 
 
@@ -71,14 +80,13 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
             f"the model {name} is quantized, which is not supported; use its float16, bfloat16 or float32 version"
         )
     task = find_task(raw, task, (folder / MODULES).is_file())
-    family: Family | TransformersClass | None = (
-        find_family(raw, model_impl) if task == "generate" else find_pooling_family(raw, model_impl)
-    )
-    if family is None:
-        family = _transformers_class(folder, raw)
-    config = family.config(raw) if isinstance(family, Family) else family.config
-    if task != "generate":
-        assert isinstance(family, Family)
+    family: Family | TransformersClass | PaddedClass
+    if task == "generate":
+        family = find_family(raw, model_impl) or _transformers_class(folder, raw)
+        config = family.config(raw) if isinstance(family, Family) else family.config
+    else:
+        family = find_pooling_family(raw, model_impl) or _padded_class(folder, raw, task)
+        config = family.config(raw) if isinstance(family, Family) else family.config
         config = _pooling(folder, raw, task, family, config)
     stored = raw.get("dtype") or raw.get("torch_dtype")
     config = replace(
@@ -89,13 +97,14 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
     return ModelCheckpoint(folder, raw, family, config)
 
 
-def _pooling(folder: Path, raw: Json, task: str, family: Family, config: ModelConfig) -> ModelConfig:
+def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, config: ModelConfig) -> ModelConfig:
     """Return the configuration for a task other than generating, which needs no output projection.
 
     Raises ModelLoadError.
     """
     if task == "embed":
-        pooling = embedding_config(folder, raw, config.whole_prompts)
+        bidirectional = config.whole_prompts if isinstance(family, Family) else not family.causal
+        pooling = embedding_config(folder, raw, bidirectional)
     else:
         pooling = classifier_config(raw, family.head_modes(raw))
         if task == "score" and len(pooling.labels) > 1:
@@ -114,14 +123,30 @@ def _pooling(folder: Path, raw: Json, task: str, family: Family, config: ModelCo
 def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
     from workers.engine.models.transformers_model import find_class
 
-    name = raw["architectures"][0]
-    try:
+    with _named(raw, FAMILIES):
         return find_class(folder, raw)
+
+
+def _padded_class(folder: Path, raw: Json, task: str) -> PaddedClass:
+    from workers.engine.models.padded_model import find_padded_class
+
+    with _named(raw, pooling_code()):
+        return find_padded_class(folder, raw, task)
+
+
+@contextmanager
+def _named(raw: Json, known: Iterable[str]) -> Iterator[None]:
+    """Say in a refusal of transformers' class what the engine has code of its own for: beginnings
+    of architectures' names.
+    """
+    name = str(raw["architectures"][0])
+    try:
+        yield
     except ModelLoadError as error:
-        if name in FAMILIES:
+        if name.startswith(tuple(known)):
             raise
         raise ModelLoadError(
-            f"the engine has no code of its own for {name} (it has for {', '.join(FAMILIES)}), and {error}"
+            f"the engine has no code of its own for {name} (it has for {', '.join(known)}), and {error}"
         ) from error
 
 
@@ -157,8 +182,10 @@ def load_weights(
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
         weight_files(checkpoint.folder)
+        from workers.engine.models.transformers_model import TransformersClass
         from workers.engine.models.transformers_parity import load_checked
 
+        assert isinstance(checkpoint.family, TransformersClass)
         length = max_model_len or config.max_model_len
         return load_checked(checkpoint.family, checkpoint.folder, config, dtype, device, length)
     weights = Weights(tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)

@@ -13,11 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention.base import CacheShape
-from workers.engine.attention.context import Interruption, StepAttention
 from workers.engine.backends.base import Backend
 from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work
-from workers.engine.cuda.staging import ResultCopies
+from workers.engine.device.step_runner import StepRunner
 from workers.engine.inputs.base import StepInputs
 from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import MakeMasks, PromptScores, StepPlan, StepResult, TokenMasks
@@ -61,7 +59,7 @@ class LaunchedStep:
         return self.launched - earlier.launched
 
 
-class ModelRunner:
+class ModelRunner(StepRunner):
     """Runs steps in order.
 
     `launch` needs no token of an earlier step on the host; `retire` hands a step's tokens over.
@@ -72,22 +70,15 @@ class ModelRunner:
     """
 
     def __init__(self, config: ResolvedConfig, backend: Backend, model: DecoderModel, num_blocks: int) -> None:
-        self._backend = backend
-        self.model = model
-        self.device = model.device
+        super().__init__(config, backend, model, num_blocks)
+        self._backend, self.model = backend, model
         self.num_slots, self._max_model_len = config.max_num_seqs, config.max_model_len
-        shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
-        self.attention = backend.attention(shape, model.config.num_heads, model.dtype, self.device)
-        self.caches = self.attention.new_cache(model.config.num_layers)
-        self.inputs = backend.inputs(self.num_slots, self._max_model_len, config.block_size, self.device)
         vocab = model.config.vocab_size
         draw = backend.draw(self.num_slots, vocab, self.device)
         self.sampler = Sampler(self.num_slots, vocab, draw, model.config.eos_token_ids)
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and not config.enforce_eager and model.recordable:
             self.use_graphs(CudaRecorder(), forgiving=config.tensor_parallel_size == 1)
-        self.interruption = Interruption() if self.device.type == "cpu" else None
-        self._copies = ResultCopies(self.device)
         self._scored_rows = max(1, _SCORED_LOGITS // vocab)
         self._scores_asked = np.zeros(self.num_slots, np.int64)
 
@@ -179,16 +170,7 @@ class ModelRunner:
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        config = self.model.config
-        attend = StepAttention(
-            self.attention,
-            self.caches,
-            inputs.metadata,
-            config.attention_scales,
-            config.attention_patterns,
-            self.interruption,
-        )
-        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
+        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, self._attend(inputs))
 
     def _draws_on_device(self, plan: StepPlan) -> bool:
         return self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples > 0])

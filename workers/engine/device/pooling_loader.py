@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.engine.device.loader import ModelCheckpoint, tensor_readers
+from workers.engine.device.loader import ModelCheckpoint, tensor_readers, weight_files
 from workers.engine.layers.base import Ops, Projection
 from workers.engine.layers.weights import Weights
 from workers.engine.models.head import load_dense
 from workers.engine.models.pooling import Pooler, PoolingModel
-from workers.engine.models.pooling_config import DenseConfig
+from workers.engine.models.pooling_config import DenseConfig, PoolingConfig
 from workers.engine.models.registry import Family
 
 logger = logging.getLogger(__name__)
@@ -23,16 +23,33 @@ def load_pooling_model(
 ) -> PoolingModel:
     """Read the tensors and build the model. Raises ModelLoadError."""
     config, family = checkpoint.config, checkpoint.family
-    assert isinstance(family, Family)
     assert config.pooling is not None
+    if not isinstance(family, Family):
+        return _load_padded(checkpoint, dtype, device)
     readers = {_todays_name(name): reader for name, reader in tensor_readers(checkpoint.folder).items()}
     weights = Weights(readers, dtype, device, family.prefix, ops)
     trunk = family.build(checkpoint.raw, config, weights, max_model_len)
-    transforms: Sequence[Projection] = [_load_module(dense, weights) for dense in config.pooling.dense]
+    transforms = _load_modules(config.pooling, weights)
     if config.pooling.labels:
         transforms = family.head(checkpoint.raw, config, weights, len(config.pooling.labels))
     _warn_of_unused(weights, checkpoint)
     return PoolingModel(config, trunk, Pooler(config.pooling, transforms))
+
+
+def _load_padded(checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device) -> PoolingModel:
+    """Return a model by transformers' class, which has its classification head within."""
+    weight_files(checkpoint.folder)
+    from workers.engine.models.padded_model import PaddedClass, load_padded
+
+    config, weights = checkpoint.config, Weights({}, dtype, device)
+    assert isinstance(checkpoint.family, PaddedClass)
+    assert config.pooling is not None
+    trunk = load_padded(checkpoint.family, checkpoint.folder, config, weights)
+    return PoolingModel(config, trunk, Pooler(config.pooling, _load_modules(config.pooling, weights)))
+
+
+def _load_modules(pooling: PoolingConfig, model: Weights) -> Sequence[Projection]:
+    return [_load_module(dense, model) for dense in pooling.dense]
 
 
 def _load_module(dense: DenseConfig, model: Weights) -> Projection:

@@ -7,11 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention.base import CacheShape
-from workers.engine.attention.context import Interruption, StepAttention
 from workers.engine.backends.base import Backend
-from workers.engine.cuda.staging import ResultCopies, to_device
+from workers.engine.cuda.staging import to_device
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner, PooledRows
+from workers.engine.device.step_runner import StepRunner
 from workers.engine.messages.core import PoolingParams
 from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
@@ -20,7 +19,7 @@ from workers.engine.models.pooling import PoolingModel
 from workers.engine.profiling import span
 
 
-class PoolingRunner:
+class PoolingRunner(StepRunner):
     """Launches and retires steps as `ModelRunner` does; what it keeps by slot is what requests
     asked for.
     """
@@ -28,13 +27,8 @@ class PoolingRunner:
     graphs = None
 
     def __init__(self, config: ResolvedConfig, backend: Backend, model: PoolingModel, num_blocks: int) -> None:
-        self.model, self.device = model, model.device
-        shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
-        self.attention = backend.attention(shape, model.config.num_heads, model.dtype, self.device)
-        self.caches = self.attention.new_cache(model.config.num_layers)
-        self.inputs = backend.inputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
-        self.interruption = Interruption() if self.device.type == "cpu" else None
-        self._copies = ResultCopies(self.device)
+        super().__init__(config, backend, model, num_blocks)
+        self.model = model
         task = "classify" if "classify" in model.config.tasks else "embed"
         self._params = [PoolingParams(task)] * config.max_num_seqs
         self._second_text = np.zeros(config.max_num_seqs, np.int64)
@@ -56,16 +50,7 @@ class PoolingRunner:
         with span("inputs"):
             inputs = self.inputs.take(plan)
             types = self._token_types(plan)
-        config = self.model.config
-        attend = StepAttention(
-            self.attention,
-            self.caches,
-            inputs.metadata,
-            config.attention_scales,
-            config.attention_patterns,
-            self.interruption,
-            self.model.position_bias,
-        )
+        attend = self._attend(inputs, self.model.position_bias)
         with span("forward"):
             hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, types, attend)
         with span("pool"):
@@ -100,10 +85,14 @@ class PoolingRunner:
         """Pool the rows that end, those with equal parameters together."""
         ended = np.flatnonzero(plan.samples)
         counts = to_device(plan.counts[ended].astype(np.int64), self.device)
-        pooled = self.model.pooler.pool(hidden, counts, last)
+        asked = [self._params[slot] for slot in plan.slots[ended].tolist()]
+        skipped = np.array([params.unpooled for params in asked], np.int64)
+        pooled = self.model.pooler.pool(
+            hidden, counts, last, to_device(skipped, self.device) if skipped.any() else None
+        )
         groups: dict[PoolingParams, list[int]] = {}
-        for place, slot in enumerate(plan.slots[ended].tolist()):
-            groups.setdefault(self._params[slot], []).append(place)
+        for place, params in enumerate(asked):
+            groups.setdefault(params, []).append(place)
         parts = []
         for params, places in groups.items():
             if params.task == "token_embed":

@@ -119,12 +119,14 @@ class PoolingParams(msgspec.Struct, frozen=True):
     `task`: "embed", one vector; "classify", one number per label; "token_embed", a row per token.
     `dimensions` cuts a vector, 0 keeps all of it. `normalize`: to length 1; None as the model's
     folder says. `activation`: sigmoid or softmax over a classifier's logits, as its folder says.
+    `unpooled`: how many tokens at the beginning are left out of means and maxima.
     """
 
     task: str
     dimensions: int = 0
     normalize: bool | None = None
     activation: bool = True
+    unpooled: int = 0
 
 
 class OutputGuide(msgspec.Struct, frozen=True):

@@ -69,7 +69,7 @@ class PostNormEncoder(EncoderModel):
     def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None, attend: AttentionContext) -> Tensor:
         embedded = self.embedding.rows(input_ids).add_(self.position_embedding[positions])
         if self.type_embedding is not None:
-            embedded.add_(self.type_embedding[0 if types is None else types])
+            embedded.add_(self.type_embedding[0 if types is None or len(self.type_embedding) == 1 else types])
         return self.stack(self.norm(embedded), [], attend)
 
 
@@ -94,21 +94,41 @@ def encoder_config(raw: Json, max_positions: int, norm_eps: float = 1e-12) -> Mo
     """
     if raw.get("is_decoder") or raw.get("position_embedding_type", "absolute") != "absolute":
         raise ModelLoadError("config.json asks for a decoder or for relative positions, which are not supported here")
-    hidden, heads = require(raw, "hidden_size", 768), require(raw, "num_attention_heads", 12)
     layers = require(raw, "num_hidden_layers", 12)
-    return ModelConfig(
-        architecture=str(raw["architectures"][0]),
-        vocab_size=require(raw, "vocab_size", 30522),
-        hidden_size=hidden,
-        intermediate_size=require(raw, "intermediate_size", 3072),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
+    return bidirectional_config(
+        {"vocab_size": 30522, "intermediate_size": 3072, **raw},
         max_position_embeddings=max_positions,
         norm_eps=float(raw.get("layer_norm_eps", norm_eps)),
         activation=str(raw.get("hidden_act", "gelu")),
+        patterns=(AttentionPattern(causal=False),) * layers,
+    )
+
+
+def bidirectional_config(
+    raw: Json,
+    *,
+    max_position_embeddings: int,
+    norm_eps: float,
+    activation: str,
+    patterns: tuple[AttentionPattern, ...],
+) -> ModelConfig:
+    """Return the ModelConfig of an encoder with the names of BERT's config.json; `patterns` has one
+    entry per layer.
+    """
+    hidden, heads = require(raw, "hidden_size", 768), require(raw, "num_attention_heads", 12)
+    return ModelConfig(
+        architecture=str(raw["architectures"][0]),
+        vocab_size=require(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=require(raw, "intermediate_size"),
+        num_layers=len(patterns),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=max_position_embeddings,
+        norm_eps=norm_eps,
+        activation=activation,
         tie_word_embeddings=True,
-        attention_patterns=(AttentionPattern(causal=False),) * layers,
-        attention_scales=((hidden // heads) ** -0.5,) * layers,
+        attention_patterns=patterns,
+        attention_scales=((hidden // heads) ** -0.5,) * len(patterns),
     )

@@ -16,6 +16,7 @@ from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import EncoderModel
 from workers.engine.models.config import Json, ModelConfig, require, rope_config
+from workers.engine.models.encoder import bidirectional_config
 from workers.engine.models.head import load_dense, load_norm
 
 PREFIX = "model."
@@ -25,25 +26,14 @@ _THETAS = {_EVERYTHING: ("global_rope_theta", 160_000.0), _NEIGHBORS: ("local_ro
 
 
 def config(raw: Json) -> ModelConfig:
-    hidden, heads = require(raw, "hidden_size", 768), require(raw, "num_attention_heads", 12)
-    layers = require(raw, "num_hidden_layers", 22)
-    window = require(raw, "local_attention", 128) // 2
+    layers, window = require(raw, "num_hidden_layers", 22), require(raw, "local_attention", 128) // 2
     patterns = {_EVERYTHING: AttentionPattern(causal=False), _NEIGHBORS: AttentionPattern(False, window)}
-    return ModelConfig(
-        architecture=str(raw["architectures"][0]),
-        vocab_size=require(raw, "vocab_size", 50368),
-        hidden_size=hidden,
-        intermediate_size=require(raw, "intermediate_size", 1152),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
+    return bidirectional_config(
+        {"vocab_size": 50368, "intermediate_size": 1152, **raw},
         max_position_embeddings=require(raw, "max_position_embeddings", 8192),
         norm_eps=float(raw.get("norm_eps", 1e-5)),
         activation=str(raw.get("hidden_activation", "gelu")),
-        tie_word_embeddings=True,
-        attention_patterns=tuple(patterns[kind] for kind in _layer_kinds(raw, layers)),
-        attention_scales=((hidden // heads) ** -0.5,) * layers,
+        patterns=tuple(patterns[kind] for kind in _layer_kinds(raw, layers)),
     )
 
 

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from workers.engine.layers.weights import Weights
 from workers.engine.models.config import Json, ModelConfig, require
-from workers.engine.models.encoder import EncoderNames, PostNormEncoder, encoder_config
-from workers.engine.models.roberta import first_position
+from workers.engine.models.encoder import BERT_NAMES, PostNormEncoder, encoder_config
 
 PREFIX = "mpnet."
 
+_FIRST_POSITION = 2  # whatever config.json says of padding
 _REACH = 128  # distances from here on have the same bias
-_NAMES = EncoderNames(
-    layers="*.encoder.layer",
+_NAMES = replace(
+    BERT_NAMES,
     queries="attention.attn.q",
     keys="attention.attn.k",
     values="attention.attn.v",
     output="attention.attn.o",
     attention_norm="attention.LayerNorm",
-    up="intermediate.dense",
-    down="output.dense",
-    mlp_norm="output.LayerNorm",
 )
 
 
 def config(raw: Json) -> ModelConfig:
-    positions = require(raw, "max_position_embeddings", 512) - first_position(raw)
+    positions = require(raw, "max_position_embeddings", 512) - _FIRST_POSITION
     return encoder_config({"vocab_size": 30527, **raw}, positions)
 
 
 def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> PostNormEncoder:
-    encoder = PostNormEncoder(config, _NAMES, weights, first_position(raw))
+    encoder = PostNormEncoder(config, _NAMES, weights, _FIRST_POSITION)
     buckets = require(raw, "relative_attention_num_buckets", 32)
     table = weights.take("*.encoder.relative_attention_bias.weight", (buckets, config.num_heads))
     distances = torch.arange(-_REACH, _REACH + 1, device=weights.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -50,13 +51,20 @@ class Pooler:
         self._config = config
         self._transforms = transforms
 
-    def pool(self, hidden: Tensor, counts: Tensor, last: Tensor) -> Tensor:
+    def pool(self, hidden: Tensor, counts: Tensor, last: Tensor, unpooled: Tensor | None = None) -> Tensor:
         """Return float32 [R, size * modes] from hidden states [T, size].
 
         The last tokens of the rows are `last` int64 [R]. Other modes than "last" are for rows that
-        are whole, of `counts` int64 [R] tokens.
+        are whole, of `counts` int64 [R] tokens, of which the first `unpooled` int64 [R] count for
+        "cls" alone; None where all do.
         """
-        return torch.cat([self._pool(mode, hidden, counts, last) for mode in self._config.modes], -1)
+        ends = {"cls": last + 1 - counts, "last": last}
+        modes = self._config.modes
+        tokens = None if ends.keys() >= set(modes) else _whole_texts(hidden, counts, unpooled)
+        return torch.cat(
+            [hidden[ends[mode]].float() if tokens is None or mode in ends else tokens.reduce(mode) for mode in modes],
+            -1,
+        )
 
     def finish(self, pooled: Tensor, params: PoolingParams) -> Tensor:
         """Return what a request with these parameters yields, from its rows of `pool`."""
@@ -72,9 +80,33 @@ class Pooler:
         normalize = self._config.normalize if params.normalize is None else params.normalize
         return F.normalize(vectors, dim=-1) if normalize else vectors
 
-    def _pool(self, mode: str, hidden: Tensor, counts: Tensor, last: Tensor) -> Tensor:
-        if mode == "last":
-            return hidden[last].float()
-        if mode == "cls":
-            return hidden[last + 1 - counts].float()
-        return torch.segment_reduce(hidden.float(), mode, lengths=counts)
+
+@dataclass(slots=True)
+class _WholeTexts:
+    """The tokens that are pooled of some texts."""
+
+    hidden: Tensor  # float32 [T, size]
+    places: Tensor  # float32 [T, 1], each token's place in its text, from 1 on
+    counts: Tensor  # int64 [R], tokens of each text, at least 1
+
+    def reduce(self, mode: str) -> Tensor:
+        if mode in ("mean", "max"):
+            return torch.segment_reduce(self.hidden, mode, lengths=self.counts)
+        if mode == "mean_sqrt_len":
+            return self._sum(self.hidden) / self.counts.sqrt()[:, None]
+        return self._sum(self.hidden * self.places) / self._sum(self.places)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "sum", lengths=self.counts)
+
+
+def _whole_texts(hidden: Tensor, counts: Tensor, unpooled: Tensor | None) -> _WholeTexts:
+    """Return the texts of hidden states [T, size]; at least the last token of each is pooled."""
+    number, before = len(hidden), counts.cumsum(0) - counts
+    places = torch.arange(1, number + 1, device=hidden.device)
+    places = places - torch.repeat_interleave(before, counts, output_size=number)
+    if unpooled is not None:
+        unpooled = torch.minimum(unpooled, counts - 1)
+        kept = places > torch.repeat_interleave(unpooled, counts, output_size=number)
+        hidden, places, counts = hidden[kept], places[kept], counts - unpooled
+    return _WholeTexts(hidden.float(), places[:, None].float(), counts)

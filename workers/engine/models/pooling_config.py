@@ -7,8 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-MODES = ("cls", "mean", "max", "last")
-"""What becomes a vector: the first token's, the mean or maximum of all, or the last token's."""
+MODES = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")
+"""What becomes a vector: the first token's, the maximum or mean of all, their sum by the square
+root of their number, their mean weighted by 1, 2, 3 and so on, or the last token's.
+"""
 
 
 @dataclass(frozen=True, slots=True)

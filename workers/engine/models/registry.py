@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from workers.engine.layers.base import Projection
@@ -49,7 +49,8 @@ ENCODERS: dict[str, Family] = {
 
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel")
-_ENDINGS = (_CLASSIFIER, *_GENERATORS, "ForMaskedLM", "Model")
+_WITHOUT_TASK = ("ForMaskedLM", "ForPreTraining", "Model")  # what is left to do with these is to embed
+_ENDINGS = (_CLASSIFIER, *_GENERATORS, *_WITHOUT_TASK)
 
 
 def find_task(raw: Json, asked: str, has_modules: bool) -> str:
@@ -62,7 +63,8 @@ def find_task(raw: Json, asked: str, has_modules: bool) -> str:
     if asked == "auto":
         if name.endswith(_CLASSIFIER):
             return "classify"
-        return "embed" if has_modules or _stem(name) in ENCODERS else "generate"
+        embeds = name.endswith(_WITHOUT_TASK) and not name.endswith(_GENERATORS)
+        return "embed" if has_modules or embeds or _stem(name) in ENCODERS else "generate"
     if asked in ("classify", "score") and not name.endswith(_CLASSIFIER):
         raise ModelLoadError(f"--task {asked} needs a classification head, and {name} has none; choose embed")
     if asked == "generate" and _stem(name) in ENCODERS:
@@ -70,21 +72,25 @@ def find_task(raw: Json, asked: str, has_modules: bool) -> str:
     return asked
 
 
-def find_pooling_family(raw: Json, model_impl: str) -> Family:
-    """Return the engine's own code for an architecture that is to pool.
+def find_pooling_family(raw: Json, model_impl: str) -> Family | None:
+    """Return the engine's own code for an architecture that is to pool; None where transformers'
+    class is to run.
 
-    Raises ModelLoadError where there is none.
+    Raises ModelLoadError where nothing may.
     """
     name = _architecture(raw)
+    if model_impl == "transformers":
+        return None
     found = [FAMILIES[_stem(name) + ending] for ending in _GENERATORS if _stem(name) + ending in FAMILIES]
     family = ENCODERS.get(_stem(name)) or next(iter(found), None)
-    if family is None or model_impl == "transformers":
-        known = ", ".join([*ENCODERS, *map(_stem, FAMILIES)])
-        raise ModelLoadError(
-            f"config.json names the architecture {name!r}; embeddings and classes are by the engine's own code only,"
-            f" which it has for {known}"
-        )
+    if model_impl == "own" and family is None:
+        raise _no_own_code(name, pooling_code())
     return family
+
+
+def pooling_code() -> list[str]:
+    """Return the beginnings of the architectures that can pool by the engine's own code."""
+    return [*ENCODERS, *map(_stem, FAMILIES)]
 
 
 def _stem(name: str) -> str:
@@ -101,11 +107,15 @@ def find_family(raw: Json, model_impl: str) -> Family | None:
     if model_impl == "transformers":
         return None
     if model_impl == "own" and name not in FAMILIES:
-        raise ModelLoadError(
-            f"config.json names the architecture {name!r}, and the engine has its own code for"
-            f" {', '.join(FAMILIES)}; with model_impl auto, transformers' class runs where it can"
-        )
+        raise _no_own_code(name, FAMILIES)
     return FAMILIES.get(name)
+
+
+def _no_own_code(name: str, known: Iterable[str]) -> ModelLoadError:
+    return ModelLoadError(
+        f"config.json names the architecture {name!r}, and the engine has its own code for {', '.join(known)}; with"
+        " model_impl auto, transformers' class runs where it can"
+    )
 
 
 def _architecture(raw: Json) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from workers.engine.layers.base import Projection
 from workers.engine.layers.weights import Weights
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.models.encoder import BERT_NAMES, PostNormEncoder, encoder_config
 from workers.engine.models.head import load_dense
@@ -14,8 +15,14 @@ PREFIX = "roberta."
 
 
 def first_position(raw: Json) -> int:
-    """Return the row of a text's first token in the table of positions."""
-    return int(raw.get("pad_token_id", 1)) + 1
+    """Return the row of a text's first token in the table of positions. Raise ModelLoadError."""
+    padding = raw.get("pad_token_id", 1)
+    if not isinstance(padding, int):
+        raise ModelLoadError(
+            f"config.json has the pad_token_id {padding!r}, behind which RoBERTa's positions begin; set the token's id,"
+            " which is 1 in RoBERTa's vocabulary"
+        )
+    return padding + 1
 
 
 def config(raw: Json) -> ModelConfig:

@@ -13,14 +13,16 @@ from workers.engine.models.pooling_config import MODES, DenseConfig, PoolingConf
 MODULES = "modules.json"
 _PACKAGE = "sentence_transformers."
 _FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "last": "pooling_mode_lasttoken",
 }
-_NAMES = {"lasttoken": "last"}
+"""In the order in which sentence-transformers puts their results side by side."""
+_SET = ("mean",)  # of the flags, where a file leaves them out
+_NAMES = {"lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt_len"}
 _ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "Sigmoid": "sigmoid", "SiLU": "silu"}
 
 
@@ -72,14 +74,13 @@ def _pooling_modes(file: Path) -> tuple[str, ...]:
     """Return the ways of pooling whose results are put side by side."""
     raw = read_json(file)
     given = raw.get("pooling_mode")
-    named = [given] if isinstance(given, str) else given or [mode for flag, mode in _FLAGS.items() if raw.get(flag)]
+    flagged = [mode for mode, flag in _FLAGS.items() if raw.get(flag, mode in _SET)]
+    named = [given] if isinstance(given, str) else given or flagged
     modes = tuple(_NAMES.get(str(name), str(name)) for name in named)
     if not modes or not set(modes) <= set(MODES):
         raise ModelLoadError(
             f"{file} asks for the pooling {' and '.join(modes) or 'of no kind'}; supported are {', '.join(MODES)}"
         )
-    if raw.get("include_prompt") is False:
-        raise ModelLoadError(f"{file} leaves the prompt out of the pooling (include_prompt), which is not supported")
     return modes
 
 

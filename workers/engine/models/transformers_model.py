@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
@@ -36,8 +36,6 @@ from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig
 from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCall
-
-logger = logging.getLogger(__name__)
 
 # What its loading would print is said by this file, in one sentence each.
 _transformers_log: Any = transformers.logging
@@ -105,13 +103,20 @@ def find_class(folder: Path, raw: Json) -> TransformersClass:
 
     Raises ModelLoadError with why it cannot run here.
     """
-    name = str(raw["architectures"][0])
-    with refused_as(f"transformers {transformers.__version__} cannot read {folder}/config.json"):
-        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    name, settings = str(raw["architectures"][0]), read_settings(folder, raw)
     model_class = _decoder_class(name, settings)
     skeleton = _skeleton(model_class, settings)
     calls, body = _watched(name, skeleton)
     return TransformersClass(model_class, settings, body, _model_config(name, settings, skeleton, calls))
+
+
+def read_settings(folder: Path, raw: Json) -> Settings:
+    """Return a folder's configuration as transformers has it. Raises ModelLoadError."""
+    name = str(raw["architectures"][0])
+    if raw.get("auto_map") and raw.get("model_type") not in CONFIG_MAPPING_NAMES:
+        raise refusal(name, "it needs the code in its own repository, which is never run; choose a model without it")
+    with refused_as(f"transformers {transformers.__version__} cannot read {folder}/config.json"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def _decoder_class(name: str, settings: Settings) -> Pretrained:
@@ -257,18 +262,28 @@ def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
     return RopeConfig(float(found.get("rope_theta") or 10_000.0), str(found["rope_type"]), scaling, positions)
 
 
-def read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype, device: torch.device) -> Pretrained:
-    """Return the class' module with its weights. Raises ModelLoadError."""
-    with refused_as(f"{folder} cannot be read as {found.config.architecture}"):
-        module, report = found.model_class.from_pretrained(
+def read_weights(
+    model_class: Pretrained,
+    settings: Settings,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    **arguments: Any,
+) -> tuple[Pretrained, list[str]]:
+    """Return the class' module with its weights, and the names of the tensors that it does not use.
+
+    Raises ModelLoadError.
+    """
+    with refused_as(f"{folder} cannot be read as {model_class.__name__}"):
+        module, report = model_class.from_pretrained(
             folder,
-            config=found.settings,
+            config=settings,
             dtype=dtype,
-            attn_implementation=PAGED,
             use_safetensors=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
+            **arguments,
         )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -277,16 +292,7 @@ def read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype, dev
         )
     for name, stored, implied in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"tensor {name!r} has shape {list(stored)}, but config.json implies {list(implied)}")
-    unused = sorted(report["unexpected_keys"])
-    if unused:
-        logger.warning(
-            "%s does not use %d tensors of %s, the first is %s",
-            found.config.architecture,
-            len(unused),
-            folder,
-            unused[0],
-        )
-    return _placed(module.eval().requires_grad_(False), device)
+    return _placed(module.eval().requires_grad_(False), device), sorted(report["unexpected_keys"])
 
 
 def _placed(module: Pretrained, device: torch.device) -> Pretrained:

@@ -23,7 +23,7 @@ from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.weights import Weights
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
-from workers.engine.models.transformers_attention import ALL_BEFORE, MASKED, OTHER, LayerCall
+from workers.engine.models.transformers_attention import ALL_BEFORE, MASKED, OTHER, PAGED, LayerCall
 from workers.engine.models.transformers_model import (
     TransformersClass,
     TransformersModel,
@@ -53,7 +53,12 @@ def load_checked(
 
     Raises ModelLoadError.
     """
-    module = read_weights(found, folder, dtype, device)
+    module, unused = read_weights(found.model_class, found.settings, folder, dtype, device, attn_implementation=PAGED)
+    if unused:
+        logger.warning(
+            "%s does not use %d tensors of %s, the first is %s",
+            config.architecture, len(unused), folder, unused[0],
+        )  # fmt: skip
     model = TransformersModel(module, found.body, config, Weights({}, dtype, device), max_model_len)
     model.config = replace(config, attention_patterns=patterns_by_masks(model))
     check_parity(model)

@@ -11,10 +11,13 @@ from tests.workers.engine.models.tiny_pooling_models import (
     hidden_states,
     logits,
     make_pooling_model,
+    make_wide_model,
     normalized,
     pooled,
     pooling_folder,
+    states_of,
     texts,
+    wide_folder,
 )
 from tests.workers.engine.places import Place, at_all, interpreted
 from tests.workers.engine.pooling import EMBED, assert_close, pooling_requests, run_pooling, start
@@ -31,6 +34,15 @@ def test_embeddings_equal_transformers(name: str, depth: int, place: Place) -> N
     if tiny.normalize:
         expected = [normalized(vector) for vector in expected]
     assert_close(run_pooling(core, pooling_requests(EMBED)), expected)
+
+
+@at_all
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_embeddings_in_bfloat16_point_where_those_in_float32_do(name: str, place: Place) -> None:
+    core = start(wide_folder(name), place, task="embed", dtype="bfloat16")
+    expected = [pooled(hidden, EMBEDDERS[name].mode) for hidden in states_of(make_wide_model(name))]
+    for found, exact in zip(run_pooling(core, pooling_requests(EMBED)), expected, strict=True):
+        assert torch.cosine_similarity(found, exact, dim=0) >= 0.9995
 
 
 @at_all

@@ -32,10 +32,7 @@ def sentence_folder(
     path: Path, pooling: dict[str, Any], dense: torch.nn.Linear | None = None, normalize: bool = False, **config: Any
 ) -> Path:
     """A folder of sentence-transformers around the tiny BERT, with more in its config.json."""
-    copytree(pooling_folder("bert"), path)
-    save_modules(path, pooling, dense, normalize)
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | config))
+    save_modules(with_config("bert", path, **config), pooling, dense, normalize)
     return path
 
 
@@ -50,12 +47,40 @@ def test_modules_of_a_folder_are_applied_in_order(settings: dict[str, Any], tmp_
     assert (core.ready.tasks, core.ready.embedding_size, core.ready.matryoshka) == (["embed"], 24, [24])
 
 
+@pytest.mark.parametrize("mode", ["weightedmean", "lasttoken", "mean_sqrt_len_tokens"])
+def test_other_ways_of_pooling_equal_sentence_transformers(mode: str, tmp_path: Path) -> None:
+    core = start(sentence_folder(tmp_path / "model", {"pooling_mode": mode}), CPU)
+    name = {"lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt_len"}.get(mode, mode)
+    assert_close(run_pooling(core, pooling_requests(EMBED)), [pooled(one, name) for one in hidden_states("bert")])
+
+
 def test_ways_of_pooling_lie_side_by_side(tmp_path: Path) -> None:
-    both = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
-    core = start(sentence_folder(tmp_path / "model", both), CPU)
-    expected = [torch.cat([pooled(hidden, "max"), pooled(hidden, "mean")]) for hidden in hidden_states("bert")]
-    found = run_pooling(core, pooling_requests(EMBED))
-    assert_close([torch.cat([one[64:], one[:64]]) for one in found], expected)
+    """In the order of sentence-transformers; the mean is among them unless the file says no."""
+    flags = ("cls_token", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    core = start(sentence_folder(tmp_path / "model", {f"pooling_mode_{flag}": True for flag in flags}), CPU)
+    modes = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")
+    expected = [torch.cat([pooled(hidden, mode) for mode in modes]) for hidden in hidden_states("bert")]
+    assert_close(run_pooling(core, pooling_requests(EMBED)), expected)
+    assert core.ready.embedding_size == 6 * 64
+
+
+def test_tokens_of_a_prompt_are_left_out_of_the_pooling(tmp_path: Path) -> None:
+    """At least the last token is pooled, and "cls" is the first one. Weights count from the text's
+    beginning.
+    """
+    flags = {"pooling_mode_max_tokens": True, "pooling_mode_weightedmean_tokens": True, "include_prompt": False}
+    core = start(sentence_folder(tmp_path / "model", CLS | flags), CPU, max_num_batched_tokens=512)
+    left_out = [min(number, len(text) - 1) for number, text in enumerate(texts())]
+    requests = [
+        EngineRequest(number, text, [], SamplingParams(0), pooling=PoolingParams("embed", unpooled=number))
+        for number, text in enumerate(texts())
+    ]
+    expected = []
+    for hidden, before in zip(hidden_states("bert"), left_out, strict=True):
+        places = torch.arange(1, len(hidden) + 1)[before:, None]
+        mean = (hidden[before:] * places).sum(0) / places.sum()
+        expected.append(torch.cat([hidden[0], hidden[before:].max(0).values, mean]))
+    assert_close(run_pooling(core, requests), expected)
 
 
 def test_requests_of_one_step_may_ask_for_different_things(tmp_path: Path) -> None:
@@ -148,12 +173,47 @@ def test_a_folder_that_the_engine_cannot_follow_is_refused_in_a_sentence(tmp_pat
     path = sentence_folder(tmp_path / "missing", CLS)
     (path / "1_Pooling" / "config.json").unlink()
     assert refused(path) == f"{path / '1_Pooling' / 'config.json'} does not exist"
-    path = sentence_folder(tmp_path / "weighted", {"pooling_mode_weightedmean_tokens": True})
-    assert "asks for the pooling weightedmean; supported are cls, mean, max, last" in refused(path)
+    path = sentence_folder(tmp_path / "other", {"pooling_mode": "median"})
+    assert "asks for the pooling median; supported are cls, max, mean, mean_sqrt_len, weightedmean" in refused(path)
     path = sentence_folder(tmp_path / "dense", CLS, torch.nn.Linear(32, 8))
     assert "projects 32 numbers, but it would be given 64" in refused(path)
     (path / "2_Dense" / "config.json").write_text('{"in_features": 64, "out_features": 8}')
     assert "has shape [8, 32], but config.json implies [8, 64]" in refused(path)
+
+
+def with_config(name: str, path: Path, **config: Any) -> Path:
+    """A copy of a tiny model's folder with more in its config.json."""
+    copytree(pooling_folder(name), path)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | config))
+    return path
+
+
+def test_positions_need_the_token_of_padding_where_they_begin_behind_it(tmp_path: Path) -> None:
+    path = with_config("roberta", tmp_path / "roberta", pad_token_id=None)
+    assert "config.json has the pad_token_id None, behind which RoBERTa's positions begin; set" in refused(path)
+    path = with_config("mpnet", tmp_path / "mpnet", pad_token_id=None)
+    expected = [pooled(hidden, "mean") for hidden in hidden_states("mpnet")]
+    assert_close(run_pooling(start(path, CPU), pooling_requests(EMBED)), expected)
+
+
+def test_types_are_ignored_by_a_model_with_a_single_one() -> None:
+    core = start(pooling_folder("roberta"), CPU)
+    requests = [
+        EngineRequest(number, text, [], SamplingParams(0), pooling=EMBED, second_text=len(text) // 2)
+        for number, text in enumerate(texts())
+    ]
+    assert_close(run_pooling(core, requests), [pooled(hidden, "mean") for hidden in hidden_states("roberta")])
+
+
+def test_an_encoder_needs_no_pooler_for_embeddings(tmp_path: Path) -> None:
+    path = with_config("bert", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("pooler.")}
+    assert len(kept) < len(tensors)
+    save_file(kept, path / "model.safetensors")
+    expected = [pooled(hidden, "mean") for hidden in hidden_states("bert")]
+    assert_close(run_pooling(start(path, CPU), pooling_requests(EMBED)), expected)
 
 
 def test_a_task_that_the_model_is_not_for_is_refused_in_a_sentence() -> None:

@@ -219,7 +219,7 @@ def test_an_unknown_architecture_is_refused(granite: Path) -> None:
 def test_code_in_the_checkpoint_is_never_run(granite: Path) -> None:
     (granite / "configuration_evil.py").write_text("raise SystemExit('it ran')")
     edit_config(granite, model_type="evil", auto_map={"AutoConfig": "configuration_evil.EvilConfig"})
-    assert "cannot read" in refusal(granite)
+    assert "it needs the code in its own repository, which is never run" in refusal(granite)
 
 
 def test_pickled_weights_are_never_read(granite: Path) -> None:

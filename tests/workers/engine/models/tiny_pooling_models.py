@@ -32,6 +32,7 @@ _SHAPE: dict[str, Any] = {
 _DISTIL: dict[str, Any] = {
     "vocab_size": VOCAB, "dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 200,
 }  # fmt: skip
+_GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 200}
 _ROBERTA = _SHAPE | {"pad_token_id": 1, "max_position_embeddings": 202, "type_vocab_size": 1}
 _DECODER = _SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": None}
 _MODERN = _SHAPE | {"num_hidden_layers": 5, "local_attention": 24, "cls_token_id": 1, "sep_token_id": 1}
@@ -60,6 +61,9 @@ EMBEDDERS = {
     "modernbert": TinyPoolingModel("ModernBertModel", "ModernBertConfig", _MODERN),
     "mpnet": TinyPoolingModel("MPNetModel", "MPNetConfig", _ROBERTA),
     "qwen3": TinyPoolingModel("Qwen3ForCausalLM", "Qwen3Config", _DECODER | {"head_dim": 32}, "last", True),
+    "qwen2": TinyPoolingModel("Qwen2ForCausalLM", "Qwen2Config", _DECODER, "last", True),
+    "llama": TinyPoolingModel("LlamaForCausalLM", "LlamaConfig", _DECODER, "last", True),
+    "gpt2": TinyPoolingModel("GPT2LMHeadModel", "GPT2Config", _GPT2, "last", True),
     "mistral": TinyPoolingModel("MistralModel", "MistralConfig", _DECODER | {"sliding_window": 24}, "last", True),
 }
 CLASSIFIERS = {
@@ -82,6 +86,21 @@ CLASSIFIERS = {
         "Qwen3ForSequenceClassification", "Qwen3Config", _DECODER | _THREE | {"head_dim": 32}
     ),
 }
+PADDED = {
+    "electra": TinyPoolingModel("ElectraForPreTraining", "ElectraConfig", _SHAPE | {"embedding_size": 32}),
+    "albert": TinyPoolingModel("AlbertForMaskedLM", "AlbertConfig", _SHAPE | {"embedding_size": 32}),
+    "deberta": TinyPoolingModel(
+        "DebertaV2Model", "DebertaV2Config", _SHAPE | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    ),
+    "camembert": TinyPoolingModel("CamembertModel", "CamembertConfig", _ROBERTA),
+    "gemma": TinyPoolingModel("GemmaForCausalLM", "GemmaConfig", _DECODER | {"head_dim": 16}, "last", True),
+    "electra-pair": TinyPoolingModel(
+        "ElectraForSequenceClassification", "ElectraConfig", _SHAPE | _ONE, second_text=True, activation="sigmoid"
+    ),
+    "deberta-classes": TinyPoolingModel("DebertaV2ForSequenceClassification", "DebertaV2Config", _SHAPE | _THREE),
+}
+"""Which run by transformers' classes."""
+_MODELS = EMBEDDERS | CLASSIFIERS | PADDED
 _folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit
 
 
@@ -93,7 +112,7 @@ def new_folder() -> Path:
 @cache
 def make_pooling_model(name: str) -> transformers.PreTrainedModel:
     """The model in float32, the same every time."""
-    tiny = (EMBEDDERS | CLASSIFIERS)[name]
+    tiny = _MODELS[name]
     torch.manual_seed(3)
     model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**tiny.settings))
     with torch.no_grad():
@@ -106,10 +125,34 @@ def make_pooling_model(name: str) -> transformers.PreTrainedModel:
 
 
 @cache
+def make_wide_model(name: str) -> transformers.PreTrainedModel:
+    """A model of usual proportions in float32, whose layers neither swell nor fade."""
+    tiny = _MODELS[name]
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "dim": 128, "hidden_dim": 512, "n_embd": 128}
+    known = {size: value for size, value in sizes.items() if size in tiny.settings}
+    torch.manual_seed(4)
+    model = getattr(transformers, tiny.model_class)(getattr(transformers, tiny.config_class)(**tiny.settings | known))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    return model.float().eval()
+
+
+@cache
 def pooling_folder(name: str) -> Path:
     """A checkpoint as transformers saves it."""
+    return saved(make_pooling_model(name))
+
+
+@cache
+def wide_folder(name: str) -> Path:
+    return saved(make_wide_model(name))
+
+
+def saved(model: transformers.PreTrainedModel) -> Path:
     path = new_folder()
-    make_pooling_model(name).save_pretrained(path)
+    model.save_pretrained(path)
     return path
 
 
@@ -120,13 +163,16 @@ def texts() -> list[list[int]]:
 
 
 def second_text_of(name: str, text: list[int]) -> int:
-    return len(text) // 2 if (EMBEDDERS | CLASSIFIERS)[name].second_text else 0
+    return len(text) // 2 if _MODELS[name].second_text else 0
+
+
+def hidden_states(name: str) -> list[Tensor]:
+    """What transformers computes of each text by itself, float32 [tokens, 64]."""
+    return states_of(make_pooling_model(name))
 
 
 @torch.inference_mode()
-def hidden_states(name: str) -> list[Tensor]:
-    """What transformers computes of each text by itself, float32 [tokens, 64]."""
-    model = make_pooling_model(name)
+def states_of(model: transformers.PreTrainedModel) -> list[Tensor]:
     trunk = getattr(model, model.base_model_prefix, model)
     return [trunk(torch.tensor([text])).last_hidden_state[0] for text in texts()]
 
@@ -145,7 +191,15 @@ def logits(name: str) -> list[Tensor]:
 
 def pooled(hidden: Tensor, mode: str) -> Tensor:
     """One of sentence-transformers' ways of pooling."""
-    ways = {"cls": hidden[0], "mean": hidden.mean(0), "max": hidden.max(0).values, "last": hidden[-1]}
+    places = torch.arange(1, len(hidden) + 1)[:, None]
+    ways = {
+        "cls": hidden[0],
+        "max": hidden.max(0).values,
+        "mean": hidden.mean(0),
+        "mean_sqrt_len": hidden.sum(0) / len(hidden) ** 0.5,
+        "weightedmean": (hidden * places).sum(0) / places.sum(),
+        "last": hidden[-1],
+    }
     return ways[mode]
 
 

@@ -1,0 +1,37 @@
+"""What runs the steps of any model: its backend's attention, its paged cache, and the tables that a
+step's inputs are made from.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from workers.engine.attention.base import CacheShape
+from workers.engine.attention.context import Interruption, StepAttention
+from workers.engine.backends.base import Backend
+from workers.engine.cuda.staging import ResultCopies
+from workers.engine.inputs.base import StepInputs
+from workers.engine.messages.resolved_config import ResolvedConfig
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.pooling import PoolingModel
+
+
+class StepRunner:
+    """`interruption` abandons a step; it is None on a GPU."""
+
+    def __init__(
+        self, config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_blocks: int
+    ) -> None:
+        self.device = model.device
+        self._shape = model.config
+        shape = CacheShape(num_blocks, config.block_size, self._shape.num_kv_heads, self._shape.head_dim)
+        self.attention = backend.attention(shape, self._shape.num_heads, model.dtype, self.device)
+        self.caches = self.attention.new_cache(self._shape.num_layers)
+        self.inputs = backend.inputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
+        self.interruption = Interruption() if self.device.type == "cpu" else None
+        self._copies = ResultCopies(self.device)
+
+    def _attend(self, inputs: StepInputs, bias: Tensor | None = None) -> StepAttention:
+        """Return a step's attention; `bias` as `Attention.forward` has it."""
+        scales, patterns = self._shape.attention_scales, self._shape.attention_patterns
+        return StepAttention(self.attention, self.caches, inputs.metadata, scales, patterns, self.interruption, bias)
