@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -9,9 +11,12 @@ import pytest
 
 from pipeline.commands.serve import serve
 from pipeline.hosting import room
+from pipeline.hosting.host import check_fits
 from pipeline.hosting.models import ServedModel, served_models
 from pipeline.hosting.needs import Needs, needs_of
 from pipeline.hosting.room import Room
+from pipeline.hosting.settings import HostingSettings
+from pipeline.hosting.usage import memory_of
 from pipeline.main import cli
 from pipeline.options import all_models
 from tests.pipeline.conftest import RunHere
@@ -28,6 +33,13 @@ def folder(tmp_path: Path) -> Path:
         shutil.copytree(DEMO_MODEL, tmp_path / "models" / name)
     (tmp_path / "models" / "notes").mkdir()
     return tmp_path / "models"
+
+
+def move(folder: Path) -> None:
+    """Make the folder a third model, from a cache of the hub that was moved without its blobs."""
+    shutil.copytree(folder / "chat", folder / "moved")
+    (folder / "moved" / "model.safetensors").unlink()
+    (folder / "moved" / "model.safetensors").symlink_to("../../blobs/ab")
 
 
 @pytest.mark.parametrize(
@@ -48,6 +60,11 @@ def folder(tmp_path: Path) -> Path:
         ),
         (("{}/chat", "--model", "{}/embed"), "two models are named: {}/chat and --model {}/embed"),
         (("--model", "a={}/absent", "--model", "{}/chat"), "there is no model folder {}/absent"),
+        (
+            ("--model", "{}/moved", "--model", "{}/chat"),
+            "{}/moved/model.safetensors is a link to ../../blobs/ab, which",
+        ),
+        (("{}/moved",), "{}/moved/model.safetensors is a link to ../../blobs/ab, which is not there: download"),
         (("--model", "a=", "--model", "{}/chat"), "--model a= gives a no folder"),
         (("--model", "{}/notes", "--model", "{}/chat"), "the folder {}/notes has no config.json"),
         (("{}/notes",), "the folder {}/notes has no config.json, and neither has a folder in it"),
@@ -63,6 +80,7 @@ def test_models_that_cannot_be_served_are_refused_in_one_sentence(
     run_here: RunHere, folder: Path, flags: tuple[str, ...], sentence: str
 ) -> None:
     shared = ("--port", 0, "--file-store", folder.parent / "store", "--device", "cpu", "--dtype", "float32")
+    move(folder)
     done = run_here("serve", *(flag.replace("{}", str(folder)) for flag in flags), *shared)
     assert done.code == 2
     assert sentence.replace("{}", str(folder)) in done.err.splitlines()[-1]
@@ -95,6 +113,15 @@ def test_models_are_named_by_flags_a_variable_a_config_file_or_their_folder(
     assert [model.names for model in models_of()] == expected
     monkeypatch.delenv("PIPELINE_MODEL")
     assert [model.names for model in models_of()] == [["demo"]]
+
+
+def test_a_folder_of_models_may_hold_one_with_broken_links(folder: Path) -> None:
+    move(folder)
+    models = models_of(folder, "--dtype", "float32")
+    assert [model.title for model in models] == ["chat", "embed", "moved"]
+    check_fits(models, HostingSettings(max_memory=4 * GIB))
+    whole, broken = (needs_of(model.settings.engine, 1).memory for model in models[1:])
+    assert whole - broken == 2 * (Path(DEMO_MODEL) / "model.safetensors").stat().st_size  # stored as bfloat16
 
 
 def test_flags_that_are_given_twice_for_a_model_count_together(folder: Path) -> None:
@@ -148,6 +175,36 @@ def test_what_is_loaded_may_still_load_or_leaves_counts(monkeypatch: pytest.Monk
     assert limited.shortage(one, [one], [], []) == ""
     assert "of the 2.00 GiB of --max-memory 0.00 GiB are left" in limited.shortage(one, [one], [one], [])
     assert limited.shortage(one, [one], [one], leaving=[one]) == ""
+
+
+def test_a_loaded_model_counts_by_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, more, less = Needs(2 * GIB), Needs(GIB, used=3 * GIB), Needs(3 * GIB, used=GIB)
+    machine, limited = Room(None), Room(5 * GIB)
+    monkeypatch.setattr(room, "available_memory", lambda: 4 * GIB)
+    assert machine.shortage(one, [more], [], []) == ""
+    assert machine.shortage(one, [less], [], []) == ""  # which may take 2 GiB more: its cache fills with work
+    assert limited.shortage(one, [more], [], []) == ""
+    assert "of --max-memory 1.00 GiB are left" in limited.shortage(one, [more, Needs(GIB)], [], [])
+    monkeypatch.setattr(room, "available_memory", lambda: 3 * GIB)
+    assert "1.00 GiB are available" in machine.shortage(one, [less], [], [])
+    monkeypatch.setattr(room, "available_memory", lambda: GIB)
+    assert machine.shortage(one, [more], [], leaving=[more]) == ""
+    assert machine.shortage(one, [less], [], leaving=[less]) == ""
+
+
+def test_the_memory_of_a_process_is_that_of_all_below_it() -> None:
+    size = 64 << 20
+    code = f"held = bytearray({size}); import sys; print('held', flush=True); sys.stdin.read()"
+    command = ["sh", "-c", f'{sys.executable} -c "{code}"; true']
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        used = memory_of([process.pid])
+        process.stdin.close()
+    assert used is not None
+    assert size < used < 3 * size
+    assert memory_of([process.pid]) is None
 
 
 def test_each_model_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
