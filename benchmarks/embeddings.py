@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.encoders import ENCODERS, encoder_folder, texts
+from benchmarks.encoders import ENCODERS, encoder_folder, model_flags, texts
 from benchmarks.peers import (
     peer_versions,
     plain_environment,
@@ -35,7 +35,6 @@ from benchmarks.run_batch import timed
 from workers.engine.device.loader import cpu_dtype
 
 _PEERS = ("sentence-transformers", "vllm")
-_CONTEXT = 512
 
 Values = NDArray[np.float32]
 
@@ -95,17 +94,12 @@ def _write_lines(path: Path, given: list[Any], model: str, cross: bool) -> None:
 
 def _run_batch(source: Path, results: Path, folder: Path, model: str, dtype: str) -> list[str]:
     command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results)]
-    return command + _model(folder, model, dtype)
+    return command + model_flags(folder, model, dtype)
 
 
 def _vllm(source: Path, results: Path, folder: Path, model: str, dtype: str) -> list[str]:
     command = [str(vllm_folder() / "bin" / "vllm"), "run-batch", "-i", str(source), "-o", str(results)]
-    return command + _model(folder, model, dtype)
-
-
-def _model(folder: Path, model: str, dtype: str) -> list[str]:
-    options = {"model": folder, "served-model-name": model, "dtype": dtype, "max-model-len": _CONTEXT}
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return command + model_flags(folder, model, dtype)
 
 
 def _sentence_transformers(source: Path, results: Path, folder: Path, dtype: str, cross: bool) -> list[str]:
