@@ -32,9 +32,8 @@ _ROLES = {
     "pipeline worker": "worker",
     "rq_worker": "rq worker",
     "control.ticker": "ticker",
-    "pipeline jobs": "supervisor of jobs",
     "run-batch": "the command",
-    "unixsocket:": "Redis",
+    "-server": "Redis",
 }
 _WORDS = ("red", "blue", "old", "new", "small", "large", "river", "stone", "bread", "night")
 _TEXT_WORDS = (4, 12)
