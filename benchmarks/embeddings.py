@@ -5,7 +5,8 @@ command to the results file, against sentence-transformers and vLLM by turns.
     PEERS=~/peers python -m benchmarks.embeddings --model bge-base --texts 500 --against vllm
     PEERS=~/peers python -m benchmarks.embeddings --cross --texts 2000
 
-All run in the dtype that this engine chooses for the processor. Results are compared: cosines of
+All run in the dtype that this engine chooses for the processor; sentence-transformers may have
+another one, and another batch size, where these are its best. Results are compared: cosines of
 embeddings, and differences of scores.
 """
 
@@ -17,12 +18,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.encoders import ENCODERS, encoder_folder, texts
+from benchmarks.encoders import ENCODERS, encoder_folder, model_flags, texts
 from benchmarks.peers import (
     peer_versions,
     plain_environment,
@@ -35,9 +36,22 @@ from benchmarks.run_batch import timed
 from workers.engine.device.loader import cpu_dtype
 
 _PEERS = ("sentence-transformers", "vllm")
-_CONTEXT = 512
 
 Values = NDArray[np.float32]
+
+
+class SentenceTransformersRun(NamedTuple):
+    """How that runs, so that it can be at its best; no dtype is this engine's."""
+
+    dtype: str | None
+    batch_size: int
+
+    def command(self, source: Path, results: Path, folder: Path, dtype: str, cross: bool) -> list[str]:
+        """Return what embeds or scores a file."""
+        python = sentence_transformers_folder() / "bin" / "python"
+        script = Path(__file__).with_name("peer_sentence_transformers.py")
+        words = (folder, self.dtype or dtype, self.batch_size, "score" if cross else "embed", source, results)
+        return [str(python), str(script), *map(str, words)]
 
 
 def main() -> None:
@@ -47,14 +61,21 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true", help="scores of pairs by a cross-encoder")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--against", choices=_PEERS, default=_PEERS[0])
+    parser.add_argument(
+        "--peer-dtype", choices=("bfloat16", "float32"), help="of sentence-transformers [default: ours]"
+    )
+    parser.add_argument("--peer-batch-size", type=int, default=32, help="of sentence-transformers [default: 32]")
     args = parser.parse_args()
     versions = peer_versions(args.against)
-    figures = measure(args.model, args.texts, args.cross, args.turns, args.against, args.seed)
+    peer = SentenceTransformersRun(args.peer_dtype, args.peer_batch_size)
+    figures = measure(args.model, args.texts, args.cross, args.turns, args.against, args.seed, peer)
     name = f"{'scores' if args.cross else 'embeddings'}-{args.model}-{args.texts}-{args.against}"
     write_report(name, figures, args.out, args.seed, **versions)
 
 
-def measure(model: str, count: int, cross: bool, turns: int, against: str, seed: int) -> dict[str, Any]:
+def measure(
+    model: str, count: int, cross: bool, turns: int, against: str, seed: int, peer: SentenceTransformersRun
+) -> dict[str, Any]:
     """Return the seconds of both by turns, and how far their results differ."""
     folder, dtype = encoder_folder(f"{model}-cross" if cross else model), str(cpu_dtype()).removeprefix("torch.")
     given: list[Any] = list(texts(count, seed))
@@ -72,11 +93,12 @@ def measure(model: str, count: int, cross: bool, turns: int, against: str, seed:
             if against == "vllm":
                 command, environment = _vllm(source, other, folder, model, dtype), vllm_environment()
             else:
-                command, environment = _sentence_transformers(plain, other, folder, dtype, cross), plain_environment()
+                command, environment = peer.command(plain, other, folder, dtype, cross), plain_environment()
             theirs.append(timed(command, environment))
         found, expected = _read(results, cross), _read(other, cross)
     return {
         "dtype": dtype,
+        **({"peer": peer._asdict()} if against == _PEERS[0] else {}),
         "pipeline": _summary(ours, count),
         against: _summary(theirs, count),
         **by_turns(ours, theirs),
@@ -95,23 +117,12 @@ def _write_lines(path: Path, given: list[Any], model: str, cross: bool) -> None:
 
 def _run_batch(source: Path, results: Path, folder: Path, model: str, dtype: str) -> list[str]:
     command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results)]
-    return command + _model(folder, model, dtype)
+    return command + model_flags(folder, model, dtype)
 
 
 def _vllm(source: Path, results: Path, folder: Path, model: str, dtype: str) -> list[str]:
     command = [str(vllm_folder() / "bin" / "vllm"), "run-batch", "-i", str(source), "-o", str(results)]
-    return command + _model(folder, model, dtype)
-
-
-def _model(folder: Path, model: str, dtype: str) -> list[str]:
-    options = {"model": folder, "served-model-name": model, "dtype": dtype, "max-model-len": _CONTEXT}
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-def _sentence_transformers(source: Path, results: Path, folder: Path, dtype: str, cross: bool) -> list[str]:
-    python = sentence_transformers_folder() / "bin" / "python"
-    script = Path(__file__).with_name("peer_sentence_transformers.py")
-    return [str(python), str(script), str(folder), dtype, "score" if cross else "embed", str(source), str(results)]
+    return command + model_flags(folder, model, dtype)
 
 
 def _read(results: Path, cross: bool) -> Values:

@@ -28,8 +28,25 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "max_position_embeddings": 512,
     },
+    "tiny-32": {
+        "model_type": "bert",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 512,
+    },
+    "tiny-384": {
+        "model_type": "bert",
+        "hidden_size": 384,
+        "intermediate_size": 384,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 512,
+    },
 }
-"""Mean of the tokens for the first, the first token's for the second; both normalized."""
+"""Mean of the tokens, but for bge-base, which has the first token's; all normalized."""
+CONTEXT = 512  # tokens, of all of them
 
 _CROSS_ENCODER = "-cross"  # the same with a head of one label
 _VOCABULARY_SIZE = 30_522
@@ -44,6 +61,12 @@ def encoder_folder(name: str) -> Path:
     if not (folder / "tokenizer.json").exists():
         _write(name, folder)
     return folder
+
+
+def model_flags(folder: Path, model: str, dtype: str = "auto") -> list[str]:
+    """Return what `pipeline run-batch` and `vllm run-batch` are told of the model."""
+    options = {"model": folder, "served-model-name": model, "dtype": dtype, "max-model-len": CONTEXT}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def texts(count: int, seed: int, tokens: tuple[int, int] = (16, 256)) -> list[str]:
@@ -64,7 +87,7 @@ def _write(name: str, folder: Path) -> None:
         settings["num_labels"] = 1
     write_checkpoint(settings, folder, auto_class="AutoModelForSequenceClassification" if cross else "AutoModel")
     if not cross:
-        _write_modules(folder, settings["hidden_size"], by_mean=shape == "minilm-l6")
+        _write_modules(folder, settings["hidden_size"], by_mean=shape != "bge-base")
     _tokenizer(settings["max_position_embeddings"]).save_pretrained(folder)
 
 

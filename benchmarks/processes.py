@@ -101,3 +101,14 @@ def memory(pid: int) -> dict[str, int]:
         fields = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return {names[name]: int(value.split()[0]) * 1024 for name, value in fields if name in names}
     return {}
+
+
+def proportional_bytes(pid: int) -> int:
+    """Return resident bytes, of which those that several processes share are divided among them; 0
+    for one that is gone.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _ANSWERS = 3
 _LONGEST_ANSWER = 100
+_NUMBER_COLUMNS = ("embedding", "score")
+_VALUES = (*_NUMBER_COLUMNS, "relevance_score", "label", "probs", "data")
+"""Of an answer's items, in the shapes of the endpoints for numbers."""
 
 
 def counts_of(record: "BatchRecord", note: str = "") -> Counts:
@@ -101,10 +104,18 @@ def _jsonl_rows(output: Path) -> list[tuple[str, str]]:
 
 def _row(line: dict[str, Any]) -> tuple[str, str]:
     body = (line.get("response") or {}).get("body") or {}
-    if line.get("error") or "choices" not in body:
-        return line["custom_id"], f"error: {(line.get('error') or {}).get('message')}"
+    if line.get("error"):
+        return line["custom_id"], f"error: {line['error'].get('message')}"
+    if "choices" not in body:
+        return line["custom_id"], _numbers(body.get("data") or body.get("results") or ())
     choice = body["choices"][0]
     return line["custom_id"], _said(choice["message"]) if "message" in choice else choice["text"]
+
+
+def _numbers(items: Iterable[dict[str, Any]]) -> str:
+    """Return what a model gave for each text or pair, or for the only one."""
+    values = [next((item[name] for name in _VALUES if item.get(name) is not None), None) for item in items]
+    return json.dumps(values[0] if len(values) == 1 else values)
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -116,13 +127,17 @@ def _said(message: dict[str, Any]) -> str:
 def _parquet_rows(output: Path) -> list[tuple[str, str]]:
     from pyarrow import parquet
 
-    columns = ["custom_id", "text", "error_message"]
-    batch = next(parquet.ParquetFile(output).iter_batches(batch_size=_ANSWERS, columns=columns), None)
-    rows = [] if batch is None else batch.to_pylist()
-    return [
-        (row["custom_id"], row["text"] or "" if row["error_message"] is None else f"error: {row['error_message']}")
-        for row in rows
-    ]
+    file = parquet.ParquetFile(output)
+    numbers = [name for name in _NUMBER_COLUMNS if name in file.schema_arrow.names]
+    columns = ["custom_id", "text", "error_message", *numbers]
+    batch = next(file.iter_batches(batch_size=_ANSWERS, columns=columns), None)
+    return [] if batch is None else [(row["custom_id"], _cell(row)) for row in batch.to_pylist()]
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if row["error_message"] is not None:
+        return f"error: {row['error_message']}"
+    return row["text"] or next((json.dumps(row[name]) for name in _NUMBER_COLUMNS if row.get(name) is not None), "")
 
 
 def _shorten(text: str) -> str:

@@ -28,7 +28,16 @@ from benchmarks.profile_table import PARTS, profile_table
 from benchmarks.schemas import any_schema, schema_of_fields
 from benchmarks.work import shape_of, share_of
 
-BESIDE_ROWS = {"admission", "peak", "goals", "pages", "queue_latency", "__main__"}
+BESIDE_ROWS = {
+    "admission",
+    "embeddings",
+    "embeddings_memory",
+    "peak",
+    "goals",
+    "pages",
+    "queue_latency",
+    "__main__",
+}
 MODULES = sorted({row[0] for row in rows.QUICK + rows.FULL} | BESIDE_ROWS)
 
 
