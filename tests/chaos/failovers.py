@@ -30,23 +30,26 @@ class SentinelKillers(Killers):
         and may answer as a master at first.
         """
         before = self.sentinels.master
-        take(before)
-        return self._failing_over(before, lambda: bring_back(before))
+        return self._failing_over(before, lambda: take(before), lambda: bring_back(before))
 
     def fail_over_by_order(self) -> str:
-        before = self.sentinels.master
-        self.sentinels.order_failover()
-        return self._failing_over(before, lambda: None, self.sentinels.order_failover)
+        order = self.sentinels.order_failover
+        return self._failing_over(self.sentinels.master, order, lambda: None, order)
 
     def _failing_over(
-        self, before: ServerProcess, mend: Callable[[], None], again: Callable[[], object] = lambda: None
+        self,
+        before: ServerProcess,
+        begin: Callable[[], object],
+        mend: Callable[[], None],
+        again: Callable[[], object] = lambda: None,
     ) -> str:
-        """What the new master lacks is lost, from now until the old one is a replica.
+        """What the new master lacks is lost, from before `begin` until the old one is a replica.
 
         `again` repeats an order, which Sentinels may give up after the machine stood still.
         """
         self.load.note_loss()
         self.redis_is_broken = True
+        begin()
         ordered_at = time.monotonic()
 
         def look() -> None:

@@ -46,7 +46,7 @@ class SubmittedBatch:
     cancel_at: int | None  # lines after which it is cancelled
     id: str | None = None
     record: BatchRecord | None = None
-    life: int = 0  # `Load.lives` when the record was read
+    life: tuple[int, str] = (0, "")  # `Load.lives`, and Redis' history, when the record was read
     lost: bool = False  # its folder was removed: it must end all the same
     gone: bool = False  # and Redis came back empty: nothing is left of it
 
@@ -247,7 +247,7 @@ class ChaosLoad:
         """
         if self._store_is_away:
             return
-        life = self.lives
+        life = (self.lives, self._fleet.history())
         if batch.id is None:
             try:
                 batch.id = create_batch(self._fleet.client, batch.spec).id
@@ -261,7 +261,8 @@ class ChaosLoad:
         before, batch.record = batch.record, record
         if before is not None and not batch.lost:
             self._compare_stored(batch, before, record)
-        if before is not None and batch.life == life == self.lives and life % 2 == 0:
+        is_same = batch.life == life == (self.lives, self._fleet.history())
+        if before is not None and is_same and life[0] % 2 == 0:
             self._compare(batch, before, record)
         batch.life = life
         if batch.cancel_at is not None and record.state == "in_progress" and record.completed >= batch.cancel_at:

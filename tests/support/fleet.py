@@ -172,6 +172,10 @@ class LocalFleet:
         """Process ids of what `start_redis` started."""
         return {self.redis.pid}
 
+    def history(self) -> str:
+        """Return the name of what Redis holds, where another server may take over with less."""
+        return ""
+
     @property
     def clock_lead(self) -> float:
         """Seconds by which the clock of the control plane is ahead of Redis'."""

@@ -1,5 +1,7 @@
 """A whole fleet whose queue is behind Sentinels."""
 
+from typing import Any
+
 from tests.support.fleet import LocalFleet
 from tests.support.sentinels import SentinelSet
 
@@ -19,6 +21,13 @@ class SentinelFleet(LocalFleet):
     @property
     def servers(self) -> set[int]:
         return {one.pid for one in (*self.sentinels.servers, *self.sentinels.sentinels)}
+
+    def history(self) -> str:
+        """Return the replication id, which each new master changes, unordered failovers too: a busy
+        machine answers Sentinels late.
+        """
+        info: Any = self.client.info("replication")
+        return str(info["master_replid"])
 
     @property
     def clock_lead(self) -> float:
