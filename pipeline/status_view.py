@@ -48,7 +48,7 @@ def _served_now(state: WorkerState | None, offer: OnDemandModel | None) -> str:
         return "yes"
     if offer is None:
         return "no"
-    if state in ("loading", "initializing"):
+    if state in ("loading", "initializing") and not offer.refusal:  # else what one left that was killed
         return "loading"
     trouble = offer.failure or offer.problem
     return f"on demand, but {trouble}" if trouble else "on demand"
