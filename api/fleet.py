@@ -57,7 +57,8 @@ class Snapshot:
     def loading(self) -> list[str]:
         """Models that no worker answers for yet, by name."""
         coming = self.names("loading", "initializing") | (set(self.expected) - set(self.on_demand))
-        return sorted(coming - self.names("ready"))
+        refused = {name for name, offer in self.on_demand.items() if offer.refusal}
+        return sorted(coming - self.names("ready") - refused)
 
     @property
     def callable_names(self) -> list[str]:

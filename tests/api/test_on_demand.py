@@ -30,14 +30,17 @@ def hasty_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
 def test_all_models_are_listed_with_whether_they_are_loaded(
     client: openai.OpenAI, http: httpx.Client, queue: Queue, scripted: Callable[..., ScriptedWorker]
 ) -> None:
-    queue.offer(dict.fromkeys((MODEL, "loads", "asleep"), OFFER), [])
+    bad = OnDemandModel("server-1", failure="could not be loaded: it holds no weights", refusal="failed")
+    queue.offer(dict.fromkeys((MODEL, "loads", "asleep"), OFFER) | {"bad": bad}, [])
     register(queue, "first", "loads", "loading")
+    register(queue, "killed", "bad", "loading")
     scripted(lambda claim: [])
-    assert http.get("/ready").json() == {"status": "ready", "models": ["asleep", "loads", MODEL]}
+    assert http.get("/ready").json() == {"status": "ready", "models": ["asleep", "bad", "loads", MODEL]}
     listed = {
         model.id: (extra["status"], extra["loaded"]) for model in client.models.list() if (extra := model.to_dict())
     }
-    assert listed == {MODEL: ("ready", True), "loads": ("loading", False), "asleep": ("unloaded", False)}
+    waiting = {"loads": ("loading", False), "asleep": ("unloaded", False), "bad": ("unloaded", False)}
+    assert listed == {MODEL: ("ready", True), **waiting}
     assert client.models.retrieve("asleep").to_dict()["loaded"] is False
     answer = call(http, "typo")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

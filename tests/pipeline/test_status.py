@@ -47,7 +47,7 @@ def test_batches_at_work_are_shown_and_ended_ones_counted_in_a_few_round_trips(
 
 
 def test_models_are_shown_with_whether_they_are_loaded(queue: Queue) -> None:
-    for name, state in (("ready", "ready"), ("loads", "loading"), ("was-served", "ready")):
+    for name, state in (("ready", "ready"), ("loads", "loading"), ("big", "loading"), ("was-served", "ready")):
         queue.register_worker(WorkerRecord(name, [name], state, 128, time.time(), "host", 1))  # type: ignore[arg-type]
     queue.remove_worker("was-served")
     big = OnDemandModel("server", "needs about 9.00 GiB of memory, and 1.00 GiB are available", refusal="memory")
