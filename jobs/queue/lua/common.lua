@@ -12,6 +12,7 @@ local QUARANTINE_GROUP_SIZE = 16
 local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4
 local MOST_BYTES_OF_AN_ENTRY = 1024
 local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
+local MOST_BYTES_OF_AN_API_RESULT = 16384 -- an embedding of 1,024 numbers as text
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
 local MOST_CALLS = 500 -- waiting live calls that one script moves, or drops: more would hold up the server
 local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so long, whatever its size
@@ -475,7 +476,7 @@ end
 -- it is alive, takes it whole only.
 local function notify_api(api, name, entry_id, fields, bytes)
   local stream = key.api(api)
-  if bytes > MOST_BYTES_OF_AN_API_ENTRY and redis.call('EXISTS', key.api_alive(api)) == 1 then
+  if bytes > MOST_BYTES_OF_AN_API_RESULT and redis.call('EXISTS', key.api_alive(api)) == 1 then
     fields = {}
   end
   redis.call('XADD', stream, 'MAXLEN', '~', API_ENTRIES, '*', 'k', name, 'e', entry_id, unpack(fields))

@@ -458,6 +458,17 @@ class TestPublish:
         assert (large.name, large.entry_id, large.chunks) == (str(claim.key), "1-0", None)
         assert [whole.entry(claim.key)] == queue.read_tokens({claim.key: "1-0"})
 
+    @pytest.mark.parametrize(("size", "repeated"), [(12_000, True), (20_000, False)])
+    def test_a_result_of_some_size_comes_to_its_api_whole(
+        self, queue: Queue, redis_client: redis.Redis, size: int, repeated: bool
+    ) -> None:
+        queue.submit("live_a", request(reply_to="api1"))
+        [claim] = take(queue, "w1", 1)
+        queue.commit("w1", [finished(claim, "x" * size)])
+        [[item]] = [parse_api_entry(fields) for _, fields in redis_client.xrange(keys.api("api1"))]
+        assert item.entry_id == "0-2"
+        assert (item.result is not None) == repeated
+
     def test_what_is_published_together_comes_to_an_api_together(self, queue: Queue, redis_client: redis.Redis) -> None:
         """One of the version before, which never says that it takes that, gets one entry each."""
         for number in range(40):
