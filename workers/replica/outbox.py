@@ -62,6 +62,7 @@ class Outbox:
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._accepted: list[Delta] = []
+        self._acceptances: dict[Held, asyncio.TimerHandle] = {}  # that are sent unless a result comes first
         # By a full Redis; they come before any later ones of the same requests
         self._refused: list[Delta] = []
         self._finished: list[Finished] = []
@@ -81,8 +82,17 @@ class Outbox:
         self._accepted.append(delta)
         self._wake_at(self._next)
 
+    def accept_later(self, delta: Delta) -> None:
+        """Send the first message of a live call whose next one is its result, unless that comes
+        soon.
+        """
+        lease, loop = (delta.key, delta.fence), asyncio.get_running_loop()
+        self._acceptances[lease] = loop.call_later(COALESCE_SECONDS, self._accept_late, lease, delta)
+
     def finish(self, finished: Finished) -> None:
         """Commit a result: at once for a live call, else with those that end about then."""
+        if acceptance := self._acceptances.pop((finished.key, finished.fence), None):
+            acceptance.cancel()
         self._finished.append(finished)
         if finished.key.live:
             self._wake_at(self._next)
@@ -149,6 +159,10 @@ class Outbox:
             self._rest(began, loop.time())
             self._last = self._last if live_only else loop.time()
 
+    def _accept_late(self, lease: Held, delta: Delta) -> None:
+        del self._acceptances[lease]
+        self.accept(delta)
+
     def _take_finished(self, live_only: bool) -> list[Finished]:
         taken = [item for item in self._finished if item.key.live] if live_only else self._finished
         self._finished = [item for item in self._finished if not item.key.live] if live_only else []
@@ -161,8 +175,9 @@ class Outbox:
     def close(self) -> None:
         """Give up what Redis does not take; nothing is sent any more."""
         self._closed.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, *self._acceptances.values()):
+            if timer is not None:
+                timer.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, deltas: list[Delta], finished: list[Finished]) -> list[Held] | None:

@@ -353,7 +353,8 @@ class Running:
 
     def _accept(self, request: AnyInFlight) -> None:
         if request.claim.live:
-            self._outbox.accept(request.accepted())
+            accept = self._outbox.accept if request.publishes else self._outbox.accept_later
+            accept(request.accepted())
 
     def _late_token(
         self, output: StepOutput, request_id: int, count: int, cached: int, now: float

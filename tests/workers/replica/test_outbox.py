@@ -85,6 +85,33 @@ def test_tokens_that_a_full_redis_refused_come_before_later_ones(full: redis.Red
     assert [token for entry in entries for token in token_ids_in(entry)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_result_that_comes_soon_stands_for_the_first_message(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    monkeypatch.setattr("workers.replica.outbox.COALESCE_SECONDS", 600.0 if in_time else 0.001)
+    queue = Queue(redis_client)
+    queue.submit("live_a", request())
+    [live] = queue.claim("w1", 1, 1, models=[MODEL])
+    ended: list[Held] = []
+
+    async def run() -> None:
+        outbox = Outbox(queue, "w1", 2.0, lambda: 0, ended.extend, lambda held: None)
+        running = asyncio.create_task(outbox.run(lambda live_only: [], lambda: False))
+        outbox.accept_later(delta(live, 0, [], accepted=True))
+        while not in_time and not queue.read_tokens({live.key: "0-0"}):
+            await asyncio.sleep(0.001)
+        outbox.finish(finished(live))
+        while not ended:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        outbox.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    entries = queue.read_tokens({live.key: "0-0"})
+    assert [(entry.accepted, entry.result is not None) for entry in entries] == [(True, False), (False, True)][in_time:]
+
+
 class RecordingQueue(Queue):
     """Notes what each call brings, and takes the replies of publishes only while `open`."""
 

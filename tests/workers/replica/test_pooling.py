@@ -180,7 +180,7 @@ class PoolingBench:
         self._prepare = partial(prepare_each, texts, PoolingPreparation(tokenizer, ["m"], info, SentenceFiles()))
         self._seq = 0
 
-    def accept(self, delta: Delta) -> None:
+    def accept_later(self, delta: Delta) -> None:
         assert self.queue.publish(self.worker, [delta]) == []
 
     def finish(self, finished: Finished) -> None:
