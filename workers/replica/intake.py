@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from functools import partial
 
+from jobs.protocol.endpoints import POOLING_ENDPOINTS
 from jobs.protocol.requests import Claim, Finished
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.scripts import MAX_ITEMS
@@ -25,6 +26,7 @@ LOOK_SECONDS = 2.0
 """How often an idle worker asks for work without a notification."""
 
 _PAUSE_AFTER_ERROR = 0.5
+_SHORT_BYTES = 2048  # of the bodies of requests that are prepared at once
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
 
 
@@ -60,7 +62,9 @@ class Intake:
         tokenization: Tokenization,
         load: Callable[[], Load],
     ) -> None:
-        """`prepare` makes requests of claims, in a thread; `load` is what the engine has."""
+        """`prepare` makes requests of claims, in a thread unless they are short; `load` is what the
+        engine has.
+        """
         self._queue = queue
         self._worker = worker
         self._models = models
@@ -157,7 +161,8 @@ class Intake:
         if claims:
             logger.debug("claimed %d requests", len(claims))
             self._leases.add((claim.key, claim.fence) for claim in claims)
-            start(*await in_thread(self._prepare, self._tokenization.take(claims)))
+            others = self._tokenization.take(claims)
+            start(*(self._prepare(others) if is_short(others) else await in_thread(self._prepare, others)))
 
     def _claim(self, room: int, live_room: int) -> list[Claim]:
         """After an outage the same number asks again."""
@@ -170,6 +175,14 @@ class Intake:
                 await self._changed.wait()
         except TimeoutError:
             self.wake()
+
+
+def is_short(claims: Sequence[Claim]) -> bool:
+    """Return whether preparing them takes no longer than the way to a thread and back: a few short
+    texts for numbers, which no template renders and no parser or grammar is looked up for.
+    """
+    size = sum(len(claim.request.body) for claim in claims)
+    return size <= _SHORT_BYTES and all(claim.request.endpoint in POOLING_ENDPOINTS for claim in claims)
 
 
 def free_places(load: Load, max_num_seqs: int) -> tuple[int, int]:

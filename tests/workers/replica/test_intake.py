@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from jobs.protocol.requests import Finished, Request, RequestKey
+from jobs.protocol.requests import Claim, Finished, Request, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from tests.support.requests import ready_length
-from workers.replica.intake import Intake, free_places, requests_for
+from workers.replica.intake import Intake, free_places, is_short, requests_for
 from workers.replica.leases import Leases
 from workers.replica.metrics import RequestMetrics
 from workers.replica.preparation import Preparation
@@ -70,6 +70,23 @@ def test_places_are_shared_and_some_are_for_live_calls(
 ) -> None:
     assert free_places(load, 16) == places
     assert tuple(requests_for(free, load) for free in places) == requests
+
+
+@pytest.mark.parametrize(
+    ("requests", "short"),
+    [
+        ([("/v1/embeddings", 100)], True),
+        ([("/v1/embeddings", 100), ("/v1/rerank", 200)], True),
+        ([("/v1/embeddings", 1500), ("/v1/embeddings", 1500)], False),
+        ([("/v1/embeddings", 100), ("/v1/chat/completions", 100)], False),  # a template renders it
+    ],
+)
+def test_a_few_short_texts_for_numbers_need_no_thread(requests: list[tuple[str, int]], short: bool) -> None:
+    claims = [
+        Claim(RequestKey("live_a", 0), 1, Request(url, "m", b"x" * size, seed=1), None, 1, live=True)
+        for url, size in requests
+    ]
+    assert is_short(claims) == short
 
 
 def add_lines(queue: Queue, batch: str, count: int, body: bytes = BODY) -> None:
