@@ -81,7 +81,7 @@ async def answer(request: Request, parse: Callable[[bytes], Call | PoolingCall |
             if not state.settings.middleware:  # which may change what it sees
                 live.write_through(stream)
             return stream
-        result = await _unless_gone(request, live.result(first))
+        result = first.result or await _unless_gone(request, live.result(first))
     except TooManyCalls as error:
         await _for_a_moment(live.close())
         if not isinstance(error, ModelOverloaded):
