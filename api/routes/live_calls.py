@@ -16,7 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from starlette.requests import ClientDisconnect
 
-from api.auth import caller_of
+from api.auth import AuthorizedRoute, caller_of
 from api.http.answer_headers import note_headers, rate_limit
 from api.http.event_stream import EventStream, until_gone
 from api.http.openapi import EVENTS, json_body
@@ -37,7 +37,7 @@ _LEAVING_SECONDS = 1.0
 _leaving: set[asyncio.Future[None]] = set()  # calls that end behind their answer
 _RETRY_SECONDS = "5"  # after which a refused client may try again
 
-router = APIRouter()
+router = APIRouter(route_class=AuthorizedRoute)
 
 
 @router.post(

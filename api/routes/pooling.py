@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from openai.types import CreateEmbeddingResponse
 
+from api.auth import AuthorizedRoute
 from api.http.openapi import json_body
 from api.routes.live_calls import answer
 from jobs.protocol.endpoints import POOLING_ENDPOINTS
@@ -16,7 +17,7 @@ from jobs.protocol.pooling_endpoint import PoolingCall
 from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
 from jobs.protocol.validation import decode_body
 
-router = APIRouter()
+router = APIRouter(route_class=AuthorizedRoute)
 
 _NUMBER, _INTEGER, _STRING = {"type": "number"}, {"type": "integer"}, {"type": "string"}
 _NUMBERS = {"type": "array", "items": _NUMBER}

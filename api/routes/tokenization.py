@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from api.auth import AuthorizedRoute
 from api.http.openapi import json_body
 from api.routes.live_calls import answer
 from api.state import state_of
@@ -15,7 +16,7 @@ from jobs.protocol.endpoints import TOKENIZER_ENDPOINTS
 from jobs.protocol.tokenization import DETOKENIZE, TOKENIZE, TokenizerCall
 from jobs.protocol.validation import decode_body
 
-router = APIRouter()
+router = APIRouter(route_class=AuthorizedRoute)
 
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 
