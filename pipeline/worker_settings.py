@@ -1,5 +1,6 @@
 """From the values of the model flags to what a worker runs with."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,17 @@ from workers.engine.messages.config import EngineConfig, most_processes
 from workers.engine.profiling import make_profile_folder
 from workers.settings import DEMO_MODEL, WorkerSettings
 
+_SUFFIXES = {".safetensors", ".json"}
+
 
 def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
     """Return the settings of a worker for `model` (None: the demo model). Raises `Refused`."""
     check_model_folder(model)
+    return unchecked_settings(model, redis_url, values)
+
+
+def unchecked_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
+    """Return the same without a look at the model's folder. Raises `Refused`."""
     _check_processes(values["tensor_parallel_size"], values.get("data_parallel_size", 1))
     try:
         if values["profile"] is not None:
@@ -35,9 +43,21 @@ def _check_processes(ranks: int, replicas: int) -> None:
 
 
 def check_model_folder(model: str | None) -> None:
-    """Raise `Refused` if the model is plainly a local path without a folder; the worker checks the
-    rest.
+    """Raise `Refused` if the model is plainly a local path without a folder, or if files of its
+    folder are links to nothing; the worker checks the rest.
     """
     looks_local = model is not None and (model.startswith(("/", "./", "../", "~")) or model.count("/") > 1)
     if model is not None and looks_local and not Path(model).is_dir():
         raise Refused(f"there is no model folder {model}")
+    if model is not None:
+        _check_links(Path(model).expanduser())
+
+
+def _check_links(folder: Path) -> None:
+    """Raise `Refused` for a link to nothing, as in a cache of the hub that was moved in part."""
+    for file in sorted(folder.glob("*")):
+        if file.suffix in _SUFFIXES and file.is_symlink() and not file.exists():
+            raise Refused(
+                f"{file} is a link to {os.readlink(file)}, which is not there: download the model again, or copy it"
+                " with the files behind its links (cp -rL)"
+            )

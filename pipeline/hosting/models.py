@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from pipeline.errors import Refused
 from pipeline.options import all_of, check_model_flags, model_arguments, model_options, replicas_option
-from pipeline.worker_settings import worker_settings
+from pipeline.worker_settings import check_model_folder, unchecked_settings
 from workers.settings import WorkerSettings
 
 _MARKS = ("config.json", "modules.json")
@@ -68,22 +68,27 @@ def _served(
 ) -> ServedModel:
     if name:
         values = {**values, "served_model_name": (name,)}
-    title = name or worker_settings(folder, redis_url or "", values).models[-1]
+    title = name or unchecked_settings(folder, redis_url or "", values).models[-1]
     if title in own:
         values = {**values, **_read_flags(title, own[title], values)}
-    settings = worker_settings(folder, redis_url or "", values)
+    settings = unchecked_settings(folder, redis_url or "", values)
     arguments = [*([folder] if folder else []), *model_arguments(values)]
     return ServedModel(title, settings, arguments, values["data_parallel_size"])
 
 
 def _named(text: str) -> list[tuple[str, str | None]]:
-    """Return name ("" for the model's own) and folder of each model that one --model gives."""
+    """Return name ("" for the model's own) and folder of each model that one --model gives.
+
+    Only what is named is checked: a bad one in a folder of models is refused when it is loaded.
+    """
     name, separator, folder = text.partition("=")
     if separator and name and "/" not in name and not Path(text).exists():
         if not folder:
             raise Refused(f"--model {text} gives {name} no folder: it is NAME=FOLDER, or NAME=HUB-NAME")
+        check_model_folder(folder)
         return [(name, folder)]
     if _is_model(Path(text)) or not Path(text).is_dir():
+        check_model_folder(text)
         return [("", text)]
     found: list[tuple[str, str | None]] = [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)]
     if not found:
@@ -92,7 +97,7 @@ def _named(text: str) -> list[tuple[str, str | None]]:
 
 
 def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _MARKS)
+    return any((folder / name).is_file() or (folder / name).is_symlink() for name in _MARKS)
 
 
 def _split_flags(text: str) -> tuple[str, str]:

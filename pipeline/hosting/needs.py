@@ -38,8 +38,7 @@ def needs_of(engine: EngineConfig, replicas: int) -> Needs:
     config = _config(folder)
     item = _ITEM_BYTES.get(engine.dtype, 2 if _has_bfloat16() else 4)
     stored = _ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 4)
-    files = (file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    weights = sum(file.stat().st_size for file in files) * item // stored
+    weights = _stored_bytes(folder) * item // stored
     return Needs(ranks * _PROCESS_BYTES + replicas * (weights + _cache_bytes(engine, config, item)))
 
 
@@ -70,6 +69,11 @@ def _folder(model: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def _stored_bytes(folder: Path) -> int:
+    files = (file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    return sum(file.stat().st_size for file in files if file.is_file())  # the worker refuses broken links
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -8,9 +8,11 @@ import pytest
 
 from pipeline.commands.serve import serve
 from pipeline.hosting import room
+from pipeline.hosting.host import check_fits
 from pipeline.hosting.models import ServedModel, served_models
 from pipeline.hosting.needs import Needs, needs_of
 from pipeline.hosting.room import Room
+from pipeline.hosting.settings import HostingSettings
 from pipeline.main import cli
 from pipeline.options import all_models
 from tests.pipeline.conftest import RunHere
@@ -27,6 +29,13 @@ def folder(tmp_path: Path) -> Path:
         shutil.copytree(DEMO_MODEL, tmp_path / "models" / name)
     (tmp_path / "models" / "notes").mkdir()
     return tmp_path / "models"
+
+
+def move(folder: Path) -> None:
+    """Make the folder a third model, from a cache of the hub that was moved without its blobs."""
+    shutil.copytree(folder / "chat", folder / "moved")
+    (folder / "moved" / "model.safetensors").unlink()
+    (folder / "moved" / "model.safetensors").symlink_to("../../blobs/ab")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +56,11 @@ def folder(tmp_path: Path) -> Path:
         ),
         (("{}/chat", "--model", "{}/embed"), "two models are named: {}/chat and --model {}/embed"),
         (("--model", "a={}/absent", "--model", "{}/chat"), "there is no model folder {}/absent"),
+        (
+            ("--model", "{}/moved", "--model", "{}/chat"),
+            "{}/moved/model.safetensors is a link to ../../blobs/ab, which",
+        ),
+        (("{}/moved",), "{}/moved/model.safetensors is a link to ../../blobs/ab, which is not there: download"),
         (("--model", "a=", "--model", "{}/chat"), "--model a= gives a no folder"),
         (("--model", "{}/notes", "--model", "{}/chat"), "the folder {}/notes has no config.json"),
         (("{}/notes",), "the folder {}/notes has no config.json, and neither has a folder in it"),
@@ -62,6 +76,7 @@ def test_models_that_cannot_be_served_are_refused_in_one_sentence(
     run_here: RunHere, folder: Path, flags: tuple[str, ...], sentence: str
 ) -> None:
     shared = ("--port", 0, "--file-store", folder.parent / "store", "--device", "cpu", "--dtype", "float32")
+    move(folder)
     done = run_here("serve", *(flag.replace("{}", str(folder)) for flag in flags), *shared)
     assert done.code == 2
     assert sentence.replace("{}", str(folder)) in done.err.splitlines()[-1]
@@ -94,6 +109,15 @@ def test_models_are_named_by_flags_a_variable_a_config_file_or_their_folder(
     assert [model.names for model in models_of()] == expected
     monkeypatch.delenv("PIPELINE_MODEL")
     assert [model.names for model in models_of()] == [["demo"]]
+
+
+def test_a_folder_of_models_may_hold_one_with_broken_links(folder: Path) -> None:
+    move(folder)
+    models = models_of(folder, "--dtype", "float32")
+    assert [model.title for model in models] == ["chat", "embed", "moved"]
+    check_fits(models, HostingSettings(max_memory=4 * GIB))
+    whole, broken = (needs_of(model.settings.engine, 1).memory for model in models[1:])
+    assert whole - broken == 2 * (Path(DEMO_MODEL) / "model.safetensors").stat().st_size  # stored as bfloat16
 
 
 def test_flags_that_are_given_twice_for_a_model_count_together(folder: Path) -> None:
