@@ -198,8 +198,13 @@ def served(ring: str, member: str) -> str:
 
 
 def waiting(model: str) -> str:
-    """Set of workers whose last claim left them room, and of servers that would load the model."""
+    """Set of workers whose last claim left them room."""
     return f"{{q}}:waiting:{model}"
+
+
+def loaders(model: str) -> str:
+    """Set of servers that load the model when work for it waits; lasts as their offers do."""
+    return f"{{q}}:loaders:{model}"
 
 
 def serving(model: str) -> str:

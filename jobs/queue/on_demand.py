@@ -32,19 +32,20 @@ class OnDemand(QueueBase):
     def offer(self, models: Mapping[str, OnDemandModel], waits_for: Collection[str]) -> None:
         """Say for a while that these models are loaded when work for them waits.
 
-        The next work for one of `waits_for`, and for no other, sends the server a bell, as it does
-        to an idle worker.
+        The next work for one of `waits_for`, and for no other, sends the server a bell, as does the
+        end of the last worker that serves it; not while another worker serves it.
         """
         until = self.now() + OFFER_SECONDS
         offers = [part for name, one in models.items() for part in (name, pack(_until(one, until)))]
         waits = [
-            ["SADD" if name in waits_for else "SREM", keys.waiting(name), one.server] for name, one in models.items()
+            ["SADD" if name in waits_for else "SREM", keys.loaders(name), one.server] for name, one in models.items()
         ]
-        self.commands([["HSET", keys.ON_DEMAND, *offers], ["EXPIRE", keys.ON_DEMAND, OFFER_SECONDS], *waits])
+        lasts = [["EXPIRE", name, OFFER_SECONDS] for name in (keys.ON_DEMAND, *map(keys.loaders, waits_for))]
+        self.commands([["HSET", keys.ON_DEMAND, *offers], *waits, *lasts])
 
     def withdraw(self, models: Mapping[str, OnDemandModel]) -> None:
         """Take the offers back."""
-        waits = [["SREM", keys.waiting(name), one.server] for name, one in models.items()]
+        waits = [["SREM", keys.loaders(name), one.server] for name, one in models.items()]
         streams = [["UNLINK", keys.control(server)] for server in {one.server for one in models.values()}]
         self.commands([["HDEL", keys.ON_DEMAND, *models], *waits, *streams])
 

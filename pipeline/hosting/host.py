@@ -238,7 +238,6 @@ class ModelHost:
                 tuple(place.model.names),
                 OnDemandModel(self._watch.server, place.problem, place.failure, place.refusal),
                 frozenset(place.pids),
-                rings=place.state == "unloaded" and place.waits_since is None,
             )
             for place in self._places
         }

@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,7 +49,6 @@ class ModelToWatch:
     names: tuple[str, ...]
     offer: OnDemandModel
     pids: frozenset[int] = frozenset()  # of its worker processes
-    rings: bool = True  # whether the next work for it is to end a wait
 
 
 class Look(NamedTuple):
@@ -72,7 +71,9 @@ class WorkWatch:
         self._queue = queue
         self._models: Mapping[str, ModelToWatch] = {}
         self._found = Look(-math.inf, {})
+        self._waiting: frozenset[str] = frozenset()  # models for which the last look found work, and no worker
         self._stopped = threading.Event()
+        self._offering = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="work-watch", daemon=True)
 
     def start(self, models: Mapping[str, ModelToWatch]) -> None:
@@ -92,28 +93,30 @@ class WorkWatch:
     def stop(self) -> None:
         """Take the offers back; the thread ends with its blocking read."""
         self._stopped.set()
-        with contextlib.suppress(redis.RedisError, QueueUnavailable):  # else they expire
+        with self._offering, contextlib.suppress(redis.RedisError, QueueUnavailable):  # else they expire
             self._queue.withdraw(_offers(self._models.values()))
 
     def _watch(self) -> None:
         last_id = FIRST_ID
         while not self._stopped.is_set():
             try:
-                is_loading = self._look()
-                pause = _UNSETTLED_SECONDS if is_loading or self.unsettled else MAX_BLOCK_SECONDS
-                orders = self._queue.control_messages(self.server, last_id, pause)
+                orders = self._queue.control_messages(self.server, last_id, self.look())
                 last_id = orders[-1].id if orders else last_id
             except Exception as error:
                 if not self._stopped.is_set():
                     logger.warning("failed to look for work; models are neither loaded nor unloaded: %s", error)
                 self._stopped.wait(_PAUSE_AFTER_ERROR)
 
-    def _look(self) -> bool:
-        """Return whether work waits for a model that should soon be loaded."""
+    def look(self) -> float:
+        """Look once; return the seconds until the next look, where no work rings before."""
         began, models = time.monotonic(), self._models
         offers = _offers(models.values())
-        # First, so that work which comes after the look rings
-        self._queue.offer(offers, [name for one in models.values() if one.rings for name in one.names])
+        # Where work waits, the next look comes anyway, and more of it would ring without end
+        rings = [name for title, one in models.items() if title not in self._waiting for name in one.names]
+        with self._offering:
+            if self._stopped.is_set():
+                return 0.0
+            self._queue.offer(offers, rings)  # first, so that work which comes after the look rings
         workers = self._queue.workers()
         waiting = self._queue.waiting_work(list(offers))
         # After what waits: what is claimed meanwhile is seen twice, and not never
@@ -122,7 +125,15 @@ class WorkWatch:
         works = {title: _work(model, workers, waiting, held, gauges) for title, model in models.items()}
         self._found = Look(began, works)
         os.eventfd_write(self.news, 1)
-        return any(work.waiting and not (work.ready or models[title].offer.refusal) for title, work in works.items())
+        before, self._waiting = self._waiting, frozenset(_without_worker(works))
+        if not self._waiting.issuperset(before):  # what waited is gone, and the next work has to ring
+            return 0.0
+        is_loading = any(not models[title].offer.refusal for title in self._waiting)
+        return _UNSETTLED_SECONDS if is_loading or self.unsettled else MAX_BLOCK_SECONDS
+
+
+def _without_worker(works: Mapping[str, ModelWork]) -> Iterator[str]:
+    return (title for title, work in works.items() if work.waiting and not work.ready)
 
 
 def _offers(models: Collection[ModelToWatch]) -> dict[str, OnDemandModel]:

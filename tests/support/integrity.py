@@ -101,13 +101,17 @@ class _Check:
 
     def of_workers(self) -> list[str]:
         known = {worker.decode() for worker in self.hash(keys.WORKERS)}
-        known |= {msgpack.decode(offer, type=OnDemandModel).server for offer in self.hash(keys.ON_DEMAND).values()}
-        listed = [("waits for", keys.waiting("")), ("serves", keys.serving(""))]
+        servers = {msgpack.decode(offer, type=OnDemandModel).server for offer in self.hash(keys.ON_DEMAND).values()}
+        listed = [
+            ("waits for", keys.waiting(""), known),
+            ("serves", keys.serving(""), known),
+            ("would load", keys.loaders(""), servers),
+        ]
         return [
             f"{worker}: {what} {model}, which is not registered"
-            for what, prefix in listed
+            for what, prefix, registered in listed
             for model in self.dump.starting(prefix)
-            for worker in sorted(self.members(prefix + model) - known)
+            for worker in sorted(self.members(prefix + model) - registered)
         ]
 
     def of_files(self) -> list[str]:

@@ -115,8 +115,29 @@ local function notify(worker, kind, value, seconds)
   redis.call('EXPIRE', stream, CONTROL_SECONDS)
 end
 
+-- Wakes all servers that would load this model, where no worker serves it: which of them has room
+-- for it, and which is gone, they alone find out.
+local function wake_loaders(model)
+  if redis.call('EXISTS', key.serving(model)) == 0 then
+    for _, server in ipairs(redis.call('SMEMBERS', key.loaders(model))) do
+      redis.call('SREM', key.loaders(model), server)
+      notify(server, 'bell')
+    end
+  end
+end
+
+-- Takes a worker from those that serve this model. What came while it was the last one, and was
+-- ending, woke no server.
+local function end_serving(model, worker)
+  redis.call('SREM', key.waiting(model), worker)
+  if redis.call('SREM', key.serving(model), worker) == 1 then
+    wake_loaders(model)
+  end
+end
+
 -- Wakes workers that wait for work of this model; for a live call also busy ones, when none waits.
 local function wake_workers(model, count, busy_too)
+  wake_loaders(model)
   local idle = redis.call('SRANDMEMBER', key.waiting(model), count)
   for _, worker in ipairs(idle) do
     redis.call('SREM', key.waiting(model), worker)
@@ -378,6 +399,7 @@ local function wake_for_quarantine()
         left = left - 1
       end
     end
+    wake_loaders(model)
   end
 end
 

@@ -56,9 +56,8 @@ end
 local function strike_off(dead)
   local record = redis.call('HGET', key.WORKERS, dead)
   for _, model in ipairs(record and cmsgpack.unpack(record).models or {}) do
-    redis.call('SREM', key.serving(model), dead)
     redis.call('SREM', key.turns(model), dead)
-    redis.call('SREM', key.waiting(model), dead)
+    end_serving(model, dead)
     end_turns_for_older_workers(model)
   end
   redis.call('HDEL', key.WORKERS, dead)

@@ -15,8 +15,7 @@ for i = 5, #ARGV, 2 do
     redis.call('SADD', key.turns(model), worker)
     redis.call('SINTERSTORE', key.turns(model), key.turns(model), key.serving(model))
   else
-    redis.call('SREM', key.serving(model), worker)
-    redis.call('SREM', key.waiting(model), worker)
+    end_serving(model, worker)
   end
 end
 return 1
