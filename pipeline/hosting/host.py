@@ -5,7 +5,7 @@ has been idle for long enough or another one needs its place.
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from pipeline.hosting.models import ServedModel
 from pipeline.hosting.needs import Needs, needs_of
 from pipeline.hosting.room import Room
 from pipeline.hosting.settings import HostingSettings
+from pipeline.hosting.usage import memory_of
 from pipeline.hosting.work_watch import ModelToWatch, ModelWork, WorkWatch
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class ModelHost:
             for place in self._places
             if place.state == "unloaded" and place.waits_since is not None and now >= place.retry_at
         ]
+        for place in self._taken() if wanted else ():
+            place.needs = _measured(place)
         for place in sorted(wanted, key=lambda one: (not one.work.live, one.waits_since)):
             place.needs = _needs(place.model)  # a model of the hub may have been downloaded
             place.problem = self._shortage(place)
@@ -249,6 +252,12 @@ def check_fits(models: Iterable[ServedModel], settings: HostingSettings) -> None
     for model in models:
         if shortage := room.shortage(_needs(model), (), (), ()):
             raise Refused(f"the model {model.title} {shortage}: free some, raise --max-memory, or leave the model out")
+
+
+def _measured(place: ModelPlace) -> Needs:
+    if place.state != "ready" or place.needs.gpus:  # what a driver takes in a process says nothing of a GPU
+        return place.needs
+    return replace(place.needs, used=memory_of(child.pid for child in place.children if child.pid is not None))
 
 
 def _needs(model: ServedModel) -> Needs:

@@ -20,8 +20,19 @@ _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 class Needs:
     """What all replicas of a model take together."""
 
-    memory: int  # bytes
+    memory: int  # bytes, an estimate
     gpus: int = 0
+    used: int | None = None  # bytes that it takes now, once it is loaded; None: the same
+
+    @property
+    def taken(self) -> int:
+        """Return the bytes that it takes now."""
+        return self.memory if self.used is None else self.used
+
+    @property
+    def most(self) -> int:
+        """Return the bytes that it will take: a KV cache fills with work, after the load."""
+        return max(self.memory, self.taken)
 
 
 def needs_of(engine: EngineConfig, replicas: int) -> Needs:

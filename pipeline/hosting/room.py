@@ -18,22 +18,22 @@ class Room:
     ) -> str:
         """Return what a model lacks beside others, "" if nothing: the end of "The model ...".
 
-        `loaded` have taken what they need, `starting` may still take it, and `leaving` are among
-        the loaded and give it back.
+        `loaded` have taken what they use, `starting` may still take all that they need, and
+        `leaving` are among the loaded and give back what they use.
         """
         loaded, starting, leaving = list(loaded), list(starting), list(leaving)
         others = [*loaded, *starting]
         gpus = self._gpus - sum(one.gpus for one in others) + sum(one.gpus for one in leaving)
         if needs.gpus > gpus and needs.gpus:
             return f"needs {needs.gpus} GPU{'s' * (needs.gpus > 1)}, and {max(0, gpus)} of {self._gpus} are free"
-        given_back = sum(one.memory for one in leaving)
+        reserved = sum(one.most for one in others) - sum(one.most for one in leaving)
         wanted = f"needs about {gib(needs.memory)} of memory"
         if self._max_memory is not None:
-            left = self._max_memory - sum(one.memory for one in others) + given_back
+            left = self._max_memory - reserved
             if needs.memory > left:
                 return f"{wanted}, and of the {gib(self._max_memory)} of --max-memory {gib(max(0, left))} are left"
         available = available_memory()
         if available is None:
             return ""
-        left = available - sum(one.memory for one in starting) + given_back
+        left = available + sum(one.taken for one in loaded) - reserved
         return f"{wanted}, and {gib(max(0, left))} are available" if needs.memory > left else ""

@@ -1,6 +1,8 @@
 """What --model and --model-flags make of it, and what a model needs of the machine."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -13,6 +15,7 @@ from pipeline.hosting.models import ServedModel, served_models
 from pipeline.hosting.needs import Needs, needs_of
 from pipeline.hosting.room import Room
 from pipeline.hosting.settings import HostingSettings
+from pipeline.hosting.usage import memory_of
 from pipeline.main import cli
 from pipeline.options import all_models
 from tests.pipeline.conftest import RunHere
@@ -154,6 +157,36 @@ def test_what_is_loaded_may_still_load_or_leaves_counts(monkeypatch: pytest.Monk
     assert limited.shortage(one, [one], [], []) == ""
     assert "of the 2.00 GiB of --max-memory 0.00 GiB are left" in limited.shortage(one, [one], [one], [])
     assert limited.shortage(one, [one], [one], leaving=[one]) == ""
+
+
+def test_a_loaded_model_counts_by_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, more, less = Needs(2 * GIB), Needs(GIB, used=3 * GIB), Needs(3 * GIB, used=GIB)
+    machine, limited = Room(None), Room(5 * GIB)
+    monkeypatch.setattr(room, "available_memory", lambda: 4 * GIB)
+    assert machine.shortage(one, [more], [], []) == ""
+    assert machine.shortage(one, [less], [], []) == ""  # which may take 2 GiB more: its cache fills with work
+    assert limited.shortage(one, [more], [], []) == ""
+    assert "of --max-memory 1.00 GiB are left" in limited.shortage(one, [more, Needs(GIB)], [], [])
+    monkeypatch.setattr(room, "available_memory", lambda: 3 * GIB)
+    assert "1.00 GiB are available" in machine.shortage(one, [less], [], [])
+    monkeypatch.setattr(room, "available_memory", lambda: GIB)
+    assert machine.shortage(one, [more], [], leaving=[more]) == ""
+    assert machine.shortage(one, [less], [], leaving=[less]) == ""
+
+
+def test_the_memory_of_a_process_is_that_of_all_below_it() -> None:
+    size = 64 << 20
+    code = f"held = bytearray({size}); import sys; print('held', flush=True); sys.stdin.read()"
+    command = ["sh", "-c", f'{sys.executable} -c "{code}"; true']
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        used = memory_of([process.pid])
+        process.stdin.close()
+    assert used is not None
+    assert size < used < 3 * size
+    assert memory_of([process.pid]) is None
 
 
 def test_each_model_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
