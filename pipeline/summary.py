@@ -104,8 +104,8 @@ def _jsonl_rows(output: Path) -> list[tuple[str, str]]:
 
 def _row(line: dict[str, Any]) -> tuple[str, str]:
     body = (line.get("response") or {}).get("body") or {}
-    if line.get("error"):
-        return line["custom_id"], f"error: {line['error'].get('message')}"
+    if line.get("error") or not body:
+        return line["custom_id"], f"error: {(line.get('error') or {}).get('message')}"
     if "choices" not in body:
         return line["custom_id"], _numbers(body.get("data") or body.get("results") or ())
     choice = body["choices"][0]
