@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.embeddings_memory import measure
 
-TEXTS = 30_000
+TEXTS = 60_000
 MOST_MB = 300  # of every process but the engine's
 # From the third to the last fifth; who writes Parquet loads pyarrow at the end
-GROWTH_MB = {"jsonl": 16, "parquet": 80}
+GROWTH_MB = {"jsonl": 32, "parquet": 96}
 
 
 @pytest.mark.proof
@@ -21,11 +21,12 @@ def test_many_short_texts_take_no_more_memory_than_few(
     monkeypatch.setenv("BENCHMARK_CACHE", str(tmp_path))
     figures = measure(tmp_path, "tiny-32", TEXTS, file_format, seed=1)
     print(figures)
-    levels = figures["mb"]
-    assert {name for name in levels if name.endswith("used_memory")} == {"Redis, used_memory"}
+    # What is a process's own share depends on what else runs
+    levels = {name: level for name, level in figures["mb"].items() if not name.endswith(", own")}
     above = {name: level for name, level in levels.items() if level["peak"] > MOST_MB and "engine core" not in name}
     assert above == {}
-    followed = {name: level for name, level in levels.items() if "third" in level and "last" in level}
+    followed = {name: level for name, level in levels.items() if level.keys() >= {"third", "last"}}
     assert {name.split(",")[0] for name in followed} >= {"Redis", "worker", "rq worker", "the command", "ticker"}
-    grown = {name for name, level in followed.items() if level["last"] > level["third"] + GROWTH_MB[file_format]}
-    assert grown == set()
+    assert "Redis, used_memory" in followed
+    allowed = GROWTH_MB[file_format]
+    assert {name: level for name, level in followed.items() if level["last"] > level["third"] + allowed} == {}
