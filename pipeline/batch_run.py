@@ -19,6 +19,7 @@ from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
+from pipeline.hosting.host import ModelHost, fit_together
 from pipeline.progress import Counts, Progress
 from pipeline.signals import Signals
 from pipeline.summary import check_end, counts_of, print_problems, print_summary
@@ -98,11 +99,20 @@ class BatchRun:
             log.info("batch %s", batch_id)
         ended = False
         try:
-            record = self._follow(batch_id, spec, supervisor, signals, progress)
+            with self._host(supervisor, progress) as host:
+                record = self._follow(batch_id, spec, supervisor, signals, progress, host)
             ended = True
         finally:
             self._wind_up(ended, supervisor, signals, progress)
         return record
+
+    def _host(
+        self, supervisor: Supervisor, progress: Progress
+    ) -> "contextlib.AbstractContextManager[ModelHost | None]":
+        task = self._task
+        if not task.hosted:
+            return contextlib.nullcontext()
+        return ModelHost(task.hosted, task.hosting, supervisor, progress.say)
 
     def _is_under_way(self, client: redis.Redis) -> bool:
         """Return whether the fleet has this run's batch already, so no check of workers is due."""
@@ -133,8 +143,9 @@ class BatchRun:
             root=str(task.root),
             output=str(task.output.absolute()),
             error_file="inline",
-            default_model=default,
+            default_model=None if len(task.hosted) > 1 else default,
             models=models,
+            by_model=bool(task.hosted) and not fit_together(task.hosted, task.hosting),
             seed=task.model_flags["seed"],
         )
 
@@ -150,7 +161,13 @@ class BatchRun:
         return create_batch(client, spec, retry_failed=self._task.retry_failed)
 
     def _follow(
-        self, batch_id: str, spec: BatchSpec, supervisor: Supervisor, signals: Signals, progress: Progress
+        self,
+        batch_id: str,
+        spec: BatchSpec,
+        supervisor: Supervisor,
+        signals: Signals,
+        progress: Progress,
+        host: ModelHost | None,
     ) -> BatchRecord:
         """Supervise until the batch has ended; the worker starts once the input has been found good
         and something is left to do.
@@ -159,6 +176,8 @@ class BatchRun:
         """
         while True:
             pause = supervisor.check()
+            if host is not None:
+                pause = min(pause, host.check())
             try:
                 record = get_batch(supervisor.queue.redis, batch_id, retry_seconds=0.0)
                 is_led = bool(supervisor.queue.redis.exists(keys.LEADER))
@@ -175,6 +194,8 @@ class BatchRun:
             if signals.stops:
                 raise Interrupted(self._farewell(batch_id))
             self._check_moves(record, is_led)
+            if host is not None and host.problem:
+                raise Unfinished(f"{host.problem}; {_RESUMES}")
             if record.state == "in_progress" and record.completed + record.failed < record.total:
                 self._ensure_worker(supervisor, record)
             longest = _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS
@@ -221,7 +242,7 @@ class BatchRun:
         return "the fleet's `pipeline jobs` works on the same paths, so put input and output where it sees them; "
 
     def _ensure_worker(self, supervisor: Supervisor, record: BatchRecord) -> None:
-        if self._task.starts_worker and not supervisor.has("worker"):
+        if self._task.starts_worker and not self._task.hosted and not supervisor.has("worker"):
             start_worker(self._task, supervisor)
         if self._answering_since is None and record.running:
             self._answering_since = time.monotonic()

@@ -36,6 +36,7 @@ def run_task(task: Task) -> None:
         with Supervisor(task.redis_url, task.queue, progress.say, task.log_level) as supervisor:
             if (
                 task.redis_url is None
+                and not task.hosted
                 and load_manifest(str(task.root)) is None
                 and task.source.stat().st_size < _SMALL_BYTES
             ):
@@ -60,11 +61,14 @@ def submit(task: Task) -> str:
 
 
 def _checked(task: Task) -> list[str]:
-    """Return the names of the model that is served here; none if no worker is started.
+    """Return the names of the models that are served here; none if no worker is started.
 
     Raises `Refused`.
     """
-    served = worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
+    if task.hosted:
+        served = [name for model in task.hosted for name in model.names]
+    else:
+        served = worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
     check_input(task.source)
     check_output(task.output, task.source)
     return served

@@ -1,13 +1,17 @@
 """The parameters of a run, and the start of its worker."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.queue.settings import QueueSettings
+from pipeline.hosting.settings import HostingSettings
 from pipeline.options import model_arguments
 from pipeline.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from pipeline.hosting.models import ServedModel
 
 _SHUTDOWN_SECONDS = 1.0
 
@@ -17,11 +21,14 @@ class Task:
     """The parameters of a run.
 
     With no `redis_url` everything runs here; `model_flags` are the values of the model flags.
+    `hosted` are the models where there are several.
     """
 
     source: Path
     output: Path
     model: str | None
+    hosted: Sequence["ServedModel"]
+    hosting: HostingSettings
     redis_url: str | None
     queue: QueueSettings
     model_flags: Mapping[str, Any]

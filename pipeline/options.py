@@ -217,13 +217,16 @@ def _config_values(ctx: click.Context, path: Path) -> dict[str, Any]:
     root = ctx.find_root().command
     names = root.list_commands(ctx) if isinstance(root, click.Group) else []
     commands = [root.get_command(ctx, name) for name in names] if isinstance(root, click.Group) else [ctx.command]
-    params = (param for command in commands if command is not None for param in command.params)
+    params = [param for command in commands if command is not None for param in command.params]
     options = [param for param in params if isinstance(param, click.Option)]
     values = {str(key).replace("-", "_"): value for key, value in _parse_config(path).items()}
-    unknown = sorted(set(values) - {option.name for option in options})
+    own = {param.name for param in ctx.command.params}
+    unknown = sorted(set(values) - {param.name for param in options} - {"model"})
     if unknown:
         raise Refused(f"{path}: no flag is called {', '.join(unknown)}")
-    if isinstance(values.get("model"), list):  # one is the commands' argument too
+    if "model" in values and "models" in own:
+        values["models"] = values.pop("model")
+    elif isinstance(values.get("model"), list):  # one is the commands' argument too
         values["model_option"] = values.pop("model")
     repeated = {option.name for option in options if option.multiple}
     return {name: [value] if name in repeated and isinstance(value, str) else value for name, value in values.items()}

@@ -101,8 +101,10 @@ def _jsonl_rows(output: Path) -> list[tuple[str, str]]:
 
 def _row(line: dict[str, Any]) -> tuple[str, str]:
     body = (line.get("response") or {}).get("body") or {}
-    if line.get("error") or "choices" not in body:
+    if line.get("error") or not body:
         return line["custom_id"], f"error: {(line.get('error') or {}).get('message')}"
+    if "choices" not in body:  # numbers
+        return line["custom_id"], json.dumps(body.get("data", body.get("results")))
     choice = body["choices"][0]
     return line["custom_id"], _said(choice["message"]) if "message" in choice else choice["text"]
 

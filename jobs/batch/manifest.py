@@ -41,6 +41,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     default_model: str | None = None  # for lines that name none; None: every line must
     # Served names that lines may use; None: those in the registry of models
     models: tuple[str, ...] | None = None
+    by_model: bool = False  # one model's lines after another's, where they are not loaded together
     tenant: str = ""
     metadata: dict[str, str] | None = None
     completion_window_seconds: float | None = None  # None: it never expires

@@ -31,10 +31,11 @@ _LEVELS = len(_PREFIX_CHARACTERS)
 _MAX = 0xFFFFFFFF
 
 _ENTRY = struct.Struct("<IQI")
-# The prefixes, longest first within, line, offset, length
-_BY_PREFIX = struct.Struct(f">{_LEVELS}IIIQI")
-# For each prefix (longest in group first, prefix), longest first, line, offset, length
-_BY_ORDER = struct.Struct(f">{2 * _LEVELS}IIIQI")
+# The model's turn, the prefixes, longest first within, line, offset, length
+_BY_PREFIX = struct.Struct(f">H{_LEVELS}IIIQI")
+# The model's turn, for each prefix (longest in group first, prefix), longest first, line, offset,
+# length
+_BY_ORDER = struct.Struct(f">H{2 * _LEVELS}IIIQI")
 _RUN_RECORDS = 100_000
 _FAN_IN = 24
 
@@ -116,10 +117,14 @@ def _close(runs: list[BinaryIO]) -> None:
 
 
 class PlanBuilder:
-    """Takes every line once, in any order, and writes the plan."""
+    """Takes every line once, in any order, and writes the plan; `by_model` with all lines of one
+    model before those of the next.
+    """
 
-    def __init__(self, folder: Path | None = None, run_records: int = _RUN_RECORDS) -> None:
+    def __init__(self, folder: Path | None = None, run_records: int = _RUN_RECORDS, *, by_model: bool = False) -> None:
         self._folder = folder
+        self._by_model = by_model
+        self._turns: dict[str, int] = {}
         self._run_records = run_records
         self._by_prefix = Sorter(_BY_PREFIX.size, folder, run_records)
         self.lines = 0
@@ -128,7 +133,8 @@ class PlanBuilder:
         """Notes one line; `body` may hold anything, since only the worker judges it."""
         hashes = prefix_hashes(model, list(endpoint.prefix_texts(body)))
         rest = _MAX - min(endpoint.expected_length(body), _MAX)
-        self._by_prefix.add(_BY_PREFIX.pack(*hashes, rest, *entry))
+        turn = self._turns.setdefault(model, len(self._turns)) if self._by_model else 0
+        self._by_prefix.add(_BY_PREFIX.pack(turn, *hashes, rest, *entry))
         self.lines += 1
 
     def write(self, location: str) -> str:
@@ -137,9 +143,9 @@ class PlanBuilder:
         ordered = Sorter(_BY_ORDER.size, self._folder, self._run_records)
         try:
             for record, maxima in zip(self._by_prefix, _expand(longest), strict=True):
-                fields = _BY_PREFIX.unpack(record)
+                turn, *fields = _BY_PREFIX.unpack(record)
                 groups = chain.from_iterable(zip(maxima, fields, strict=False))
-                ordered.add(_BY_ORDER.pack(*groups, *fields[_LEVELS:]))
+                ordered.add(_BY_ORDER.pack(turn, *groups, *fields[_LEVELS:]))
             self._by_prefix.close()
             with AtomicWriter(location) as writer:
                 for record in ordered:
@@ -159,10 +165,9 @@ class PlanBuilder:
         the order of the first sort.
         """
         groups = [(array("I"), array("I")) for _ in range(_LEVELS)]
-        previous: tuple[int, ...] = ()
+        previous: list[int] = []
         for record in self._by_prefix:
-            prefixes = _BY_PREFIX.unpack_from(record)
-            rest = prefixes[_LEVELS]
+            _, *prefixes, rest = _BY_PREFIX.unpack_from(record)[: _LEVELS + 2]
             for level, (counts, longest) in enumerate(groups):
                 if prefixes[: level + 1] != previous[: level + 1]:
                     counts.append(1)
@@ -170,7 +175,7 @@ class PlanBuilder:
                 else:
                     counts[-1] += 1
                     longest[-1] = min(longest[-1], rest)
-            previous = prefixes[:_LEVELS]
+            previous = prefixes
         return groups
 
 

@@ -52,7 +52,7 @@ class SourceCheck:
         self._models: set[str] = set()
         self._endpoints: set[str] = set()
         self._problems = _Problems()
-        self._plan = PlanBuilder(folder)
+        self._plan = PlanBuilder(folder, by_model=spec.by_model)
         self._ids = _CustomIds(folder)
         self._index = LineIndexWriter(root) if spec.of_api else None
 

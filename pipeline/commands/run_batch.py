@@ -1,15 +1,19 @@
 """`pipeline run-batch`: from a file of requests to a file of results."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.errors import Refused
+from pipeline.hosting.settings import HostingSettings
 from pipeline.options import (
     MODEL_FLAGS,
+    ModelNames,
     check_model_flags,
     common_options,
     flag,
+    flags_of,
     given_as_flag,
     log_settings,
     model_options,
@@ -18,6 +22,9 @@ from pipeline.options import (
     replicas_option,
     values_of,
 )
+
+if TYPE_CHECKING:
+    from pipeline.hosting.models import ServedModel
 
 
 @click.command("run-batch")
@@ -36,8 +43,19 @@ from pipeline.options import (
 )
 @flag(
     "--model",
-    help="Folder or hub name of the model; with REDIS_URL, the name of a served one. [default: the demo model]",
+    "models",
+    env="PIPELINE_MODEL",
+    type=ModelNames(),
+    multiple=True,
+    help="Folder or hub name of the model, NAME=FOLDER, or a folder of models; with REDIS_URL, the name of a served"
+    " one. May be repeated; each line then names its model. [default: the demo model]",
 )
+@flag(
+    "--model-flags",
+    multiple=True,
+    help="Flags of one of several models, as 'NAME=--max-model-len 8K --dtype float32'; may be repeated.",
+)
+@flags_of(HostingSettings, "idle_unload")
 @flag(
     "--seed",
     type=click.IntRange(min=0),
@@ -60,7 +78,8 @@ def run_batch(
     input: Path | None,
     input_file: Path | None,
     output_file: Path | None,
-    model: str | None,
+    models: tuple[str, ...],
+    model_flags: tuple[str, ...],
     retry_failed: bool,
     fail_on_error: bool,
     local_worker: bool,
@@ -84,14 +103,21 @@ def run_batch(
     from pipeline.batch_task import Task
 
     log_settings(ctx)
+    starts_worker = redis_url is None or local_worker
+    hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
+    hosted = _hosted(ctx, models, model_flags, redis_url, hosting) if starts_worker else []
+    if len(models) > 1 and not starts_worker:
+        raise Refused("with REDIS_URL the fleet has the models, and each line names its own: give one --model at most")
     task = Task(
         source=source,
         output=output_file or default_output(source),
-        model=model,
+        model=models[0] if models else None,
+        hosted=hosted,
+        hosting=hosting,
         redis_url=redis_url,
         queue=QueueSettings.from_environment(**values_of(QueueSettings, ctx.params)),
         model_flags=ctx.params,
-        starts_worker=redis_url is None or local_worker,
+        starts_worker=starts_worker,
         retry_failed=retry_failed,
         fail_on_error=fail_on_error,
         log_level=log_level,
@@ -100,6 +126,26 @@ def run_batch(
         click.echo(submit(task))
     else:
         run_task(task)
+
+
+def _hosted(
+    ctx: click.Context,
+    given: tuple[str, ...],
+    flags: tuple[str, ...],
+    redis_url: str | None,
+    settings: HostingSettings,
+) -> "list[ServedModel]":
+    """Return the models where they are several, or are not given as a folder or hub name alone."""
+    if len(given) < 2 and not flags and not any("=" in one or Path(one).is_dir() for one in given):
+        return []
+    from pipeline.hosting.host import check_fits
+    from pipeline.hosting.models import served_models
+
+    models = served_models(given, flags, redis_url, ctx.params)
+    if len(models) == 1 and not flags and given[0] == models[0].settings.engine.model:
+        return []
+    check_fits(models, settings)
+    return models
 
 
 def default_output(source: Path) -> Path:

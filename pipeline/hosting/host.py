@@ -98,6 +98,12 @@ class ModelHost:
     def __exit__(self, *error: object) -> None:
         self._watch.stop()
 
+    @property
+    def problem(self) -> str:
+        """Return why the work for a model waits in vain, "" while none does."""
+        refused = (place for place in self._places if place.refusal)
+        return next((f"the model {one.model.title} {one.problem or one.failure}" for one in refused), "")
+
     def check(self) -> float:
         """Load and unload; return the seconds until the next call at the latest."""
         now, look = time.monotonic(), self._watch.take()
@@ -252,6 +258,12 @@ def check_fits(models: Iterable[ServedModel], settings: HostingSettings) -> None
     for model in models:
         if shortage := room.shortage(_needs(model), (), (), ()):
             raise Refused(f"the model {model.title} {shortage}: free some, raise --max-memory, or leave the model out")
+
+
+def fit_together(models: Sequence[ServedModel], settings: HostingSettings) -> bool:
+    """Return whether there is room for all models at once."""
+    first, *others = map(_needs, models)
+    return not Room(settings.max_memory).shortage(first, loaded=(), starting=others, leaving=())
 
 
 def _measured(place: ModelPlace) -> Needs:

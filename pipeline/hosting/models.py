@@ -44,7 +44,7 @@ def _own_flags(**_: object) -> None:
 def served_models(
     given: Sequence[str], flags: Sequence[str], redis_url: str | None, values: Mapping[str, Any]
 ) -> list[ServedModel]:
-    """Return the models of a server, the demo model where none is `given`.
+    """Return the models of a server or of a run, the demo model where none is `given`.
 
     `values` are the flags for all of them, `flags` those of one each, as NAME=FLAGS. Raises
     `Refused`.

@@ -5,8 +5,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,15 +108,58 @@ def test_each_model_is_loaded_for_the_first_call_and_a_batch_may_name_both(
 
 def submit(client: openai.OpenAI, path: Path, models: list[str]) -> str:
     """Submit a batch with one line for each of `models`; return its id."""
+    write_lines(path, models)
+    with path.open("rb") as file:
+        uploaded = client.files.create(file=file, purpose="batch")
+    return client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h").id
+
+
+def write_lines(path: Path, models: Sequence[str | None]) -> None:
+    """Write a file with one line for each of `models`, which None leaves out."""
     bodies = [{"model": model, "prompt": "List", "max_tokens": 4, "temperature": 0} for model in models]
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
         for number, body in enumerate(bodies)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with path.open("rb") as file:
-        uploaded = client.files.create(file=file, purpose="batch")
-    return client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h").id
+
+
+def run_both(folder: Path, tmp_path: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+    models = [flag for name in BOTH for flag in ("--model", f"{name}={folder / name}")]
+    shared = ("-o", tmp_path / "results.jsonl", *models, "--device", "cpu", "--dtype", "float32")
+    return run_pipeline("run-batch", tmp_path / "requests.jsonl", *shared, *flags)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("flags", [(), ONE_AT_A_TIME], ids=["together", "one after the other"])
+def test_run_batch_loads_each_model_that_its_lines_name_once(
+    folder: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    models = [BOTH[number % 2] for number in range(3000)]  # more than are claimed at once
+    write_lines(tmp_path / "requests.jsonl", models)
+    done = run_both(folder, tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == [str(number) for number in range(len(models))]
+    assert [row["response"]["body"]["model"] for row in rows] == models
+    assert sorted(re.findall(r"\bloading the model (\w+)", done.stderr)) == [*BOTH]
+    assert done.stderr.count("to make room for") == (1 if flags else 0)
+
+
+@pytest.mark.proof
+def test_run_batch_refuses_what_none_of_its_models_can_answer(folder: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "requests.jsonl", ["chat", None])
+    done = run_both(folder, tmp_path)
+    assert (done.returncode, "model" in done.stderr) == (2, True), done.stderr
+    bad = tmp_path / "models"
+    shutil.copytree(folder, bad)
+    (bad / "embed" / "model.safetensors").unlink()
+    write_lines(tmp_path / "requests.jsonl", ["chat", "embed"])
+    done = run_both(bad, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"the model embed could not be loaded: .*holds no weights.*what is finished is kept", done.stderr)
+    shutil.copy(folder / "embed" / "model.safetensors", bad / "embed")
+    assert run_both(bad, tmp_path).returncode == 0
 
 
 @pytest.mark.proof

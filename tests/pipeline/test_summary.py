@@ -23,6 +23,14 @@ def test_first_answers_are_short_lines_without_what_a_terminal_obeys(tmp_path: P
     assert found == ["  a [2J: one two three", f"  {'c' * 99}…: {'d' * 99}…", "  é 🙂: "]
 
 
+def test_numbers_are_shown_as_they_are(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    bodies = [{"data": [{"index": 0, "embedding": [0.5, 1]}]}, {"results": [{"index": 1}]}]
+    rows = [{"custom_id": "a", "response": {"body": body}, "error": None} for body in bodies]
+    output.write_text("\n".join(map(json.dumps, rows)))
+    assert first_answers(output) == ['  a: [{"index": 0, "embedding": [0.5, 1]}]', '  a: [{"index": 1}]']
+
+
 def test_calls_of_tools_stand_for_an_answer_without_content(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     calls = [

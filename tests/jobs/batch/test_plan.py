@@ -38,6 +38,19 @@ def planned(folder: Path, bodies: list[dict[str, Any]], run_records: int = 1000,
     return [entry.line - 1 for entry in entries]
 
 
+@pytest.mark.parametrize("by_model", [False, True])
+def test_lines_of_one_model_come_before_those_of_the_next_where_it_is_asked_for(tmp_path: Path, by_model: bool) -> None:
+    builder = PlanBuilder(tmp_path, 7, by_model=by_model)
+    for line in range(40):
+        body = chat(None, f"question {line}", max_tokens=line)
+        builder.add(PlanEntry(line, 0, 0), BATCH_ENDPOINTS[CHAT], "ba"[line % 2], body)
+    builder.write(str(tmp_path / "plan.bin"))
+    with open(tmp_path / "plan.bin", "rb") as file:
+        found = [entry.line for entry in read_plan(file, 0, 50)]
+    longest_first = list(range(39, -1, -1))
+    assert found == (sorted(longest_first, key=lambda line: line % 2) if by_model else longest_first)
+
+
 @pytest.mark.parametrize("count", [0, 1, 23, 24, 25, 600, 24 * 24 + 5])
 def test_a_sort_keeps_few_files(tmp_path: Path, count: int, seed: int) -> None:
     rng = random.Random(seed)
