@@ -104,9 +104,9 @@ def test_a_prompt_of_the_folder_comes_first(tokenizer: TextTokenizer, tmp_path: 
     assert asked() == [[CLS, *ids("the dog: fox"), SEP]]
     assert asked(prompt_name="document") == [[CLS, *ids("fox"), SEP]]
     preparation = PoolingPreparation(tokenizer, ["m"], EMBED, files)
-    _, errors = preparation.prepare([claim_of(EMBEDDINGS, input="fox", prompt_name="nobody's")])
+    _, errors = preparation.prepare([claim_of(EMBEDDINGS, input="fox", prompt_name="unknown")])
     assert json.loads(errors[0].result.body)["error"]["message"] == (
-        "Invalid 'prompt_name': the model has no prompt 'nobody's'. It has: 'query', 'document'."
+        "Invalid 'prompt_name': the model has no prompt 'unknown'. It has: 'query', 'document'."
     )
     _, errors = preparation.prepare([claim_of(EMBEDDINGS, input="fox " * 3)])
     assert "maximum context length is 6 tokens" in json.loads(errors[0].result.body)["error"]["message"]
