@@ -117,7 +117,8 @@ class Supervisor:
         """Start model replicas, each a worker process with an engine core; they take different
         GPUs.
 
-        `arguments` are flags of `pipeline worker`, `name` tells them from those of other models.
+        `arguments` are flags of `pipeline worker`; `name` distinguishes the workers of one model
+        from those of another.
         The failure of a replica ends the supervisor, unless `on_failure` is called for it.
         """
         # Always given, since the environment that a child inherits may hold another value.

@@ -6,13 +6,13 @@ table of `docs/requests.md`, and what is copied into the engine's `SamplingParam
 have the same names.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 
 from jobs.protocol import fields
+from jobs.protocol.declared import DeclaredParameter, ParameterTypes, declared_on
 from jobs.protocol.format_parameters import FORMATS, WHITESPACE
 from jobs.protocol.output_format import FormatText, OutputFormat
 from jobs.protocol.service_tier import SERVICE_TIERS
@@ -35,7 +35,6 @@ from jobs.protocol.value_types import (
     Unsupported,
     ValueType,
     must_be,
-    or_null,
 )
 
 _ANSWERS = Integer(1, 128)
@@ -267,19 +266,9 @@ UNSUPPORTED: dict[str, ValueType] = {
 """Parameters that OpenAI or vLLM know and that cannot be honored here; unknown ones are ignored."""
 
 
-class DeclaredParameter(NamedTuple):
-    """A field of `Parameters` with what is declared about it."""
-
-    name: str
-    parameter: Parameter
-    default: Any
-
-
-def rows() -> list[DeclaredParameter]:
+def rows() -> list[DeclaredParameter[Parameter]]:
     """Return the declared parameters in their order."""
-    hints = get_type_hints(Parameters, include_extras=True)
-    defaults = {field.name: field.default for field in msgspec.structs.fields(Parameters)}
-    return [DeclaredParameter(name, hint.__metadata__[0], defaults[name]) for name, hint in hints.items()]
+    return declared_on(Parameters, Parameter)
 
 
 _ROWS = rows()
@@ -293,13 +282,13 @@ JSON_COLUMNS = (
 )
 """Parameters of objects, which a column of a file may hold as their text."""
 
-_TYPES: dict[bool, Mapping[str, ValueType]] = {
-    chat: UNSUPPORTED
-    | {"add_special_tokens": must_be(not chat)}  # a rendered chat has them
-    | {row.name: row.parameter.values_of(chat) for row in _ROWS}
+_TYPES = {
+    chat: ParameterTypes(
+        UNSUPPORTED | {"add_special_tokens": must_be(not chat)},  # a rendered chat has them
+        {row.name: row.parameter.values_of(chat) for row in _ROWS},
+    )
     for chat in (True, False)
 }
-_DECLARED = frozenset(row.name for row in _ROWS)
 
 
 def read_parameters(body: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -307,15 +296,9 @@ def read_parameters(body: dict[str, Any], chat: bool) -> dict[str, Any]:
 
     Raise `ApiError` 400 for a bad value and for one that cannot be honored.
     """
-    types, values = _TYPES[chat], {}
-    for name, value in body.items():
-        if value is not None and (kind := types.get(name)) is not None:
-            found = kind.read(value, name)
-            if name in _DECLARED:
-                values[name] = found
-    return values
+    return _TYPES[chat].read(body)
 
 
 def schemas(chat: bool) -> dict[str, Schema]:
     """Return the JSON Schema of each parameter, as `read_parameters` takes it."""
-    return {name: or_null(kind.schema) for name, kind in _TYPES[chat].items()}
+    return _TYPES[chat].schemas()

@@ -17,7 +17,8 @@ from jobs.protocol.pooling_parameters import (
     pooling_schemas,
     read_pooling_parameters,
 )
-from jobs.protocol.value_types import Integer, Schema
+from jobs.protocol.text_or_tokens import SOME_TEXT, TOKEN_IDS, read_text_or_tokens, read_token_ids
+from jobs.protocol.value_types import Schema
 
 MOST_INPUTS = 2048
 """Texts of one call; of scores, its pairs."""
@@ -130,14 +131,12 @@ class PoolingEndpoint(BatchEndpoint):
         """Return the body of an answer, with an output for each input or pair."""
 
 
-_TEXT: Schema = {"type": "string", "minLength": 1}
-_TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": Integer(0).schema}
 INPUTS: Schema = {
     "anyOf": [
-        _TEXT,
-        _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _TEXT},
-        {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _TOKEN_IDS},
+        SOME_TEXT,
+        TOKEN_IDS,
+        {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": SOME_TEXT},
+        {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": TOKEN_IDS},
     ]
 }
 """What `read_inputs` takes, as a JSON Schema."""
@@ -146,12 +145,12 @@ INPUTS: Schema = {
 def read_inputs(value: Any, param: str) -> list[str | list[int]]:
     """One text, one list of token ids, or a list of either; none is empty. Raise `ApiError`."""
     if not isinstance(value, list):
-        return [_input(value, param)]
+        return [read_text_or_tokens(value, param, least=1)]
     fields.array(value, param, least=1)
     if not isinstance(value[0], str | list):
-        return [_token_ids(value, param)]
+        return [read_token_ids(value, param)]
     fields.array(value, param, MOST_INPUTS)
-    return [_input(item, f"{param}[{i}]", like=value[0]) for i, item in enumerate(value)]
+    return [read_text_or_tokens(item, f"{param}[{i}]", like=value[0], least=1) for i, item in enumerate(value)]
 
 
 def _longest(value: Any) -> int:
@@ -166,17 +165,3 @@ def _longest(value: Any) -> int:
 def _size(text: Any) -> int:
     text = text.get("text") if isinstance(text, dict) else text
     return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
-
-
-def _input(value: Any, param: str, like: Any = None) -> str | list[int]:
-    if isinstance(value, str) and (like is None or isinstance(like, str)):
-        return fields.text(value, param, least=1)
-    if isinstance(value, list) and isinstance(like, list):
-        return _token_ids(fields.array(value, param, least=1), param)
-    if like is None:
-        return fields.wrong_type(value, "a string, an array of token ids, or an array of either", param)
-    return fields.wrong_type(value, "a string" if isinstance(like, str) else "an array of token ids", param)
-
-
-def _token_ids(value: list[Any], param: str) -> list[int]:
-    return fields.integers(value, param, 0, fields.INT32)

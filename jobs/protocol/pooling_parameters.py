@@ -4,13 +4,13 @@
 What follows from them: how a body is read, its JSON Schema, and the tables of `docs/requests.md`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 
 from jobs.protocol import fields
+from jobs.protocol.declared import DeclaredParameter, ParameterTypes, declared_on
 from jobs.protocol.value_types import (
     Boolean,
     Integer,
@@ -21,7 +21,6 @@ from jobs.protocol.value_types import (
     Unsupported,
     ValueType,
     must_be,
-    or_null,
 )
 
 EMBEDDINGS = "/v1/embeddings"
@@ -133,24 +132,16 @@ POOLING_UNSUPPORTED: dict[str, ValueType] = {
 """Parameters that vLLM knows and that cannot be honored here; unknown ones are ignored."""
 
 
-class DeclaredPoolingParameter(NamedTuple):
-    """A field of `PoolingParameters` with what is declared about it."""
-
-    name: str
-    parameter: PoolingParameter
-    default: Any
-
-
-def pooling_rows() -> list[DeclaredPoolingParameter]:
+def pooling_rows() -> list[DeclaredParameter[PoolingParameter]]:
     """Return the declared parameters in their order."""
-    hints = get_type_hints(PoolingParameters, include_extras=True)
-    defaults = {field.name: field.default for field in msgspec.structs.fields(PoolingParameters)}
-    return [DeclaredPoolingParameter(name, hint.__metadata__[0], defaults[name]) for name, hint in hints.items()]
+    return declared_on(PoolingParameters, PoolingParameter)
 
 
 _ROWS = pooling_rows()
-_TYPES: dict[str, Mapping[str, ValueType]] = {
-    url: POOLING_UNSUPPORTED | {row.name: row.parameter.values for row in _ROWS if url in row.parameter.urls}
+_TYPES = {
+    url: ParameterTypes(
+        POOLING_UNSUPPORTED, {row.name: row.parameter.values for row in _ROWS if url in row.parameter.urls}
+    )
     for url in _ALL
 }
 
@@ -160,13 +151,7 @@ def read_pooling_parameters(body: dict[str, Any], url: str) -> dict[str, Any]:
 
     Raise `ApiError` 400 for a bad value and for one that cannot be honored.
     """
-    types, values = _TYPES[url], {}
-    for name, value in body.items():
-        if value is not None and (kind := types.get(name)) is not None:
-            found = kind.read(value, name)
-            if name not in POOLING_UNSUPPORTED:
-                values[name] = found
-    return values
+    return _TYPES[url].read(body)
 
 
 def pooling_columns(url: str) -> tuple[str, ...]:
@@ -176,4 +161,4 @@ def pooling_columns(url: str) -> tuple[str, ...]:
 
 def pooling_schemas(url: str) -> dict[str, Schema]:
     """Return the JSON Schema of each parameter, as `read_pooling_parameters` takes it."""
-    return {name: or_null(kind.schema) for name, kind in _TYPES[url].items()}
+    return _TYPES[url].schemas()

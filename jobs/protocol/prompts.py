@@ -5,7 +5,8 @@ from typing import Any
 
 from jobs.protocol import fields
 from jobs.protocol.output_format import canonical_json
-from jobs.protocol.value_types import Integer, Schema
+from jobs.protocol.text_or_tokens import TOKEN_IDS, read_text_or_tokens, read_token_ids
+from jobs.protocol.value_types import Schema
 
 MOST_MESSAGES = 10_000
 MOST_SEQUENCES = 512
@@ -60,13 +61,12 @@ _MESSAGE: Schema = {
 MESSAGES: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE}
 """What `read_messages` takes, as a JSON Schema."""
 
-_TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": Integer(0).schema}
 PROMPT: Schema = {
     "anyOf": [
         _TEXT_OR_NULL,
-        _TOKEN_IDS,
+        TOKEN_IDS,
         {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _TEXT},
-        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _TOKEN_IDS},
+        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": TOKEN_IDS},
     ]
 }
 """What `read_prompts` takes, as a JSON Schema; several answers to each leave room for fewer."""
@@ -80,10 +80,10 @@ def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
     if value is None:
         return [""]
     if not isinstance(value, list):
-        return [_prompt(value, param)]
+        return [read_text_or_tokens(value, param)]
     fields.array(value, param, least=1)
     if not isinstance(value[0], str | list):
-        return [_token_ids(value, param)]
+        return [read_token_ids(value, param)]
     if len(value) * answers > MOST_SEQUENCES:
         most = MOST_SEQUENCES // answers
         fields.fail(
@@ -92,7 +92,7 @@ def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
             param,
             "array_above_max_length",
         )
-    return [_prompt(item, f"{param}[{i}]", like=value[0]) for i, item in enumerate(value)]
+    return [read_text_or_tokens(item, f"{param}[{i}]", like=value[0]) for i, item in enumerate(value)]
 
 
 def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
@@ -121,20 +121,6 @@ def check_continued(messages: Sequence[dict[str, Any]]) -> None:
     if messages[-1]["role"] != "assistant":
         message = "Invalid 'continue_final_message': the last message must be the assistant's."
         fields.fail(message, "continue_final_message", "invalid_value")
-
-
-def _prompt(value: Any, param: str, like: Any = None) -> str | list[int]:
-    if isinstance(value, str) and (like is None or isinstance(like, str)):
-        return fields.text(value, param)
-    if isinstance(value, list) and isinstance(like, list):
-        return _token_ids(fields.array(value, param, least=1), param)
-    if like is None:
-        return fields.wrong_type(value, "a string, an array of token ids, or an array of either", param)
-    return fields.wrong_type(value, "a string" if isinstance(like, str) else "an array of token ids", param)
-
-
-def _token_ids(value: list[Any], param: str) -> list[int]:
-    return fields.integers(value, param, 0, fields.INT32)
 
 
 def _message(value: Any, param: str) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from typing import Any
 from jobs.protocol import fields
 from jobs.protocol.pooling_endpoint import MOST_INPUTS, PooledOutput, PoolingCall, PoolingEndpoint, PoolingHead
 from jobs.protocol.pooling_parameters import RERANK, SCORE
+from jobs.protocol.text_or_tokens import SOME_TEXT
 from jobs.protocol.value_types import Schema
 
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
-_TEXT: Schema = {"type": "string", "minLength": 1}
-_TEXTS: Schema = {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _TEXT}]}
-_DOCUMENT: Schema = {"anyOf": [_TEXT, {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}]}
+_TEXTS: Schema = {"anyOf": [SOME_TEXT, {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": SOME_TEXT}]}
+_DOCUMENT: Schema = {"anyOf": [SOME_TEXT, {"type": "object", "required": ["text"], "properties": {"text": SOME_TEXT}}]}
 _DOCUMENTS: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": _DOCUMENT}
 
 
@@ -83,7 +83,7 @@ class RerankEndpoint(PoolingEndpoint):
     def texts_schema(self) -> Schema:
         return {
             "required": ["model", "query", "documents"],
-            "properties": {"query": _TEXT, "documents": _DOCUMENTS},
+            "properties": {"query": SOME_TEXT, "documents": _DOCUMENTS},
         }
 
     def body(self, call: PoolingCall, head: PoolingHead, outputs: Sequence[PooledOutput]) -> dict[str, Any]:

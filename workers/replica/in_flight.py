@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, Generic, Protocol, TypeVar
@@ -9,6 +10,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from jobs.protocol.requests import Claim, Delta, Finished
 from jobs.protocol.results import FinishReason
 from workers.engine.messages.core import EngineRequest, TokenLogprobs
+from workers.engine.messages.metrics import KINDS
 
 
 class EngineSequence(Protocol):
@@ -54,18 +56,35 @@ class InFlight(ABC, Generic[Part]):
     another try.
     """
 
-    __slots__ = ("announced", "arrived", "claim", "grammar", "kind", "next_publish", "running", "sequences")
+    __slots__ = (
+        "announced",
+        "arrived",
+        "claim",
+        "grammar",
+        "kind",
+        "next_publish",
+        "running",
+        "sequences",
+        "system_fingerprint",
+    )
 
     publishes: ClassVar[bool] = True  # whether there is something of it before its answer
 
-    claim: Claim
-    kind: str  # its label in metrics
-    arrived: float  # on the monotonic clock
     announced: bool  # whether anything of it was published
     next_publish: float
-    grammar: str  # what its outputs must follow, "" for nothing
     sequences: list[Part]
     running: dict[int, Part]  # those that have not ended, by engine id
+
+    def __init__(self, claim: Claim, now: float, system_fingerprint: str | None) -> None:
+        """A live call arrived when the API took it, a batch line arrives `now`, on the monotonic
+        clock.
+        """
+        created = claim.request.created
+        self.claim = claim
+        self.arrived = now - max(0.0, time.time() - created) if created else now
+        self.kind = KINDS[not claim.live]  # its label in metrics
+        self.grammar = ""  # what its outputs must follow, "" for nothing
+        self.system_fingerprint = system_fingerprint
 
     @property
     @abstractmethod
@@ -76,9 +95,10 @@ class InFlight(ABC, Generic[Part]):
     def begin(self, grammar: str = "") -> list[EngineRequest]:
         """Return what the engine is to have at once."""
 
-    @abstractmethod
     def accepted(self) -> Delta:
         """Return the first message of a live call, before its answer."""
+        key, fence, reply_to = self.claim.key, self.claim.fence, self.claim.request.reply_to
+        return Delta(key, fence, self.published_tokens, [], reply_to, True, self.system_fingerprint or "")
 
     @abstractmethod
     def finish(self) -> Finished:
@@ -100,9 +120,14 @@ class InFlight(ABC, Generic[Part]):
         """Tokens that are to be published and are not yet."""
         return 0
 
+    @property
+    def published_tokens(self) -> int:
+        """Tokens that were published, by this worker or an earlier one."""
+        return 0
+
     def delta(self) -> Delta:
         """Return what is not published yet, which counts as published from now on."""
-        raise NotImplementedError
+        return Delta(self.claim.key, self.claim.fence, self.published_tokens, [], self.claim.request.reply_to)
 
     def follow(self, request_id: int) -> list[EngineRequest]:
         """Return what the engine is to have after the first token of a part."""

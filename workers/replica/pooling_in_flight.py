@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from jobs.protocol.pooling_endpoint import PoolingCall, PoolingHead
-from jobs.protocol.requests import Claim, Delta, Finished
+from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import FinishReason, Result, Usage, encode_json, new_request_id
 from workers.engine.messages.core import EngineRequest, PoolingParams, SamplingParams, TokenLogprobs
-from workers.engine.messages.metrics import KINDS
 from workers.replica.in_flight import InFlight
 from workers.replica.pooled_vector import PooledVector
 from workers.text.inputs import EncodedInput
@@ -105,13 +104,9 @@ class PoolingInFlight(InFlight[PoolingSequence]):
 
     def __init__(self, item: PreparedPooling, ids: Iterator[int], now: float) -> None:
         """Take an id for each input. Times are those of `RequestInFlight`."""
-        self.claim = item.claim
-        created = item.claim.request.created
-        self.arrived = now - max(0.0, time.time() - created) if created else now
-        self.kind = KINDS[not item.claim.live]
+        super().__init__(item.claim, now, item.system_fingerprint)
         self.announced = True
         self.next_publish = now
-        self.grammar = ""
         self.sequences = [PoolingSequence(encoded) for encoded in item.inputs]
         self.running = {next(ids): sequence for sequence in self.sequences}
         self._item = item
@@ -142,10 +137,6 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         sequence.output = PooledVector(numbers, item.width)
         if item.call.endpoint.shows_vectors:
             sequence.output.encoded(item.call.encoding_format)
-
-    def accepted(self) -> Delta:
-        key, fence, reply_to = self.claim.key, self.claim.fence, self.claim.request.reply_to
-        return Delta(key, fence, 0, [], reply_to, True, self._item.system_fingerprint)
 
     def finish(self) -> Finished:
         item, request = self._item, self.claim.request

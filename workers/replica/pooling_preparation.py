@@ -14,14 +14,13 @@ from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import decode_body
 from workers.engine.messages.core import PoolingParams, Ready
+from workers.replica.bulk_preparation import BulkPreparation
 from workers.replica.long_texts import LongTexts
 from workers.replica.pooling_in_flight import PreparedPooling
-from workers.replica.preparation import Preparation, error_of
-from workers.replica.requests_in_flight import rejected
+from workers.replica.preparation import Preparation
 from workers.replica.running import Prepared
 from workers.replica.sampling_params import check_token, too_long
 from workers.replica.tracing import RequestTraces
-from workers.text.errors import EncodingError
 from workers.text.inputs import EncodedInput, Input
 from workers.text.sentence_files import SentenceFiles
 from workers.text.tokenizer import TextTokenizer
@@ -47,14 +46,14 @@ class _PendingPooling:
     call: PoolingCall
     parts: list[_Part]
     compared: bool
-    error: ApiError | None = None
+    error: Exception | None = None
     texts: list[_Part] = field(init=False)  # the parts that are tokenized
 
     def __post_init__(self) -> None:
         self.texts = [part for part in self.parts if not isinstance(part.given, list)]
 
 
-class PoolingPreparation:
+class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
     """Prepares requests in bulk; thread-safe."""
 
     def __init__(
@@ -67,41 +66,17 @@ class PoolingPreparation:
         system_fingerprint: str = "",
     ) -> None:
         """`info` is what the core says of its model, `files` what the model's folder does."""
+        super().__init__(models, traces)
         self._tokenizer = tokenizer
-        self._models = frozenset(models)
         self._info = info
         self._files = files
-        self._traces = traces
         self._system_fingerprint = system_fingerprint
         self._longest = min(info.max_model_len, files.max_seq_length or info.max_model_len)
         self._long_texts = LongTexts(tokenizer, self._longest)
 
-    def prepare(self, claims: Sequence[Claim]) -> tuple[list[PreparedPooling], list[Finished]]:
-        """What can run, in order, and the error results of what cannot."""
-        if self._traces is not None:
-            self._traces.claimed(claims)
-        pending: list[_PendingPooling] = []
-        errors: list[Finished] = []
-        for claim in claims:
-            try:
-                pending.append(self._parse(claim))
-            except Exception as error:
-                errors.append(rejected(claim, error_of(error, claim)))
-        for special_tokens in (True, False):
-            self._tokenize([item for item in pending if item.call.add_special_tokens == special_tokens], special_tokens)
-        prepared: list[PreparedPooling] = []
-        for item in pending:
-            try:
-                prepared.append(self._check(item))
-            except Exception as error:
-                errors.append(rejected(item.claim, error_of(error, item.claim)))
-        return prepared, errors
-
     def _parse(self, claim: Claim) -> _PendingPooling:
         call = POOLING_ENDPOINTS[claim.request.endpoint].read(decode_body(claim.request.body))
-        if call.model not in self._models:
-            message = f"The model '{fields.shown(call.model)}' is not served here."
-            raise ApiError(404, message, param="model", code="model_not_found")
+        self._check_model(call.model)
         check_answers(call.model, (*self._info.tasks, "tokenize"), call.endpoint.url)
         compared = bool(call.documents) and "score" not in self._info.tasks
         parts = self._texts_of(call) if call.inputs else _compared(call) if compared else _pairs(call)
@@ -154,24 +129,22 @@ class PoolingPreparation:
         """How many of an input's tokens the call wants to keep at most."""
         return self._longest if call.truncate_prompt_tokens == -1 else call.truncate_prompt_tokens
 
-    def _tokenize(self, pending: Sequence[_PendingPooling], special_tokens: bool) -> None:
-        """Give each text its token ids, or its request the error of a bad one."""
+    def _adds_special_tokens(self, item: _PendingPooling) -> bool:
+        return item.call.add_special_tokens
+
+    def _encode(self, pending: Sequence[_PendingPooling], special_tokens: bool) -> None:
         parts = [part for item in pending for part in item.texts]
-        try:
-            encoded = self._tokenizer.inputs.encode([_text(part) for part in parts], special_tokens) if parts else []
-        except EncodingError as error:  # which text it was is not said
-            if len(pending) == 1:
-                param = parts[0].param if len(parts) == 1 else pending[0].call.endpoint.prompt_field
-                pending[0].error = ApiError(400, f"Invalid '{param}': {error}", param=param, code="invalid_value")
-            for item in pending if len(pending) > 1 else ():
-                self._tokenize([item], special_tokens)
-            return
+        encoded = self._tokenizer.inputs.encode([_text(part) for part in parts], special_tokens) if parts else []
         for part, found in zip(parts, encoded, strict=True):
             part.encoded = found
 
+    def _trace(self, traces: RequestTraces, prepared: Sequence[PreparedPooling]) -> None:
+        traces.prepared_pooling(prepared)
+
     def _check(self, item: _PendingPooling) -> PreparedPooling:
         if item.error is not None:
-            raise item.error
+            param = item.texts[0].param if len(item.texts) == 1 else item.call.endpoint.prompt_field
+            raise ApiError(400, f"Invalid '{param}': {item.error}", param=param, code="invalid_value")
         inputs = [self._encoded(part, item.call) for part in item.parts]
         pooling = self._params(item.call, item.compared)
         width = (pooling.dimensions or self._info.embedding_size) if pooling.task == "token_embed" else 0

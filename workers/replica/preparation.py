@@ -6,21 +6,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jobs.protocol import fields
 from jobs.protocol.endpoints import check_answers
-from jobs.protocol.requests import Claim, Finished
+from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import Call, decode_body, parse_call
 from workers.replica.answer_parsers import AnswerParsers
+from workers.replica.bulk_preparation import BulkPreparation
 from workers.replica.checked_answers import is_json
 from workers.replica.long_texts import LongTexts
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.rendering import render
-from workers.replica.requests_in_flight import rejected
 from workers.replica.sampling_params import (
     ModelLimits,
     SamplingMaker,
@@ -29,10 +27,8 @@ from workers.replica.sampling_params import (
 )
 from workers.replica.tool_choice import format_of
 from workers.replica.tracing import RequestTraces
-from workers.text.errors import EncodingError, FormatError
+from workers.text.errors import FormatError
 from workers.text.tokenizer import TextTokenizer
-
-logger = logging.getLogger(__name__)
 
 # Read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
 _SPARE_TOKENS = 64
@@ -56,7 +52,7 @@ class _Pending:
         return name if len(self.given) == 1 else f"{name}[{number}]"
 
 
-class Preparation:
+class Preparation(BulkPreparation[_Pending, PreparedRequest]):
     """Prepares requests in bulk; thread-safe."""
 
     def __init__(
@@ -72,44 +68,18 @@ class Preparation:
         """`retries`: how often a batch line is answered again whose answer is not the JSON that it
         asks for. `system_fingerprint` is what answers say of the worker.
         """
-        self._traces = traces
+        super().__init__(models, traces)
         self._system_fingerprint = system_fingerprint
         self._tokenizer = tokenizer
         self._long_texts = LongTexts(tokenizer, limits.max_model_len)
         self._parsers = parsers or AnswerParsers()
         self._retries = retries
-        self._models = frozenset(models)
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._limits = dataclasses.replace(limits, eos_token_ids=tuple(dict.fromkeys((*limits.eos_token_ids, *own))))
 
-    def prepare(self, claims: Sequence[Claim]) -> tuple[list[PreparedRequest], list[Finished]]:
-        """What can run, in order, and the error results of what cannot."""
-        if self._traces is not None:
-            self._traces.claimed(claims)
-        pending: list[_Pending] = []
-        errors: list[Finished] = []
-        for claim in claims:
-            try:
-                pending.append(self._parse(claim))
-            except Exception as error:
-                errors.append(rejected(claim, error_of(error, claim)))
-        for chats in (True, False):
-            self._tokenize([item for item in pending if bool(item.call.messages) == chats], special_tokens=not chats)
-        prepared: list[PreparedRequest] = []
-        for item in pending:
-            try:
-                prepared.append(self._check(item))
-            except Exception as error:
-                errors.append(rejected(item.claim, error_of(error, item.claim)))
-        if self._traces is not None:
-            self._traces.prepared(prepared)
-        return prepared, errors
-
     def _parse(self, claim: Claim) -> _Pending:
         call = parse_call(claim.request.endpoint, decode_body(claim.request.body))
-        if call.model not in self._models:
-            message = f"The model '{fields.shown(call.model)}' is not served here."
-            raise ApiError(404, message, param="model", code="model_not_found")
+        self._check_model(call.model)
         check_answers(call.model, self._limits.tasks, call.endpoint.url)
         self._parsers.check(call)
         given: Sequence[str | list[int]] = [render(self._tokenizer, call)] if call.messages else call.prompts
@@ -135,19 +105,17 @@ class Preparation:
             return max(1, self._limits.max_model_len - max(1, call.max_tokens or 0))
         return call.truncate_prompt_tokens
 
-    def _tokenize(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
-        """Give each request the token ids of its prompts, or the error of a bad one."""
+    def _adds_special_tokens(self, item: _Pending) -> bool:
+        return not item.call.messages  # a rendered chat has them
+
+    def _encode(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
         texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
-        try:
-            encoded = iter(self._tokenizer.encode(texts, special_tokens) if texts else ())
-        except EncodingError as error:  # which text it was is not said
-            if len(pending) == 1:
-                pending[0].error = error
-            for item in pending if len(pending) > 1 else ():
-                self._tokenize([item], special_tokens)
-            return
+        encoded = iter(self._tokenizer.encode(texts, special_tokens) if texts else ())
         for item in pending:
             item.token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in item.given]
+
+    def _trace(self, traces: RequestTraces, prepared: Sequence[PreparedRequest]) -> None:
+        traces.prepared(prepared)
 
     def _check(self, item: _Pending) -> PreparedRequest:
         if item.error is not None:
@@ -224,12 +192,3 @@ class Preparation:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=call.skip_special_tokens and isinstance(given, str)
         )
-
-
-def error_of(error: Exception, claim: Claim) -> ApiError:
-    """Return the caller's error; an unforeseen one ends this request alone."""
-    if isinstance(error, ApiError):
-        return error
-    logger.error("failed to prepare request %s", claim.key, exc_info=error)
-    reason = " ".join(str(error).split())[:500] or type(error).__name__
-    return ApiError(500, f"The request cannot be prepared: {reason}", "server_error", code="internal_error")

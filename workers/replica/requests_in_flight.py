@@ -14,7 +14,6 @@ from jobs.protocol.endpoint import AnswerHead
 from jobs.protocol.requests import ChoiceCheckpoint, Claim, Delta, Finished, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
 from workers.engine.messages.core import EngineRequest, OutputGuide, TokenLogprobs
-from workers.engine.messages.metrics import KINDS
 from workers.replica.checked_answers import has_form
 from workers.replica.in_flight import InFlight
 from workers.replica.parsed_text import ParsedText
@@ -38,7 +37,6 @@ class RequestInFlight(InFlight[Sequence]):
         "_prompt_logprobs",
         "_prompts",
         "_spent",
-        "_system_fingerprint",
         "_tokenizer",
         "_tries_left",
         "waiting",
@@ -47,13 +45,8 @@ class RequestInFlight(InFlight[Sequence]):
     def __init__(self, prepared: PreparedRequest, ids: Iterator[int], now: float, stream_interval: float) -> None:
         """Take an id for each choice that needs the engine; its first tokens are due after
         `stream_interval` seconds, on the monotonic clock of `now`.
-
-        A live call arrived when the API took it, a batch line arrives now.
         """
-        self.claim = prepared.claim
-        created = prepared.claim.request.created
-        self.arrived = now - max(0.0, time.time() - created) if created else now
-        self.kind = KINDS[not prepared.claim.live]
+        super().__init__(prepared.claim, now, prepared.system_fingerprint)
         # Whether any of its tokens were published
         self.announced = prepared.claim.checkpoint is not None
         self.next_publish = now + stream_interval
@@ -67,11 +60,9 @@ class RequestInFlight(InFlight[Sequence]):
         self._tokenizer = prepared.tokenizer
         self._guide = prepared.guide
         self._parsing = prepared.parsing
-        self._system_fingerprint = prepared.system_fingerprint
         self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         self._tries_left = prepared.retries
         self._spent: Usage | None = None  # what earlier tries took
-        self.grammar = ""
         self.sequences = self._make_sequences({} if self.claim.checkpoint is None else self.claim.checkpoint.choices)
         for number in range(len(self._prompts)):
             self._line_up(number, ids)
@@ -141,11 +132,10 @@ class RequestInFlight(InFlight[Sequence]):
         begin = PositionLogprobs(TokenLogprob(start, token_bytes(start), None, 0), [])
         self._prompt_logprobs[number] = [begin, *positions(items, token_bytes)]
 
-    def accepted(self) -> Delta:
-        """The first message of a live call, before its first tokens."""
-        published = sum(sequence.published_tokens for sequence in self.sequences)
-        key, fence, reply_to = self.claim.key, self.claim.fence, self.claim.request.reply_to
-        return Delta(key, fence, published, [], reply_to, True, self._system_fingerprint or "")
+    @property
+    def published_tokens(self) -> int:
+        """Tokens that were published, by this worker or an earlier one."""
+        return sum(sequence.published_tokens for sequence in self.sequences)
 
     def delta(self) -> Delta:
         """What is not published yet, which counts as published from now on."""
@@ -172,7 +162,7 @@ class RequestInFlight(InFlight[Sequence]):
         ]
         usage, delta = self._usage(), None if self._spent is not None else self.delta()
         created = int(request.created or time.time())
-        head = AnswerHead(call.endpoint.new_id(), call.model, created, self._system_fingerprint, call.service_tier)
+        head = AnswerHead(call.endpoint.new_id(), call.model, created, self.system_fingerprint, call.service_tier)
         result = Result(200, encode_json(call.endpoint.body(head, choices, usage)), usage, new_request_id())
         return Finished(self.claim.key, self.claim.fence, result, delta, request.reply_to)
 

@@ -13,9 +13,9 @@ from jobs.protocol.results import ApiError, Result, Usage, encode_json, new_requ
 from jobs.protocol.tokenization import MOST_BYTES, DetokenizeCall, TokenizeCall, TokenizerCall
 from jobs.protocol.validation import decode_body
 from jobs.queue.request_queue import Held
+from workers.replica.bulk_preparation import error_of
 from workers.replica.metrics import RequestMetrics
 from workers.replica.outbox import Outbox
-from workers.replica.preparation import error_of
 from workers.replica.rendering import render
 from workers.replica.requests_in_flight import rejected
 from workers.replica.sampling_params import ModelLimits, check_token

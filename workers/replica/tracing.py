@@ -20,6 +20,7 @@ from jobs.queue.request_queue import Held
 from jobs.tracing import Tracing, mark_failed
 from workers.engine.messages.core import EngineRequest, StepOutput
 from workers.replica.in_flight import InFlight
+from workers.replica.pooling_in_flight import PreparedPooling
 from workers.replica.prepared import PreparedRequest
 
 if TYPE_CHECKING:
@@ -72,6 +73,14 @@ class RequestTraces:
                         "gen_ai.request.n": call.n,
                     }
                 )
+
+    def prepared_pooling(self, prepared: Iterable[PreparedPooling]) -> None:
+        """Note what requests for numbers ask for."""
+        for item in prepared if self._open else ():
+            if trace := self._of(item.claim):
+                dimensions = item.pooling.dimensions
+                limit = {"gen_ai.embeddings.dimension.count": dimensions} if dimensions else {}
+                trace.span.set_attributes(limit | {"pipeline.pooling.inputs": len(item.inputs)})
 
     def entered(self, claim: Claim, requests: Sequence[EngineRequest]) -> None:
         """Note that the engine gets a request."""

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
 from jobs.protocol.requests import Claim, Delta, Finished, Request, RequestKey
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import ControlMessage
+from jobs.tracing import Tracing
 from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
 from tests.support.small_tokenizers import bert, write_folder
@@ -27,6 +31,7 @@ from workers.replica.pooling_preparation import PoolingPreparation, prepare_each
 from workers.replica.preparation import Preparation
 from workers.replica.running import Running
 from workers.replica.sampling_params import ModelLimits
+from workers.replica.tracing import RequestTraces
 from workers.text.sentence_files import SentenceFiles
 from workers.text.tokenizer import TextTokenizer
 
@@ -114,9 +119,9 @@ def test_a_prompt_of_the_folder_comes_first(tokenizer: TextTokenizer, tmp_path: 
         (one,) = prepared(tokenizer, EMBEDDINGS, files=given, input="fox", prompt_name=prompt).inputs
         assert one.unpooled == unpooled
     preparation = PoolingPreparation(tokenizer, ["m"], EMBED, files)
-    _, errors = preparation.prepare([claim_of(EMBEDDINGS, input="fox", prompt_name="nobody's")])
+    _, errors = preparation.prepare([claim_of(EMBEDDINGS, input="fox", prompt_name="unknown")])
     assert json.loads(errors[0].result.body)["error"]["message"] == (
-        "Invalid 'prompt_name': the model has no prompt 'nobody's'. It has: 'query', 'document'."
+        "Invalid 'prompt_name': the model has no prompt 'unknown'. It has: 'query', 'document'."
     )
     _, errors = preparation.prepare([claim_of(EMBEDDINGS, input="fox " * 3)])
     assert "maximum context length is 6 tokens" in json.loads(errors[0].result.body)["error"]["message"]
@@ -329,3 +334,18 @@ def test_a_chat_is_not_for_an_embedding_model(queue: Queue, bench: PoolingBench)
     bench.claim()
     assert bench.results[0].result.status == 400
     assert bench.answer()["error"]["message"].startswith("The model `m` cannot be used with /v1/chat/completions.")
+
+
+def test_the_span_of_a_request_says_how_many_inputs_and_dimensions_it_has(tokenizer: TextTokenizer) -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    traces = RequestTraces(Tracing(provider), "w1")
+    claim = claim_of(EMBEDDINGS, input=["fox", "dog"], dimensions=2)
+    claim.request.trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    PoolingPreparation(tokenizer, ["m"], EMBED, SentenceFiles(), traces).prepare([claim])
+    traces.close()
+    found = [dict(span.attributes or {}) for span in spans.get_finished_spans()]
+    assert any(
+        one.get("pipeline.pooling.inputs") == 2 and one.get("gen_ai.embeddings.dimension.count") == 2 for one in found
+    )

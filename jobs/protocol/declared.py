@@ -1,0 +1,55 @@
+"""Parameters that are declared as fields of a struct: their rows, how a body gives their values,
+and their JSON Schema.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
+
+import msgspec
+
+from jobs.protocol.value_types import Schema, ValueType, or_null
+
+Declaration = TypeVar("Declaration")
+
+
+class DeclaredParameter(NamedTuple, Generic[Declaration]):
+    """A field of a struct with what is declared about it."""
+
+    name: str
+    parameter: Declaration
+    default: Any
+
+
+def declared_on(struct: type[msgspec.Struct], kind: type[Declaration]) -> list[DeclaredParameter[Declaration]]:
+    """Return the parameters of a struct in their order, each annotated with a `kind`."""
+    hints = get_type_hints(struct, include_extras=True)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    declared = {name: next(one for one in hint.__metadata__ if isinstance(one, kind)) for name, hint in hints.items()}
+    return [DeclaredParameter(name, parameter, defaults[name]) for name, parameter in declared.items()]
+
+
+class ParameterTypes:
+    """The types of a body's parameters: of those that are declared, and of those that cannot be
+    honored.
+    """
+
+    def __init__(self, unsupported: Mapping[str, ValueType], declared: Mapping[str, ValueType]) -> None:
+        self._types = {**unsupported, **declared}
+        self._declared = frozenset(declared)
+
+    def read(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the declared values that a body gives, each read by itself.
+
+        Raise `ApiError` 400 for a bad value and for one that cannot be honored.
+        """
+        types, values = self._types, {}
+        for name, value in body.items():
+            if value is not None and (kind := types.get(name)) is not None:
+                found = kind.read(value, name)
+                if name in self._declared:
+                    values[name] = found
+        return values
+
+    def schemas(self) -> dict[str, Schema]:
+        """Return the JSON Schema of each parameter, as `read` takes it."""
+        return {name: or_null(kind.schema) for name, kind in self._types.items()}
