@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "source"
 _COMPILERS = ("cc", "gcc", "clang")
-_SECONDS = 120.0  # that a compiler may take
+_SECONDS = 300.0  # that a compiler may take
 _FLAGS = (
     *("-std=c11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
