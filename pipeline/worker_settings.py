@@ -50,12 +50,12 @@ def check_model_folder(model: str | None) -> None:
     if model is not None and looks_local and not Path(model).is_dir():
         raise Refused(f"there is no model folder {model}")
     if model is not None:
-        _check_links(Path(model).expanduser())
+        _check_links(Path(model))
 
 
 def _check_links(folder: Path) -> None:
     """Raise `Refused` for a link to nothing, as in a cache of the hub that was moved in part."""
-    for file in sorted(folder.glob("*")):
+    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if file.suffix in _SUFFIXES and file.is_symlink() and not file.exists():
             raise Refused(
                 f"{file} is a link to {os.readlink(file)}, which is not there: download the model again, or copy it"

@@ -31,7 +31,7 @@ LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
-ON_DEMAND = "{q}:on_demand"  # hash: model -> OnDemandModel; lasts as long as a server repeats it
+ON_DEMAND = "{q}:on_demand"  # hash: "<server> <model>" -> OnDemandModel; lasts as long as a server repeats it
 # Zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload
 # began
 FILE_EXPIRY = "{q}:file_expiry"

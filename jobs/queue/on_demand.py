@@ -36,7 +36,7 @@ class OnDemand(QueueBase):
         end of the last worker that serves it; not while another worker serves it.
         """
         until = self.now() + OFFER_SECONDS
-        offers = [part for name, one in models.items() for part in (name, pack(_until(one, until)))]
+        offers = [part for name, one in models.items() for part in (_field(name, one), pack(_until(one, until)))]
         waits = [
             ["SADD" if name in waits_for else "SREM", keys.loaders(name), one.server] for name, one in models.items()
         ]
@@ -47,14 +47,18 @@ class OnDemand(QueueBase):
         """Take the offers back."""
         waits = [["SREM", keys.loaders(name), one.server] for name, one in models.items()]
         streams = [["UNLINK", keys.control(server)] for server in {one.server for one in models.values()}]
-        self.commands([["HDEL", keys.ON_DEMAND, *models], *waits, *streams])
+        self.commands(
+            [["HDEL", keys.ON_DEMAND, *(_field(name, one) for name, one in models.items())], *waits, *streams]
+        )
 
     def on_demand(self) -> dict[str, OnDemandModel]:
-        """Return the models on offer, by name."""
+        """Return the models on offer, by name: of several servers' offers the one to wait for."""
         (seconds, micros), packed = self.commands([["TIME"], ["HGETALL", keys.ON_DEMAND]])
         now = int(seconds) + int(micros) / 1e6
-        offers = {text(name): msgspec.msgpack.decode(value, type=OnDemandModel) for name, value in packed.items()}
-        return {name: offer for name, offer in sorted(offers.items()) if offer.until > now}
+        found = ((text(name), msgspec.msgpack.decode(value, type=OnDemandModel)) for name, value in packed.items())
+        offers = [(name.partition(" ")[2], offer) for name, offer in found if offer.until > now]
+        # The last of a name counts
+        return dict(sorted(offers, key=lambda one: (one[0], not one[1].refusal, not one[1].problem, one[1].server)))
 
     def waiting_work(self, models: Collection[str]) -> dict[str, tuple[int, int]]:
         """Return for each model whether live calls wait for a worker, and whether lines of batches
@@ -71,6 +75,10 @@ class OnDemand(QueueBase):
     def held_by(self, workers: Collection[str]) -> dict[str, int]:
         """Return how many requests each of the workers holds."""
         return dict(zip(workers, self.commands(["SCARD", keys.held(worker)] for worker in workers), strict=True))
+
+
+def _field(model: str, offer: OnDemandModel) -> str:
+    return f"{offer.server} {model}"
 
 
 def _until(offer: OnDemandModel, until: float) -> OnDemandModel:

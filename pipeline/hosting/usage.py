@@ -10,8 +10,8 @@ def memory_of(pids: Iterable[int]) -> int | None:
     """Return bytes, in which a page that several processes have counts once; None where the kernel
     does not say.
     """
-    known = [size for pid in pids for one in _tree(pid) if (size := _proportional(one)) is not None]
-    return sum(known) if known else None
+    sizes = [_proportional(one) for pid in pids for one in _tree(pid)]
+    return None if None in sizes else sum(filter(None, sizes)) or None
 
 
 def _tree(pid: int) -> Iterator[int]:
@@ -26,8 +26,11 @@ def _tree(pid: int) -> Iterator[int]:
 
 
 def _proportional(pid: int) -> int | None:
+    """Return 0 for a process that has ended, None for one that may not be read."""
     try:
         rows = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended
+    except (FileNotFoundError, ProcessLookupError):
+        return 0 if (_PROC / "self" / "smaps_rollup").exists() else None
+    except OSError:
         return None
     return next((int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:")), None)

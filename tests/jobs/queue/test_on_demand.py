@@ -32,8 +32,18 @@ def test_an_offer_lasts_until_it_is_withdrawn_or_not_repeated(
     assert list(queue.on_demand()) == ["b"]
     # A server that ended without a word, beside one that goes on
     monkeypatch.setattr(on_demand, "OFFER_SECONDS", -1)
-    redis_client.hset(keys.ON_DEMAND, "gone", msgspec.msgpack.encode(OFFER))
+    redis_client.hset(keys.ON_DEMAND, "server-2 gone", msgspec.msgpack.encode(OFFER))
     assert list(queue.on_demand()) == ["b"]
+
+
+def test_of_the_offers_of_several_servers_the_one_to_wait_for_is_shown(queue: Queue, redis_client: redis.Redis) -> None:
+    willing = OnDemandModel("server-0")
+    for offers in ({"a b": OFFER, "c": OFFER}, {"a b": willing}):
+        queue.offer(offers, list(offers))
+    assert {name: one.server for name, one in queue.on_demand().items()} == {"a b": "server-0", "c": "server-1"}
+    assert faults(redis_client) == []
+    queue.withdraw({"a b": willing})
+    assert {name: one.server for name, one in queue.on_demand().items()} == {"a b": "server-1", "c": "server-1"}
 
 
 def test_the_first_work_for_a_model_rings_as_for_an_idle_worker(queue: Queue, redis_client: redis.Redis) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -40,7 +40,7 @@ from workers.engine.models.transformers_model import (
     refused_as,
 )
 
-_TRIED_LENGTHS = (3, 4, 9, 12, 17)  # of the texts at start, and one of the whole context or this
+_TRIED_LENGTHS = (3, 4, 9, 12, 17)  # of the texts at start, beside two of the whole context or this
 _LONGEST_TRIED = 512
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 _CACHED_NUMBERS = 16  # a token in the paged cache, where nothing is read
@@ -98,6 +98,12 @@ def find_padded_class(folder: Path, raw: Json, task: str) -> PaddedClass:
     """
     name = str(raw["architectures"][0])
     settings = read_settings(folder, raw)
+    settings.use_cache, settings.return_dict = False, True
+    with refused_as(str(refusal(name, "its configuration cannot be used"))):
+        return _found(name, settings, task)
+
+
+def _found(name: str, settings: Settings, task: str) -> PaddedClass:
     model_class = _class_of(name, settings, task)
     missing = sorted({"input_ids", "attention_mask"} - _parameters(model_class).keys())
     if missing:
@@ -175,7 +181,8 @@ def _longest_text(model_class: Pretrained, settings: Settings) -> int | None:
     ):
         skeleton = model_class._from_config(copy.deepcopy(settings), **_without_pooler(model_class))
     for path, module in skeleton.named_modules():
-        if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+        is_table = path.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        if is_table and module.padding_idx is not None:
             return int(module.num_embeddings) - int(module.padding_idx) - 1
     return longest
 
@@ -187,16 +194,16 @@ def _without_pooler(model_class: Pretrained) -> dict[str, bool]:
 
 @torch.inference_mode()
 def _check_batches(model: PaddedModel, config: ModelConfig, size: int) -> None:
-    """Raise ModelLoadError where what texts give together is further from what each gives alone
-    than rounding accounts for.
+    """Raise ModelLoadError where what a text gives beside others is further from what it gives
+    alone than rounding accounts for.
     """
-    name, apart = config.architecture, 0.0
+    name = config.architecture
     texts = _tried_texts(config, model.padding)
     ids, positions = torch.cat(texts), torch.cat([torch.arange(len(text)) for text in texts])
     with refused_as(str(refusal(name, "it fails on texts of different lengths"))):
         together = model.forward(ids.to(model.device), positions.to(model.device), None)
-        alone = torch.cat([model.alone(text.to(model.device)) for text in texts])
-        apart = float((together.float() - alone.float()).norm() / alone.float().norm().clamp(min=1e-20))
+        pairs = zip(torch.split(together, [len(text) for text in texts]), texts, strict=True)
+        apart = max(_apart(rows, model.alone(text.to(model.device))) for rows, text in pairs)
     if together.shape[1] != size:
         raise refusal(name, f"it gives {together.shape[1]} numbers where config.json implies {size}")
     if not apart <= _TOLERANCES[model.dtype]:
@@ -207,11 +214,16 @@ def _check_batches(model: PaddedModel, config: ModelConfig, size: int) -> None:
         )
 
 
+def _apart(rows: Tensor, alone: Tensor) -> float:
+    """Return how far numbers are from those of the text alone, of the size of these."""
+    return float((rows.float() - alone.float()).norm() / alone.float().norm().clamp(min=1e-20))
+
+
 def _tried_texts(config: ModelConfig, padding: int) -> list[Tensor]:
-    """Return random texts without the token of padding."""
+    """Return random texts without the token of padding, each length but the longest to be padded."""
     generator = torch.Generator().manual_seed(0)
     longest = min(config.max_position_embeddings, _LONGEST_TRIED)
-    lengths = [*(length for length in _TRIED_LENGTHS if length < longest), longest]
+    lengths = [*(length for length in _TRIED_LENGTHS if length < longest), max(1, longest * 3 // 4), longest]
     drawn = [torch.randint(0, config.vocab_size - 1, (length,), generator=generator) for length in lengths]
     return [text + (text >= padding) for text in drawn]
 

@@ -73,9 +73,9 @@ def test_embeddings_in_bfloat16_point_where_those_in_float32_do(name: str) -> No
         assert torch.cosine_similarity(vector, pooled(exact, "mean"), dim=0) >= 0.9995
 
 
-def refusal(path: Path, **settings: Any) -> str:
+def refusal(path: Path, dtype: str = "float32", **settings: Any) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        Executor(EngineConfig(model=str(path), dtype="float32", device="cpu", threads=1, **settings))
+        Executor(EngineConfig(model=str(path), dtype=dtype, device="cpu", threads=1, **settings))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -86,6 +86,7 @@ def refusal(path: Path, **settings: Any) -> str:
     [
         ("FNet", "FNetModel cannot run on this engine: its forward takes no attention_mask"),
         ("ConvBert", "ConvBertModel cannot run on this engine: texts in a batch give numbers that are"),
+        ("IBert", "IBertModel cannot run on this engine: "),
         ("XLNet", "XLNetModel cannot run on this engine: its config.json has no usable 'max_position_embeddings'"),
     ],
 )
@@ -94,6 +95,28 @@ def test_a_class_that_cannot_run_is_refused(name: str, why: str, tmp_path: Path)
     config = getattr(transformers, f"{name}Config")(**shape)
     getattr(transformers, f"{name}Model")(config).save_pretrained(tmp_path)
     assert why in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_class_that_padding_changes_is_refused_in_16_bits_too(dtype: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 512, "embedding_size": 64, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    model = transformers.ConvBertModel(transformers.ConvBertConfig(**_SHAPE | shape))
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() == 2:
+                weights.normal_(0, weights.shape[1] ** -0.5)
+    model.save_pretrained(tmp_path)
+    assert "texts in a batch give numbers that are" in refusal(tmp_path, dtype)
+
+
+def test_a_folder_that_asks_for_tuples_and_a_cache_gives_the_same(tmp_path: Path) -> None:
+    make_pooling_model("gemma").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"return_dict": False, "use_cache": True}))
+    core = start(tmp_path, CPU, task="embed")
+    expected = [pooled(hidden, PADDED["gemma"].mode) for hidden in hidden_states("gemma")]
+    assert_close(run_pooling(core, pooling_requests(EMBED)), [normalized(vector) for vector in expected])
 
 
 @pytest.mark.parametrize(
