@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import h11
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -50,7 +50,7 @@ class HttpProtocol(H11Protocol):
         self._limits = limits
         self._full = full
         self._head_timer: asyncio.TimerHandle | None = None
-        self._arriving = b""  # what `data_received` was called with, while it runs
+        self._head = b""  # what has come of a head that is not whole
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,9 +63,10 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._arriving = data
+        self._head = self._head + data if self.conn.their_state is h11.IDLE else b""
         super().data_received(data)
-        self._arriving = b""
+        if self.conn.their_state is not h11.IDLE:
+            self._head = b""
         if not self._waits_for_the_client():
             self._unset_head_timer()
         elif self._head_timer is None:  # the first part of one more head on the same connection
@@ -116,9 +117,10 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _origin(self) -> str:
-        """Return the origin in a head that is incomplete or cannot be read; "" where none came."""
-        found = _ORIGIN.search(self.conn.trailing_data[0] + b"\n" + self._arriving)
-        return found[1].decode("latin-1") if found else ""
+        """Return the origin of a request whose head or body cannot be read; "" where none came."""
+        found = _ORIGIN.search(self._head)
+        known = found[1] if found else dict(self.headers or ()).get(b"origin", b"")
+        return known.decode("latin-1")
 
     def _set_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self._limits.timeout_head, self._head_is_late)
@@ -143,7 +145,7 @@ class FullServer:
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._limit = settings.max_connections
-        self._refusal = RequestIds(with_cors(self._refuse, settings))
+        self._refusal = RequestIds(_closing(with_cors(self._refuse, settings)))
         self._log_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,7 +159,21 @@ class FullServer:
         error = ApiError(
             503, "The server has as many connections as it may have; try again.", "server_error", code="server_full"
         )
-        await error_response(error, {"retry-after": "1", "connection": "close"})(scope, receive, send)
+        await error_response(error, {"retry-after": "1"})(scope, receive, send)
+
+
+def _closing(app: ASGIApp) -> ASGIApp:
+    """Return the app with answers that are the last of their connections, preflights' too."""
+
+    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await app(scope, receive, send_last)
+
+    return closing
 
 
 class _BoundedConnection(h11.Connection):

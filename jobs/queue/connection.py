@@ -107,16 +107,21 @@ class _Cancellable:
     """Put before one of redis-py's asyncio connections: a command can be cancelled at any point.
 
     redis-py sends with `asyncio.wait_for`, which on Python 3.11 loses a cancellation that comes
-    just after the last byte. The task would go on forever.
+    just after the last byte, or just as sending fails. The task would go on forever.
     """
 
     async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
-        """Send, and raise the cancellation that came meanwhile."""
+        """Send, and raise the cancellation that came meanwhile, also in place of a failure."""
         base: Any = super()
         task = asyncio.current_task()
         assert task is not None
         earlier = task.cancelling()
-        await base.send_packed_command(*arguments, **options)
+        try:
+            await base.send_packed_command(*arguments, **options)
+        except Exception as error:
+            if task.cancelling() > earlier:
+                raise asyncio.CancelledError from error
+            raise
         if task.cancelling() > earlier:
             await base.disconnect(nowait=True)  # no other command may get the reply
             raise asyncio.CancelledError
@@ -146,7 +151,9 @@ def _pool(
         pool = sentinel_pool(library, address, options) if address.sentinels else library.ConnectionPool(**options)
         pool.connection_class(**pool.connection_kwargs)  # which reads the options
         if library is redis.asyncio:
-            pool.connection_class = type("CancellableConnection", (_Cancellable, pool.connection_class), {})
+            sentinels = pool.sentinel_manager.sentinels if address.sentinels else ()
+            for one in (pool, *(sentinel.connection_pool for sentinel in sentinels)):
+                one.connection_class = type("CancellableConnection", (_Cancellable, one.connection_class), {})
     except (TypeError, ValueError) as error:
         raise SettingsError(f"REDIS_URL cannot be used: {error}; its options are those of redis-py") from None
     return pool

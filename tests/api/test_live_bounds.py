@@ -147,7 +147,7 @@ def test_a_large_answer_arrives_and_is_stored_once(
     client: openai.OpenAI, redis_client: redis.Redis, scripted: Scripted, stream: bool
 ) -> None:
     """Also one whose pieces alone are too large to be stored twice."""
-    pieces = ["a" * 6000, "b", "c" * 5000, "d" * 5000, "e"]
+    pieces = ["a" * 8000, "b", "c" * 8000, "d" * 8000, "e"]
     worker = scripted(lambda claim: pieces)
     largest = 0
 

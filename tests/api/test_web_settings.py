@@ -24,6 +24,7 @@ from jobs.store.api_keys import create_key
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import failing_app, plain_client, running_api
 from tests.support.raw_http import answer_on, connected
+from tests.support.waiting import wait_until
 
 PAGE = "https://app.example.org"
 ELSEWHERE = "https://elsewhere.example"
@@ -82,15 +83,23 @@ REFUSED = [
     (b"content-length: 1\r\ncontent-encoding: gzip\r\n\r\nx", 415),
     (b"content-length: 1001\r\n\r\n" + 1001 * b" ", 413),
     (b"content-length: 2\r\n\r\n{}", 400),
+    (b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400),
 ]
 """Rests of heads, with bodies, and what is answered."""
 
 
-def refused(http: httpx.Client, secret: str, origin: str, rest: bytes) -> HTTPResponse:
-    """The answer to a call of a page, of whose head this is the end."""
+def refused(http: httpx.Client, secret: str, origin: str, rest: bytes, at: int = 0) -> HTTPResponse:
+    """The answer to a call of a page, of whose head this is the end, and of which the server has
+    `at` bytes before the others come.
+    """
     with connected(str(http.base_url)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {secret}\r\n"
-        connection.sendall(f"{head}origin: {origin}\r\n".encode() + rest)
+        if at:
+            connection.sendall(f"{head}origin: {origin}\r\n".encode() + rest[:at])
+            assert http.get("/health").status_code == 200
+            connection.sendall(rest[at:])
+        else:
+            connection.sendall(f"{head}origin: {origin}\r\n".encode() + rest)
         return answer_on(connection)
 
 
@@ -103,6 +112,8 @@ def test_pages_may_read_why_a_request_was_refused(served: Served, tmp_path: Path
             answer = refused(http, secret, PAGE, rest)
             assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, allowed)
             assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            in_parts = refused(http, secret, PAGE, rest, at=max(1, rest.find(b"no chunk")))
+            assert (in_parts.status, in_parts.headers["access-control-allow-origin"]) == (status, allowed)
             allowed_elsewhere = refused(http, secret, ELSEWHERE, rest).headers["access-control-allow-origin"]
             assert allowed_elsewhere == ("*" if allowed == "*" else None)
 
@@ -120,6 +131,15 @@ def test_pages_may_read_that_there_are_too_many_connections(served: Served) -> N
         answer = second.get("/v1/models", headers={"origin": PAGE})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (503, PAGE)
         assert "retry-after" in answer.headers["access-control-expose-headers"]
+
+
+def test_a_preflight_of_a_full_server_takes_no_room(served: Served) -> None:
+    with served(allowed_origins=(PAGE,), max_connections=1) as http, plain_client(str(http.base_url)) as second:
+        assert http.get("/v1/models").status_code == 200
+        assert preflight(second, PAGE).headers["connection"] == "close"
+        http.close()
+        with plain_client(str(http.base_url)) as third:
+            wait_until(lambda: third.get("/v1/models").status_code == 200, 60, "room for another client")
 
 
 def test_pages_may_read_that_the_server_failed(redis_url: str, tmp_path: Path) -> None:

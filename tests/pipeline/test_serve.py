@@ -263,7 +263,6 @@ def test_a_second_server_keeps_off_the_file_store_of_the_first(tmp_path: Path, m
     assert "another `pipeline serve` uses the file store" in done.stderr
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from functools import partial
 
-from jobs.protocol.endpoints import POOLING_ENDPOINTS
+from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING
 from jobs.protocol.requests import Claim, Finished
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.scripts import MAX_ITEMS
@@ -27,6 +27,8 @@ LOOK_SECONDS = 2.0
 
 _PAUSE_AFTER_ERROR = 0.5
 _SHORT_BYTES = 2048  # of the bodies of requests that are prepared at once
+_FEW_QUOTES = 40  # in these: two of each text
+_OF_SINGLE_TEXTS = {EMBEDDINGS, CLASSIFY, POOLING}
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
 
 
@@ -179,10 +181,15 @@ class Intake:
 
 def is_short(claims: Sequence[Claim]) -> bool:
     """Return whether preparing them takes no longer than the way to a thread and back: a few short
-    texts for numbers, which no template renders and no parser or grammar is looked up for.
+    texts for numbers, which no template renders, no grammar is looked up for, and none is paired
+    with others.
     """
-    size = sum(len(claim.request.body) for claim in claims)
-    return size <= _SHORT_BYTES and all(claim.request.endpoint in POOLING_ENDPOINTS for claim in claims)
+    bodies = [claim.request.body for claim in claims if claim.request.endpoint in _OF_SINGLE_TEXTS]
+    return (
+        len(bodies) == len(claims)
+        and sum(map(len, bodies)) <= _SHORT_BYTES
+        and sum(body.count(b'"') for body in bodies) <= _FEW_QUOTES
+    )
 
 
 def free_places(load: Load, max_num_seqs: int) -> tuple[int, int]:

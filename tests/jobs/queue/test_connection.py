@@ -5,6 +5,7 @@ used are named.
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +62,28 @@ def test_async(redis_url: str) -> None:
     assert asyncio.run(use()) == b"\xff"
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["", "on a connection that was killed"])
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_a_command_is_cancelled_at_whatever_point(
-    redis_url: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+    redis_url: str, redis_client: redis.Redis, loop_factory: Callable[[], asyncio.AbstractEventLoop], killed: bool
 ) -> None:
-    """Also while it is being sent: what follows it does not run."""
-    went_on = []
+    """Also while it is being sent, in vain or not: what follows it does not run."""
 
-    async def ask(client: redis.asyncio.Redis, turns: int) -> None:
-        await client.execute_command("EXISTS", "a")  # type: ignore[no-untyped-call]
-        went_on.append(turns)
+    async def ask(client: redis.asyncio.Redis) -> None:
+        with suppress(redis.RedisError):
+            await client.execute_command("EXISTS", "a")  # type: ignore[no-untyped-call]
         await asyncio.Event().wait()
 
     async def cancel_after(turns: int) -> bool:
         async with connect_async(redis_url) as client:
-            await client.ping()  # type: ignore[misc]
-            task = asyncio.create_task(ask(client, turns))
+            number = await client.client_id()
+            if killed:
+                redis_client.client_kill_filter(_id=number)
+            task = asyncio.create_task(ask(client))
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
-            await asyncio.wait({task}, timeout=60 if task.done() else 1)
+            await asyncio.wait({task}, timeout=60)
             return task.cancelled()
 
     async def cancel_at_every_point() -> list[int]:

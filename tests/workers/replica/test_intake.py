@@ -75,16 +75,17 @@ def test_places_are_shared_and_some_are_for_live_calls(
 @pytest.mark.parametrize(
     ("requests", "short"),
     [
-        ([("/v1/embeddings", 100)], True),
-        ([("/v1/embeddings", 100), ("/v1/rerank", 200)], True),
-        ([("/v1/embeddings", 1500), ("/v1/embeddings", 1500)], False),
-        ([("/v1/embeddings", 100), ("/v1/chat/completions", 100)], False),  # a template renders it
+        ([("/v1/embeddings", b"x" * 100)], True),
+        ([("/v1/embeddings", b"x" * 100), ("/v1/classify", b"x" * 200)], True),
+        ([("/v1/embeddings", b"x" * 1500), ("/v1/embeddings", b"x" * 1500)], False),
+        ([("/v1/embeddings", b'"x",' * 200)], False),
+        ([("/v1/rerank", b"x" * 100)], False),  # each document comes with the query
+        ([("/v1/embeddings", b"x" * 100), ("/v1/chat/completions", b"x" * 100)], False),  # a template renders it
     ],
 )
-def test_a_few_short_texts_for_numbers_need_no_thread(requests: list[tuple[str, int]], short: bool) -> None:
+def test_a_few_short_texts_for_numbers_need_no_thread(requests: list[tuple[str, bytes]], short: bool) -> None:
     claims = [
-        Claim(RequestKey("live_a", 0), 1, Request(url, "m", b"x" * size, seed=1), None, 1, live=True)
-        for url, size in requests
+        Claim(RequestKey("live_a", 0), 1, Request(url, "m", body, seed=1), None, 1, live=True) for url, body in requests
     ]
     assert is_short(claims) == short
 

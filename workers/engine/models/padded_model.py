@@ -220,7 +220,9 @@ def _apart(rows: Tensor, alone: Tensor) -> float:
 
 
 def _tried_texts(config: ModelConfig, padding: int) -> list[Tensor]:
-    """Return random texts without the token of padding, each length but the longest to be padded."""
+    """Return random texts without the token of padding; several are padded when they run
+    together.
+    """
     generator = torch.Generator().manual_seed(0)
     longest = min(config.max_position_embeddings, _LONGEST_TRIED)
     lengths = [*(length for length in _TRIED_LENGTHS if length < longest), max(1, longest * 3 // 4), longest]
