@@ -3,21 +3,30 @@ answer right.
 """
 
 import contextlib
+import json
 import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.pipeline.results import check_answers, examples
 from tests.support.commands import RunningCommand, running_pipeline
+from tests.support.pooling_models import embedding, save_embedder
 from tests.support.processes import command_line, descendants
+from tests.support.small_tokenizers import bert
+from tests.support.waiting import wait_until
+from workers.settings import DEMO_MODEL
 
 LINES = 302  # the last two with a schema and with a tool
 KILLS = 2
 LONGEST_PAUSE = 6.0
+EMBEDDINGS = 1500
 ROUND_SECONDS = 300
 
 TARGETS = {
@@ -74,6 +83,54 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, number:
         assert run.wait(120) == 0, run.output
     print(f"{kills} kills")
     check_answers(source, output)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(ROUND_SECONDS + 60)
+@pytest.mark.parametrize("target", ["core", "worker", "redis", "run-batch"])
+def test_kills_while_models_load_and_embed_lose_and_repeat_nothing(tmp_path: Path, target: str) -> None:
+    """Once while the first model loads, or soon after, and once at any time."""
+    seed = int(os.environ.get("KILL_SEED", 1))
+    print(f"seed {seed} (set KILL_SEED to draw others)")
+    rng = random.Random(f"{seed} {target}")
+    (tmp_path / "embed").mkdir()
+    model = save_embedder(tmp_path / "embed")
+    source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    texts = [f"add {number} and {rng.randrange(1000)}" for number in range(EMBEDDINGS)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in _lines(texts)))
+    models = ("--model", f"chat={DEMO_MODEL}", "--model", f"embed={tmp_path / 'embed'}", "--dtype", "float32")
+    flags = ("run-batch", source, "-o", output, "--lease-seconds", 2, *models)
+    kills, deadline = 0, time.monotonic() + ROUND_SECONDS
+    while not output.exists():
+        assert time.monotonic() < deadline, "the round takes too long"
+        with running_pipeline(*flags) as run:
+            if kills < KILLS:
+                wait_until(
+                    lambda run=run: run.process.poll() is not None or "loading the model" in run.output, 150, "a load"
+                )
+            while run.process.poll() is None and kills < KILLS:
+                time.sleep(rng.uniform(0.0, LONGEST_PAUSE))  # the moment is what is drawn
+                kills += _kill(run, target)
+            code = run.wait(max(1.0, deadline - time.monotonic()))
+            assert code in (0, -signal.SIGKILL), run.output
+    assert kills > 0
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == [str(number) for number in range(2 * EMBEDDINGS)]
+    for text, row in zip(texts, rows[::2], strict=True):
+        vector = torch.tensor(row["response"]["body"]["data"][0]["embedding"])
+        assert torch.allclose(vector, embedding(model, bert().encode(text).ids), atol=1e-5)
+    assert {row["response"]["status_code"] for row in rows} == {200}
+
+
+def _lines(texts: list[str]) -> Iterator[dict[str, Any]]:
+    """Return for each text a line of the embedding model, and one of the chat model."""
+    for number, text in enumerate(texts):
+        bodies = {
+            "/v1/embeddings": {"model": "embed", "input": text},
+            "/v1/completions": {"model": "chat", "prompt": text, "max_tokens": 8},
+        }
+        for at, (url, body) in enumerate(bodies.items()):
+            yield {"custom_id": str(2 * number + at), "method": "POST", "url": url, "body": body}
 
 
 def _kill(run: RunningCommand, target: str) -> int:

@@ -147,6 +147,24 @@ def test_run_batch_loads_each_model_that_its_lines_name_once(
 
 
 @pytest.mark.proof
+def test_lines_that_their_model_cannot_answer_are_error_lines(folder: Path, tmp_path: Path) -> None:
+    bodies = {"/v1/completions": {"prompt": "List", "max_tokens": 4}, "/v1/embeddings": {"input": "List"}}
+    asked = [(url, model) for url in bodies for model in BOTH]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": url, "body": {**bodies[url], "model": model}}
+        for number, (url, model) in enumerate(asked)
+    ]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run_both(folder, tmp_path, "--model-flags", "embed=--task embed")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["response"]["status_code"] for row in rows] == [200, 400, 400, 200]
+    for number, sentence in ((1, "`embed` cannot be used with /v1/comp"), (2, "`chat` cannot be used with /v1/emb")):
+        assert rows[number]["error"]["code"] == "unsupported_endpoint"
+        assert sentence in rows[number]["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.proof
 def test_run_batch_refuses_what_none_of_its_models_can_answer(folder: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "requests.jsonl", ["chat", None])
     done = run_both(folder, tmp_path)
