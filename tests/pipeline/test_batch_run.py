@@ -99,7 +99,7 @@ def _follow(client: redis.Redis, folder: Path, patience: float) -> BatchRecord:
     supervisor: Any = SimpleNamespace(check=lambda: 5.0, queue=SimpleNamespace(redis=client))
     progress: Any = SimpleNamespace(update=lambda counts: None)
     with Signals() as signals:
-        return BatchRun(task, [], time.monotonic())._follow(BATCH, spec, supervisor, signals, progress)
+        return BatchRun(task, [], time.monotonic())._follow(BATCH, spec, supervisor, signals, progress, None)
 
 
 def _wait(client: redis.Redis, seconds: float, running: int = 1) -> None:

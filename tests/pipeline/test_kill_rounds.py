@@ -26,7 +26,7 @@ from workers.settings import DEMO_MODEL
 LINES = 302  # the last two with a schema and with a tool
 KILLS = 2
 LONGEST_PAUSE = 6.0
-EMBEDDINGS = 1500
+EMBEDDINGS = 800
 ROUND_SECONDS = 300
 
 TARGETS = {
