@@ -10,11 +10,13 @@ import time
 from typing import Any
 
 import h11
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from api.http.answer_headers import note_headers
 from api.http.cors import cors_headers, with_cors
 from api.http.errors import error_response
 from api.http.event_stream import BODY_WRITER
@@ -145,11 +147,13 @@ class FullServer:
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._limit = settings.max_connections
-        self._refusal = RequestIds(_closing(with_cors(self._refuse, settings)))
+        self._refusal = RequestIds(with_cors(self._refuse, settings))
         self._log_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         probed = scope["type"] == "http" and route_path(scope) in PROBED
+        if scope["type"] == "http" and not probed:
+            note_headers(Request(scope), {"connection": "close"})  # preflights' answers are the last too
         await (self._app if probed else self._refusal)(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,20 +164,6 @@ class FullServer:
             503, "The server has as many connections as it may have; try again.", "server_error", code="server_full"
         )
         await error_response(error, {"retry-after": "1"})(scope, receive, send)
-
-
-def _closing(app: ASGIApp) -> ASGIApp:
-    """Return the app with answers that are the last of their connections, preflights' too."""
-
-    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
-        await app(scope, receive, send_last)
-
-    return closing
 
 
 class _BoundedConnection(h11.Connection):
