@@ -73,6 +73,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         self._system_fingerprint = system_fingerprint
         self._longest = min(info.max_model_len, files.max_seq_length or info.max_model_len)
         self._long_texts = LongTexts(tokenizer, self._longest)
+        self._unpooled_of: dict[tuple[str, bool], int] = {}  # by the folder's prompts and special tokens
 
     def _parse(self, claim: Claim) -> _PendingPooling:
         call = POOLING_ENDPOINTS[claim.request.endpoint].read(decode_body(claim.request.body))
@@ -104,6 +105,12 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         """
         if self._files.include_prompt:
             return 0
+        known = self._unpooled_of.get((prompt, special_tokens))
+        if known is None:
+            known = self._unpooled_of[prompt, special_tokens] = self._count_unpooled(prompt, special_tokens)
+        return known
+
+    def _count_unpooled(self, prompt: str, special_tokens: bool) -> int:
         (token_ids,) = self._tokenizer.encode([prompt.lower() if self._files.do_lower_case else prompt], special_tokens)
         ends = token_ids and self._tokenizer.are_special(self._tokenizer.names(token_ids[-1:]))
         return len(token_ids) - bool(ends)
