@@ -64,7 +64,7 @@ def encoder_folder(name: str) -> Path:
 
 
 def model_flags(folder: Path, model: str, dtype: str = "auto") -> list[str]:
-    """Return what `pipeline run-batch` and `vllm run-batch` are told of the model."""
+    """Return the flags of a model, which `pipeline run-batch` and `vllm run-batch` share."""
     options = {"model": folder, "served-model-name": model, "dtype": dtype, "max-model-len": CONTEXT}
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 

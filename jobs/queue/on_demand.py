@@ -47,9 +47,8 @@ class OnDemand(QueueBase):
         """Take the offers back."""
         waits = [["SREM", keys.loaders(name), one.server] for name, one in models.items()]
         streams = [["UNLINK", keys.control(server)] for server in {one.server for one in models.values()}]
-        self.commands(
-            [["HDEL", keys.ON_DEMAND, *(_field(name, one) for name, one in models.items())], *waits, *streams]
-        )
+        offers = [_field(name, one) for name, one in models.items()]
+        self.commands([["HDEL", keys.ON_DEMAND, *offers], *waits, *streams])
 
     def on_demand(self) -> dict[str, OnDemandModel]:
         """Return the models on offer, by name: of several servers' offers the one to wait for."""

@@ -101,10 +101,8 @@ def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int) -> 
     if engine.kv_cache_memory_bytes is not None:
         return engine.kv_cache_memory_bytes
     try:
-        heads, layers = (
-            _first(config, "num_attention_heads", "n_heads"),
-            _first(config, "num_hidden_layers", "n_layers"),
-        )
+        heads = _first(config, "num_attention_heads", "n_heads")
+        layers = _first(config, "num_hidden_layers", "n_layers")
         size = config.get("head_dim") or _first(config, "hidden_size", "dim") // heads
         kv_heads, block = config.get("num_key_value_heads") or heads, engine.block_size or _BLOCK_SIZE
         blocks = _cache_blocks(engine, config, block)
