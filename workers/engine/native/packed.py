@@ -1,19 +1,24 @@
-"""Matrices of bf16 weights in the order in which the processor multiplies with them
-(`source/matmul.c`). The plain ones are not kept.
+"""Matrices of weights in the order in which the processor multiplies with them (`source/matmul.c`).
+The plain ones are not kept.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
+logger = logging.getLogger(__name__)
+
 PANEL = 32
+_STORED = (torch.bfloat16, torch.float16, torch.float32)  # by the numbers of matmul.h
 ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
 
@@ -25,9 +30,7 @@ class _Matrix(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("n", ctypes.c_ssize_t),
         ("k", ctypes.c_ssize_t),
-        ("activation", ctypes.c_int),
-        ("gated", ctypes.c_int),
-        ("to_float", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("stored", "activation", "gated", "floats", "to_float")),
     ]
 
 
@@ -36,18 +39,30 @@ def can_pack(dtype: torch.dtype, size_in: int) -> bool:
 
     Raises NativeUnavailable.
     """
-    return dtype == torch.bfloat16 and size_in > 0 and size_in % 2 == 0 and bool(load().matmul_supported())
+    return size_in > 0 and size_in % 2 == 0 and _is_right(dtype)
 
 
 class PackedMatrix:
-    """x [..., k] -> activation(x weight.T + bias) [..., n] for bf16 weight [n, k] and bias [n], in
-    float32 if `to_float`.
+    """x [..., k] -> activation(x weight.T + bias) [..., n] in the dtype of weight [n, k] and bias
+    [n], float32 or bfloat16; in float32 if `to_float`.
 
-    If `gated`, weight is gates above what they let through, and the result [..., n / 2] is
-    activation(gate) * up.
+    Weights in float32 are stored in 16 bits where these hold each of them as it is. If `gated`,
+    weight is gates above what they let through, and the result [..., n / 2] is activation(gate) *
+    up.
     """
 
-    __slots__ = ("_bias", "_dtype", "_matrix", "_multiply", "_panels", "_size_in", "columns", "pointer")
+    __slots__ = (
+        "_bias",
+        "_dtype",
+        "_matrix",
+        "_multiply",
+        "_panels",
+        "_size_in",
+        "columns",
+        "dtype",
+        "pointer",
+        "stored",
+    )
 
     def __init__(
         self,
@@ -58,24 +73,26 @@ class PackedMatrix:
         to_float: bool = False,
     ) -> None:
         n, self._size_in = weight.shape
-        panels = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
-        self._panels = huge_zeros((panels, self._size_in // 2, PANEL, 2), torch.bfloat16)
-        _pack(weight, gated, self._panels)
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros((panels, 1, PANEL, 2), dtype=torch.bfloat16)
-            _pack(torch.stack((bias, bias), 1), gated, self._bias)
-            self._bias = self._bias[..., 0].contiguous()
-        self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else torch.bfloat16
+        self.dtype, floats = weight.dtype, weight.dtype == torch.float32
+        self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else weight.dtype
+        stored = weight.contiguous().to(_stored_dtype(weight))
+        self.stored, self._panels = stored.dtype, _pack(stored, gated)
+        self._bias = None if bias is None else _pack(bias.float()[:, None], gated)
         number = ACTIVATIONS[activation] if activation else 0
         bias_pointer = None if self._bias is None else self._bias.data_ptr()
-        self._matrix = _Matrix(self._panels.data_ptr(), bias_pointer, n, self._size_in, number, gated, to_float)
+        self._matrix = _Matrix(
+            self._panels.data_ptr(),
+            bias_pointer,
+            n,
+            self._size_in,
+            *(_STORED.index(stored.dtype), number, gated, floats, to_float or floats),
+        )
         self.pointer = ctypes.addressof(self._matrix)
         self._multiply = _functions().packed_matmul
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self._size_in or x.dtype != torch.bfloat16:
-            raise ValueError(f"{x.dtype} {list(x.shape)} where rows of {self._size_in} bfloat16 are multiplied")
+        if x.shape[-1] != self._size_in or x.dtype != self.dtype:
+            raise ValueError(f"{x.dtype} {list(x.shape)} where rows of {self._size_in} {self.dtype} are multiplied")
         x = x.contiguous()
         rows = x.numel() // self._size_in
         y = torch.empty((*x.shape[:-1], self.columns), dtype=self._dtype)
@@ -88,20 +105,57 @@ class PackedMatrix:
 
         Not of a gated matrix.
         """
-        y = torch.empty((len(indices), self._size_in), dtype=torch.bfloat16)
+        y = torch.empty((len(indices), self._size_in), dtype=self.dtype)
         _functions().packed_lookup(self.pointer, indices.data_ptr(), len(indices), y.data_ptr())
         return y
 
 
-def _pack(weight: Tensor, gated: bool, panels: Tensor) -> None:
+def _stored_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of fewest bits that holds each of the weights as it is."""
+    if weight.dtype != torch.float32:
+        return weight.dtype
     weight = weight.contiguous()
-    _functions().pack_rows(weight.data_ptr(), *weight.shape, gated, panels.data_ptr())
+    return _STORED[_functions().narrowest(weight.data_ptr(), weight.numel())]
+
+
+def _pack(weight: Tensor, gated: bool) -> Tensor:
+    """Return the panels of a matrix [n, k] in the dtype that it is stored as."""
+    n, k = weight.shape
+    count = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
+    panels, weight = huge_zeros((count, k, PANEL), weight.dtype), weight.contiguous()
+    _functions().pack_rows(weight.data_ptr(), n, k, _STORED.index(weight.dtype), gated, panels.data_ptr())
+    return panels
+
+
+@functools.cache
+def _is_right(dtype: torch.dtype) -> bool:
+    """Return whether products of that dtype come out as torch's do.
+
+    Instructions that a processor has may have been tried by nobody.
+    """
+    if dtype == torch.bfloat16 and not _functions().multiplies_bf16():
+        return False
+    stored = {torch.bfloat16: _STORED[:1], torch.float32: _STORED}.get(dtype, ())
+    right = [_product_is_right(dtype, narrow) for narrow in stored]
+    if not all(right):
+        logger.warning("CPU products in %s are wrong on this processor; torch's are used, which may be slower", dtype)
+    return bool(right) and all(right)
+
+
+def _product_is_right(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(stored).to(dtype) for shape in ((29, 70), (42, 70), (42,))
+    )
+    expected, matrix = F.linear(x.float(), weight.float(), bias.float()), PackedMatrix(weight, bias, to_float=True)
+    return all(torch.allclose(matrix(x[:rows]), expected[:rows], rtol=1e-4, atol=1e-3) for rows in (1, 29))
 
 
 @functools.cache
 def _functions() -> ctypes.CDLL:
     library, pointer, size = load(), ctypes.c_void_p, ctypes.c_ssize_t
-    library.pack_rows.argtypes = (pointer, size, size, ctypes.c_int, pointer)
+    library.narrowest.argtypes = (pointer, size)
+    library.pack_rows.argtypes = (pointer, size, size, ctypes.c_int, ctypes.c_int, pointer)
     library.packed_matmul.argtypes = (pointer, pointer, size, pointer)
     library.packed_lookup.argtypes = (pointer, pointer, size, pointer)
     for function in (library.pack_rows, library.packed_matmul, library.packed_lookup):

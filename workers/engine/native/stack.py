@@ -48,7 +48,10 @@ class _Stack(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
         ("norm", _Norm),
-        *((name, ctypes.c_int32) for name in ("post_norm", "num_layers", "hidden", "queries", "keys", "mlp_rows")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("post_norm", "num_layers", "hidden", "queries", "keys", "mlp_rows", "floats")
+        ),
         ("interrupted", ctypes.c_void_p),
         ("seconds", ctypes.c_double * len(PARTS)),
     ]
@@ -71,7 +74,8 @@ class NativeStack(LayerStack):
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
         self._mlp = max(_packed(layer.up).columns for layer in layers)
         self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
-        sizes = len(layers), self._hidden, queries, keys, _MLP_ROWS
+        self._dtype = layers[0].mlp_norm.weight.dtype
+        sizes = len(layers), self._hidden, queries, keys, _MLP_ROWS, self._dtype == torch.float32
         self._c_stack = _Stack(self._c_layers, _c_norm(norm), post_norm, *sizes)
         self._pointer = ctypes.addressof(self._c_stack)
         self._patterns: list[AttentionPattern] = []
@@ -127,7 +131,7 @@ class NativeStack(LayerStack):
             tokens * self._narrow,
             max(tokens * self._qkv, min(tokens, _MLP_ROWS) * self._mlp),
         )
-        self._held = zeros_together(sizes, torch.bfloat16)
+        self._held = zeros_together(sizes, self._dtype)
         self._result, self._buffers, self._room = self._held[1], [buffer.data_ptr() for buffer in self._held], tokens
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workers.engine.native.library import load
+from workers.engine.native.packed import can_pack
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +16,13 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def products() -> None:
-    """Of packed matrices, for which not every processor has the instructions."""
-    if not load().matmul_supported():
+DTYPES = [torch.float32, torch.bfloat16]
+"""That products with packed matrices are computed in, the latter not by every processor."""
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = request.param
+    if not can_pack(chosen, 2):
         pytest.skip("this processor has no AVX512-BF16")
+    return chosen

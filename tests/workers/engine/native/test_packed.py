@@ -19,7 +19,7 @@ from workers.engine.messages.errors import ModelLoadError
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 
-pytestmark = [needs_native, pytest.mark.usefixtures("products")]
+pytestmark = needs_native
 
 SHAPES = [
     (1, 32, 2),
@@ -31,35 +31,76 @@ SHAPES = [
     (700, 65, 1026),
     (30, 70, 6000),
 ]
-# rows, outputs, inputs: the last but one takes three blocks of rows, the last has rows too long for
-# blocks
+# rows, outputs, inputs: the last but one takes several blocks of rows, the last has rows too long
+# for blocks in bfloat16
+STORED = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+def operands(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32, stored: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and bias in `dtype`, the weight's numbers being some of `stored`."""
     torch.manual_seed(rows + outputs + inputs)
     return (
-        torch.randn(rows, inputs).bfloat16(),
-        (torch.randn(outputs, inputs) * inputs**-0.5).bfloat16(),
-        torch.randn(outputs).bfloat16(),
+        torch.randn(rows, inputs).to(dtype),
+        (torch.randn(outputs, inputs) * inputs**-0.5).to(stored).to(dtype),
+        torch.randn(outputs).to(dtype),
     )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_equals_torch(rows: int, outputs: int, inputs: int, threads: int) -> None:
+def test_equals_torch(rows: int, outputs: int, inputs: int, threads: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(threads)
-    x, weight, bias = operands(rows, outputs, inputs)
+    x, weight, bias = operands(rows, outputs, inputs, dtype)
     expected = F.linear(x.float(), weight.float(), bias.float())
     torch.testing.assert_close(PackedMatrix(weight, bias, to_float=True)(x), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(PackedMatrix(weight, bias)(x), expected.bfloat16(), rtol=1 / 128, atol=1e-5)
-    torch.testing.assert_close(
-        PackedMatrix(weight)(x), F.linear(x.float(), weight.float()).bfloat16(), rtol=1 / 128, atol=1e-5
-    )
+    rounded = {"rtol": 1 / 128 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(PackedMatrix(weight, bias)(x), expected.to(dtype), **rounded)
+    torch.testing.assert_close(PackedMatrix(weight)(x), F.linear(x.float(), weight.float()).to(dtype), **rounded)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_equals_torch_however_weights_are_stored(rows: int, outputs: int, inputs: int, stored: torch.dtype) -> None:
+    x, weight, bias = operands(rows, outputs, inputs, stored=stored)
+    matrix = PackedMatrix(weight, bias)
+    assert matrix.stored == stored
+    torch.testing.assert_close(matrix(x), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "stored"),
+    [
+        ([0.0, -0.0, 1.0, 2.0**127], torch.bfloat16),
+        ([torch.inf, -torch.inf, torch.nan, 1.0], torch.bfloat16),
+        ([1 + 2**-10, 65504.0, 2**-24, -(2**-14) - 2**-24], torch.float16),
+        ([1 + 2**-10, 65536.0], torch.float32),
+        ([1 + 2**-10, torch.nan], torch.float32),
+        ([1 + 2**-10, 2**-25], torch.float32),
+        ([1 + 2**-10, 2**-15 + 2**-26], torch.float32),
+        ([1 + 2**-11, 1.0], torch.float32),
+        ([1 + 2**-23, 1.0], torch.float32),
+    ],
+)
+def test_weights_are_stored_in_the_fewest_bits_that_hold_them(numbers: list[float], stored: torch.dtype) -> None:
+    weight = torch.tensor(numbers * 40_000).view(-1, 8)
+    matrix = PackedMatrix(weight)
+    assert matrix.stored == stored
+    rows = matrix.rows(torch.arange(len(weight)))
+    torch.testing.assert_close(rows, weight, rtol=0, atol=0, equal_nan=True)
+    assert rows.nan_to_num().signbit().equal(weight.nan_to_num().signbit())
+
+
+def test_one_number_among_many_decides_what_weights_are_stored_as() -> None:
+    weight = torch.ones(1000, 64)
+    weight[999, 63] = 1 + 2**-20
+    assert PackedMatrix(weight).stored == torch.float32
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_activations(name: str) -> None:
-    x, weight, bias = operands(13, 66, 64)
+def test_activations(name: str, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(13, 66, 64, dtype)
     before = F.linear(x.float() * 4, weight.float(), bias.float())
     matrix = PackedMatrix(weight, bias, name, to_float=True)
     torch.testing.assert_close(matrix(x * 4), activation(name)(before), rtol=2e-5, atol=2e-5)
@@ -68,9 +109,18 @@ def test_activations(name: str) -> None:
     torch.testing.assert_close(gated(x * 4), activation(name)(gate) * up, rtol=2e-5, atol=2e-5)
 
 
-def test_extreme_sums_are_activated_as_torch_does() -> None:
-    x = torch.tensor([[1e30, 0], [-1e30, 0], [100, 0], [-100, 0], [torch.nan, 0], [torch.inf, 0]]).bfloat16()
-    weight = torch.zeros(32, 2, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new"])
+def test_activations_are_as_exact_as_torch_s(name: str, dtype: torch.dtype) -> None:
+    values = torch.linspace(-12, 12, 4097).to(dtype)
+    x, weight = torch.stack((values, torch.zeros_like(values)), 1), torch.tensor([[1.0, 0.0]] * 32).to(dtype)
+    result = PackedMatrix(weight, None, name, to_float=True)(x)[:, 0]
+    exact = activation(name)(values.double())
+    assert (result - exact).abs().max() < 5e-7 * values.float().abs().max()
+
+
+def test_extreme_sums_are_activated_as_torch_does(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1e30, 0], [-1e30, 0], [100, 0], [-100, 0], [torch.nan, 0], [torch.inf, 0]]).to(dtype)
+    weight = torch.zeros(32, 2, dtype=dtype)
     weight[:, 0] = 1
     for name in ("silu", "gelu", "gelu_new", "relu"):
         expected = activation(name)(x.float()[:, :1]).expand(-1, 32)
@@ -79,20 +129,22 @@ def test_extreme_sums_are_activated_as_torch_does() -> None:
         )
 
 
-def test_a_row_is_the_same_whatever_is_computed_beside_it() -> None:
-    x, weight, bias = operands(800, 100, 1026)
+@pytest.mark.parametrize("stored", STORED)
+def test_a_row_is_the_same_whatever_is_computed_beside_it(stored: torch.dtype, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(800, 100, 1026, dtype, stored)
     matrix = PackedMatrix(weight, bias, "gelu_new")
     together = matrix(x)
-    for rows in (1, 2, 7, 12, 13, 50, 64, 650):
+    for rows in (1, 2, 3, 4, 7, 12, 13, 25, 50, 64, 193, 650):
         assert matrix(x[:rows]).equal(together[:rows])
 
 
 SMALL_STACKS = """
 import torch
-from workers.engine.native.packed import PackedMatrix
-x, weight = torch.randn(200, 768).bfloat16(), torch.randn(256, 768).bfloat16()
-matrix = PackedMatrix(weight)
-assert matrix(x)[:12].equal(matrix(x[:12]))
+from workers.engine.native.packed import PackedMatrix, can_pack
+for dtype in filter(lambda dtype: can_pack(dtype, 768), (torch.float32, torch.bfloat16)):
+    x, weight = torch.randn(200, 768).to(dtype), torch.randn(256, 768).to(dtype)
+    matrix = PackedMatrix(weight)
+    assert matrix(x)[:12].equal(matrix(x[:12]))
 """
 
 
@@ -104,33 +156,35 @@ def test_threads_need_no_large_stacks() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_calls_at_the_same_time_gather_apart() -> None:
+def test_calls_at_the_same_time_do_not_meet(dtype: torch.dtype) -> None:
     torch.set_num_threads(2)
-    products = [(PackedMatrix(weight), x) for x, weight, _ in (operands(300, 256 + n, 512) for n in range(4))]
+    products = [(PackedMatrix(weight), x) for x, weight, _ in (operands(300, 256 + n, 512, dtype) for n in range(4))]
     expected = [matrix(x) for matrix, x in products]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert all(map(torch.equal, pool.map(lambda product: product[0](product[1]), products), expected))
 
 
-def test_rows_are_the_weight_s() -> None:
-    _, weight, _ = operands(1, 100, 64)
+@pytest.mark.parametrize("stored", STORED)
+def test_rows_are_the_weight_s(stored: torch.dtype, dtype: torch.dtype) -> None:
+    _, weight, _ = operands(1, 100, 64, dtype, stored)
     indices = torch.randint(0, 100, (130,))
     assert PackedMatrix(weight).rows(indices).equal(weight[indices])
 
 
-def test_inputs_with_more_dimensions_and_gaps() -> None:
-    x, weight, _ = operands(12, 40, 64)
+def test_inputs_with_more_dimensions_and_gaps(dtype: torch.dtype) -> None:
+    x, weight, _ = operands(12, 40, 64, dtype)
     matrix = PackedMatrix(weight)
     assert matrix(x.view(3, 4, 64)).equal(matrix(x).view(3, 4, 40))
     assert matrix(x.repeat(1, 2)[:, :64]).equal(matrix(x))
     assert matrix(x[:0]).shape == (0, 40)
+    assert PackedMatrix(weight.repeat(1, 2)[:, :64])(x).equal(matrix(x))
 
 
 def test_what_does_not_fit_is_refused() -> None:
     matrix = PackedMatrix(operands(1, 40, 64)[1])
-    for x in (torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 64)):
-        with pytest.raises(ValueError, match="rows of 64 bfloat16"):
+    for x in (torch.zeros(2, 128), torch.zeros(2, 64, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"rows of 64 torch.float32"):
             matrix(x)
 
 
@@ -145,6 +199,7 @@ def test_an_activation_that_is_not_known_is_refused_as_everywhere() -> None:
 
 
 def test_what_cannot_be_packed() -> None:
-    assert not can_pack(torch.bfloat16, 0)
-    assert not can_pack(torch.float32, 64)
-    assert not can_pack(torch.bfloat16, 63)
+    assert not can_pack(torch.float32, 0)
+    assert not can_pack(torch.float32, 63)
+    assert not can_pack(torch.float16, 64)
+    assert not can_pack(torch.float64, 64)

@@ -1,5 +1,6 @@
 """A decoder's layers in one call against the same kernels called one by one: the same bits."""
 
+import functools
 from itertools import count
 
 import numpy as np
@@ -20,15 +21,12 @@ from workers.engine.messages.errors import StepAbandoned
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.stack import NativeStack
 
-pytestmark = [needs_native, pytest.mark.usefixtures("products")]
+pytestmark = needs_native
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
 PATTERNS = (AttentionPattern(), AttentionPattern(window=24), AttentionPattern())
 BOTH_SIDES = tuple(AttentionPattern(False, pattern.window) for pattern in PATTERNS)
-ROPE, LOCAL_ROPE = (
-    Rotary(RopeConfig(theta, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU) for theta in (1e4, 1e2)
-)
 STEPS = [
     [(0, 700), (700, 30)],
     [(700, 1), (730, 1)],
@@ -39,8 +37,9 @@ TEXTS = [[(0, 700), (0, 30)], [(0, 5), (0, 1)], [(0, 290)]]
 FAMILIES = ["gpt2", "llama", "qwen3", "bert", "modernbert", "mpnet"]
 
 
-def random(*shape: int, width: float = 1.0) -> Tensor:
-    return torch.randn(shape).mul(width).bfloat16()
+@functools.cache
+def ropes(dtype: torch.dtype) -> list[Rotary]:
+    return [Rotary(RopeConfig(theta, "default", {}, 1024), 16, 1024, dtype, CPU) for theta in (1e4, 1e2)]
 
 
 class Model:
@@ -48,8 +47,9 @@ class Model:
     two rows.
     """
 
-    def __init__(self, family: str, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
+    def __init__(self, family: str, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
         torch.manual_seed(7)
+        self.dtype, self.ropes, random = dtype, ropes(dtype), self.random
         self.rotary, self.head_norms, self.numbers = family not in ("gpt2", "bert", "mpnet"), family == "qwen3", count()
         self.encodes, first_norm = family in ("bert", "modernbert", "mpnet"), family != "modernbert"
         self.post_norm = self.encodes and first_norm
@@ -76,17 +76,20 @@ class Model:
         self.shape, self.heads = CacheShape(BLOCKS, BLOCK, kv_heads, dim), heads
         last_norm = None if self.post_norm else self.norm(HIDDEN)
         self.stack = ops.stack(self.layers, last_norm, heads, kv_heads, dim, self.post_norm)
-        self.attention = find_backend("cpu").attention(self.shape, heads, torch.bfloat16, CPU)
+        self.attention = find_backend("cpu").attention(self.shape, heads, dtype, CPU)
+
+    def random(self, *shape: int, width: float = 1.0) -> Tensor:
+        return torch.randn(shape).mul(width).to(self.dtype)
 
     def norm(self, size: int) -> RMSNorm | LayerNorm:
         return RMSNorm(*self.named(size)) if self.rotary else LayerNorm(*self.named(size))
 
     def named(self, size: int) -> tuple[Weights, str, int, float]:
         name = str(next(self.numbers))
-        values = {f"{name}.{part}": random(size) for part in ("weight", "bias")}
+        values = {f"{name}.{part}": self.random(size) for part in ("weight", "bias")}
         return (
             Weights(
-                {key: lambda value=value: value for key, value in values.items()}, torch.bfloat16, CPU, ops=NativeOps()
+                {key: lambda value=value: value for key, value in values.items()}, self.dtype, CPU, ops=NativeOps()
             ),
             name,
             size,
@@ -107,11 +110,11 @@ class Model:
                 for cache in before:
                     cache.fill_(torch.nan)
             metadata, positions = step_of(rows)
-            ropes = (ROPE, LOCAL_ROPE)[: self.rotary + self.encodes] if self.rotary else ()
-            rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in ropes]
+            count = self.rotary + self.encodes if self.rotary else 0
+            rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in self.ropes[:count]]
             attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns, bias=self.bias)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
-            results.append(run(random(len(positions), HIDDEN), rotations, attend).clone())
+            results.append(run(self.random(len(positions), HIDDEN), rotations, attend).clone())
         return results
 
 
@@ -129,48 +132,53 @@ def step_of(rows: list[tuple[int, int]]) -> tuple[AttentionMetadata, Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_call_gives_the_same_bits(family: str, threads: int) -> None:
+def test_one_call_gives_the_same_bits(family: str, threads: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(threads)
-    model = Model(family)
+    model = Model(family, dtype)
     assert isinstance(model.stack, NativeStack)
     for one, by_one in zip(model.run(one_call=True), model.run(one_call=False), strict=True):
         assert one.isfinite().all()
         assert one.equal(by_one)
 
 
-def test_buffers_grow_seldom() -> None:
-    model = Model("llama")
+def test_buffers_grow_seldom(dtype: torch.dtype) -> None:
+    model = Model("llama", dtype)
     caches = model.attention.new_cache(LAYERS)
     places = set()
     for tokens in range(1, 260):
         metadata, positions = step_of([(0, tokens)])
         attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
-        places.add(model.stack(random(tokens, HIDDEN), [ROPE.cos_sin(positions, positions + 1)], attend).data_ptr())
+        places.add(
+            model.stack(
+                model.random(tokens, HIDDEN), [model.ropes[0].cos_sin(positions, positions + 1)], attend
+            ).data_ptr()
+        )
     assert len(places) <= 4  # 64, 128, 256 and 512
 
 
-def test_a_stack_of_no_layers_is_its_norm() -> None:
-    norm, hidden = Model("llama").norm(HIDDEN), random(5, HIDDEN)
+def test_a_stack_of_no_layers_is_its_norm(dtype: torch.dtype) -> None:
+    model = Model("llama", dtype)
+    norm, hidden = model.norm(HIDDEN), model.random(5, HIDDEN)
     stack = NativeOps().stack([], norm, 4, 2, 16)
     metadata, positions = step_of([(0, 5)])
     attend = StepAttention(
-        find_backend("cpu").attention(CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ()
+        find_backend("cpu").attention(CacheShape(2, BLOCK, 2, 16), 4, dtype, CPU), [], metadata, (), ()
     )
-    assert stack(hidden.clone(), [ROPE.cos_sin(positions, positions + 1)], attend).equal(norm(hidden))
+    assert stack(hidden.clone(), [model.ropes[0].cos_sin(positions, positions + 1)], attend).equal(norm(hidden))
 
 
-def test_caches_that_were_made_anew_are_the_ones_that_are_used() -> None:
-    model = Model("llama")
+def test_caches_that_were_made_anew_are_the_ones_that_are_used(dtype: torch.dtype) -> None:
+    model = Model("llama", dtype)
     for moved, stayed in zip(model.run(one_call=True, moves=True), model.run(one_call=False), strict=True):
         assert moved.equal(stayed)
 
 
-def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right() -> None:
-    model = Model("llama")
+def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right(dtype: torch.dtype) -> None:
+    model = Model("llama", dtype)
     caches, interruption = model.attention.new_cache(LAYERS), Interruption()
     metadata, positions = step_of([(0, 40)])
     attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS, interruption)
-    hidden, rotations = random(40, HIDDEN), [ROPE.cos_sin(positions, positions + 1)]
+    hidden, rotations = model.random(40, HIDDEN), [model.ropes[0].cos_sin(positions, positions + 1)]
     expected = model.stack(hidden.clone(), rotations, attend).clone()
     interruption.set()
     for stack in (model.stack, super(NativeStack, model.stack).__call__):
@@ -180,16 +188,16 @@ def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right() -> None:
     assert model.stack(hidden.clone(), rotations, attend).equal(expected)
 
 
-def test_it_reports_where_the_time_goes() -> None:
-    model = Model("llama")
+def test_it_reports_where_the_time_goes(dtype: torch.dtype) -> None:
+    model = Model("llama", dtype)
     assert isinstance(model.stack, NativeStack)
     assert not any(model.stack.seconds.values())
     model.run(one_call=True)
     assert all(seconds > 0 for seconds in model.stack.seconds.values())
 
 
-def test_layers_without_packed_matrices_are_called_one_by_one() -> None:
-    model = Model("llama")
+def test_layers_without_packed_matrices_are_called_one_by_one(dtype: torch.dtype) -> None:
+    model = Model("llama", dtype)
     plain = DecoderLayer(
         *(getattr(model.layers[0], name) for name in ("attention_norm", "qkv", "output", "mlp_norm")),
         lambda x: x,
@@ -198,9 +206,10 @@ def test_layers_without_packed_matrices_are_called_one_by_one() -> None:
     assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN), 4, 2, 16)) is LayerStack
 
 
-def test_another_backend_attends_layer_by_layer() -> None:
-    model = Model("qwen3")
+def test_another_backend_attends_layer_by_layer(dtype: torch.dtype) -> None:
+    model = Model("qwen3", dtype)
     expected = model.run(one_call=False)
-    model.attention = find_backend("torch").attention(model.shape, model.heads, torch.bfloat16, CPU)
+    model.attention = find_backend("torch").attention(model.shape, model.heads, dtype, CPU)
     for got, wanted in zip(model.run(one_call=True), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0.1, atol=0.1)
+        tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)

@@ -9,8 +9,10 @@
 
 #include "bf16.h"
 
-#ifdef __AVX512F__
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -34,6 +36,35 @@ ALWAYS_INLINE lanes load(const float *from) {
     return x;
 }
 
+/* Numbers in float16, where the processor converts them. */
+#if defined(__AVX512F__)
+#define HAS_HALVES 1
+ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+    return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
+}
+#elif defined(__F16C__)
+#define HAS_HALVES 1
+ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+    return (lanes)_mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
+}
+#elif defined(__aarch64__)
+#define HAS_HALVES 1
+ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+    return (lanes)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+}
+#else
+#define HAS_HALVES 0
+ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+    (void)from;
+    return (lanes){0};
+}
+#endif
+
+ALWAYS_INLINE float float_of_half(uint16_t x) {
+    uint16_t all[LANES] = {x};
+    return load_halves(all)[0];
+}
+
 ALWAYS_INLINE words load_words(const void *from) {
     words x;
     memcpy(&x, from, sizeof x);
@@ -49,7 +80,7 @@ ALWAYS_INLINE void store(float *to, lanes x) {
 }
 
 ALWAYS_INLINE lanes all(float x) {
-    return (lanes){0} + x;
+    return x - (lanes){0}; /* 0 + x is another number where x is -0, and so would be computed */
 }
 
 ALWAYS_INLINE lanes choose(integers mask, lanes yes, lanes no) {

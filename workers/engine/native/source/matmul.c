@@ -1,78 +1,33 @@
-/* Products with a matrix of weights that was packed once: y = f(x w' + b), x [m, k] and w [n, k] in bf16, sums in
-   float.
+/* Products with a matrix of weights that was packed once: y = f(x w' + b), x [m, k] and w [n, k], sums in float.
 
-   A packed matrix is panels of 32 rows of w. A panel holds, for each pair of neighbors along k, the pair of each of
-   its rows: what two vdpbf16ps take. The panel's columns of y are computed for up to 12 rows of x at a time, whose sums
-   stay in registers; the last panel is padded with zeros. In a gated matrix the first 16 rows of a panel are gates and
-   the other 16 what they let through. */
+   A packed matrix is panels of 32 rows of w. A panel holds, for each number along k, that number of each of its rows, or
+   of bf16 each pair of neighbors: what two vdpbf16ps take. The panel's columns of y are computed for a tile of rows of x
+   at a time, whose sums stay in registers; the last panel is padded with zeros. In a gated matrix the first 16 rows of a
+   panel are gates and the other 16 what they let through.
+
+   There are two kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, and of floats
+   (matmul_float.h), with weights that may be stored in 16 bits and are widened on the way. */
 
 #include <omp.h>
 #include <stdatomic.h>
-#include <stddef.h>
 #include <stdlib.h>
 
 #include "kernels.h"
-#include "matmul_tile.h"
+#include "matmul_bf16.h"
+#include "matmul_float.h"
 
-struct packed_matrix {
-    const bf16 *panels; /* [ceil(n / 32)][k / 2][32][2] */
-    /* [ceil(n / 32)][32] in the order of the panels' rows, padded as they are and read so; NULL for none */
-    const bf16 *bias;
-    ptrdiff_t n, k;     /* k is even */
-    int activation;     /* one of activation.h's */
-    int gated;          /* y [m, n / 2] */
-    int to_float;       /* y in float instead of bf16 */
-};
-
-int matmul_supported(void);
-void pack_rows(const bf16 *w, ptrdiff_t n, ptrdiff_t k, int gated, bf16 *panels);
-void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, bf16 *y);
-
-/* Which row of w is row `lane` of a panel; n or more for padding. */
-static inline ptrdiff_t source_row(ptrdiff_t panel, ptrdiff_t lane, ptrdiff_t n, int gated) {
-    if (!gated)
-        return panel * PANEL + lane;
-    ptrdiff_t row = panel * HALF + lane % HALF;
-    if (row >= n / 2)
-        return n;
-    return lane < HALF ? row : n / 2 + row;
-}
-
-void pack_rows(const bf16 *w, ptrdiff_t n, ptrdiff_t k, int gated, bf16 *panels) {
-#pragma omp parallel for
-    for (ptrdiff_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++) {
-        bf16 *to = panels + panel * PANEL * k;
-        for (ptrdiff_t lane = 0; lane < PANEL; lane++) {
-            ptrdiff_t row = source_row(panel, lane, n, gated);
-            for (ptrdiff_t i = 0; i < k; i++)
-                to[i / 2 * 2 * PANEL + 2 * lane + i % 2] = row < n ? w[row * k + i] : 0;
-        }
-    }
-}
-
-/* y [count, k]: rows of w themselves, as an embedding table gives them. Not for gated matrices. */
-void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, bf16 *y) {
-    ptrdiff_t k = matrix->k;
-#pragma omp parallel for if (count > 64)
-    for (ptrdiff_t i = 0; i < count; i++) {
-        const bf16 *from = matrix->panels + rows[i] / PANEL * PANEL * k + rows[i] % PANEL * 2;
-        for (ptrdiff_t pair = 0; pair < k / 2; pair++)
-            memcpy(y + i * k + 2 * pair, from + pair * 2 * PANEL, 2 * sizeof(bf16));
-    }
-}
-
-#ifdef __AVX512BF16__
+int multiplies_bf16(void);
 
 /* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a
    tile takes its time. */
-enum { FEW_ROWS = MOST_ROWS, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
+enum { FEW_FLOAT_TILES = 2, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
 /* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than
-   LEAST_TILES. */
-enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4 };
+   LEAST_TILES. Of rows of floats only what a widened part of a panel meets has to stay. */
+enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4, FLOAT_BLOCK_ROWS = 192 };
 
 typedef struct {
     const packed_matrix *matrix;
-    const bf16 *x;
+    const void *x;
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
     ptrdiff_t blocks, runs;   /* of rows, and of each block; units are in the order of blocks */
@@ -81,8 +36,8 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t first, rows, tiles;
-    const bf16 *x;
-    int gathered; /* each tile of x as matmul_tile.h says */
+    const void *x;
+    int gathered; /* each tile of x as matmul_bf16.h says */
 } row_block;
 
 /* Where each thread gathers its block of rows: no thread's stack has to be as large. */
@@ -91,7 +46,7 @@ typedef struct {
     _Alignas(64) bf16 of[][BLOCK_BYTES / sizeof(bf16)];
 } gathering_rooms;
 
-static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y);
+static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
 static gathering_rooms *take_rooms(ptrdiff_t count);
 static void free_rooms(gathering_rooms *rooms);
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
@@ -99,16 +54,12 @@ static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdif
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block);
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next);
 
-int matmul_supported(void) {
-    return 1;
-}
-
 /* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few
    rows all threads take from one place: memory is quicker where what they read is near. */
-void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
+void packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
     product p = make_product(matrix, x, m, y);
     ptrdiff_t most = omp_get_max_threads(), units = p.blocks * p.runs, pairs = (most + 1) / 2, taken[pairs];
-    gathering_rooms *rooms = p.few ? NULL : take_rooms(most);
+    gathering_rooms *rooms = p.few || matrix->floats ? NULL : take_rooms(most);
     memset(taken, 0, sizeof taken);
 #pragma omp parallel
     {
@@ -143,14 +94,20 @@ static void free_rooms(gathering_rooms *rooms) {
         free(atomic_exchange(&kept_rooms, rooms));
 }
 
-static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
-    ptrdiff_t panel_bytes = PANEL * matrix->k * (ptrdiff_t)sizeof(bf16), panels = (matrix->n + PANEL - 1) / PANEL;
-    int few = m <= FEW_ROWS;
-    ptrdiff_t run = few && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
+/* How many blocks m rows make. */
+static ptrdiff_t count_blocks(const packed_matrix *matrix, ptrdiff_t m) {
+    if (matrix->floats)
+        return (m + FLOAT_BLOCK_ROWS - 1) / FLOAT_BLOCK_ROWS;
     ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)),
         tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
-    ptrdiff_t blocks = most < LEAST_TILES ? tiles > 0 : (tiles + most - 1) / most;
-    return (product){matrix, x, y, m, panels, run, blocks, (panels + run - 1) / run, few};
+    return most < LEAST_TILES ? tiles > 0 : (tiles + most - 1) / most;
+}
+
+static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
+    ptrdiff_t panel_bytes = PANEL * matrix->k * number_size(matrix->stored), panels = (matrix->n + PANEL - 1) / PANEL;
+    int few = m <= (matrix->floats ? FEW_FLOAT_TILES * TILE_ROWS : MOST_ROWS);
+    ptrdiff_t run = few && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
+    return (product){matrix, x, y, m, panels, run, count_blocks(matrix, m), (panels + run - 1) / run, few};
 }
 
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
@@ -176,51 +133,122 @@ static int tile_rows(const row_block *block, ptrdiff_t tile, ptrdiff_t done) {
 }
 
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block) {
-    ptrdiff_t k = p->matrix->k, first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first;
-    *block = (row_block){first, rows, (rows + MOST_ROWS - 1) / MOST_ROWS, p->x + first * k, 0};
+    ptrdiff_t k = p->matrix->k, first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first,
+        most = p->matrix->floats ? TILE_ROWS : MOST_ROWS;
+    const char *x = (const char *)p->x + first * k * (ptrdiff_t)(p->matrix->floats ? sizeof(float) : sizeof(bf16));
+    *block = (row_block){first, rows, (rows + most - 1) / most, x, 0};
+#ifdef __AVX512BF16__
     if (!room || block->tiles == 1 || rows * k > BLOCK_BYTES / (ptrdiff_t)sizeof(bf16))
         return;
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
         int count = tile_rows(block, tile, row);
-        gather_rows(block->x + row * k, k, count, room + row * k);
+        gather_rows((const bf16 *)block->x + row * k, k, count, room + row * k);
         row += count;
     }
     block->x = room, block->gathered = 1;
+#else
+    (void)room;
+#endif
+}
+
+/* The columns of y that a panel gives. */
+typedef struct {
+    ptrdiff_t first, filled, width; /* of them, the last of which may be fewer than a panel has, and of all of y */
+    const void *weights;
+    const float *bias;
+} panel_columns;
+
+static panel_columns columns_of(const packed_matrix *matrix, ptrdiff_t panel) {
+    ptrdiff_t width = matrix->gated ? matrix->n / 2 : matrix->n, most = matrix->gated ? HALF : PANEL;
+    const char *weights = (const char *)matrix->panels + panel * PANEL * matrix->k * number_size(matrix->stored);
+    ptrdiff_t left = width - panel * most;
+    return (panel_columns){panel * most, left < most ? left : most, width, weights,
+                           matrix->bias ? matrix->bias + panel * PANEL : NULL};
+}
+
+/* A block of many rows with a panel, to sums [rows][PANEL]. What is widened next comes nearer meanwhile. */
+static void multiply_widened(const packed_matrix *matrix, const row_block *block, const char *weights, float *sums) {
+    float strips[DEPTH * PANEL] __attribute__((aligned(64)));
+    ptrdiff_t k = matrix->k, step = PANEL * number_size(matrix->stored);
+    for (ptrdiff_t first = 0; first < k; first += DEPTH) {
+        ptrdiff_t count = k - first < DEPTH ? k - first : DEPTH;
+        ptrdiff_t fetched = ((DEPTH * step + block->tiles - 1) / block->tiles + 63) / 64 * 64;
+        const char *ahead = weights + (first + count) * step;
+        widen_strips(matrix->stored, weights, first, count, strips);
+        for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++, ahead += fetched) {
+            int rows = tile_rows(block, tile, row);
+            for (ptrdiff_t line = 0; line < fetched; line += 64)
+                __builtin_prefetch(ahead + line, 0, 2);
+            for (ptrdiff_t column = 0; column < PANEL; column += STRIP)
+                multiply_strips[rows - 1](first == 0, (const float *)block->x + row * k + first, k, count,
+                                          strips + column * count, sums + row * PANEL + column);
+            row += rows;
+        }
+    }
+}
+
+static void multiply_float_panel(const product *p, const row_block *block, ptrdiff_t panel) {
+    float sums[FLOAT_BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+    const packed_matrix *matrix = p->matrix;
+    panel_columns columns = columns_of(matrix, panel);
+    if (!p->few)
+        multiply_widened(matrix, block, columns.weights, sums);
+    else
+        for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
+            int rows = tile_rows(block, tile, row);
+            multiply_few_rows[rows - 1](matrix->stored, (const float *)block->x + row * matrix->k, matrix->k,
+                                        columns.weights, sums + row * PANEL);
+            row += rows;
+        }
+    finish_floats(matrix->activation, matrix->gated, columns.bias, block->rows, sums,
+                  (float *)p->y + block->first * columns.width + columns.first, columns.width, columns.filled);
+}
+
+#ifdef __AVX512BF16__
+
+int multiplies_bf16(void) {
+    return 1;
 }
 
 /* `next` is the panel that the thread will come to behind this one, if it is one of the matrix. */
-static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
+static void multiply_bf16_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
     const packed_matrix *matrix = p->matrix;
-    ptrdiff_t k = matrix->k, width = matrix->gated ? matrix->n / 2 : matrix->n, columns = matrix->gated ? HALF : PANEL;
-    ptrdiff_t filled = width - panel * columns < columns ? width - panel * columns : columns;
+    ptrdiff_t k = matrix->k;
+    panel_columns columns = columns_of(matrix, panel);
     size_t size = matrix->to_float ? sizeof(float) : sizeof(bf16);
-    const bf16 *weights = matrix->panels + panel * PANEL * k,
-        *bias = matrix->bias ? matrix->bias + panel * PANEL : NULL;
     prefetching ahead = {NULL, 0};
     if (block->tiles > 1 && next >= 0 && next < p->panels)
-        ahead = (prefetching){(const char *)(matrix->panels + next * PANEL * k),
-                              (int)((PANEL + block->tiles - 1) / block->tiles)};
+        ahead = (prefetching){columns_of(matrix, next).weights, (int)((PANEL + block->tiles - 1) / block->tiles)};
     else if (block->tiles == 1 && block->rows >= ROWS_READ_AHEAD)
-        ahead = (prefetching){(const char *)weights + BYTES_AHEAD, PANEL};
+        ahead = (prefetching){(const char *)columns.weights + BYTES_AHEAD, PANEL};
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
         int rows = tile_rows(block, tile, row);
-        multiply_rows[rows - 1](block->gathered, block->x + row * k, k, weights, ahead, sums);
-        void *to = (char *)p->y + (size_t)((block->first + row) * width + panel * columns) * size;
-        finish(matrix->activation, matrix->gated, matrix->to_float, bias, rows, sums, to, width, (int)filled);
+        multiply_rows[rows - 1](block->gathered, (const bf16 *)block->x + row * k, k, columns.weights, ahead, sums);
+        void *to = (char *)p->y + (size_t)((block->first + row) * columns.width + columns.first) * size;
+        finish(matrix->activation, matrix->gated, matrix->to_float, columns.bias, rows, sums, to, columns.width,
+               (int)columns.filled);
         ahead.at += (k + CHUNK - 1) / CHUNK * ahead.lines * 64;
         row += rows;
     }
 }
 
+static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
+    if (p->matrix->floats)
+        multiply_float_panel(p, block, panel);
+    else
+        multiply_bf16_panel(p, block, panel, next);
+}
+
 #else
 
-int matmul_supported(void) {
+int multiplies_bf16(void) {
     return 0;
 }
 
-void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
-    (void)matrix, (void)x, (void)m, (void)y;
+static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
+    (void)next;
+    multiply_float_panel(p, block, panel);
 }
 
 #endif

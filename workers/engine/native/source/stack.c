@@ -1,5 +1,5 @@
 /* A model's layers in one call: the same kernels in the same order as layers/stack.py has them called one by one, with
-   nothing but buffers between them. All in bf16. */
+   nothing but buffers between them. All in bf16, or all in float. */
 
 #include <time.h>
 
@@ -27,6 +27,7 @@ typedef struct {
     int32_t post_norm; /* whether they do */
     int32_t num_layers, hidden, queries, keys; /* the latter three: numbers of a token */
     int32_t mlp_rows;                          /* tokens that go through an MLP together */
+    int32_t floats;                            /* whether numbers are float instead of bf16 */
     const int32_t *interrupted;                /* not 0: end at the next layer; NULL: never */
     double seconds[PARTS];                     /* spent so far, for those who profile */
 } decoder_stack;
@@ -35,12 +36,17 @@ typedef struct {
     const attention_step *const *steps;
     const head_rotation *rotations; /* NULL for none */
     ptrdiff_t tokens;
-    bf16 *x, *y, *narrow, *wide; /* as run_stack has them */
+    char *x, *y, *narrow, *wide; /* as run_stack has them */
     double since;
 } stack_pass;
 
 void run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
-               ptrdiff_t tokens, bf16 *x, bf16 *y, bf16 *narrow, bf16 *wide);
+               ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide);
+
+/* Bytes of `count` numbers. */
+static ptrdiff_t bytes(const decoder_stack *stack, ptrdiff_t count) {
+    return count * (stack->floats ? 4 : 2);
+}
 
 static double now(void) {
     struct timespec time;
@@ -55,14 +61,15 @@ static void count(decoder_stack *stack, stack_pass *pass, int part) {
 }
 
 /* x becomes x + residual, and y its norm; y may be the residual's place. */
-static void add_norm(decoder_stack *stack, stack_pass *pass, const norm *norm, bf16 *x, const bf16 *residual, bf16 *y) {
-    norm_rows(x, residual, norm->weight, norm->bias, y, pass->tokens, stack->hidden, norm->eps, norm->bias != NULL, 0);
+static void add_norm(decoder_stack *stack, stack_pass *pass, const norm *norm, char *x, const char *residual, char *y) {
+    norm_rows(x, residual, norm->weight, norm->bias, y, pass->tokens, stack->hidden, norm->eps, norm->bias != NULL,
+              stack->floats);
     count(stack, pass, NORMS);
 }
 
 /* Of x into y. What is between goes through `wide` and `narrow`. */
-static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const bf16 *x, bf16 *y) {
-    bf16 *keys = pass->wide + stack->queries, *values = keys + stack->keys;
+static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const char *x, char *y) {
+    char *keys = pass->wide + bytes(stack, stack->queries), *values = keys + bytes(stack, stack->keys);
     packed_matmul(layer->qkv, x, pass->tokens, pass->wide);
     count(stack, pass, MATRIX);
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
@@ -73,8 +80,8 @@ static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_
     count(stack, pass, MATRIX);
 }
 
-static void run_mlp(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const bf16 *x, bf16 *y) {
-    ptrdiff_t size = stack->hidden, parts = (pass->tokens + stack->mlp_rows - 1) / stack->mlp_rows;
+static void run_mlp(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const char *x, char *y) {
+    ptrdiff_t size = bytes(stack, stack->hidden), parts = (pass->tokens + stack->mlp_rows - 1) / stack->mlp_rows;
     for (ptrdiff_t part = 0, first = 0; part < parts; part++) {
         ptrdiff_t end = (part + 1) * pass->tokens / parts;
         packed_matmul(layer->up, x + first * size, end - first, pass->wide);
@@ -89,7 +96,7 @@ static int is_interrupted(const decoder_stack *stack) {
 }
 
 static void run_pre_norm(decoder_stack *stack, stack_pass *pass) {
-    const bf16 *residual = NULL;
+    const char *residual = NULL;
     for (const decoder_layer *layer = stack->layers; layer < stack->layers + stack->num_layers; layer++) {
         if (is_interrupted(stack))
             return;
@@ -119,7 +126,7 @@ static void run_post_norm(decoder_stack *stack, stack_pass *pass) {
    the result, [hidden] for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is
    more. Of an interrupted step there is no result. */
 void run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
-               ptrdiff_t tokens, bf16 *x, bf16 *y, bf16 *narrow, bf16 *wide) {
+               ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide) {
     stack_pass pass = {steps, rotations, tokens, x, y, narrow, wide, now()};
     (stack->post_norm ? run_post_norm : run_pre_norm)(stack, &pass);
 }

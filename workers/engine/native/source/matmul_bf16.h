@@ -1,21 +1,15 @@
-/* A tile of a product with a packed matrix (matmul.c): up to 12 rows of x with one panel, whose sums stay in registers,
-   and what is left to do with them. For AVX512-BF16. */
-#ifndef MATMUL_TILE_H
-#define MATMUL_TILE_H
-
-#include <stddef.h>
+/* A tile of a product with a packed matrix in bf16 (matmul.c): up to 12 rows of x with one panel, whose sums stay in
+   registers, and what is left to do with them. For AVX512-BF16. */
+#ifndef MATMUL_BF16_H
+#define MATMUL_BF16_H
 
 #include "activation.h"
-#include "bf16.h"
+#include "matmul.h"
 
-enum { PANEL = 32, HALF = PANEL / 2, MOST_ROWS = 12 };
+enum { MOST_ROWS = 12 };
 enum { CHUNK = 32 }; /* elements of k: a line of the cache in a row of x, PANEL of them in a panel */
 
 #ifdef __AVX512BF16__
-
-#include <immintrin.h>
-
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 /* What a tile brings nearer while it computes: so many lines of the cache for each CHUNK, from `at` on. */
 typedef struct {
@@ -120,63 +114,23 @@ static void gather_rows(const bf16 *x, ptrdiff_t k, int rows, bf16 *to) {
         gather_pairs(x + j, k, rows, k - j < CHUNK ? (int)(k - j) / 2 : CHUNK / 2, to + j * rows);
 }
 
-/* x / (1 + 2**t), with a relative error of about 3e-7; 0 for t of 126 and more, for x of -inf too, where torch has no
-   number. */
-ALWAYS_INLINE __m512 gated_by(__m512 x, __m512 t) {
-    __m512 limited = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);
-    __m512 n = _mm512_roundscale_ps(limited, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
-        f = _mm512_sub_ps(limited, n);
-    __m512 p = _mm512_set1_ps(1.326469877e-3f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671508817e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550733776e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402224215e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931469776e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    __m512 below = _mm512_add_ps(_mm512_scalef_ps(p, n), _mm512_set1_ps(1.0f));
-    __m512 inverse = _mm512_rcp14_ps(below);
-    inverse = _mm512_mul_ps(inverse, _mm512_fnmadd_ps(below, inverse, _mm512_set1_ps(2.0f)));
-    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(t, _mm512_set1_ps(126.0f), _CMP_NGE_UQ), x, inverse);
-}
-
-ALWAYS_INLINE __m512 activated(int activation, __m512 x) {
-    float values[HALF];
-    switch (activation) {
-    case ACTIVATION_NONE:
-        return x;
-    case ACTIVATION_SILU:
-        return gated_by(x, _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
-    case ACTIVATION_GELU_TANH: { /* 0.5 x (1 + tanh(z)) is x sigmoid(2 z) */
-        __m512 factor = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-0.10294324f), _mm512_set1_ps(-2.3022082f));
-        return gated_by(x, _mm512_mul_ps(x, factor));
-    }
-    default:
-        _mm512_storeu_ps(values, x);
-        activate(activation, values, HALF);
-        return _mm512_loadu_ps(values);
-    }
-}
-
-ALWAYS_INLINE __m512 floats_of_bf16(const bf16 *from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16));
-}
-
 /* bias [32], or NULL. To y, whose rows are `width` apart, the first `filled` columns; a gated panel has 16. */
 ALWAYS_INLINE void finish_tile(
-    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width,
+    int activation, int gated, int to_float, const float *bias, int rows, const float *sums, void *y, ptrdiff_t width,
     int filled
 ) {
-    __m512 low_bias = bias ? floats_of_bf16(bias) : _mm512_setzero_ps(),
-        high_bias = bias ? floats_of_bf16(bias + HALF) : low_bias;
+    __m512 low_bias = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps(),
+        high_bias = bias ? _mm512_loadu_ps(bias + HALF) : low_bias;
     __mmask32 kept = (__mmask32)((1ull << filled) - 1);
     for (int i = 0; i < rows; i++, sums += PANEL) {
         float *floats = (float *)y + i * width;
         bf16 *halves = (bf16 *)y + i * width;
-        __m512 low = activated(activation, _mm512_add_ps(_mm512_load_ps(sums), low_bias));
+        __m512 low = (__m512)activated(activation, (lanes)_mm512_add_ps(_mm512_load_ps(sums), low_bias));
         __m512 high = _mm512_add_ps(_mm512_load_ps(sums + HALF), high_bias);
         if (gated)
             low = _mm512_mul_ps(low, high);
         else
-            high = activated(activation, high);
+            high = (__m512)activated(activation, (lanes)high);
         if (to_float) {
             _mm512_mask_storeu_ps(floats, (__mmask16)kept, low);
             if (!gated)
@@ -191,22 +145,10 @@ ALWAYS_INLINE void finish_tile(
 
 /* What is left to do with a tile's sums [rows][32]. */
 static void finish(
-    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width,
+    int activation, int gated, int to_float, const float *bias, int rows, const float *sums, void *y, ptrdiff_t width,
     int filled
 ) {
-    switch (activation) {
-    case ACTIVATION_NONE:
-        finish_tile(ACTIVATION_NONE, gated, to_float, bias, rows, sums, y, width, filled);
-        break;
-    case ACTIVATION_SILU:
-        finish_tile(ACTIVATION_SILU, gated, to_float, bias, rows, sums, y, width, filled);
-        break;
-    case ACTIVATION_GELU_TANH:
-        finish_tile(ACTIVATION_GELU_TANH, gated, to_float, bias, rows, sums, y, width, filled);
-        break;
-    default:
-        finish_tile(activation, gated, to_float, bias, rows, sums, y, width, filled);
-    }
+    WITH_ACTIVATION(finish_tile, activation, gated, to_float, bias, rows, sums, y, width, filled)
 }
 
 #endif
