@@ -22,11 +22,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from benchmarks import goals, models, pages, plot, rows, step_profile
+from benchmarks import goals, models, pages, peak, plot, rows, step_profile
 from benchmarks.gguf import write_gguf
 from benchmarks.profile_table import PARTS, profile_table
 from benchmarks.schemas import any_schema, schema_of_fields
 from benchmarks.work import shape_of, share_of
+from workers.engine.device.loader import cpu_dtype
 
 BESIDE_ROWS = {
     "admission",
@@ -102,7 +103,8 @@ def test_the_rest_of_the_table_is_measured_without_llama_cpp(
     assert "its row is left out" in capsys.readouterr().err
 
 
-def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "number"), [("float16", 1), ("bfloat16", 30)])
+def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(dtype: str, number: int, tmp_path: Path) -> None:
     """Read back by the format's description: names, shapes with the inner dimension first, and a
     projection turned round.
     """
@@ -118,7 +120,7 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"vocab": {"b": 1, "a": 0, "ab": 2}, "merges": [["a", "b"]]}})
     )
-    write_gguf(tmp_path, tmp_path / "model.gguf")
+    write_gguf(tmp_path, tmp_path / "model.gguf", dtype)
     content = (tmp_path / "model.gguf").read_bytes()
     assert content[:24] == b"GGUF" + struct.pack("<IQQ", 3, 3, 11)
     at = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens")
@@ -131,12 +133,12 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> N
         return tuple(shape), kind, offset
 
     data = len(content) - sum(-(-size // 32) * 32 for size in (5 * 8 * 2, 8 * 4, 8 * 24 * 2))
-    assert tensor("token_embd.weight", 2)[:2] == ((8, 5), 30)
+    assert tensor("token_embd.weight", 2)[:2] == ((8, 5), number)
     assert tensor("blk.0.attn_norm.bias", 1)[:2] == ((8,), 0)
     shape, kind, offset = tensor("blk.0.attn_qkv.weight", 2)
-    assert (shape, kind) == ((8, 24), 30)
-    stored = torch.frombuffer(bytearray(content[data + offset : data + offset + 384]), dtype=torch.bfloat16).view(24, 8)
-    assert torch.equal(stored, weights["transformer.h.0.attn.c_attn.weight"].T)
+    assert (shape, kind) == ((8, 24), number)
+    stored = torch.frombuffer(bytearray(content[data + offset : data + offset + 384]), dtype=getattr(torch, dtype))
+    assert torch.equal(stored.view(24, 8), weights["transformer.h.0.attn.c_attn.weight"].T.to(stored.dtype))
 
 
 def test_the_work_of_a_pass_by_hand() -> None:
@@ -145,10 +147,23 @@ def test_the_work_of_a_pass_by_hand() -> None:
     """
     shape = shape_of("tiny")
     assert shape.layer_weights == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
-    assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * 2)
+    assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * cpu_dtype().itemsize)
     assert shape.operations(10, 3) == 2 * (10 * shape.layer_weights + 3 * shape.head_weights)
     figures = {"computed_tokens": 10, "output_tokens": 3, "seconds": 2.0}
     assert share_of(figures, shape.operations(10, 3), "tiny") == 0.5
+
+
+def test_the_matrix_peak_leaves_out_products_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def rate(size: int, _: float) -> float:
+        tried.append(size)
+        return 1e9 * len(tried)
+
+    monkeypatch.setattr(peak, "_product_rate", rate)
+    assert peak.matrix_peak(0.1) == 1e9  # where the second size takes 7 s
+    assert peak.matrix_peak(1000.0) == 5e9
+    assert tried == [1024, 1024, 1536, 2048, 3072]
 
 
 def test_real_shapes_have_their_weights() -> None:
