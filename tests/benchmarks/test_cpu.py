@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from benchmarks import goals, models, pages, peak, plot, report, rows, step_profile
+from benchmarks import goals, models, pages, peak, peers, plot, report, rows, step_profile
 from benchmarks.gguf import write_gguf
 from benchmarks.measured import measured_processors
 from benchmarks.processor import AVX2, AVX512_BF16, Processor, this_processor
@@ -92,6 +92,22 @@ def test_without_llama_cpp_one_sentence_says_so(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"there is no llama.cpp in {tmp_path}/peers/llama: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "peer", "llama_cpp"), [("float32", "float32", "float16"), ("bfloat16", "bfloat16", "bfloat16")]
+)
+def test_peers_run_in_the_dtype_that_suits_the_processor(
+    engine: str, peer: str, llama_cpp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "vllm" / "bin" / "vllm").touch()
+    monkeypatch.setenv("PEERS", str(tmp_path))
+    monkeypatch.setenv("BENCHMARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(peers, "engine_dtype", lambda: engine)
+    command = peers.vllm_run_batch(tmp_path / "input.jsonl", tmp_path / "results.jsonl", "tiny")
+    assert command[command.index("--dtype") + 1] == peer
+    assert peers.gguf_dtype() == llama_cpp
 
 
 def test_the_rest_of_the_table_is_measured_without_llama_cpp(
