@@ -61,14 +61,17 @@ def _environment_of(folder_name: str, peer: str, sign: str, packages: str) -> Pa
 def peer_dtype() -> str:
     """Return the dtype in which vLLM and sentence-transformers are fastest on this processor.
 
-    As for this engine that is float32 where there are no instructions for bfloat16: vLLM took 1.5
-    times as long in bfloat16 with AVX2.
+    As for this engine that is float32 where there are no instructions for bfloat16.
     """
     return engine_dtype()
 
 
 def gguf_dtype() -> str:
-    """Return the dtype of 16 bits in which llama.cpp is fastest on this processor."""
+    """Return the dtype of 16 bits in which llama.cpp is fastest on this processor.
+
+    With AVX2 it took 9.3 ms for a token in float16 and 9.6 in bfloat16, and 166 and 241 for 144
+    tokens of a prompt.
+    """
     return "bfloat16" if engine_dtype() == "bfloat16" else "float16"
 
 
