@@ -4,10 +4,10 @@ each token after it, and tokens/s.
     python -m benchmarks.alone
     PEERS=~/peers python -m benchmarks.alone --against llama.cpp
 
-144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it: gpt2-124m's shape
-in bf16, on a machine of the same kind. With `--against llama.cpp` llama.cpp takes turns with the
-engine on the same prompts, in place of that figure: how fast a machine reads memory changes by the
-hour.
+144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it with AVX512-BF16:
+gpt2-124m's shape in bf16, on a machine of that kind. With `--against llama.cpp` llama.cpp takes
+turns with the engine on the same prompts, in place of that figure: how fast a machine reads memory
+changes by the hour.
 """
 
 import asyncio
@@ -18,16 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.driving import running_engine
+from benchmarks.driving import engine_dtype, running_engine
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.peers import LlamaCpp, peer_versions, running_llama_cpp
+from benchmarks.peers import LlamaCpp, gguf_dtype, peer_versions, running_llama_cpp
+from benchmarks.processor import AVX512_BF16, this_processor
 from benchmarks.report import arguments, by_turns, write_report
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.core import EngineRequest, SamplingParams
 
 PROMPT, OUTPUT = 144, 80  # tokens
-# Tokens/s of one row, on a machine of the same kind
-LLAMA_CPP = {"gpt2-124m": {"bf16": 159.0, "q8_0": 208.0}}
+# Tokens/s of one row, measured elsewhere
+LLAMA_CPP = {("gpt2-124m", AVX512_BF16): {"bf16": 159.0, "q8_0": 208.0}}
 
 
 def main() -> None:
@@ -60,12 +61,13 @@ async def measure(model: str, requests: int, seed: int, peer: LlamaCpp | None = 
             ours.append(await _one(engine, prompt))
             if peer is not None:
                 theirs.append(_times(peer.run_one(prompt, OUTPUT)["arrivals"]))
-    figures = _summary(ours)
+    figures, elsewhere = {"dtype": engine_dtype(), **_summary(ours)}, (model, this_processor().instructions)
     if theirs:
-        figures |= {"llama_cpp": _summary(theirs)} | by_turns([our[1] for our in ours], [their[1] for their in theirs])
-    elif model in LLAMA_CPP:
-        figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[model]
-        figures["ratio"] = round(figures["tokens_per_second"] / LLAMA_CPP[model]["bf16"], 3)
+        figures |= {"llama_cpp": {"dtype": gguf_dtype(), **_summary(theirs)}}
+        figures |= by_turns([our[1] for our in ours], [their[1] for their in theirs])
+    elif elsewhere in LLAMA_CPP:
+        figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[elsewhere]
+        figures["ratio"] = round(figures["tokens_per_second"] / LLAMA_CPP[elsewhere]["bf16"], 3)
     return figures
 
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 
-from benchmarks.goals import Figures
+from benchmarks.measured import Figures
 
 
-def control_table(figures: dict[str, Figures | None]) -> str:
-    """From the figures of `control_plane`, by scenario; one that was not measured is left out."""
-    rows = [f"| {name} | {text(found)} |" for name, (key, text) in _ROWS.items() if (found := figures[key])]
+def control_table(*figures: Figures | None) -> str:
+    """From the figures of `control_plane`, one for each of FILES; what was not measured is left
+    out.
+    """
+    found = zip(_ROWS.items(), figures, strict=True)
+    rows = [f"| {name} | {text(one)} |" for (name, (_, text)), one in found if one]
     return "\n".join(["| work | figures |", "| --- | --- |", *rows]) + "\n"
 
 
@@ -33,4 +36,4 @@ _ROWS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "10 lines behind 8 batches of 150,000 that run": ("behind", _waits),
     "a file of 300,000 lines by `run-batch`": ("file", _throughput),
 }
-SCENARIOS = tuple(key for key, _ in _ROWS.values())
+FILES = tuple(f"control-plane-{scenario}" for scenario, _ in _ROWS.values())

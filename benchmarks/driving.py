@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.models import model_folder
 from benchmarks.workload import write_workload
 from workers.engine.client.async_engine import AsyncEngine
+from workers.engine.device.loader import cpu_dtype
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams
 
@@ -48,6 +49,11 @@ class Pass:
         }
 
 
+def engine_dtype() -> str:
+    """Return what `--dtype auto` is on this processor: the dtype that the engine computes in."""
+    return str(cpu_dtype()).removeprefix("torch.")
+
+
 @asynccontextmanager
 async def running_engine(
     model: str, vocabulary: Callable[[], list[bytes]] | None = None, **settings: Any
@@ -55,7 +61,7 @@ async def running_engine(
     """An engine with `model` of `SHAPES`, warm: it has answered some short requests that share
     nothing with any workload.
     """
-    config = EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "auto", **settings})
+    config = EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, **settings})
     engine = AsyncEngine(config, vocabulary=vocabulary)
     await engine.start()
     try:

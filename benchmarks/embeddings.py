@@ -5,8 +5,8 @@ command to the results file, against sentence-transformers and vLLM by turns.
     PEERS=~/peers python -m benchmarks.embeddings --model bge-base --texts 500 --against vllm
     PEERS=~/peers python -m benchmarks.embeddings --cross --texts 2000
 
-All run in the dtype that this engine chooses for the processor; sentence-transformers may have
-another one, and another batch size, where these are its best. Results are compared: cosines of
+Each runs in the dtype that suits it best on the processor; sentence-transformers may have another
+one, and another batch size, where these are its best. Results are compared: cosines of
 embeddings, and differences of scores.
 """
 
@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.driving import engine_dtype
 from benchmarks.encoders import ENCODERS, encoder_folder, model_flags, texts
 from benchmarks.peers import (
+    peer_dtype,
     peer_versions,
     plain_environment,
     sentence_transformers_folder,
@@ -33,7 +35,6 @@ from benchmarks.peers import (
 )
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.run_batch import timed
-from workers.engine.device.loader import cpu_dtype
 
 _PEERS = ("sentence-transformers", "vllm")
 _WARM_UP_TEXTS = 16
@@ -42,16 +43,16 @@ Values = NDArray[np.float32]
 
 
 class SentenceTransformersRun(NamedTuple):
-    """How that runs, so that it can be at its best; no dtype is this engine's."""
+    """How that runs, so that it can be at its best."""
 
-    dtype: str | None
+    dtype: str
     batch_size: int
 
-    def command(self, source: Path, results: Path, folder: Path, dtype: str, cross: bool) -> list[str]:
+    def command(self, source: Path, results: Path, folder: Path, cross: bool) -> list[str]:
         """Return what embeds or scores a file."""
         python = sentence_transformers_folder() / "bin" / "python"
         script = Path(__file__).with_name("peer_sentence_transformers.py")
-        words = (folder, self.dtype or dtype, self.batch_size, "score" if cross else "embed", source, results)
+        words = (folder, self.dtype, self.batch_size, "score" if cross else "embed", source, results)
         return [str(python), str(script), *map(str, words)]
 
 
@@ -63,7 +64,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--against", choices=_PEERS, default=_PEERS[0])
     parser.add_argument(
-        "--peer-dtype", choices=("bfloat16", "float32"), help="of sentence-transformers [default: ours]"
+        "--peer-dtype",
+        choices=("bfloat16", "float32"),
+        default=peer_dtype(),
+        help="of sentence-transformers [default: %(default)s on this processor]",
     )
     parser.add_argument("--peer-batch-size", type=int, default=32, help="of sentence-transformers [default: 32]")
     args = parser.parse_args()
@@ -78,7 +82,7 @@ def measure(
     model: str, count: int, cross: bool, turns: int, against: str, seed: int, peer: SentenceTransformersRun
 ) -> dict[str, Any]:
     """Return the seconds of both by turns, and how far their results differ."""
-    folder, dtype = encoder_folder(f"{model}-cross" if cross else model), str(cpu_dtype()).removeprefix("torch.")
+    folder = encoder_folder(f"{model}-cross" if cross else model)
     given: list[Any] = list(texts(count, seed))
     if cross:
         given = [[text, other] for text, other in zip(given, texts(count, seed + 1), strict=True)]
@@ -91,18 +95,18 @@ def measure(
         if against == "vllm":  # which compiles a model once, and keeps that
             few, ended = Path(scratch) / "few.jsonl", Path(scratch) / "few-results.jsonl"
             _write_lines(few, given[:_WARM_UP_TEXTS], model, cross)
-            timed(_vllm(few, ended, folder, model, dtype), vllm_environment())
+            timed(_vllm(few, ended, folder, model), vllm_environment())
         for turn in range(turns):
             results, other = Path(scratch) / f"ours-{turn}.jsonl", Path(scratch) / f"theirs-{turn}.jsonl"
-            ours.append(timed(_run_batch(source, results, folder, model, dtype)))
+            ours.append(timed(_run_batch(source, results, folder, model)))
             if against == "vllm":
-                command, environment = _vllm(source, other, folder, model, dtype), vllm_environment()
+                command, environment = _vllm(source, other, folder, model), vllm_environment()
             else:
-                command, environment = peer.command(plain, other, folder, dtype, cross), plain_environment()
+                command, environment = peer.command(plain, other, folder, cross), plain_environment()
             theirs.append(timed(command, environment))
         found, expected = _read(results, cross), _read(other, cross)
     return {
-        "dtype": dtype,
+        "dtype": engine_dtype(),
         **({"peer": peer._asdict()} if against == _PEERS[0] else {}),
         "pipeline": _summary(ours, count),
         against: _summary(theirs, count),
@@ -120,14 +124,14 @@ def _write_lines(path: Path, given: list[Any], model: str, cross: bool) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _run_batch(source: Path, results: Path, folder: Path, model: str, dtype: str) -> list[str]:
+def _run_batch(source: Path, results: Path, folder: Path, model: str) -> list[str]:
     command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results)]
-    return command + model_flags(folder, model, dtype)
+    return command + model_flags(folder, model)
 
 
-def _vllm(source: Path, results: Path, folder: Path, model: str, dtype: str) -> list[str]:
+def _vllm(source: Path, results: Path, folder: Path, model: str) -> list[str]:
     command = [str(vllm_folder() / "bin" / "vllm"), "run-batch", "-i", str(source), "-o", str(results)]
-    return command + model_flags(folder, model, dtype)
+    return [*command, *model_flags(folder, model), "--dtype", peer_dtype()]
 
 
 def _read(results: Path, cross: bool) -> Values:

@@ -63,9 +63,9 @@ def encoder_folder(name: str) -> Path:
     return folder
 
 
-def model_flags(folder: Path, model: str, dtype: str = "auto") -> list[str]:
+def model_flags(folder: Path, model: str) -> list[str]:
     """Return the flags of a model, which `pipeline run-batch` and `vllm run-batch` share."""
-    options = {"model": folder, "served-model-name": model, "dtype": dtype, "max-model-len": CONTEXT}
+    options = {"model": folder, "served-model-name": model, "max-model-len": CONTEXT}
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 

@@ -15,10 +15,10 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.driving import run_pass, running_engine, workload
+from benchmarks.driving import engine_dtype, run_pass, running_engine, workload
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.peak import matrix_peak
-from benchmarks.peers import Vllm, peer_versions, running_vllm
+from benchmarks.peers import Vllm, peer_dtype, peer_versions, running_vllm
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.work import shape_of, share_of
 from workers.engine.messages.core import EngineRequest
@@ -65,6 +65,7 @@ def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | 
             theirs.append(peer.run_pass(requests))
             assert theirs[-1]["output_tokens"] == ours[-1]["output_tokens"]
     figures = {
+        "dtype": engine_dtype(),
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
         "output_tokens": ours[0]["output_tokens"],
         "engine": summary(ours) | {"start_up_seconds": ours[0]["start_up_seconds"], "turns": ours},
@@ -73,7 +74,7 @@ def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | 
         "bound_tokens_per_second": round(_bound(model, ours[0], statistics.median(peaks)), 1),
     }
     if peer is not None:
-        figures["vllm"] = summary(theirs) | {"start_up_seconds": peer.start_up_seconds}
+        figures["vllm"] = summary(theirs) | {"dtype": peer_dtype(), "start_up_seconds": peer.start_up_seconds}
         figures |= by_turns([our["seconds"] for our in ours], [one["seconds"] for one in theirs])
     return figures
 

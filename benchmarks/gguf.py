@@ -1,5 +1,5 @@
-"""A checkpoint of GPT-2's family as the one file that llama.cpp reads: GGUF, version 3, matrices as
-they are in bf16, the rest as float32.
+"""A checkpoint of GPT-2's family as the one file that llama.cpp reads: GGUF, version 3, matrices in
+a dtype of 16 bits, the rest as float32.
 
 The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 _ALIGNMENT = 32
 _U32, _F32, _STRING, _ARRAY = 4, 6, 8, 9  # types of a value
-_FLOAT, _BFLOAT16 = 0, 30  # types of a tensor
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of a tensor
 _NAMES = {
     "wte": "token_embd",
     "wpe": "position_embd",
@@ -28,17 +28,18 @@ _NAMES = {
 }
 
 
-def write_gguf(folder: Path, path: Path) -> None:
+def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     """Write the checkpoint in `folder` to `path`. The head is the embedding, as GPT-2 has it."""
-    tensors = {_name(name): _stored(name, tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights = load_file(folder / "model.safetensors")
+    tensors = {_name(name): _stored(name, tensor, getattr(torch, dtype)) for name, tensor in weights.items()}
     config = json.loads((folder / "config.json").read_text())
     settings = _settings(config) | _tokenizer(json.loads((folder / "tokenizer.json").read_text()), config["vocab_size"])
     header = b"GGUF" + pack("<IQQ", 3, len(tensors), len(settings))
     header += b"".join(_text(key) + _value(value) for key, value in settings.items())
     offset = 0
     for name, tensor in tensors.items():
-        kind = _FLOAT if tensor.dtype == torch.float32 else _BFLOAT16
-        header += _text(name) + pack(f"<I{tensor.dim()}QIQ", tensor.dim(), *reversed(tensor.shape), kind, offset)
+        shape, kind = reversed(tensor.shape), _TYPES[tensor.dtype]
+        header += _text(name) + pack(f"<I{tensor.dim()}QIQ", tensor.dim(), *shape, kind, offset)
         offset += _padded(tensor.nbytes)
     with path.open("wb") as file:
         file.write(header.ljust(_padded(len(header)), b"\0"))
@@ -78,11 +79,11 @@ def _name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
 
-def _stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _stored(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a weight with rows as outputs; GPT-2 keeps its projections the other way round."""
     if tensor.dim() == 1:
         return tensor.float()
-    return tensor.T.contiguous() if ".h." in name else tensor
+    return (tensor.T.contiguous() if ".h." in name else tensor).to(dtype)
 
 
 def _text(text: str) -> bytes:

@@ -1,25 +1,41 @@
 """Writes what pages quote of the files of results: `python -m benchmarks.pages`.
 
 Between its marks, the README gets the table of goals, and `docs/performance.md` the tables of a
-step's parts, of batch sizes, of admission, of live calls and of the control plane; the plots are
-drawn anew. A test holds that what is committed is what the committed results give.
+step's parts, of batch sizes, of admission, of live calls, of the control plane and of embeddings,
+each for every processor that it was measured on; the plots are drawn anew. A test holds that what
+is committed is what the committed results give.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import control_table, embeddings_table
 from benchmarks.admission import admission_table
-from benchmarks.control_table import SCENARIOS, control_table
-from benchmarks.goals import figures_of, table
+from benchmarks.goals import table
 from benchmarks.live_plot import live_plot
 from benchmarks.live_table import live_table, streams_table
+from benchmarks.measured import MeasuredProcessor, measured_processors
 from benchmarks.plot import plot
 from benchmarks.profile_table import profile_table, sizes_table
 from benchmarks.report import RESULTS, arguments
 
 ROOT = Path(__file__).parent.parent
-PLOT, LIVE_PLOT = Path("benchmarks/versus_vllm.svg"), Path("benchmarks/live.svg")
+PLOT = Path("benchmarks/versus_vllm.svg")
 NOT_MEASURED = "Not measured yet.\n"
 README, PERFORMANCE = Path("README.md"), Path("docs/performance.md")
+
+_LIVE = "live-gpt2-124m"
+_TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
+    "step-profile-gpt2-124m": (["step-profile-gpt2-124m"], profile_table),
+    "batch-sizes": (["batch-sizes"], sizes_table),
+    "admission": (["admission"], admission_table),
+    "live": ([_LIVE], live_table),
+    "live-streams": ([_LIVE, f"{_LIVE}-vllm"], streams_table),
+    "control-plane": (control_table.FILES, control_table.control_table),
+    "embeddings": (embeddings_table.FILES, embeddings_table.embeddings_table),
+}
+"""Of `docs/performance.md`: files of results by the name of the marks, and what makes a table of
+their figures."""
 
 
 def main() -> None:
@@ -34,20 +50,31 @@ def write() -> None:
 
 def pages(results: Path = RESULTS) -> dict[Path, str]:
     """Return each page's whole text as these results make it."""
+    processors = measured_processors(results)
     performance = (ROOT / PERFORMANCE).read_text()
-    tables = {"step-profile-gpt2-124m": profile_table, "batch-sizes": sizes_table, "admission": admission_table}
-    for name, make in tables.items():
-        figures = figures_of(name, results)
-        performance = between_marks(performance, name, make(figures) if figures else NOT_MEASURED)
-    control = {scenario: figures_of(f"control-plane-{scenario}", results) for scenario in SCENARIOS}
-    performance = between_marks(performance, "control-plane", control_table(control))
-    live, against = (figures_of(f"live-gpt2-124m{name}", results) for name in ("", "-vllm"))
-    performance = between_marks(performance, "live", live_table(live["beside"]) if live else NOT_MEASURED)
-    streams = streams_table(live and live["streams"], against) if live or against else NOT_MEASURED
-    performance = between_marks(performance, "live-streams", streams)
+    for name, (files, make) in _TABLES.items():
+        texts = [_of_processor(one, name, files, make) for one in processors]
+        performance = between_marks(performance, name, "\n".join(filter(None, texts)) or NOT_MEASURED)
     readme = between_marks((ROOT / README).read_text(), "goals", table(results))
-    plots = {PLOT: plot(results)} | ({LIVE_PLOT: live_plot(live["beside"])} if live else {})
-    return {**plots, README: readme, PERFORMANCE: performance}
+    live = {_picture(one): result.figures for one in processors if (result := one.result(_LIVE))}
+    drawn = {path: live_plot(figures["beside"]) for path, figures in live.items()}
+    return {PLOT: plot(results), **drawn, README: readme, PERFORMANCE: performance}
+
+
+def _of_processor(one: MeasuredProcessor, name: str, files: Sequence[str], make: Callable[..., str]) -> str | None:
+    """Return a table below the processor's name and the date of its last figure, if it has any."""
+    results = [one.result(file) for file in files]
+    if not any(results):
+        return None
+    date = max(result.date for result in results if result)
+    text = make(*(result and result.figures for result in results))
+    picture = f"![Latency of each live call, and tokens a second, over time](../{_picture(one)})\n\n"
+    return f"{one.processor.title}, {date}:\n\n{picture if name == 'live' else ''}{text}"
+
+
+def _picture(one: MeasuredProcessor) -> Path:
+    """Return where the plot of its live calls is."""
+    return Path(f"benchmarks/live-{one.processor.folder}.svg")
 
 
 def between_marks(page: str, name: str, text: str) -> str:

@@ -1,9 +1,10 @@
 """vLLM's offline engine, pass by pass: run by vLLM's own interpreter, which has nothing of this
 project (see `peers.py`).
 
-Arguments: a model folder, the longest context. Each line of stdin is a pass: a list of prompts as
-token ids with their number of output tokens, and a JSON schema where the output is to follow one.
-Token ids in, token ids out, so that no text is made; the prefix cache is emptied before each pass.
+Arguments: a model folder, its dtype, the longest context. Each line of stdin is a pass: a list of
+prompts as token ids with their number of output tokens, and a JSON schema where the output is to
+follow one. Token ids in, token ids out, so that no text is made; the prefix cache is emptied before
+each pass.
 """
 
 import json
@@ -14,9 +15,9 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 
-def main(model: str, context: str) -> None:
+def main(model: str, dtype: str, context: str) -> None:
     began = time.perf_counter()
-    llm = LLM(model=model, dtype="bfloat16", max_model_len=int(context), enable_prefix_caching=True)
+    llm = LLM(model=model, dtype=dtype, max_model_len=int(context), enable_prefix_caching=True)
     answer({"start_up_seconds": round(time.perf_counter() - began, 1)})
     for line in sys.stdin:
         asked = json.loads(line)

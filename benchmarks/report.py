@@ -1,5 +1,5 @@
-"""What a benchmark writes: one JSON file per row with the machine, the versions, the seed and the
-figures.
+"""What a benchmark writes: one JSON file per row and processor with the machine, the versions, the
+seed and the figures.
 """
 
 import argparse
@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processor import this_processor
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -23,7 +25,10 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="folder of the file of results [default: benchmarks/results]"
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder of the processor's folder with files of results [default: benchmarks/results]",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the workload [default: 1]")
     return parser
@@ -32,7 +37,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 def write_report(
     name: str, figures: dict[str, Any], out: Path = RESULTS, seed: int | None = None, **more_versions: str
 ) -> Path:
-    """Print the figures and write them to `out/name.json`.
+    """Print the figures and write them to `name.json` in this processor's folder in `out`.
 
     `more_versions` are those of programs that are not installed here.
     """
@@ -45,8 +50,8 @@ def write_report(
         "figures": figures,
     }
     print(f"{name}: {json.dumps(figures)}", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}.json"
+    path = out / this_processor().folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
     return path
 
@@ -61,10 +66,10 @@ def machine() -> dict[str, Any]:
     """`busy` is the load of the minute before, so that figures from a machine with other work on it
     show as such.
     """
-    busy = round(os.getloadavg()[0], 2)
+    busy, processor = round(os.getloadavg()[0], 2), this_processor()
     return {
-        "processor": _processor(),
-        "instructions": _instructions(),
+        "processor": processor.model,
+        "instructions": processor.instructions,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "busy": busy,
@@ -78,21 +83,3 @@ def versions(*packages: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
     return installed
-
-
-def _processor() -> str:
-    return _of_cpuinfo("model name") or platform.processor()
-
-
-def _instructions() -> list[str]:
-    """Return those that decide which kernels run, as far as the processor has them."""
-    flags = (_of_cpuinfo("flags") or "").split()
-    return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-
-
-def _of_cpuinfo(name: str) -> str | None:
-    """Return what Linux says of the first processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(name):
-            return line.split(":", 1)[1].strip()
-    return None

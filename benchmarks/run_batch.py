@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.driving import CONTEXT
+from benchmarks.driving import CONTEXT, engine_dtype
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.peers import peer_versions, vllm_environment, vllm_run_batch
+from benchmarks.peers import peer_dtype, peer_versions, vllm_environment, vllm_run_batch
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.workload import write_workload
 
@@ -59,10 +59,11 @@ def measure(source: Path, model: str, turns: int, with_vllm: bool) -> dict[str, 
                 theirs.append(
                     (timed(vllm_run_batch(source, results, model), vllm_environment()), output_tokens(results))
                 )
-    figures = {"output_tokens": ours[0][1], "pipeline": _summary(ours)}
+    figures = {"dtype": engine_dtype(), "output_tokens": ours[0][1], "pipeline": _summary(ours)}
     if theirs:
         assert {tokens for _, tokens in ours} == {tokens for _, tokens in theirs}
-        figures |= {"vllm": _summary(theirs)} | by_turns([our[0] for our in ours], [one[0] for one in theirs])
+        figures |= {"vllm": {"dtype": peer_dtype()} | _summary(theirs)}
+        figures |= by_turns([our[0] for our in ours], [one[0] for one in theirs])
     return figures
 
 
@@ -80,8 +81,6 @@ def pipeline_run_batch(source: Path, results: Path, model: str, *options: str) -
         str(model_folder(model)),
         "--served-model-name",
         model,
-        "--dtype",
-        "bfloat16",
         "--max-model-len",
         str(CONTEXT),
         *options,

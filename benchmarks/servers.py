@@ -16,7 +16,7 @@ import httpx
 
 from benchmarks.driving import CONTEXT
 from benchmarks.models import model_folder
-from benchmarks.peers import KV_CACHE_GIB, vllm_environment, vllm_folder
+from benchmarks.peers import KV_CACHE_GIB, peer_dtype, vllm_environment, vllm_folder
 from benchmarks.ports import free_port
 from benchmarks.processes import cpu_seconds
 
@@ -59,7 +59,7 @@ def running_pipeline(model: str) -> Iterator[Server]:
 @contextmanager
 def running_vllm_server(model: str) -> Iterator[Server]:
     """`vllm serve` at the settings of `peers.py`, warm. Raises NoPeer."""
-    command = [str(vllm_folder() / "bin" / "vllm"), "serve"]
+    command = [str(vllm_folder() / "bin" / "vllm"), "serve", "--dtype", peer_dtype()]
     with _running(model, command, vllm_environment()) as server:
         yield server
 
@@ -69,7 +69,7 @@ def _running(model: str, command: list[str], environment: Mapping[str, str]) -> 
     port = free_port()
     words = [
         *(str(model_folder(model)), "--served-model-name", model),
-        *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--host", HOST, "--port", str(port)),
+        *("--max-model-len", str(CONTEXT), "--host", HOST, "--port", str(port)),
     ]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([*command, *words], env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -71,7 +71,7 @@ async def engine_seconds(model: str) -> float:
     half.
     """
     began = time.perf_counter()
-    engine = AsyncEngine(EngineConfig(model=str(model_folder(model)), max_model_len=CONTEXT, dtype="bfloat16"))
+    engine = AsyncEngine(EngineConfig(model=str(model_folder(model)), max_model_len=CONTEXT))
     await engine.start()
     try:
         sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)

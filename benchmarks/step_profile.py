@@ -57,7 +57,7 @@ def main() -> None:
     folder = str(model_folder(args.model))
     peak, bandwidth = matrix_peak(), memory_peak()
     name_native_calls()
-    core = EngineCore(Executor(EngineConfig(model=folder, max_model_len=CONTEXT, max_num_seqs=ROWS, dtype="auto")))
+    core = EngineCore(Executor(EngineConfig(model=folder, max_model_len=CONTEXT, max_num_seqs=ROWS)))
     draw = np.random.default_rng(args.seed)
     plain = Round(core, draw, profiled=False)
     mark_spans()

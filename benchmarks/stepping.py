@@ -26,7 +26,6 @@ def make_executor(model: str, rows: int, context: int, device: str = "cpu") -> E
             max_model_len=context,
             max_num_seqs=rows,
             device=device,
-            dtype="auto",
             kv_cache_memory_bytes=tokens * shape_of(model).kv_bytes_per_token,
         )
     )

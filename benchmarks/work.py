@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.models import SHAPES, VOCABULARY_SIZE
+from workers.engine.device.loader import cpu_dtype
 
-_ITEM = 2  # bytes of a bfloat16
+_WEIGHT_BYTES = 2  # of each, as the files of `SHAPES` have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,12 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_width * _ITEM
+        """Of the dtype that the engine's KV cache has on this processor."""
+        return 2 * self.layers * self.kv_width * cpu_dtype().itemsize
 
     @property
     def weight_bytes(self) -> int:
-        return (self.layer_weights + self.head_weights) * _ITEM
+        return (self.layer_weights + self.head_weights) * _WEIGHT_BYTES
 
     def operations(self, computed_tokens: int, sampled_rows: int) -> int:
         """Multiplications and additions of the matrix products."""

@@ -5,6 +5,7 @@ what the results say.
 import importlib
 import json
 import os
+import platform
 import random
 import struct
 import subprocess
@@ -22,11 +23,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from benchmarks import goals, models, pages, plot, rows, step_profile
+from benchmarks import goals, models, pages, peak, peers, plot, report, rows, step_profile
 from benchmarks.gguf import write_gguf
+from benchmarks.measured import measured_processors
+from benchmarks.processor import AVX2, AVX512_BF16, Processor, this_processor
 from benchmarks.profile_table import PARTS, profile_table
 from benchmarks.schemas import any_schema, schema_of_fields
 from benchmarks.work import shape_of, share_of
+from tests.benchmarks.stored_results import DATE, store_result
+from workers.engine.device.loader import cpu_dtype
 
 BESIDE_ROWS = {
     "admission",
@@ -89,6 +94,22 @@ def test_without_llama_cpp_one_sentence_says_so(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("engine", "peer", "llama_cpp"), [("float32", "float32", "float16"), ("bfloat16", "bfloat16", "bfloat16")]
+)
+def test_peers_run_in_the_dtype_that_suits_the_processor(
+    engine: str, peer: str, llama_cpp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "vllm" / "bin" / "vllm").touch()
+    monkeypatch.setenv("PEERS", str(tmp_path))
+    monkeypatch.setenv("BENCHMARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(peers, "engine_dtype", lambda: engine)
+    command = peers.vllm_run_batch(tmp_path / "input.jsonl", tmp_path / "results.jsonl", "tiny")
+    assert command[command.index("--dtype") + 1] == peer
+    assert peers.gguf_dtype() == llama_cpp
+
+
 def test_the_rest_of_the_table_is_measured_without_llama_cpp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +123,8 @@ def test_the_rest_of_the_table_is_measured_without_llama_cpp(
     assert "its row is left out" in capsys.readouterr().err
 
 
-def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "number"), [("float16", 1), ("bfloat16", 30)])
+def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(dtype: str, number: int, tmp_path: Path) -> None:
     """Read back by the format's description: names, shapes with the inner dimension first, and a
     projection turned round.
     """
@@ -118,7 +140,7 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"vocab": {"b": 1, "a": 0, "ab": 2}, "merges": [["a", "b"]]}})
     )
-    write_gguf(tmp_path, tmp_path / "model.gguf")
+    write_gguf(tmp_path, tmp_path / "model.gguf", dtype)
     content = (tmp_path / "model.gguf").read_bytes()
     assert content[:24] == b"GGUF" + struct.pack("<IQQ", 3, 3, 11)
     at = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens")
@@ -131,12 +153,12 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> N
         return tuple(shape), kind, offset
 
     data = len(content) - sum(-(-size // 32) * 32 for size in (5 * 8 * 2, 8 * 4, 8 * 24 * 2))
-    assert tensor("token_embd.weight", 2)[:2] == ((8, 5), 30)
+    assert tensor("token_embd.weight", 2)[:2] == ((8, 5), number)
     assert tensor("blk.0.attn_norm.bias", 1)[:2] == ((8,), 0)
     shape, kind, offset = tensor("blk.0.attn_qkv.weight", 2)
-    assert (shape, kind) == ((8, 24), 30)
-    stored = torch.frombuffer(bytearray(content[data + offset : data + offset + 384]), dtype=torch.bfloat16).view(24, 8)
-    assert torch.equal(stored, weights["transformer.h.0.attn.c_attn.weight"].T)
+    assert (shape, kind) == ((8, 24), number)
+    stored = torch.frombuffer(bytearray(content[data + offset : data + offset + 384]), dtype=getattr(torch, dtype))
+    assert torch.equal(stored.view(24, 8), weights["transformer.h.0.attn.c_attn.weight"].T.to(stored.dtype))
 
 
 def test_the_work_of_a_pass_by_hand() -> None:
@@ -145,10 +167,23 @@ def test_the_work_of_a_pass_by_hand() -> None:
     """
     shape = shape_of("tiny")
     assert shape.layer_weights == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
-    assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * 2)
+    assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * cpu_dtype().itemsize)
     assert shape.operations(10, 3) == 2 * (10 * shape.layer_weights + 3 * shape.head_weights)
     figures = {"computed_tokens": 10, "output_tokens": 3, "seconds": 2.0}
     assert share_of(figures, shape.operations(10, 3), "tiny") == 0.5
+
+
+def test_the_matrix_peak_leaves_out_products_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def rate(size: int, _: float) -> float:
+        tried.append(size)
+        return 1e9 * len(tried)
+
+    monkeypatch.setattr(peak, "_product_rate", rate)
+    assert peak.matrix_peak(0.1) == 1e9  # where the second size takes 7 s
+    assert peak.matrix_peak(1000.0) == 5e9
+    assert tried == [1024, 1024, 1536, 2048, 3072]
 
 
 def test_real_shapes_have_their_weights() -> None:
@@ -237,7 +272,8 @@ def test_the_profile_as_a_table() -> None:
     assert lines[-1] == "| queue, beside the step | 3.0 ms of processor time | | | |"
 
 
-def results_in(folder: Path, ratio: float) -> Path:
+def store_ratio(results: Path, ratio: float, instructions: str, date: str = DATE) -> None:
+    """Store how the engine fared against vLLM with 64 random prompts."""
     figures = {
         "ratio": ratio,
         "peak_share": 0.7,
@@ -245,25 +281,92 @@ def results_in(folder: Path, ratio: float) -> Path:
         "engine": {"output_tokens_per_second": 1000 * ratio},
         "vllm": {"output_tokens_per_second": 1000.0},
     }
-    (folder / f"{goals.AGAINST_VLLM[0].file}.json").write_text(json.dumps({"figures": figures}))
-    return folder
+    store_result(results, goals.AGAINST_VLLM[0].file, figures, instructions, date)
+
+
+FIRST = "| engine, 64 random prompts, against vLLM |"
 
 
 def test_the_table_says_what_falls_short(tmp_path: Path) -> None:
-    first = "| engine, 64 random prompts, against vLLM | 1.30x | 1.50x |"
-    assert goals.table(tmp_path).splitlines()[2] == f"{first} – | |"
-    assert (
-        goals.table(results_in(tmp_path, 1.25)).splitlines()[2] == f"{first} 1.25x (short) | 1250 against 1000 tok/s |"
+    store_ratio(tmp_path, 1.25, AVX512_BF16)
+    assert row_of(tmp_path, 0) == f"{FIRST} 1.30x / 1.50x | 1.25x (short): 1250 against 1000 tok/s, 2026-01-02 |"
+    store_ratio(tmp_path, 1.31, AVX512_BF16, "2026-01-03")
+    assert row_of(tmp_path, 0) == f"{FIRST} 1.30x / 1.50x | 1.31x: 1310 against 1000 tok/s, 2026-01-03 |"
+
+
+def test_processors_are_side_by_side_each_with_its_goals(tmp_path: Path) -> None:
+    """A processor without a figure, or without the goal, has a dash."""
+    store_ratio(tmp_path, 1.25, AVX512_BF16)
+    other = row_of(tmp_path, 0).removeprefix(FIRST)
+    store_result(tmp_path, "idle-gpt2-124m", {"cores": 0.004, "seconds": 60.0}, AVX2)
+    assert goals.table(tmp_path).splitlines()[0] == (
+        "|  | AMD EPYC (AVX2): at least / hoped for | measured"
+        " | AMD EPYC (AVX512-BF16): at least / hoped for | measured |"
     )
-    assert goals.table(results_in(tmp_path, 1.31)).splitlines()[2] == f"{first} 1.31x | 1310 against 1000 tok/s |"
+    assert row_of(tmp_path, 0) == f"{FIRST} 1.25x / 1.50x | – |{other}"
+    store_ratio(tmp_path, 1.25, AVX2, "2026-01-03")
+    assert row_of(tmp_path, 0) == f"{FIRST} 1.25x / 1.50x | 1.25x: 1250 against 1000 tok/s, 2026-01-03 |{other}"
+    assert [row for row in goals.table(tmp_path).splitlines() if "elsewhere | – | – | 0.90x / 1.00x | – |" in row]
+
+
+def row_of(results: Path, number: int) -> str:
+    return goals.table(results).splitlines()[2 + number]
+
+
+def test_a_page_has_a_table_for_each_processor(tmp_path: Path) -> None:
+    for instructions, date in ((AVX2, "2026-01-02"), (AVX512_BF16, "2026-01-03")):
+        store_result(tmp_path, "batch-sizes", {"steps": []}, instructions, date)
+    performance = pages.pages(tmp_path)[pages.PERFORMANCE]
+    sizes = performance.partition("<!-- batch-sizes:")[2].partition("<!-- end of batch-sizes -->")[0]
+    assert sizes.count("| shape | context |") == 2
+    assert sizes.index("AMD EPYC (AVX2), 2026-01-02:") < sizes.index("AMD EPYC (AVX512-BF16), 2026-01-03:")
+    assert performance.count(pages.NOT_MEASURED) == 6
+
+
+def test_a_result_leaves_those_of_other_processors(tmp_path: Path) -> None:
+    store_ratio(tmp_path, 1.25, "SSE2")
+    before = next(tmp_path.glob("*/*.json")).read_text()
+    written = report.write_report(goals.AGAINST_VLLM[0].file, {"ratio": 2.0}, tmp_path)
+    assert written.parent == tmp_path / this_processor().folder
+    assert next(tmp_path.glob("amd-epyc-sse2/*.json")).read_text() == before
+    found = {one.processor: one.result(written.stem) for one in measured_processors(tmp_path)}
+    stored = found[this_processor()]
+    assert stored is not None
+    assert stored.figures == {"ratio": 2.0}
+    assert found[Processor("AMD EPYC", "SSE2")] is not None
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "processor", "folder"),
+    [
+        ("model name\t: AMD EPYC\nflags\t\t: fma avx2\n", Processor("AMD EPYC", AVX2), "amd-epyc-avx2"),
+        (
+            "model name\t: AMD EPYC\nflags\t\t: avx2 avx512f avx512_bf16\n\nmodel name\t: another\n",
+            Processor("AMD EPYC", AVX512_BF16),
+            "amd-epyc-avx512-bf16",
+        ),
+        ("Features\t: fp asimd bf16\n", Processor(platform.machine(), "NEON-BF16"), f"{platform.machine()}-neon-bf16"),
+    ],
+)
+def test_a_processor_is_named_with_its_instructions(
+    cpuinfo: str, processor: Processor, folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert this_processor(tmp_path / "cpuinfo") == processor
+    assert processor.folder == folder.replace("_", "-")
 
 
 def test_the_plot_has_a_bar_for_each_comparison(tmp_path: Path) -> None:
     assert plot.plot(tmp_path).count("<rect") == 0
-    drawn = plot.plot(results_in(tmp_path, 1.25))
+    store_ratio(tmp_path, 1.25, AVX512_BF16)
+    drawn = plot.plot(tmp_path)
     assert drawn.count("<rect") == 1
     assert 'class="short"' in drawn
     assert "1.25x  (1250 against 1000 tok/s)" in drawn
+    store_ratio(tmp_path, 1.25, AVX2)
+    drawn = plot.plot(tmp_path)
+    assert (drawn.count('class="short"'), drawn.count('class="bar"')) == (1, 1)
+    assert "AMD EPYC (AVX2), 2026-01-02" in drawn
 
 
 @pytest.mark.proof
@@ -284,15 +387,15 @@ def test_every_row_runs_on_a_tiny_model(row: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{row[0]}", *row[1:], "--model", "tiny", "--out", str(tmp_path)]
     environment = {**os.environ, "BENCHMARK_CACHE": str(tmp_path / "cache")}
     subprocess.run(command, env=environment, check=True, timeout=280)
-    (report,) = tmp_path.glob("*.json")
-    assert set(json.loads(report.read_text())) == {"benchmark", "date", "machine", "versions", "seed", "figures"}
+    (written,) = tmp_path.glob("*/*.json")
+    assert set(json.loads(written.read_text())) == {"benchmark", "date", "machine", "versions", "seed", "figures"}
 
 
 @pytest.mark.proof
 def test_every_scenario_of_the_control_plane_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.control_plane", "--scale", "0.01", "--publish", "--out", str(tmp_path)]
     subprocess.run(command, check=True, timeout=280)
-    figures = {path.stem: json.loads(path.read_text())["figures"] for path in tmp_path.glob("*.json")}
+    figures = {path.stem: json.loads(path.read_text())["figures"] for path in tmp_path.glob("*/*.json")}
     assert set(figures) == {f"control-plane-{name}" for name in ("lines", "batches", "behind", "file")}
     assert figures["control-plane-lines"]["lines"] == 500
     assert figures["control-plane-file"]["lines"] == 3000

@@ -20,7 +20,7 @@ def test_a_paced_core_serves_every_stream_to_its_end(tmp_path: Path) -> None:
         check=True,
         timeout=200,
     )
-    [report] = tmp_path.glob("*.json")
+    [report] = tmp_path.glob("*/*.json")
     figures = json.loads(report.read_text())["figures"]
     assert (figures["streams"], figures["lost_streams"]) == (8, 0)
     assert 0 < figures["added_ms"]["p50"] <= figures["added_ms"]["p99"]
