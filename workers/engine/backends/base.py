@@ -22,6 +22,9 @@ class Backend(Protocol):
     them.
     """
 
+    narrows_cache: bool = False
+    """Whether it computes in float32 over a cache in bfloat16."""
+
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why a model of `dtype` does not run with it by default; None where it does."""
         return None
@@ -33,7 +36,18 @@ class Backend(Protocol):
     @property
     def ops(self) -> Ops: ...
 
-    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention: ...
+    def attention(
+        self,
+        shape: CacheShape,
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache_dtype: torch.dtype | None = None,
+    ) -> Attention:
+        """Return attention in `dtype` over a cache in `cache_dtype`, which is `dtype` unless
+        `narrows_cache`.
+        """
+        ...
 
     def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs: ...
 

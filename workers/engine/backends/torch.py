@@ -20,7 +20,14 @@ class TorchBackend(Backend):
     records = False
     ops: Ops = TorchOps()
 
-    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
+    def attention(
+        self,
+        shape: CacheShape,
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache_dtype: torch.dtype | None = None,
+    ) -> Attention:
         return TorchAttention(shape, num_heads, dtype, device)
 
     def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs:

@@ -51,7 +51,14 @@ class TritonBackend(Backend):
 
         return TritonOps()
 
-    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
+    def attention(
+        self,
+        shape: CacheShape,
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache_dtype: torch.dtype | None = None,
+    ) -> Attention:
         from workers.engine.kernels.paged_attention import TritonAttention
         from workers.engine.kernels.tile_choices import choices
 

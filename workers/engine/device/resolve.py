@@ -25,9 +25,11 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
     auto = config.attention_backend == "auto"
     backend = default_backend(place, dtype) if auto else find_backend(config.attention_backend)
     length, tokens = _longest_context(config, model), config.max_num_batched_tokens or (16384 if cuda else 1024)
+    narrow = backend.narrows_cache and config.dtype == "auto" and dtype == torch.float32 and _is_bfloat16(model)
     settled = {
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
+        "cache_dtype": "bfloat16" if narrow else str(dtype).removeprefix("torch."),
         "attention_backend": backend.name,
         "max_model_len": length,
         "may_shorten": config.max_model_len is None,
@@ -39,6 +41,13 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
         "threads": config.compute_threads(),
     }
     return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | settled)
+
+
+def _is_bfloat16(model: ModelConfig) -> bool:
+    """Return whether keys and values have lost as much by the checkpoint's dtype as they lose in a
+    cache of that dtype. Where prompts are whole, the cache is read once, and nothing is gained.
+    """
+    return model.dtype == "bfloat16" and not model.whole_prompts
 
 
 def _longest_context(config: EngineConfig, model: ModelConfig) -> int:

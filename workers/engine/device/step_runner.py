@@ -4,6 +4,7 @@ step's inputs are made from.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from workers.engine.attention.base import CacheShape
@@ -25,7 +26,8 @@ class StepRunner:
         self.device = model.device
         self._shape = model.config
         shape = CacheShape(num_blocks, config.block_size, self._shape.num_kv_heads, self._shape.head_dim)
-        self.attention = backend.attention(shape, self._shape.num_heads, model.dtype, self.device)
+        cache_dtype: torch.dtype = getattr(torch, config.cache_dtype)
+        self.attention = backend.attention(shape, self._shape.num_heads, model.dtype, self.device, cache_dtype)
         self.caches = self.attention.new_cache(self._shape.num_layers)
         self.inputs = backend.inputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
         self.interruption = Interruption() if self.device.type == "cpu" else None

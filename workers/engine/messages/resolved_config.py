@@ -10,6 +10,7 @@ class ResolvedConfig(EngineConfig):
     """The same once everything is decided for a device and a model, by `device.resolve`.
 
     `may_shorten`: `max_model_len` is the model's own, and becomes what the KV cache can hold.
+    `cache_dtype` is that of keys and values.
     """
 
     max_model_len: int
@@ -17,6 +18,7 @@ class ResolvedConfig(EngineConfig):
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    cache_dtype: str
     live_step_ms: float
     depth: int
     threads: int

@@ -22,6 +22,12 @@ from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
 _Strides = ctypes.c_ssize_t * 2
+# Dtypes of queries, keys and values, and of the cache, by the numbers of lanes.h
+_MODES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+]
 _ALL = 1 << 30  # tokens: more than any row has
 _PANEL = 16  # tokens whose keys are computed with together
 
@@ -32,7 +38,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int32)
-            for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "before", "after")
+            for name in ("mode", "heads", "kv_heads", "head_dim", "block_size", "before", "after")
         ),
         *(
             (name, ctypes.c_int32)
@@ -91,14 +97,14 @@ class PreparedStep:
 
 
 class CpuAttention:
-    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         """Raise NativeUnavailable."""
-        self._shape, self._heads, self._dtype = shape, num_heads, dtype
-        self._pair = 4 // dtype.itemsize
+        self._shape, self._heads, self._dtype, self._cache_dtype = shape, num_heads, dtype, cache_dtype
+        self._mode = _MODES.index((dtype, cache_dtype))
         functions = _functions()
         self._attend, self._plan = functions.attend_layer, functions.attention_plan
         self._scratch_size: int = functions.attention_scratch(
-            self._pair, shape.kv_heads, shape.head_dim, shape.block_size
+            self._mode, shape.kv_heads, shape.head_dim, shape.block_size
         )
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._partials = torch.empty(0, dtype=torch.float32)
@@ -106,7 +112,7 @@ class CpuAttention:
     def new_cache(self, num_layers: int) -> list[Tensor]:
         s = self._shape
         return [
-            huge_zeros((s.num_blocks, s.kv_heads, 2 * s.block_size * s.head_dim), self._dtype)
+            huge_zeros((s.num_blocks, s.kv_heads, 2 * s.block_size * s.head_dim), self._cache_dtype)
             for _ in range(num_layers)
         ]
 
@@ -195,7 +201,7 @@ class CpuAttention:
         if self._scratch.numel() < threads * self._scratch_size:
             self._scratch = torch.empty(threads * self._scratch_size, dtype=torch.float32)
         step = _Step(
-            *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size),
+            *(self._mode, self._heads, s.kv_heads, s.head_dim, s.block_size),
             *(_ALL if reach is None else reach for reach in (pattern.before, pattern.after)),
             *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
             *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
-from workers.engine.attention.base import AttentionMetadata, CacheShape
+from workers.engine.attention.base import Attention, AttentionMetadata, CacheShape
 from workers.engine.backends.registry import find_backend
 from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.norm import RMSNorm
@@ -25,6 +26,21 @@ pytestmark = needs_native
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+
+
+class Numbers(NamedTuple):
+    """The dtype of queries, keys and values, and of the cache."""
+
+    dtype: torch.dtype
+    cache: torch.dtype
+
+
+BFLOAT16, FLOAT32 = Numbers(torch.bfloat16, torch.bfloat16), Numbers(torch.float32, torch.float32)
+each_kind = pytest.mark.parametrize(
+    "numbers",
+    [BFLOAT16, FLOAT32, Numbers(torch.float32, torch.bfloat16)],
+    ids=["bfloat16", "float32", "float32-over-bfloat16"],
+)
 CAUSAL = AttentionPattern()
 Rows = list[tuple[int, int]]  # tokens of this step, context
 
@@ -45,7 +61,7 @@ class NativeStep:
     group: int = 1
     dim: int = 64
     block_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
+    numbers: Numbers = BFLOAT16
     pattern: AttentionPattern = CAUSAL
     seed: int = 3
     reach: int | None = None  # of a bias
@@ -65,11 +81,16 @@ class NativeStep:
         heads = self.kv_heads * self.group
         self.bias = None if self.reach is None else torch.randn(heads, 2 * self.reach + 1)
         self.q = [self._random(count, self.kv_heads * self.group) for count, _ in self.rows]
-        self.keys = [self._random(context, self.kv_heads) for _, context in self.rows]
-        self.values = [self._random(context, self.kv_heads) for _, context in self.rows]
+        self.keys = [self._random(context, self.kv_heads, self.numbers.cache) for _, context in self.rows]
+        self.values = [self._random(context, self.kv_heads, self.numbers.cache) for _, context in self.rows]
 
-    def _random(self, tokens: int, heads: int) -> Tensor:
-        return torch.randn(tokens, heads, self.dim).to(self.dtype)
+    def _random(self, tokens: int, heads: int, rounded: torch.dtype = torch.float32) -> Tensor:
+        """Numbers that the cache has as they are, where they are rounded to its dtype."""
+        return torch.randn(tokens, heads, self.dim).to(rounded).to(self.numbers.dtype)
+
+    def attention(self) -> Attention:
+        dtype, cache = self.numbers
+        return find_backend("cpu").attention(self.shape, self.kv_heads * self.group, dtype, CPU, cache)
 
     def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
         """For spans (row, first, last) of tokens computed together."""
@@ -88,7 +109,7 @@ class NativeStep:
     def attended(self, threads: int = 1, only: int | None = None) -> list[Tensor]:
         """What comes of each row, or of one alone."""
         torch.set_num_threads(threads)
-        attention = find_backend("cpu").attention(self.shape, self.kv_heads * self.group, self.dtype, CPU)
+        attention = self.attention()
         cache = attention.new_cache(1)[0].fill_(float("nan"))
         chosen = [(row, *self.rows[row]) for row in range(len(self.rows)) if only in (None, row)]
         earlier = [(row, 0, context - count) for row, count, context in chosen if context > count]
@@ -117,61 +138,64 @@ class NativeStep:
 
     def check(self) -> None:
         for row, got in enumerate(self.attended()):
-            assert (got.double() - self.expected(row)).abs().max() < TOLERANCE[self.dtype], (self.rows[row], self)
+            assert (got.double() - self.expected(row)).abs().max() < TOLERANCE[self.numbers.dtype], (
+                self.rows[row],
+                self,
+            )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_kind
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(
     ("dim", "group", "block_size"), [(64, 1, 16), (64, 3, 32), (80, 4, 16), (128, 8, 8), (12, 2, 7), (17, 1, 16)]
 )
-def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
-    NativeStep(DECODE + MIXED, 2, group, dim, block_size, dtype, AttentionPattern(window=window)).check()
+def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, numbers: Numbers) -> None:
+    NativeStep(DECODE + MIXED, 2, group, dim, block_size, numbers, AttentionPattern(window=window)).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_kind
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("dim", "group", "block_size"), [(64, 1, 16), (80, 4, 16), (128, 8, 8), (17, 1, 16)])
 def test_whole_texts_seen_to_both_sides(
-    dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype
+    dim: int, group: int, block_size: int, window: int | None, numbers: Numbers
 ) -> None:
     for reach in (None, 20):
-        NativeStep(TEXTS, 2, group, dim, block_size, dtype, AttentionPattern(False, window), reach=reach).check()
+        NativeStep(TEXTS, 2, group, dim, block_size, numbers, AttentionPattern(False, window), reach=reach).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_bias_on_rows_of_few_tokens_that_see_what_is_before(dtype: torch.dtype) -> None:
-    NativeStep(DECODE + MIXED, 2, 3, dtype=dtype, reach=40).check()
+@each_kind
+def test_a_bias_on_rows_of_few_tokens_that_see_what_is_before(numbers: Numbers) -> None:
+    NativeStep(DECODE + MIXED, 2, 3, numbers=numbers, reach=40).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_more_queries_to_a_head_than_a_tile_has(dtype: torch.dtype) -> None:
-    NativeStep(MIXED, 1, 40, 64, dtype=dtype).check()
+@each_kind
+def test_more_queries_to_a_head_than_a_tile_has(numbers: Numbers) -> None:
+    NativeStep(MIXED, 1, 40, 64, numbers=numbers).check()
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_kind
 @pytest.mark.parametrize(("group", "block_size"), [(1, 16), (3, 8), (4, 32), (8, 16)])
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
-def test_every_shape(dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+def test_every_shape(dim: int, group: int, block_size: int, numbers: Numbers) -> None:
     for seed, window in enumerate([None, 1, 7, 16, 33, 300]):
         NativeStep(
-            DECODE + MIXED + LONG, 2, group, dim, block_size, dtype, AttentionPattern(True, window), seed
+            DECODE + MIXED + LONG, 2, group, dim, block_size, numbers, AttentionPattern(True, window), seed
         ).check()
         texts = [(context, context) for _, context in DECODE + MIXED]
         rows = (texts, MIXED + LONG)[(seed + dim // 16 + group) % 2]
         reach = (None, 9, 3000)[seed % 3]  # of a bias
-        NativeStep(rows, 2, group, dim, block_size, dtype, AttentionPattern(False, window), seed, reach).check()
+        NativeStep(rows, 2, group, dim, block_size, numbers, AttentionPattern(False, window), seed, reach).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_kind
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(
-    causal: bool, window: int | None, dtype: torch.dtype
+    causal: bool, window: int | None, numbers: Numbers
 ) -> None:
-    step = NativeStep(DECODE + MIXED, 2, 3, pattern=AttentionPattern(causal, window), dtype=dtype)
+    step = NativeStep(DECODE + MIXED, 2, 3, pattern=AttentionPattern(causal, window), numbers=numbers)
     together = step.attended(threads=1)
     for threads in (2, 3):
         assert all(map(torch.equal, step.attended(threads), together))
@@ -183,19 +207,19 @@ def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(
 @pytest.mark.parametrize("count", [2, 40])  # queries of the row that reads: few, and a prefill
 @pytest.mark.parametrize("before", [0, 33])  # blocks, of which 32 make a segment of keys and more
 @pytest.mark.parametrize("block_size", [16, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_kind
 def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
-    dtype: torch.dtype, block_size: int, before: int, count: int, threads: int
+    numbers: Numbers, block_size: int, before: int, count: int, threads: int
 ) -> None:
     shared = (before + 1) * block_size
-    step = NativeStep([(count, shared + count), (1, shared)], 2, 3, dtype=dtype, block_size=block_size)
+    step = NativeStep([(count, shared + count), (1, shared)], 2, 3, numbers=numbers, block_size=block_size)
     step.tables[0, : before + 1] = step.tables[1, : before + 1]
     for of in (step.keys, step.values):
         of[0][:shared] = of[1]
     torch.set_num_threads(threads)
-    attention = find_backend("cpu").attention(step.shape, 6, step.dtype, CPU)
+    attention = step.attention()
     cache = attention.new_cache(1)[0].fill_(float("nan"))
-    earlier = torch.zeros(shared - 1, 6, 64, dtype=dtype)
+    earlier = torch.zeros(shared - 1, 6, 64, dtype=numbers.dtype)
     for spans, q in (
         ([(1, 0, shared - 1)], earlier),
         ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q)),
@@ -203,7 +227,7 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
         k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
         out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, CAUSAL)
     for row, got in enumerate(out.split([count, 1])):
-        assert (got.double() - step.expected(row)).abs().max() < TOLERANCE[dtype]
+        assert (got.double() - step.expected(row)).abs().max() < TOLERANCE[numbers.dtype]
 
 
 def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
@@ -214,7 +238,7 @@ def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
     for (a, b), number in shared.items():
         step.tables[a, :number] = step.tables[b, :number]
     metadata = step.metadata([(row, context - count, context) for row, (count, context) in enumerate(rows)])
-    attention = find_backend("cpu").attention(step.shape, 6, step.dtype, CPU)
+    attention = step.attention()
     assert isinstance(attention, CpuAttention)
     plan = attention.prepared(metadata, CAUSAL, None, 10 * 64).step
     return [*(ctypes.c_int32 * len(rows)).from_address(plan.ahead), plan.any_ahead]
@@ -240,7 +264,7 @@ def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:
 
 def test_a_row_without_context_gets_zeros() -> None:
     step = NativeStep([(1, 20), (1, 9)])
-    attention = find_backend("cpu").attention(step.shape, 2, torch.bfloat16, CPU)
+    attention = step.attention()
     cache = attention.new_cache(1)[0]
     metadata = AttentionMetadata(
         torch.tensor([16, 0]), np.array([0, 1, 2], np.int32), np.array([1, 0], np.int32), np.array([[1], [0]], np.int32)
@@ -259,7 +283,7 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
     fused = list(torch.cat((q, k, v), 1).split((4, 2, 2), 1))
     outs = []
     for tensors in ([q, k, v], by_head, fused):
-        attention = find_backend("cpu").attention(step.shape, 4, step.dtype, CPU)
+        attention = step.attention()
         metadata = step.metadata([(0, 0, 40), (1, 0, 1)])
         outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, CAUSAL))
     assert torch.equal(outs[0], outs[1])
@@ -268,10 +292,11 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
 
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (128, 32), (20, 8)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms: bool) -> None:
+@each_kind
+def test_norm_and_rotation(numbers: Numbers, dim: int, block_size: int, norms: bool) -> None:
     """As the reference does them, which rounds bfloat16 at every operation."""
-    step = NativeStep([(37, 37), (1, 1), (20, 20)], 2, 3, dim, block_size, dtype)
+    dtype = numbers.dtype
+    step = NativeStep([(37, 37), (1, 1), (20, 20)], 2, 3, dim, block_size, numbers)
     torch.manual_seed(5)
     positions = torch.cat([torch.arange(count) for count, _ in step.rows])
     cos, sin = Rotary(RopeConfig(10000.0, "default", {}, 4096), dim, 100, dtype, CPU).cos_sin(positions, positions + 1)
@@ -283,11 +308,13 @@ def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms:
     spans = [(row, 0, count) for row, (count, _) in enumerate(step.rows)]
     outs = []
     for backend in ("cpu", "torch"):
-        attention = find_backend(backend).attention(step.shape, 6, dtype, CPU)
+        attention = find_backend(backend).attention(
+            step.shape, 6, dtype, CPU, numbers.cache if backend == "cpu" else None
+        )
         cache = attention.new_cache(1)[0]
         out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), dim**-0.5, CAUSAL)
         outs.append(out.float())
-    assert (outs[0] - outs[1]).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2)
+    assert (outs[0] - outs[1]).abs().max() < (1e-5 if numbers == FLOAT32 else 6e-2)
 
 
 def test_the_cache_is_as_large_as_planned() -> None:

@@ -1,4 +1,5 @@
-/* Attention over a paged cache, prefill and decode rows in one call, in float or in bf16 with sums in float.
+/* Attention over a paged cache, prefill and decode rows in one call, in float, in bf16 with sums in float, or in float
+   over a cache in bf16.
 
    Keys and values are stored in panels of 16 tokens of one head. A panel's keys go first, by pairs along the head's
    numbers, each pair for all 16 tokens; then its values, by pairs of tokens, each pair for all of the head's numbers.
@@ -22,7 +23,7 @@
 #include "attention_many.h"
 #include "attention_plan.h"
 
-ptrdiff_t attention_scratch(int32_t pair, int32_t kv_heads, int32_t head_dim, int32_t block_size);
+ptrdiff_t attention_scratch(int32_t mode, int32_t kv_heads, int32_t head_dim, int32_t block_size);
 
 /* The next `words` words of a workspace, whole lines of them; nothing where only its size is asked for. */
 static void *taken(float *space, ptrdiff_t *used, ptrdiff_t words) {
@@ -32,24 +33,25 @@ static void *taken(float *space, ptrdiff_t *used, ptrdiff_t words) {
 }
 
 /* Lays out `space`, and returns how many floats that takes. */
-static ptrdiff_t lay_out(workspace *work, float *space, int pair, ptrdiff_t kv_heads, ptrdiff_t head_dim,
+static ptrdiff_t lay_out(workspace *work, float *space, int mode, ptrdiff_t kv_heads, ptrdiff_t head_dim,
                          ptrdiff_t block_size) {
     ptrdiff_t used = 0, queries = at_least(TILE, FEW * kv_heads);
     work->numbers = taken(space, &used, head_dim);
     work->turned = taken(space, &used, head_dim);
-    work->queries = taken(space, &used, queries * key_words(head_dim, pair));
+    work->queries = taken(space, &used, queries * query_words(head_dim, mode));
     work->scores = taken(space, &used, ROWS * KEYS);
     work->sums = taken(space, &used, queries * value_words(head_dim));
     work->top = taken(space, &used, queries);
     work->total = taken(space, &used, queries * LANES);
-    work->panels = taken(space, &used, in_panels(head_dim, block_size) ? 0 : STEP_PANELS * panel_words(head_dim, pair));
+    work->panels = taken(space, &used, in_panels(head_dim, block_size) ? 0 : STEP_PANELS * panel_words(head_dim, mode));
+    work->values = taken(space, &used, mode == FLOATS_BY_PAIRS ? PANEL * key_words(head_dim, mode) : 0);
     return used;
 }
 
 /* Floats of scratch that each share of the work needs. */
-ptrdiff_t attention_scratch(int32_t pair, int32_t kv_heads, int32_t head_dim, int32_t block_size) {
+ptrdiff_t attention_scratch(int32_t mode, int32_t kv_heads, int32_t head_dim, int32_t block_size) {
     workspace work;
-    return lay_out(&work, NULL, pair, kv_heads, head_dim, block_size);
+    return lay_out(&work, NULL, mode, kv_heads, head_dim, block_size);
 }
 
 static int comes_before(const cursor *at, const int32_t end[3]) {
@@ -57,7 +59,7 @@ static int comes_before(const cursor *at, const int32_t end[3]) {
 }
 
 ALWAYS_INLINE void attend_share(const attention_layer *layer, const workspace *work, const int32_t from[3],
-                                const int32_t to[3], int pair) {
+                                const int32_t to[3], int mode) {
     const attention_step *step = layer->step;
     cursor at = {from[0], from[1], from[2], {0}};
     if (at.row < step->num_rows)
@@ -65,13 +67,13 @@ ALWAYS_INLINE void attend_share(const attention_layer *layer, const workspace *w
     for (; comes_before(&at, to); move_on(step, &at)) {
         tile t = nth_tile(step, &at.plan, at.row, at.head, at.n);
         if (at.plan.few)
-            attend_few(layer, work, &t, &at.plan, pair);
+            attend_few(layer, work, &t, &at.plan, mode);
         else
-            attend_many(layer, work, &t, &at.plan, pair);
+            attend_many(layer, work, &t, &at.plan, mode);
     }
 }
 
-ALWAYS_INLINE void combine_share(const attention_layer *layer, const workspace *work, ptrdiff_t share, int pair) {
+ALWAYS_INLINE void combine_share(const attention_layer *layer, const workspace *work, ptrdiff_t share, int mode) {
     const attention_step *step = layer->step;
     ptrdiff_t number = 0;
     for (int32_t row = 0; row < step->num_rows; row++) {
@@ -81,38 +83,45 @@ ALWAYS_INLINE void combine_share(const attention_layer *layer, const workspace *
         for (ptrdiff_t head = 0; head < step->kv_heads; head++)
             for (ptrdiff_t query = 0; query < plan.queries; query++)
                 if (number++ % step->shares == share)
-                    combine(layer, work, &plan, row, head, query, pair);
+                    combine(layer, work, &plan, row, head, query, mode);
     }
 }
 
 /* One thread's part of a layer. */
-ALWAYS_INLINE void attend(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads, int pair) {
+ALWAYS_INLINE void attend(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads, int mode) {
     const attention_step *step = layer->step;
     workspace work;
-    lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, pair, step->kv_heads,
+    lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, mode, step->kv_heads,
             step->head_dim, step->block_size);
     if (step->any_ahead) {
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
-            write_share(layer, &work, share, pair);
+            write_share(layer, &work, share, mode);
 #pragma omp barrier
     }
     for (ptrdiff_t share = thread; share < step->shares; share += threads)
-        attend_share(layer, &work, step->starts[share], step->starts[share + 1], pair);
+        attend_share(layer, &work, step->starts[share], step->starts[share + 1], mode);
     if (step->partials) {
 #pragma omp barrier
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
-            combine_share(layer, &work, share, pair);
+            combine_share(layer, &work, share, mode);
     }
 }
 
-/* A function for each of the two, since what runs in parallel is not compiled for its arguments. */
+/* A function for each mode, since what runs in parallel is not compiled for its arguments. */
 static void attend_floats(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads) {
-    attend(layer, thread, threads, 1);
+    attend(layer, thread, threads, FLOATS);
 }
 
 static void attend_pairs(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads) {
-    attend(layer, thread, threads, 2);
+    attend(layer, thread, threads, PAIRS);
 }
+
+static void attend_floats_by_pairs(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads) {
+    attend(layer, thread, threads, FLOATS_BY_PAIRS);
+}
+
+typedef void attender(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads);
+static attender *const attenders[] = {attend_floats, attend_pairs, attend_floats_by_pairs};
 
 /* Writes k and v to the cache, then attend q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
    head_dim numbers each, with the step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys
@@ -128,6 +137,6 @@ void attend_layer(const attention_step *step, const head_rotation *rotation, uin
         thread = omp_get_thread_num();
         threads = omp_get_num_threads();
 #endif
-        (step->pair == 2 ? attend_pairs : attend_floats)(&layer, thread, threads);
+        attenders[step->mode](&layer, thread, threads);
     }
 }

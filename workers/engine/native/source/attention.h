@@ -26,7 +26,9 @@ enum {
 
 /* What is the same for all layers of one pattern. */
 struct attention_step {
-    int32_t pair; /* numbers in a word: 1 of float, 2 of bf16 */
+    /* of lanes.h's: queries, keys and values in float or in bf16, and the cache in the same, or floats over a cache in
+       bf16 */
+    int32_t mode;
     int32_t heads, kv_heads, head_dim, block_size;
     int32_t before, after; /* tokens to either side of its own that a query sees at most; far more than any row has */
     int32_t num_tokens, num_rows, max_blocks;
@@ -79,12 +81,13 @@ typedef struct {
 /* Where a share of the work keeps what it works on. */
 typedef struct {
     float *numbers, *turned; /* [head_dim], one query or key */
-    uint32_t *queries;       /* [queries of a tile][key_words] */
+    uint32_t *queries;       /* [queries of a tile][query_words] */
     float *scores;           /* [ROWS][KEYS], then the weights as words [ROWS][KEYS] */
     float *sums;             /* [queries of a tile][value_words] */
     float *total;            /* [queries of a tile][LANES], to be added up */
     float *top;              /* [queries of a tile] */
     uint32_t *panels;        /* [STEP_PANELS], where blocks hold plain rows */
+    uint32_t *values;        /* [PANEL][key_words], where they are not as the cache has them */
 } workspace;
 
 ALWAYS_INLINE ptrdiff_t at_most(ptrdiff_t x, ptrdiff_t y) {
@@ -110,17 +113,31 @@ ALWAYS_INLINE void fetch_to_write(char *to, ptrdiff_t bytes) {
         __builtin_prefetch(to + i, 1);
 }
 
-/* Words of a head's query or key, and of one token pair's values in a panel, whole vectors of them. */
-ALWAYS_INLINE ptrdiff_t key_words(ptrdiff_t head_dim, int pair) {
-    return parts(head_dim, pair);
+/* Numbers in a word of the cache. */
+ALWAYS_INLINE ptrdiff_t word_numbers(int mode) {
+    return mode == FLOATS ? 1 : 2;
+}
+
+/* Bytes of a number of queries, keys, values and results. */
+ALWAYS_INLINE ptrdiff_t number_bytes(int mode) {
+    return mode == PAIRS ? 2 : 4;
+}
+
+/* Words of a head's key, of its query, and of one token pair's values in a panel, whole vectors of them. */
+ALWAYS_INLINE ptrdiff_t key_words(ptrdiff_t head_dim, int mode) {
+    return parts(head_dim, word_numbers(mode));
+}
+
+ALWAYS_INLINE ptrdiff_t query_words(ptrdiff_t head_dim, int mode) {
+    return key_words(head_dim, mode) * factor_words(mode);
 }
 
 ALWAYS_INLINE ptrdiff_t value_words(ptrdiff_t head_dim) {
     return parts(head_dim, PANEL) * PANEL;
 }
 
-ALWAYS_INLINE ptrdiff_t panel_words(ptrdiff_t head_dim, int pair) {
-    return key_words(head_dim, pair) * PANEL + PANEL / pair * value_words(head_dim);
+ALWAYS_INLINE ptrdiff_t panel_words(ptrdiff_t head_dim, int mode) {
+    return key_words(head_dim, mode) * PANEL + PANEL / word_numbers(mode) * value_words(head_dim);
 }
 
 /* Floats of what one tile of a row whose keys are cut leaves for one head: sums, tops and totals. */
@@ -141,19 +158,19 @@ ALWAYS_INLINE int in_panels(ptrdiff_t head_dim, ptrdiff_t block_size) {
 }
 
 /* Words of one head's keys and values in a block. */
-ALWAYS_INLINE ptrdiff_t block_words(const attention_step *step, int pair) {
-    return 2 * (ptrdiff_t)step->block_size * step->head_dim / pair;
+ALWAYS_INLINE ptrdiff_t block_words(const attention_step *step, int mode) {
+    return 2 * (ptrdiff_t)step->block_size * step->head_dim / word_numbers(mode);
 }
 
 ALWAYS_INLINE uint32_t *panel_at(const attention_step *step, uint32_t *cache, ptrdiff_t block, ptrdiff_t head,
-                                 ptrdiff_t offset, int pair) {
-    return cache + (block * step->kv_heads + head) * block_words(step, pair)
-        + offset / PANEL * panel_words(step->head_dim, pair);
+                                 ptrdiff_t offset, int mode) {
+    return cache + (block * step->kv_heads + head) * block_words(step, mode)
+        + offset / PANEL * panel_words(step->head_dim, mode);
 }
 
 ALWAYS_INLINE const void *numbers_at(const void *tensor, const ptrdiff_t stride[2], ptrdiff_t token, ptrdiff_t head,
-                                     int pair) {
-    return (const char *)tensor + (token * stride[0] + head * stride[1]) * (4 / pair);
+                                     int mode) {
+    return (const char *)tensor + (token * stride[0] + head * stride[1]) * number_bytes(mode);
 }
 
 #endif

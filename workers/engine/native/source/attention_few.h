@@ -11,7 +11,7 @@ enum { CHAINS = LANES / 4 };
 
 /* A panel, and up to ROWS queries of a head with what they have gathered. */
 typedef struct {
-    const uint32_t *panel, *queries; /* queries [ROWS][key_words] */
+    const uint32_t *panel, *queries; /* queries [ROWS][query_words] */
     float *sums, *total, *top;       /* [ROWS][value_words], [ROWS][LANES], [ROWS] */
     ptrdiff_t steps, size;           /* key_words, value_words */
     float factor;
@@ -19,18 +19,19 @@ typedef struct {
     ptrdiff_t oldest[ROWS], end[ROWS];  /* those that each query sees, counted in the panel */
 } meeting;
 
-ALWAYS_INLINE void add_scores(int rows, const uint32_t *queries, ptrdiff_t steps, const uint32_t *keys,
-                              lanes sums[ROWS][VECTORS], int pair) {
+ALWAYS_INLINE void add_scores(int rows, const uint32_t *queries, ptrdiff_t width, const uint32_t *keys,
+                              lanes sums[ROWS][VECTORS], int mode) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
         words key = load_words(keys + v * LANES);
 #pragma GCC unroll 4
         for (int i = 0; i < rows; i++)
-            sums[i][v] = multiply_add(sums[i][v], repeated(queries + i * steps), key, pair);
+            sums[i][v] = multiply_add(sums[i][v], repeated_factor(queries + i * width, mode), key, mode);
     }
 }
 
-ALWAYS_INLINE void score_panel(int rows, const meeting *m, lanes scores[ROWS][VECTORS], int pair) {
+ALWAYS_INLINE void score_panel(int rows, const meeting *m, lanes scores[ROWS][VECTORS], int mode) {
+    ptrdiff_t own = factor_words(mode), width = m->steps * own;
     lanes sums[CHAINS][ROWS][VECTORS];
 #pragma GCC unroll 4
     for (int chain = 0; chain < CHAINS; chain++)
@@ -43,9 +44,9 @@ ALWAYS_INLINE void score_panel(int rows, const meeting *m, lanes scores[ROWS][VE
     for (; s + CHAINS <= m->steps; s += CHAINS)
 #pragma GCC unroll 4
         for (int chain = 0; chain < CHAINS; chain++)
-            add_scores(rows, m->queries + s + chain, m->steps, m->panel + (s + chain) * PANEL, sums[chain], pair);
+            add_scores(rows, m->queries + (s + chain) * own, width, m->panel + (s + chain) * PANEL, sums[chain], mode);
     for (; s < m->steps; s++)
-        add_scores(rows, m->queries + s, m->steps, m->panel + s * PANEL, sums[0], pair);
+        add_scores(rows, m->queries + s * own, width, m->panel + s * PANEL, sums[0], mode);
 #pragma GCC unroll 4
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
@@ -58,7 +59,7 @@ ALWAYS_INLINE void score_panel(int rows, const meeting *m, lanes scores[ROWS][VE
 }
 
 /* Turns a query's scores into weights. `whole`: the panel exists, and is seen, as a whole. */
-ALWAYS_INLINE void weigh_panel(int i, int whole, const meeting *m, lanes scores[VECTORS], uint32_t *weights, int pair) {
+ALWAYS_INLINE void weigh_panel(int i, int whole, const meeting *m, lanes scores[VECTORS], uint32_t *weights, int mode) {
     lanes most = all(-INFINITY);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
@@ -76,59 +77,61 @@ ALWAYS_INLINE void weigh_panel(int i, int whole, const meeting *m, lanes scores[
         if (!whole)
             weight = choose(between(v * LANES, m->oldest[i], m->end[i]), weight, (lanes){0});
         total += weight;
-        store_weights((float *)weights, v, weight, pair);
+        store_weights((float *)weights, v, weight, mode);
     }
     store(m->total + i * LANES, total);
 }
 
 ALWAYS_INLINE void add_columns(int rows, int columns, const uint32_t *weights, const meeting *m, ptrdiff_t count,
-                               ptrdiff_t first, int pair) {
+                               ptrdiff_t first, int mode) {
     lanes sums[ROWS][COLUMNS];
     load_sums(rows, columns, m->sums + first, m->size, sums);
-    add_panel(rows, columns, weights, PANEL, m->panel + m->steps * PANEL + first, count, m->size, sums, pair);
+    add_panel(rows, columns, weights, PANEL, m->panel + m->steps * PANEL + first, count, m->size, sums, mode);
     store_sums(rows, columns, m->sums + first, m->size, sums);
 }
 
-ALWAYS_INLINE void gather(int rows, int whole, const meeting *m, int pair) {
+ALWAYS_INLINE void gather(int rows, int whole, const meeting *m, int mode) {
     lanes scores[ROWS][VECTORS];
     uint32_t weights[ROWS][PANEL];
-    score_panel(rows, m, scores, pair);
+    score_panel(rows, m, scores, mode);
 #pragma GCC unroll 4
     for (int i = 0; i < rows; i++)
-        weigh_panel(i, whole, m, scores[i], weights[i], pair);
+        weigh_panel(i, whole, m, scores[i], weights[i], mode);
     ptrdiff_t first = 0, count = whole ? PANEL : m->count;
     for (; first + COLUMNS * LANES <= m->size; first += COLUMNS * LANES)
-        add_columns(rows, COLUMNS, weights[0], m, count, first, pair);
+        add_columns(rows, COLUMNS, weights[0], m, count, first, mode);
     for (; first < m->size; first += LANES)
-        add_columns(rows, 1, weights[0], m, count, first, pair);
+        add_columns(rows, 1, weights[0], m, count, first, mode);
 }
 
 /* A function for each case, so that each has the registers for itself. */
-#define GATHER(name, rows, pair)                     \
-    NEVER_INLINE void name(const meeting *m) {       \
-        gather(rows, 1, m, pair);                    \
-    }                                                \
+#define GATHER(name, rows, mode)                         \
+    NEVER_INLINE void name(const meeting *m) {           \
+        gather(rows, 1, m, mode);                        \
+    }                                                    \
     NEVER_INLINE void name##_in_part(const meeting *m) { \
-        gather(rows, 0, m, pair);                    \
+        gather(rows, 0, m, mode);                        \
     }
 #define AT_MOST_ROWS(n) ((n) < ROWS ? (n) : ROWS)
-GATHER(gather_1_float, 1, 1)
-GATHER(gather_2_floats, 2, 1)
-GATHER(gather_3_floats, AT_MOST_ROWS(3), 1)
-GATHER(gather_4_floats, AT_MOST_ROWS(4), 1)
-GATHER(gather_1_pair, 1, 2)
-GATHER(gather_2_pairs, 2, 2)
-GATHER(gather_3_pairs, AT_MOST_ROWS(3), 2)
-GATHER(gather_4_pairs, AT_MOST_ROWS(4), 2)
+#define GATHERERS(of, mode)                      \
+    GATHER(gather_1_##of, 1, mode)               \
+    GATHER(gather_2_##of, 2, mode)               \
+    GATHER(gather_3_##of, AT_MOST_ROWS(3), mode) \
+    GATHER(gather_4_##of, AT_MOST_ROWS(4), mode)
+GATHERERS(floats, FLOATS)
+GATHERERS(pairs, PAIRS)
+GATHERERS(floats_by_pairs, FLOATS_BY_PAIRS)
 
 typedef void gatherer(const meeting *m);
 
-/* By the words' pair, by the number of queries, and by whether the panel is seen as a whole. */
-static gatherer *const gatherers[2][4][2] = {
-    {{gather_1_float_in_part, gather_1_float}, {gather_2_floats_in_part, gather_2_floats},
-     {gather_3_floats_in_part, gather_3_floats}, {gather_4_floats_in_part, gather_4_floats}},
-    {{gather_1_pair_in_part, gather_1_pair}, {gather_2_pairs_in_part, gather_2_pairs},
-     {gather_3_pairs_in_part, gather_3_pairs}, {gather_4_pairs_in_part, gather_4_pairs}},
+/* By the mode, by the number of queries, and by whether the panel is seen as a whole. */
+#define OF_EACH_NUMBER(of)                                                                 \
+    {                                                                                      \
+        {gather_1_##of##_in_part, gather_1_##of}, {gather_2_##of##_in_part, gather_2_##of}, \
+        {gather_3_##of##_in_part, gather_3_##of}, {gather_4_##of##_in_part, gather_4_##of}, \
+    }
+static gatherer *const gatherers[][4][2] = {
+    OF_EACH_NUMBER(floats), OF_EACH_NUMBER(pairs), OF_EACH_NUMBER(floats_by_pairs)
 };
 
 /* What ROWS queries of each head, from query `first` of the tile on, see of the panel that begins with token `at`.
@@ -148,21 +151,21 @@ ALWAYS_INLINE int see(const attention_step *step, const tile *t, const row_plan 
 
 /* Adds the panels of a tile's heads that begin with token `at` to what the heads' queries have gathered. */
 ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
-                        ptrdiff_t at, int pair) {
+                        ptrdiff_t at, int mode) {
     const attention_step *step = layer->step;
-    ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim),
-        beside = block_words(step, pair);
+    ptrdiff_t steps = key_words(step->head_dim, mode), size = value_words(step->head_dim),
+        beside = block_words(step, mode);
     int whole = in_panels(step->head_dim, step->block_size);
     meeting m = {.steps = steps, .size = size, .factor = layer->scale * LOG2_E, .count = at_most(PANEL, t->end - at)};
     for (ptrdiff_t first = 0; first < t->count; first += ROWS) {
         ptrdiff_t rows = at_most(ROWS, t->count - first);
-        gatherer *add = gatherers[pair - 1][rows - 1][see(step, t, plan, first, rows, at, &m)];
-        m.panel = find_panel(layer, t->row, t->head, at, m.count, work->panels, pair);
+        gatherer *add = gatherers[mode][rows - 1][see(step, t, plan, first, rows, at, &m)];
+        m.panel = find_panel(layer, t->row, t->head, at, m.count, work->panels, mode);
         for (ptrdiff_t head = 0, query = first; head < t->heads; head++, query += t->count) {
             if (head > 0)
                 m.panel = whole ? m.panel + beside
-                    : find_panel(layer, t->row, t->head + head, at, m.count, work->panels, pair);
-            m.queries = work->queries + query * steps;
+                    : find_panel(layer, t->row, t->head + head, at, m.count, work->panels, mode);
+            m.queries = work->queries + query * query_words(step->head_dim, mode);
             m.sums = work->sums + query * size;
             m.total = work->total + query * LANES;
             m.top = work->top + query;
@@ -172,17 +175,17 @@ ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, con
 }
 
 ALWAYS_INLINE void attend_few(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
-                              int pair) {
-    write_tile(layer, work, t, plan, pair);
+                              int mode) {
+    write_tile(layer, work, t, plan, mode);
     for (ptrdiff_t head = t->head; head < t->head + t->heads; head++) {
-        workspace part = of_head(work, layer->step, t, head, pair);
-        begin_head(layer, &part, t, head, pair);
+        workspace part = of_head(work, layer->step, t, head, mode);
+        begin_head(layer, &part, t, head, mode);
     }
     for (ptrdiff_t at = t->begin / PANEL * PANEL; at < t->end; at += PANEL)
-        meet(layer, work, t, plan, at, pair);
+        meet(layer, work, t, plan, at, mode);
     for (ptrdiff_t head = t->head; head < t->head + t->heads; head++) {
-        workspace part = of_head(work, layer->step, t, head, pair);
-        finish_head(layer, &part, t, plan, head, pair);
+        workspace part = of_head(work, layer->step, t, head, mode);
+        finish_head(layer, &part, t, plan, head, mode);
     }
 }
 

@@ -6,18 +6,19 @@
 
 /* A panel of rows that lie one behind the other in blocks; what does not exist is 0. */
 static void make_panel(const attention_step *step, const uint32_t *cache, const int32_t *table, ptrdiff_t head,
-                       ptrdiff_t first, ptrdiff_t count, uint32_t *panel, int pair) {
-    ptrdiff_t size = step->head_dim, width = 4 / pair, steps = key_words(size, pair), across = value_words(size);
-    memset(panel, 0, (size_t)panel_words(size, pair) * 4);
+                       ptrdiff_t first, ptrdiff_t count, uint32_t *panel, int mode) {
+    ptrdiff_t size = step->head_dim, numbers = word_numbers(mode), width = 4 / numbers, steps = key_words(size, mode),
+              across = value_words(size);
+    memset(panel, 0, (size_t)panel_words(size, mode) * 4);
     for (ptrdiff_t lane = 0; lane < count; lane++) {
         ptrdiff_t block = table[(first + lane) / step->block_size], offset = (first + lane) % step->block_size;
         const char *key = (const char *)cache
             + ((block * step->kv_heads + head) * 2 * step->block_size + offset) * size * width;
         const char *value = key + step->block_size * size * width;
         char *keys = (char *)(panel + lane),
-            *values = (char *)(panel + steps * PANEL + lane / pair * across) + lane % pair * width;
+            *values = (char *)(panel + steps * PANEL + lane / numbers * across) + lane % numbers * width;
         for (ptrdiff_t i = 0; i < size; i++) {
-            memcpy(keys + i / pair * PANEL * 4 + i % pair * width, key + i * width, (size_t)width);
+            memcpy(keys + i / numbers * PANEL * 4 + i % numbers * width, key + i * width, (size_t)width);
             memcpy(values + i * 4, value + i * width, (size_t)width);
         }
     }
@@ -25,40 +26,40 @@ static void make_panel(const attention_step *step, const uint32_t *cache, const 
 
 /* The panel of one head that begins with token `first`: in the cache, or made at `space`, of `count` tokens. */
 ALWAYS_INLINE const uint32_t *find_panel(const attention_layer *layer, ptrdiff_t row, ptrdiff_t head, ptrdiff_t first,
-                                         ptrdiff_t count, uint32_t *space, int pair) {
+                                         ptrdiff_t count, uint32_t *space, int mode) {
     const attention_step *step = layer->step;
     const int32_t *table = step->tables + row * step->max_blocks;
     if (in_panels(step->head_dim, step->block_size))
-        return panel_at(step, layer->cache, table[first / step->block_size], head, first % step->block_size, pair);
-    make_panel(step, layer->cache, table, head, first, at_most(PANEL, count), space, pair);
+        return panel_at(step, layer->cache, table[first / step->block_size], head, first % step->block_size, mode);
+    make_panel(step, layer->cache, table, head, first, at_most(PANEL, count), space, mode);
     return space;
 }
 
 /* Adds a word of values of each number, weighted, to the sums of `rows` queries. `mask`: which bits of the values are
    the row's. */
 ALWAYS_INLINE void add_words(int rows, int columns, const uint32_t *weights, ptrdiff_t width, const uint32_t *values,
-                             uint32_t mask, lanes sums[ROWS][COLUMNS], int pair) {
+                             uint32_t mask, lanes sums[ROWS][COLUMNS], int mode) {
     words value[COLUMNS];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++)
         value[j] = load_words(values + j * LANES) & mask;
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
-        words weight = repeated(weights + i * width);
+        factor weight = repeated_factor(weights + i * width, mode);
 #pragma GCC unroll 8
         for (int j = 0; j < columns; j++)
-            sums[i][j] = multiply_add(sums[i][j], weight, value[j], pair);
+            sums[i][j] = multiply_add(sums[i][j], weight, value[j], mode);
     }
 }
 
 /* Adds the first `count` of a panel's values. */
 ALWAYS_INLINE void add_panel(int rows, int columns, const uint32_t *weights, ptrdiff_t width, const uint32_t *values,
-                             ptrdiff_t count, ptrdiff_t size, lanes sums[ROWS][COLUMNS], int pair) {
-    const uint32_t *end = values + count / pair * size;
-    for (; values < end; values += size, weights++)
-        add_words(rows, columns, weights, width, values, 0xffffffffu, sums, pair);
-    if (pair == 2 && count % 2) /* the last pair's other half is not the row's */
-        add_words(rows, columns, weights, width, values, 0xffffu, sums, pair);
+                             ptrdiff_t count, ptrdiff_t size, lanes sums[ROWS][COLUMNS], int mode) {
+    const uint32_t *end = values + count / word_numbers(mode) * size;
+    for (; values < end; values += size, weights += factor_words(mode))
+        add_words(rows, columns, weights, width, values, 0xffffffffu, sums, mode);
+    if (mode != FLOATS && count % 2) /* the last pair's other half is not the row's */
+        add_words(rows, columns, weights, width, values, 0xffffu, sums, mode);
 }
 
 ALWAYS_INLINE void load_sums(int rows, int columns, const float *from, ptrdiff_t size, lanes sums[ROWS][COLUMNS]) {
@@ -85,8 +86,8 @@ ALWAYS_INLINE integers between(ptrdiff_t at, ptrdiff_t from, ptrdiff_t to) {
 }
 
 /* Weights of half a panel's words or more, over the scores that they are made of, which were read already. */
-ALWAYS_INLINE void store_weights(float *scores, ptrdiff_t column, lanes weights, int pair) {
-    if (pair == 1) {
+ALWAYS_INLINE void store_weights(float *scores, ptrdiff_t column, lanes weights, int mode) {
+    if (mode != PAIRS) {
         store(scores + column * LANES, weights);
         return;
     }

@@ -6,10 +6,10 @@
 
 /* The part of a workspace that is for one of a tile's heads. */
 ALWAYS_INLINE workspace of_head(const workspace *work, const attention_step *step, const tile *t, ptrdiff_t head,
-                                int pair) {
+                                int mode) {
     ptrdiff_t before = (head - t->head) * t->count;
     workspace part = *work;
-    part.queries += before * key_words(step->head_dim, pair);
+    part.queries += before * query_words(step->head_dim, mode);
     part.sums += before * value_words(step->head_dim);
     part.top += before;
     part.total += before * LANES;
@@ -20,21 +20,21 @@ ALWAYS_INLINE workspace of_head(const workspace *work, const attention_step *ste
    last ROWS. The next head's, and the places for this one's results, are fetched meanwhile: they lie too far apart for
    the processor to see that they are next. */
 NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work, const tile *t, ptrdiff_t head,
-                             int pair) {
+                             int mode) {
     const attention_step *step = layer->step;
-    ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim),
+    ptrdiff_t steps = query_words(step->head_dim, mode), size = value_words(step->head_dim),
         group = step->heads / step->kv_heads;
-    ptrdiff_t bytes = step->head_dim * (4 / pair),
+    ptrdiff_t bytes = step->head_dim * number_bytes(mode),
         count = has_few(step, t->row) ? t->count : parts(t->count, ROWS) * ROWS;
     for (ptrdiff_t i = 0; i < t->count; i++) {
         ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group;
         uint32_t *query = work->queries + i * steps;
         ptrdiff_t of = head * group + (t->first + i) % group;
-        const void *from = numbers_at(layer->q, step->query_stride, token, of, pair);
-        fetch(numbers_at(layer->q, step->query_stride, token, of + group, pair), bytes);
+        const void *from = numbers_at(layer->q, step->query_stride, token, of, mode);
+        fetch(numbers_at(layer->q, step->query_stride, token, of + group, mode), bytes);
         fetch_to_write((char *)layer->out + (token * step->heads + of) * bytes, bytes);
         query[steps - 1] = 0;
-        from = prepared(layer, work, from, layer->query_norm, token, query, pair);
+        from = prepared(layer, work, from, layer->query_norm, token, query, 0, mode);
         if (from != query)
             memcpy(query, from, (size_t)bytes);
     }
@@ -49,7 +49,7 @@ NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work
    and totals. */
 NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
                               ptrdiff_t head,
-                               int pair) {
+                               int mode) {
     const attention_step *step = layer->step;
     ptrdiff_t size = value_words(step->head_dim), group = step->heads / step->kv_heads;
     if (plan->segments > 1) {
@@ -68,13 +68,13 @@ NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *wor
         for (ptrdiff_t c = 0; c < size; c += LANES)
             store(sums + c, load(sums + c) * scale);
         ptrdiff_t place = token * step->heads + head * group + (t->first + i) % group;
-        narrow((char *)layer->out + place * step->head_dim * (4 / pair), sums, step->head_dim, pair);
+        narrow((char *)layer->out + place * step->head_dim * number_bytes(mode), sums, step->head_dim, mode == PAIRS);
     }
 }
 
 /* One query's segments, in their order, into the result. */
 ALWAYS_INLINE void combine(const attention_layer *layer, const workspace *work, const row_plan *plan, ptrdiff_t row,
-                           ptrdiff_t head, ptrdiff_t query, int pair) {
+                           ptrdiff_t head, ptrdiff_t query, int mode) {
     const attention_step *step = layer->step;
     ptrdiff_t size = value_words(step->head_dim), group = step->heads / step->kv_heads, one = partial_size(step, plan);
     const float *partials = step->partials + step->partials_at[row] + head * plan->segments * one;
@@ -96,8 +96,8 @@ ALWAYS_INLINE void combine(const attention_layer *layer, const workspace *work, 
     for (ptrdiff_t c = 0; c < size; c += LANES)
         store(sums + c, load(sums + c) * scale);
     ptrdiff_t token = step->query_start[row] + query / group;
-    narrow((char *)layer->out + (token * step->heads + head * group + query % group) * step->head_dim * (4 / pair),
-           sums, step->head_dim, pair);
+    ptrdiff_t place = token * step->heads + head * group + query % group;
+    narrow((char *)layer->out + place * step->head_dim * number_bytes(mode), sums, step->head_dim, mode == PAIRS);
 }
 
 #endif

@@ -20,8 +20,8 @@ ALWAYS_INLINE void norm(float *restrict x, const float *restrict weights, ptrdif
 
 /* Half of a head's numbers, rotated: `sin` as stored for them, `other` the other half. */
 ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float *restrict other,
-                        const void *restrict cos, const void *restrict sin, ptrdiff_t first, ptrdiff_t half, int pair) {
-    if (pair == 1)
+                        const void *restrict cos, const void *restrict sin, ptrdiff_t first, ptrdiff_t half, int mode) {
+    if (mode != PAIRS)
         for (ptrdiff_t i = 0; i < half; i++)
             to[i] = x[i] * ((const float *)cos)[first + i] + other[i] * ((const float *)sin)[first + i];
     else
@@ -30,36 +30,42 @@ ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float
                 + other[i] * float_of_bf16(((const bf16 *)sin)[first + i]);
 }
 
-/* A head's query or key as it attends: normed and turned where the model does that. Points to its words: `from` itself,
-   or `to`. */
+/* A head's query as it attends, or its key (`cached`): normed and turned where the model does that, keys as the cache
+   has them. Points to its words: `from` itself, or `to`. */
 NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace *work, const void *from,
-                                  const void *weights, ptrdiff_t token, void *to, int pair) {
+                                  const void *weights, ptrdiff_t token, void *to, int cached, int mode) {
     const head_rotation *rotation = layer->rotation;
-    if (!rotation)
-        return from;
-    ptrdiff_t size = layer->step->head_dim, half = size / 2, row = token * rotation->stride * (4 / pair);
+    ptrdiff_t size = layer->step->head_dim, half = size / 2;
+    int halves = cached ? mode != FLOATS : mode == PAIRS;
+    if (!rotation) {
+        if (mode != FLOATS_BY_PAIRS || !cached)
+            return from;
+        narrow(to, from, size, halves);
+        return to;
+    }
+    ptrdiff_t row = token * rotation->stride * number_bytes(mode);
     float *x = work->numbers, *turned = work->turned;
-    widen(x, from, size, pair);
+    widen(x, from, size, mode == PAIRS);
     if (weights) {
-        widen(turned, weights, size, pair);
+        widen(turned, weights, size, mode == PAIRS);
         norm(x, turned, size, layer->eps);
     }
     const char *cos = (const char *)rotation->cos + row, *sin = (const char *)rotation->sin + row;
-    turn(turned, x, x + half, cos, sin, 0, half, pair);
-    turn(turned + half, x + half, x, cos, sin, half, half, pair);
-    narrow(to, turned, size, pair);
+    turn(turned, x, x + half, cos, sin, 0, half, mode);
+    turn(turned + half, x + half, x, cos, sin, half, half, mode);
+    narrow(to, turned, size, halves);
     return to;
 }
 
 /* One token's key and value into their panel. Other tokens' may be written at the same time by others, so no byte of
    theirs is touched. */
 ALWAYS_INLINE void put_token(const attention_step *step, uint32_t *panel, ptrdiff_t lane, const void *key,
-                             const void *value, int pair) {
-    ptrdiff_t size = step->head_dim, steps = size / pair;
+                             const void *value, int mode) {
+    ptrdiff_t size = step->head_dim, steps = size / word_numbers(mode);
     for (ptrdiff_t i = 0; i < steps; i++)
         memcpy(panel + i * PANEL + lane, (const char *)key + 4 * i, 4);
-    uint32_t *values = panel + steps * PANEL + lane / pair * size;
-    if (pair == 1)
+    uint32_t *values = panel + steps * PANEL + lane / word_numbers(mode) * size;
+    if (mode == FLOATS)
         memcpy(values, value, (size_t)size * 4);
     else
         for (ptrdiff_t i = 0; i < size; i++)
@@ -67,8 +73,9 @@ ALWAYS_INLINE void put_token(const attention_step *step, uint32_t *panel, ptrdif
 }
 
 static void put_row(const attention_step *step, uint32_t *cache, ptrdiff_t slot, ptrdiff_t head, const void *key,
-                    const void *value, int pair) {
-    ptrdiff_t bytes = step->head_dim * (4 / pair), block = slot / step->block_size, offset = slot % step->block_size;
+                    const void *value, int mode) {
+    ptrdiff_t bytes = step->head_dim * 4 / word_numbers(mode);
+    ptrdiff_t block = slot / step->block_size, offset = slot % step->block_size;
     char *keys = (char *)cache + (block * step->kv_heads + head) * 2 * step->block_size * bytes;
     memcpy(keys + offset * bytes, key, (size_t)bytes);
     memcpy(keys + (step->block_size + offset) * bytes, value, (size_t)bytes);
@@ -77,8 +84,8 @@ static void put_row(const attention_step *step, uint32_t *cache, ptrdiff_t slot,
 /* A whole panel at once: `keys` and `values` are of its 16 tokens. */
 NEVER_INLINE void put_panel(const attention_step *step, uint32_t *panel, const char *const keys[PANEL],
                             const char *const values[PANEL],
-                             int pair) {
-    ptrdiff_t size = step->head_dim, steps = size / pair;
+                             int mode) {
+    ptrdiff_t size = step->head_dim, steps = size / word_numbers(mode);
     for (ptrdiff_t from = 0; from < steps; from += LANES)
         for (ptrdiff_t lane = 0; lane < PANEL; lane += LANES) {
             words square[LANES];
@@ -95,8 +102,8 @@ NEVER_INLINE void put_panel(const attention_step *step, uint32_t *panel, const c
                 store_words(panel + (from + i) * PANEL + lane, square[i]);
         }
     panel += steps * PANEL;
-    for (ptrdiff_t token = 0; token < PANEL; token += pair, panel += size) {
-        if (pair == 1) {
+    for (ptrdiff_t token = 0; token < PANEL; token += word_numbers(mode), panel += size) {
+        if (mode == FLOATS) {
             memcpy(panel, values[token], (size_t)size * 4);
             continue;
         }
@@ -119,53 +126,58 @@ static int panel_begins(const attention_step *step, ptrdiff_t token, ptrdiff_t e
 
 /* `count` tokens' keys and values of one head: one token, or a panel of them. */
 ALWAYS_INLINE void write_head(const attention_layer *layer, const workspace *work, ptrdiff_t token, ptrdiff_t count,
-                              ptrdiff_t head, int pair) {
+                              ptrdiff_t head, int mode) {
     const attention_step *step = layer->step;
-    ptrdiff_t slot = step->slots[token], steps = key_words(step->head_dim, pair), bytes = step->head_dim * (4 / pair);
+    ptrdiff_t slot = step->slots[token], steps = key_words(step->head_dim, mode),
+              bytes = step->head_dim * number_bytes(mode);
     const char *keys[PANEL], *values[PANEL];
     for (ptrdiff_t i = 0; i < count; i++) {
-        const void *key = numbers_at(layer->k, step->key_stride, token + i, head, pair);
-        fetch(numbers_at(layer->k, step->key_stride, token + i, head + 1, pair), bytes);
-        fetch(numbers_at(layer->v, step->value_stride, token + i, head + 1, pair), bytes);
-        keys[i] = prepared(layer, work, key, layer->key_norm, token + i, work->queries + i * steps, pair);
-        values[i] = numbers_at(layer->v, step->value_stride, token + i, head, pair);
+        const void *key = numbers_at(layer->k, step->key_stride, token + i, head, mode);
+        fetch(numbers_at(layer->k, step->key_stride, token + i, head + 1, mode), bytes);
+        fetch(numbers_at(layer->v, step->value_stride, token + i, head + 1, mode), bytes);
+        keys[i] = prepared(layer, work, key, layer->key_norm, token + i, work->queries + i * steps, 1, mode);
+        values[i] = numbers_at(layer->v, step->value_stride, token + i, head, mode);
+        if (mode == FLOATS_BY_PAIRS) {
+            narrow(work->values + i * steps, (const float *)(const void *)values[i], step->head_dim, 1);
+            values[i] = (const char *)(work->values + i * steps);
+        }
     }
     if (!in_panels(step->head_dim, step->block_size)) {
-        put_row(step, layer->cache, slot, head, keys[0], values[0], pair);
+        put_row(step, layer->cache, slot, head, keys[0], values[0], mode);
         return;
     }
-    uint32_t *panel = panel_at(step, layer->cache, slot / step->block_size, head, slot % step->block_size, pair);
+    uint32_t *panel = panel_at(step, layer->cache, slot / step->block_size, head, slot % step->block_size, mode);
     if (count == PANEL)
-        put_panel(step, panel, keys, values, pair);
+        put_panel(step, panel, keys, values, mode);
     else
-        put_token(step, panel, slot % PANEL, keys[0], values[0], pair);
+        put_token(step, panel, slot % PANEL, keys[0], values[0], mode);
 }
 
 ALWAYS_INLINE void write_tokens(const attention_layer *layer, const workspace *work, ptrdiff_t from, ptrdiff_t to,
-                                int pair) {
+                                int mode) {
     const attention_step *step = layer->step;
     int whole = in_panels(step->head_dim, step->block_size);
     for (ptrdiff_t count = 1, token = from; token < to; token += count) {
         count = whole && panel_begins(step, token, to) ? PANEL : 1;
         for (ptrdiff_t head = 0; head < step->kv_heads; head++)
-            write_head(layer, work, token, count, head, pair);
+            write_head(layer, work, token, count, head, mode);
     }
 }
 
 /* A share of all tokens, as far as they are written ahead. */
-ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *work, ptrdiff_t share, int pair) {
+ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *work, ptrdiff_t share, int mode) {
     const attention_step *step = layer->step;
     ptrdiff_t from = share * step->num_tokens / step->shares, to = (share + 1) * step->num_tokens / step->shares;
     for (ptrdiff_t row = 0; row < step->num_rows; row++)
         if (step->ahead[row])
             write_tokens(layer, work, at_least(from, step->query_start[row]), at_most(to, step->query_start[row + 1]),
-                         pair);
+                         mode);
 }
 
 /* A tile's own tokens, where queries are few and these were not written ahead: no other tile reads them in this
    step. */
 ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
-                              int pair) {
+                              int mode) {
     const attention_step *step = layer->step;
     ptrdiff_t position = plan->start;
     if (step->ahead[t->row])
@@ -173,7 +185,7 @@ ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *wor
     for (ptrdiff_t token = step->query_start[t->row]; token < step->query_start[t->row + 1]; token++, position++)
         if (plan->segments == 1 || (t->begin <= position && position < t->end))
             for (ptrdiff_t head = t->head; head < t->head + t->heads; head++)
-                write_head(layer, work, token, 1, head, pair);
+                write_head(layer, work, token, 1, head, mode);
 }
 
 #endif

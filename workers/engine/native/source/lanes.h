@@ -198,28 +198,48 @@ ALWAYS_INLINE words repeated(const uint32_t *from) {
 #endif
 }
 
-/* sum + a * b in each lane: of two floats, or the two products of pairs of bf16. */
-ALWAYS_INLINE lanes multiply_add(lanes sum, words a, words b, int pair) {
-    if (pair == 1)
-        return sum + (lanes)a * (lanes)b;
+/* How words are multiplied with words: floats with floats, pairs of bf16 with pairs, or two floats with a pair. */
+enum { FLOATS, PAIRS, FLOATS_BY_PAIRS };
+
+/* What one word of the other side is multiplied with. */
+typedef struct {
+    words first, second; /* the latter only where two floats are */
+} factor;
+
+/* Words of a factor. */
+ALWAYS_INLINE ptrdiff_t factor_words(int mode) {
+    return mode == FLOATS_BY_PAIRS ? 2 : 1;
+}
+
+ALWAYS_INLINE factor repeated_factor(const uint32_t *from, int mode) {
+    return (factor){repeated(from), repeated(mode == FLOATS_BY_PAIRS ? from + 1 : from)};
+}
+
+/* sum + a * b in each lane, of one product or of two. */
+ALWAYS_INLINE lanes multiply_add(lanes sum, factor a, words b, int mode) {
+    if (mode == FLOATS)
+        return sum + (lanes)a.first * (lanes)b;
+    lanes low = (lanes)(b << 16), high = (lanes)(b & 0xffff0000u);
+    if (mode == FLOATS_BY_PAIRS)
+        return sum + (lanes)a.first * low + (lanes)a.second * high;
 #if defined(__AVX512BF16__)
-    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a.first);
 #else
-    return sum + (lanes)(a << 16) * (lanes)(b << 16) + (lanes)(a & 0xffff0000u) * (lanes)(b & 0xffff0000u);
+    return sum + (lanes)(a.first << 16) * low + (lanes)(a.first & 0xffff0000u) * high;
 #endif
 }
 
-/* Numbers of a row, in float or in bf16 (`pair` 2), as floats, and back. */
-ALWAYS_INLINE void widen(float *to, const void *from, ptrdiff_t count, int pair) {
-    if (pair == 1)
+/* Numbers of a row, in float or in bf16 (`halves`), as floats, and back. */
+ALWAYS_INLINE void widen(float *to, const void *from, ptrdiff_t count, int halves) {
+    if (!halves)
         memcpy(to, from, (size_t)count * sizeof(float));
     else
         for (ptrdiff_t i = 0; i < count; i++)
             to[i] = float_of_bf16(((const bf16 *)from)[i]);
 }
 
-ALWAYS_INLINE void narrow(void *to, const float *from, ptrdiff_t count, int pair) {
-    if (pair == 1) {
+ALWAYS_INLINE void narrow(void *to, const float *from, ptrdiff_t count, int halves) {
+    if (!halves) {
         memcpy(to, from, (size_t)count * sizeof(float));
         return;
     }

@@ -1,9 +1,9 @@
 /* Products with a matrix of weights that was packed once: y = f(x w' + b), x [m, k] and w [n, k], sums in float.
 
-   A packed matrix is panels of 32 rows of w. A panel holds, for each number along k, that number of each of its rows, or
-   of bf16 each pair of neighbors: what two vdpbf16ps take. The panel's columns of y are computed for a tile of rows of x
-   at a time, whose sums stay in registers; the last panel is padded with zeros. In a gated matrix the first 16 rows of a
-   panel are gates and the other 16 what they let through.
+   A packed matrix is panels of 32 rows of w. A panel holds, for each number along k, that number of each of its rows,
+   or of bf16 each pair of neighbors: what two vdpbf16ps take. The panel's columns of y are computed for a tile of rows
+   of x at a time, whose sums stay in registers; the last panel is padded with zeros. In a gated matrix the first 16
+   rows of a panel are gates and the other 16 what they let through.
 
    There are two kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, and of floats
    (matmul_float.h), with weights that may be stored in 16 bits and are widened on the way. */

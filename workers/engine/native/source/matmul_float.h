@@ -39,7 +39,8 @@ ALWAYS_INLINE lanes widened(int stored, const void *panel, ptrdiff_t j, int odd,
     return (lanes)(odd ? pairs & 0xffff0000u : pairs << 16);
 }
 
-/* A panel's strips one behind the other, each [count][STRIP], from number `first` of k on. `first` and `count` are even. */
+/* A panel's strips one behind the other, each [count][STRIP], from number `first` of k on; `first` and `count` are
+   even. */
 ALWAYS_INLINE void widen_panel(int stored, const void *panel, ptrdiff_t first, ptrdiff_t count, float *strips) {
     for (ptrdiff_t j = 0; j < count; j += 2)
 #pragma GCC unroll 8
