@@ -121,4 +121,4 @@ def _is_trusted(library: Path) -> bool:
 def _is_own(path: Path) -> bool:
     """Return whether only this user and root can write to a file or folder."""
     found = path.stat()
-    return found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
