@@ -1,8 +1,9 @@
-"""An install without the worker extra: the queue, the control plane, the API and the command line
-run without torch.
+"""Installs of a wheel: without the worker extra the queue, the control plane, the API and the
+command line run without torch; with it a worker's kernels need no C compiler.
 """
 
 import ast
+import platform
 import re
 import shutil
 import subprocess
@@ -12,11 +13,17 @@ import venv
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from site import getsitepackages
+from zipfile import ZipFile
 
 import pytest
 
+from workers.engine.native.choose import PREBUILT, library_name
+from workers.engine.native.levels import LEVELS, fitting_levels, processor_features
+
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("jobs", "workers", "api", "pipeline")
+PIP = ("-m", "pip", "--disable-pip-version-check")
 PROGRAM = """
 import importlib.resources, importlib.util, jobs.queue.request_queue, jobs.control.rq_worker
 import jobs.control.ticker, api.app, pipeline.main
@@ -26,21 +33,68 @@ for package in ("jobs", "workers", "api", "pipeline"):
     assert importlib.resources.files(package).joinpath("py.typed").is_file(), package
 """
 
+needs_gcc = pytest.mark.skipif(
+    shutil.which("gcc") is None or not fitting_levels(platform.machine(), processor_features()),
+    reason="there is no gcc, or no level fits this processor",
+)
+
 
 @pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    ours = shutil.ignore_patterns(
-        ".*", "__pycache__", "build", "node_modules", "*.egg-info", "*.parts"
-    )  # what others write meanwhile
-    source = shutil.copytree(REPOSITORY, tmp_path / "source", ignore=ours)
-    _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", source)
+    python = _new_venv(tmp_path)
+    _run(python, *PIP, "install", "-q", _source(tmp_path))
     _run(python, "-c", PROGRAM)
     _run(python, "-m", "jobs.control.rq_worker", "--help")
     _run(python, "-m", "jobs.control.ticker", "--help")
     _run(tmp_path / "venv" / "bin" / "pipeline", "api", "--help")
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@needs_gcc
+def test_a_wheel_carries_the_kernels_and_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    python, (wheel,) = _new_venv(tmp_path), _wheels(tmp_path)
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    folder = Path(*PREBUILT.parts[-4:])
+    with ZipFile(wheel) as archive:
+        carried = {Path(name) for name in archive.namelist() if Path(name).parent == folder}
+    levels = LEVELS[platform.machine()]
+    assert {folder / library_name(level) for level in levels} >= carried >= {folder / library_name(levels[0])}
+    (own,) = python.parents[1].glob("lib/python*/site-packages")
+    (own / "dependencies.pth").write_text("\n".join(getsitepackages()))  # lines of a .pth there are not read
+    _run(python, *PIP, "install", "-q", "--no-deps", "--no-index", wheel)
+    lines = (REPOSITORY / "examples" / "requests.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "requests.jsonl").write_text("".join(lines[:3]))
+    bare = {"PATH": str(python.parent), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = (python.with_name("pipeline"), "run-batch", tmp_path / "requests.jsonl", "--device", "cpu")
+    said = _run(*command, "--log-level", "info", environment=bare)
+    best = fitting_levels(platform.machine(), processor_features())[0]
+    assert f"/site-packages/{folder}/{library_name(best)}" in said
+    assert "3 requests, 0 failed" in said
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+def test_a_wheel_that_is_built_without_a_compiler_runs_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    (wheel,) = _wheels(tmp_path)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+def test_an_editable_install_compiles_nothing(tmp_path: Path) -> None:
+    source = _source(tmp_path)
+    _run(_new_venv(tmp_path), *PIP, "install", "-q", "--no-deps", "-e", source)
+    assert not list(tmp_path.rglob(PREBUILT.name))
 
 
 def test_the_worker_extra_holds_torch_and_the_rest_does_not() -> None:
@@ -77,6 +131,26 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _run(*command: object) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd="/")
+def _new_venv(folder: Path) -> Path:
+    """The interpreter of a new virtual environment."""
+    venv.create(folder / "venv", with_pip=True)
+    return folder / "venv" / "bin" / "python"
+
+
+def _source(folder: Path) -> Path:
+    """A copy of the repository without what others write meanwhile."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "node_modules", "*.egg-info", "*.parts")
+    return Path(shutil.copytree(REPOSITORY, folder / "source", ignore=left_out))
+
+
+def _wheels(folder: Path) -> list[Path]:
+    """The wheel of the repository."""
+    _run(sys.executable, *PIP, "wheel", "-q", "--no-deps", "--wheel-dir", folder / "wheels", _source(folder))
+    return list((folder / "wheels").iterdir())
+
+
+def _run(*command: object, environment: dict[str, str] | None = None) -> str:
+    """What a command says that must succeed."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd="/", env=environment)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout + done.stderr

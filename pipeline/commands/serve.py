@@ -83,7 +83,7 @@ def serve(
     check_model_flags(ctx)
     from api.http.listening import listening
     from jobs.store.marker import open_store
-    from pipeline.hosting.host import ModelHost, check_fits
+    from pipeline.hosting.host import ModelHost, check_fits, sized_alone
     from pipeline.hosting.models import served_models
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
@@ -108,7 +108,7 @@ def serve(
             open_store(supervisor.queue, Path(file_store))
         supervisor.start_api([*api_arguments(ctx.params), "--file-store", file_store], listener, api_server_count)
         if not hosted:
-            supervisor.start_workers(models[0].arguments, models[0].replicas)
+            supervisor.start_workers(sized_alone(models[0], hosting).arguments, models[0].replicas)
         supervisor.start_jobs(file_store)
         host = stack.enter_context(ModelHost(models, hosting, supervisor, print_line)) if hosted else None
         run_until_stopped(supervisor, host)

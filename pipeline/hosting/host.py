@@ -17,6 +17,7 @@ from pipeline.hosting.room import Room
 from pipeline.hosting.settings import HostingSettings
 from pipeline.hosting.usage import memory_of
 from pipeline.hosting.work_watch import ModelToWatch, ModelWork, WorkWatch
+from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE
 
 if TYPE_CHECKING:
     from pipeline.child import Child
@@ -83,9 +84,10 @@ class ModelHost:
         supervisor: "Supervisor",
         say: Callable[[str], None],
     ) -> None:
-        self._places = [ModelPlace(model, _needs(model)) for model in models]
-        self._idle_unload = math.inf if settings.idle_unload is None else settings.idle_unload
         self._room = Room(settings.max_memory)
+        self._most_cache = most_cache_bytes(models, self._room)
+        self._places = [ModelPlace(model, self._needs(model)) for model in models]
+        self._idle_unload = math.inf if settings.idle_unload is None else settings.idle_unload
         self._supervisor = supervisor
         self._say = say
         self._watch = WorkWatch(supervisor.queue)
@@ -154,7 +156,7 @@ class ModelHost:
         for place in self._taken() if wanted else ():
             place.needs = _measured(place)
         for place in sorted(wanted, key=lambda one: (not one.work.live, one.waits_since)):
-            place.needs = _needs(place.model)  # a model of the hub may have been downloaded
+            place.needs = self._needs(place.model)  # a model of the hub may have been downloaded
             place.problem = self._shortage(place)
             if not place.problem:
                 self._load(place, now)
@@ -164,6 +166,9 @@ class ModelHost:
                 self._refuse(place, never, now)
             elif self._makes_room(place, now):
                 return
+
+    def _needs(self, model: ServedModel) -> Needs:
+        return _needs(model, self._most_cache)
 
     def _makes_room(self, place: ModelPlace, now: float) -> bool:
         """Unload what is needed for a model, the one that was idle for longest first; return
@@ -202,8 +207,9 @@ class ModelHost:
         self._say(f"loading the model {title}, for which work waits")
         place.pids.clear()
         place.enter("loading", now)
+        arguments = place.model.sized(self._most_cache).arguments
         place.children = self._supervisor.start_workers(
-            place.model.arguments, place.model.replicas, title, partial(self._fail, place)
+            arguments, place.model.replicas, title, partial(self._fail, place)
         )
 
     def _unload(self, place: ModelPlace, now: float, reason: str) -> None:
@@ -252,18 +258,42 @@ class ModelHost:
         }
 
 
-def check_fits(models: Iterable[ServedModel], settings: HostingSettings) -> None:
+def most_cache_bytes(models: Sequence[ServedModel], room: Room) -> int:
+    """Return how large the KV cache of a replica on a CPU may be where its flags do not say.
+
+    All caches together take the same share of what the models leave as that of one model alone; but
+    each may take CPU_CACHE_BYTES, so that of many models a few can be loaded.
+    """
+    if room.memory is None:
+        return CPU_CACHE_BYTES
+    left = room.memory - sum(_needs(model, 0).memory for model in models)
+    return max(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * left) // sum(model.replicas for model in models))
+
+
+def check_fits(models: Sequence[ServedModel], settings: HostingSettings) -> None:
     """Raise `Refused` for a model that this machine has no room for, also alone."""
     room = Room(settings.max_memory)
+    most_cache = most_cache_bytes(models, room)
     for model in models:
-        if shortage := room.shortage(_needs(model), (), (), ()):
+        if shortage := room.shortage(_needs(model, most_cache), (), (), ()):
             raise Refused(f"the model {model.title} {shortage}: free some, raise --max-memory, or leave the model out")
+
+
+def sized_alone(model: ServedModel, settings: HostingSettings) -> ServedModel:
+    """Return the model as it is started without a host: the worker sizes its KV cache by what is
+    free, unless models may take less.
+    """
+    if settings.max_memory is None:
+        return model
+    return model.sized(most_cache_bytes([model], Room(settings.max_memory)))
 
 
 def fit_together(models: Sequence[ServedModel], settings: HostingSettings) -> bool:
     """Return whether there is room for all models at once."""
-    first, *others = map(_needs, models)
-    return not Room(settings.max_memory).shortage(first, loaded=(), starting=others, leaving=())
+    room = Room(settings.max_memory)
+    most_cache = most_cache_bytes(models, room)
+    first, *others = (_needs(model, most_cache) for model in models)
+    return not room.shortage(first, loaded=(), starting=others, leaving=())
 
 
 def _measured(place: ModelPlace) -> Needs:
@@ -272,5 +302,5 @@ def _measured(place: ModelPlace) -> Needs:
     return replace(place.needs, used=memory_of(child.pid for child in place.children if child.pid is not None))
 
 
-def _needs(model: ServedModel) -> Needs:
-    return needs_of(model.settings.engine, model.replicas)
+def _needs(model: ServedModel, most_cache: int) -> Needs:
+    return needs_of(model.settings.engine, model.replicas, most_cache)

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from pipeline.errors import Refused
+from pipeline.hosting.needs import cache_bytes_of, uses_gpus
 from pipeline.options import all_of, check_model_flags, model_arguments, model_options, replicas_option
 from pipeline.worker_settings import check_model_folder, unchecked_settings
 from workers.settings import WorkerSettings
@@ -25,9 +26,26 @@ class ServedModel:
     """One of a server's models, and the flags of its worker."""
 
     title: str  # in log lines, and what --model-flags names it by
+    folder: str | None
     settings: WorkerSettings
-    arguments: list[str]
+    values: Mapping[str, Any]  # of its flags
     replicas: int
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line of its worker."""
+        return [*([self.folder] if self.folder else []), *model_arguments(self.values)]
+
+    def sized(self, most_cache: int) -> "ServedModel":
+        """Return the model with a KV cache of at most so many bytes for each replica, unless its
+        flags say how many, or it runs on a GPU.
+        """
+        engine = self.settings.engine
+        if engine.kv_cache_memory_bytes is not None or uses_gpus(engine.device):
+            return self
+        size = cache_bytes_of(engine, most_cache)
+        settings = replace(self.settings, engine=replace(engine, kv_cache_memory_bytes=size))
+        return replace(self, settings=settings, values={**self.values, "kv_cache_memory_bytes": size})
 
     @property
     def names(self) -> list[str]:
@@ -72,8 +90,7 @@ def _served(
     if title in own:
         values = {**values, **_read_flags(title, own[title], values)}
     settings = unchecked_settings(folder, redis_url or "", values)
-    arguments = [*([folder] if folder else []), *model_arguments(values)]
-    return ServedModel(title, settings, arguments, values["data_parallel_size"])
+    return ServedModel(title, folder, settings, values, values["data_parallel_size"])
 
 
 def _named(text: str) -> list[tuple[str, str | None]]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.config import CPU_CACHE_BYTES, EngineConfig
 
-_CPU_CACHE_BYTES = 1 << 30  # as the engine: more only where it is asked for
 _CPU_SEQUENCES, _CPU_STEP_TOKENS, _BLOCK_SIZE = 64, 1024, 16  # the engine's defaults
 _GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
 _PROCESS_BYTES = 384 << 20  # of a worker process with its engine core; about half of it is torch
@@ -36,10 +35,11 @@ class Needs:
         return max(self.memory, self.taken)
 
 
-def needs_of(engine: EngineConfig, replicas: int) -> Needs:
+def needs_of(engine: EngineConfig, replicas: int, most_cache: int = CPU_CACHE_BYTES) -> Needs:
     """Return an estimate, of a model that is not on this machine yet without its weights.
 
-    On a GPU the weights and the KV cache take a GPU's memory, which the worker judges by itself.
+    `most_cache`: bytes for the KV cache of a replica, where `engine` does not say. On a GPU the
+    weights and the KV cache take a GPU's memory, which the worker judges by itself.
     """
     ranks = replicas * engine.tensor_parallel_size
     if uses_gpus(engine.device):
@@ -47,11 +47,16 @@ def needs_of(engine: EngineConfig, replicas: int) -> Needs:
     folder = _folder(engine.model)
     if folder is None:
         return Needs(ranks * _PROCESS_BYTES)
-    config = _config(folder)
-    item = _ITEM_BYTES.get(engine.dtype, 2 if _has_bfloat16() else 4)
+    config, item = _config(folder), _item_bytes(engine)
     stored = _ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 4)
     weights = _stored_bytes(folder) * item // stored
-    return Needs(ranks * _PROCESS_BYTES + replicas * (weights + _cache_bytes(engine, config, item)))
+    return Needs(ranks * _PROCESS_BYTES + replicas * (weights + _cache_bytes(engine, config, item, most_cache)))
+
+
+def cache_bytes_of(engine: EngineConfig, most: int) -> int:
+    """Return the size of a replica's KV cache on a CPU, `most` where the model is not known yet."""
+    folder = _folder(engine.model)
+    return most if folder is None else _cache_bytes(engine, _config(folder), _item_bytes(engine), most)
 
 
 def uses_gpus(device: str) -> bool:
@@ -96,8 +101,12 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int) -> int:
-    """Return the size of the KV cache on a CPU, the largest one where the shape is unknown."""
+def _item_bytes(engine: EngineConfig) -> int:
+    return _ITEM_BYTES.get(engine.dtype, 2 if _has_bfloat16() else 4)
+
+
+def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int, most: int) -> int:
+    """Return the size of the KV cache on a CPU, `most` where the shape is unknown."""
     if engine.kv_cache_memory_bytes is not None:
         return engine.kv_cache_memory_bytes
     try:
@@ -106,9 +115,9 @@ def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int) -> 
         size = config.get("head_dim") or _first(config, "hidden_size", "dim") // heads
         kv_heads, block = config.get("num_key_value_heads") or heads, engine.block_size or _BLOCK_SIZE
         blocks = _cache_blocks(engine, config, block)
-        return int(min(_CPU_CACHE_BYTES, 2 * blocks * block * layers * kv_heads * size * item))
+        return int(min(most, 2 * blocks * block * layers * kv_heads * size * item))
     except (KeyError, TypeError, ZeroDivisionError):
-        return _CPU_CACHE_BYTES
+        return most
 
 
 def _cache_blocks(engine: EngineConfig, config: Mapping[str, Any], block: int) -> int:

@@ -13,6 +13,12 @@ class Room:
         self._max_memory = max_memory
         self._gpus = count_gpus()
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes that models may take now; None where neither a flag nor the machine says."""
+        known = [size for size in (self._max_memory, available_memory()) if size is not None]
+        return min(known, default=None)
+
     def shortage(
         self, needs: Needs, loaded: Iterable[Needs], starting: Iterable[Needs], leaving: Iterable[Needs]
     ) -> str:

@@ -2,9 +2,9 @@
 one. Needs root.
 
 An image is a stack of overlay layers upon this machine's root, with a new virtual environment in
-place of the base image's Python. A container has namespaces of its own (mounts, network, processes,
-host name), a read-only root, its service's volumes, and no capability. All of it lies in a
-namespace that one process holds, and is gone with that process.
+place of the base image's Python; Debian's packages are this machine's. A container has namespaces
+of its own (mounts, network, processes, host name), a read-only root, its service's volumes, and no
+capability. All of it lies in a namespace that one process holds, and is gone with that process.
 """
 
 import contextlib
@@ -303,7 +303,7 @@ class ContainerEngine:
         self._inside(f"mount -t proc proc {root}/proc")
         image = Image([layer, *below.layers], below.entrypoint, environment(name), below.place)
         for kind, value in instructions:
-            if kind == "RUN":
+            if kind == "RUN" and not value.startswith("apt-get "):
                 self._run(root, value, image)
             elif kind == "COPY":
                 self._copy(value.split(), self.seen(root) / image.place.lstrip("/"))

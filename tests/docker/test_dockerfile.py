@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.recipe import DOCKERFILE, stages
+from tests.docker.recipe import DOCKERFILE, lineage, stages
 from tests.support.commands import REPOSITORY
 
 IGNORED = DOCKERFILE.with_name("Dockerfile.dockerignore")
@@ -43,3 +43,12 @@ def test_sources_come_after_all_dependencies() -> None:
         if name != "wheel":
             assert all(value.split()[:-1] == ["pyproject.toml"] for value in stage.values("COPY"))
             assert all("from=wheel" not in run for run in stage.values("RUN")[:-1])
+
+
+def test_kernels_are_compiled_into_the_wheel_and_not_by_a_worker() -> None:
+    def has_compiler(name: str) -> bool:
+        return any("gcc" in run for stage in lineage(name) for run in stage.values("RUN"))
+
+    assert has_compiler("wheel")
+    assert not has_compiler("worker-cpu")
+    assert not has_compiler("control")

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.commands.serve import serve
 from pipeline.hosting import room
-from pipeline.hosting.host import check_fits
+from pipeline.hosting.host import check_fits, most_cache_bytes, sized_alone
 from pipeline.hosting.models import ServedModel, served_models
 from pipeline.hosting.needs import Needs, needs_of
 from pipeline.hosting.room import Room
@@ -143,6 +143,38 @@ def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
     two = needs_of(EngineConfig(model=DEMO_MODEL, device="cpu", dtype="float32"), 2)
     assert two.memory == 2 * memory(dtype="float32")
     assert needs_of(EngineConfig(model=DEMO_MODEL, device="cuda", tensor_parallel_size=2), 2).gpus == 4
+
+
+def test_the_models_of_a_server_divide_the_memory_of_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = ("--dtype", "float32", "--max-num-seqs", 1 << 20)
+    models = (
+        models_of(folder / "chat", *many),
+        models_of("--model", folder / "chat", "--model", folder / "embed", *many),
+    )
+    without = needs_of(models[0][0].settings.engine, 1, 0).memory
+    for free in (100 * GIB, None, GIB):
+        monkeypatch.setattr(room, "available_memory", lambda free=free: free)
+        alone, both = (most_cache_bytes(some, Room(None)) for some in models)
+        if free == 100 * GIB:
+            assert alone == int(0.4 * (free - without))
+            assert both == int(0.4 * (free - 2 * without)) // 2
+        else:
+            assert alone == both == GIB
+    monkeypatch.setattr(room, "available_memory", lambda: 100 * GIB)
+    assert most_cache_bytes(models[0], Room(10 * GIB)) == int(0.4 * (10 * GIB - without))
+
+
+def test_a_hosted_model_gets_the_cache_that_it_was_weighed_with(folder: Path) -> None:
+    (model,) = models_of(folder / "chat", "--dtype", "float32", "--max-num-seqs", 1 << 20)
+    sized = model.sized(3 * GIB)
+    assert sized.settings.engine.kv_cache_memory_bytes == 3 * GIB
+    assert needs_of(sized.settings.engine, 1).memory == needs_of(model.settings.engine, 1, 3 * GIB).memory
+    where = sized.arguments.index("--kv-cache-memory-bytes")
+    assert sized.arguments[where + 1] == str(3 * GIB)
+    assert "--gpu-memory-utilization" not in sized.arguments  # which contradicts it
+    assert sized.sized(GIB) is sized
+    assert sized_alone(model, HostingSettings()) is model
+    assert sized_alone(model, HostingSettings(max_memory=4 * GIB)).settings.engine.kv_cache_memory_bytes
 
 
 @pytest.mark.parametrize(

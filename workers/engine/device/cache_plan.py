@@ -10,13 +10,12 @@ import torch
 
 from workers.engine.attention.base import CacheShape
 from workers.engine.device.memory import GpuMemory, gib
+from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, available_cpus
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-_CPU_CACHE_BYTES = 1 << 30
 
 
 def plan_cache(
@@ -73,10 +72,12 @@ def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
 def cpu_cache_bytes(
     config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
 ) -> int:
-    """Return what was asked for, else what all requests at their longest need, at most a GiB and
-    what the weights leave of the machine.
+    """Return what was asked for, else what all requests at their longest need, at most a share of
+    the `available` bytes beside the weights, or what one request of a given length needs.
 
-    Raises ModelLoadError where `weights` bytes and the cache are more than the `available` ones.
+    Pages are taken from the system when they are first written: an unused cache takes none.
+    Replicas that divide the CPUs divide the memory. Raises ModelLoadError where `weights` bytes and
+    the cache are more than the `available` ones.
     """
     asked = config.kv_cache_memory_bytes
     if available is not None and weights + (asked or 0) > available:
@@ -87,11 +88,18 @@ def cpu_cache_bytes(
         )
     if asked is not None:
         return asked
-    per_request = -(-config.max_model_len // config.block_size)
-    wanted = min(
-        _CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size)
-    )
-    return wanted if available is None else min(wanted, available - weights)
+    one = -(-config.max_model_len // config.block_size)
+    block = block_bytes(model, dtype, config.block_size)
+    longest = (config.max_num_seqs * one + 1) * block
+    if available is None:
+        return min(CPU_CACHE_BYTES, longest)
+    free, least = available - weights, 0 if config.may_shorten else (one + 1) * block
+    share = int(CPU_CACHE_SHARE * _part_of_cpus(config) * free)
+    return min(longest, free, max(share, least))
+
+
+def _part_of_cpus(config: ResolvedConfig) -> float:
+    return min(1.0, config.threads * config.tensor_parallel_size / available_cpus())
 
 
 def settle_prefix_caching(config: ResolvedConfig, model: ModelConfig) -> ResolvedConfig:

@@ -12,6 +12,8 @@ CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS = 150.0, 50.0
 """Defaults of `live_step_ms`."""
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+CPU_CACHE_SHARE = 0.4  # of the memory that the weights leave, for KV caches on a CPU
+CPU_CACHE_BYTES = 1 << 30  # for one where the machine does not say how much is free
 _PROCESSES_PER_CPU = 8
 
 
@@ -74,7 +76,11 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "Reuse the KV cache of shared prompt beginnings.")
     gpu_memory_utilization: float = _flag(0.9, "Share of the GPU's memory to use.", above=0.0, max=1.0)
     kv_cache_memory_bytes: int | None = _flag(
-        None, "Size of the KV cache on each GPU. [default: what the machine allows]", min=1, kind="size"
+        None,
+        "Size of the KV cache on each GPU, or on the CPU. [default: what --gpu-memory-utilization leaves on a GPU,"
+        f" {CPU_CACHE_SHARE:.0%} of free memory on a CPU]",
+        min=1,
+        kind="size",
     )
     enforce_eager: bool = _flag(False, "Launch every kernel by itself, without CUDA graphs; saves the graphs' memory.")
     live_step_ms: float | None = _flag(

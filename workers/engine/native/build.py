@@ -1,14 +1,10 @@
-"""Compiles `source/` into one shared library for this very processor, once: it is kept on disk by
-what it was made from. No torch here.
-"""
+"""Compiles `source/` into one shared library. No torch here."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -16,95 +12,74 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from workers.engine.cache_folder import cache_folder, locked
 from workers.engine.messages.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "source"
-_COMPILERS = ("cc", "gcc", "clang")
+_COMPILERS = ("cc", "gcc")
 _SECONDS = 300.0  # that a compiler may take
 _FLAGS = (
-    *("-std=c11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall"),
+    *("-std=c11", "-O3", "-fopenmp", "-fPIC", "-Wall"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
-_X86_FLAGS = ("-mprefer-vector-width=512",)
 
 
 class NativeUnavailable(EngineError):
     """There is no native library on this machine; the message says why, as half a sentence."""
 
 
-def built_library(folder: Path | None = None) -> Path:
-    """Return the library's file in `folder` (by default the user's cache), compiled if it is not
-    there yet.
+def source_digest() -> str:
+    """Return what distinguishes these sources from all others."""
+    digests = (hashlib.sha256(path.read_bytes()).digest() for path in sorted(SOURCE.glob("*.[ch]")))
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
-    Processes that start together wait for the first of them. Raises NativeUnavailable.
+
+def given_compiler() -> list[str]:
+    """Return the command in the environment variable CC, which is empty where that is not set.
+
+    Raises NativeUnavailable.
     """
-    compiler, sources = _compiler(), sorted(SOURCE.glob("*.[ch]"))
-    flags = [*_FLAGS, *(_X86_FLAGS if platform.machine() == "x86_64" else ())]
-    made_from = [
-        *(path.read_bytes() for path in sources),
-        shlex.join(compiler + flags).encode(),
-        _version(compiler),
-        _processor(),
-    ]
-    digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in made_from)).hexdigest()
-    library = (folder or cache_folder()) / f"native-{digest[:16]}.so"
-    try:
-        with locked(library):
-            if not library.is_file():
-                _compile([*compiler, *flags], [path for path in sources if path.suffix == ".c"], library)
-    except OSError as error:
-        raise NativeUnavailable(f"it cannot be built in {library.parent}: {error}") from error
-    return library
+    given = os.environ.get("CC", "")
+    command = shlex.split(given)
+    if given and not command:
+        raise NativeUnavailable("the environment variable CC is blank; it must name a C compiler, or not be set")
+    return command
 
 
-def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> None:
-    started = time.monotonic()
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    run = [*command, *map(str, sources), "-lm", "-o", str(unfinished)]
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(run, capture_output=True, text=True, timeout=_SECONDS)
-        if done.returncode:
-            raise NativeUnavailable(f"{command[0]} does not compile it: {_first_error(done.stderr)}")
-        with unfinished.open("rb") as file:
-            os.fsync(file)  # a file that survives a power loss must be complete
-        unfinished.replace(library)
-    except subprocess.TimeoutExpired as error:
-        raise NativeUnavailable(f"{command[0]} takes more than {_SECONDS:.0f} s to compile it") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started)
-
-
-def _compiler() -> list[str]:
-    if asked := os.environ.get("CC"):
-        if not (command := shlex.split(asked)):
-            raise NativeUnavailable("the environment variable CC is blank; it must name a C compiler, or not be set")
-        return command
+def find_compiler() -> list[str]:
+    """Return the command of the C compiler to use. Raises NativeUnavailable."""
+    if given := given_compiler():
+        return given
     found = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
-        raise NativeUnavailable("there is no C compiler (cc, gcc or clang) on PATH")
+        raise NativeUnavailable(f"there is no C compiler ({' or '.join(_COMPILERS)}) on PATH")
     return [found]
 
 
-def _version(compiler: Sequence[str]) -> bytes:
-    try:
-        return subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"the C compiler {compiler[0]} does not run: {error}") from error
+def compile_library(compiler: Sequence[str], instructions: Sequence[str], library: Path) -> None:
+    """Write the library for a set of `instructions`, flags of gcc; leave objects beside it.
+
+    Raises NativeUnavailable.
+    """
+    started = time.monotonic()
+    sources = sorted(SOURCE.glob("*.c"))
+    _run([*compiler, *_FLAGS, *instructions, "-c", *map(str, sources)], library.parent)
+    # Without -fopenmp the library names no OpenMP runtime, and uses the one that torch has loaded.
+    objects = [path.with_suffix(".o").name for path in sources]
+    _run([*compiler, "-shared", *objects, "-lm", "-o", library.name], library.parent)
+    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started)
 
 
-def _processor() -> bytes:
-    """Return the processor's features, as machines that share the folder may differ in them."""
+def _run(command: Sequence[str], folder: Path) -> None:
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.processor().encode()
-    return b"".join(line for line in dict.fromkeys(lines) if line.startswith((b"model name", b"flags", b"Features")))
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"{command[0]} takes more than {_SECONDS:.0f} s to compile it") from error
+    except OSError as error:
+        raise NativeUnavailable(f"the C compiler {command[0]} does not run: {error}") from error
+    if done.returncode:
+        raise NativeUnavailable(f"{command[0]} does not compile it: {_first_error(done.stderr)}")
 
 
 def _first_error(text: str) -> str:

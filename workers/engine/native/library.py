@@ -1,17 +1,22 @@
 """The native library in this process.
 
-Its threads are OpenMP's, of the one runtime that torch has loaded already.
+Its threads are OpenMP's, of the one runtime that torch has loaded already, whatever its file is
+called: the library names none.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import platform
 
 import torch  # noqa: F401  (its OpenMP runtime has to be there first: a second one would have threads of its own)
 
-from workers.engine.native.build import NativeUnavailable, built_library
+from workers.engine.native.build import NativeUnavailable
+from workers.engine.native.choose import native_library
+
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -19,8 +24,10 @@ def load() -> ctypes.CDLL:
     """Raise NativeUnavailable, at every call anew."""
     if platform.system() != "Linux":
         raise NativeUnavailable("it is for Linux")
-    path = built_library()
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
+    with native_library() as path:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
+    logger.info("loaded the CPU kernels %s", path)
+    return library

@@ -22,7 +22,7 @@ from workers.engine.device.executor import Executor
 from workers.engine.device.loader import open_checkpoint, weight_bytes
 from workers.engine.device.resolve import resolve
 from workers.engine.layers.base import RotaryHeads
-from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.config import EngineConfig, available_cpus
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 
@@ -286,13 +286,41 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> N
         Executor(config(kv_cache_memory_bytes=1 << 50))
 
 
-def test_a_cache_without_a_configured_size_takes_what_the_weights_leave() -> None:
+def test_a_cache_without_a_configured_size_takes_a_share_of_what_the_weights_leave() -> None:
     model = open_checkpoint(config().model).config
-    settings = resolve(config(max_num_seqs=8), "cpu", model)
-    free, tight = (cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))
-    assert tight == 8000 < free
+
+    def size(available: int | None, **changes: int) -> int:
+        settings = resolve(config(**{"max_num_seqs": 8, **changes}), "cpu", model)
+        return cpu_cache_bytes(replace(settings, threads=available_cpus()), model, torch.float32, 1000, available)
+
+    longest = (8 * model.max_model_len // 16 + 1) * block_bytes(model, torch.float32, 16)
+    assert size(11_000) == 4000 < longest
+    assert size(1 << 40) == longest
+    assert size(1 << 40, max_num_seqs=1 << 40) == pytest.approx(0.4 * 2**40, rel=1e-6)
+    assert size(None) == longest
+    assert size(None, max_num_seqs=1 << 40) == 1 << 30
     with pytest.raises(ModelLoadError, match=r"weights of .* do not fit"):
-        cpu_cache_bytes(settings, model, torch.float32, 1000, 999)
+        size(999)
+
+
+def test_replicas_that_divide_the_cpus_divide_the_memory() -> None:
+    model = open_checkpoint(config().model).config
+
+    def size(threads: int) -> int:
+        settings = resolve(config(max_num_seqs=1 << 40), "cpu", model)
+        return cpu_cache_bytes(replace(settings, threads=threads), model, torch.float32, 0, 1 << 40)
+
+    cpus = available_cpus()
+    assert size(1) * cpus == pytest.approx(size(cpus), rel=1e-6)
+    assert size(4 * cpus) == size(cpus)
+
+
+def test_a_cache_holds_one_request_of_the_length_that_was_asked_for() -> None:
+    model = open_checkpoint(config().model).config
+    settings = resolve(config(max_model_len=64, max_num_seqs=8), "cpu", model)
+    request = (64 // 16 + 1) * block_bytes(model, torch.float32, 16)
+    assert cpu_cache_bytes(settings, model, torch.float32, 0, request + 1) == request
+    assert cpu_cache_bytes(settings, model, torch.float32, 0, request - 1) == request - 1
 
 
 def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:

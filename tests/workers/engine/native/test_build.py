@@ -1,51 +1,51 @@
-"""The native library's way onto the disk: built once, by one process, and never half."""
+"""How the native sources are compiled, and for which instructions."""
 
-import errno
-import os
+import itertools
+import platform
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.workers.engine.native.available import needs_native
-from workers.engine.native.build import NativeUnavailable, built_library
+from workers.engine.native.build import SOURCE, NativeUnavailable, compile_library, find_compiler
+from workers.engine.native.levels import LEVELS, Level, fitting_levels
 
-pytestmark = needs_native
+X86 = LEVELS["x86_64"]
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="its gcc compiles for another machine")
+OF_LEVELS = {
+    "x86-64-v3": ("__AVX2__", "__FMA__"),
+    "x86-64-v4": ("__AVX512F__", "__AVX512BW__"),
+    "avx512-bf16": ("__AVX512BF16__", "__AVX512VNNI__"),
+    "amx-bf16": ("__AMX_TILE__", "__AMX_BF16__"),
+}
+ABOVE = {  # what objdump calls that which a level must not contain
+    "x86-64-v3": ("%zmm", "{%k", "vdpbf16ps", "tileload"),
+    "x86-64-v4": ("vdpbf16ps", "vpdpbusd", "tileload"),
+    "avx512-bf16": ("tileload", "tdpbf16ps"),
+    "amx-bf16": (),
+}
+NORMS = """
+#include <stdio.h>
+#include "kernels.h"
 
+static float x[600][64], weight[64], y[600][64];
 
-@pytest.mark.proof
-def test_is_built_once(tmp_path: Path) -> None:
-    library = built_library(tmp_path)
-    written = library.stat().st_mtime_ns
-    assert built_library(tmp_path) == library
-    assert library.stat().st_mtime_ns == written
-
-
-@pytest.mark.proof
-def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec cc "$@"\n')
-    compiler.chmod(0o755)
-    code = (
-        "from pathlib import Path; from workers.engine.native.build import built_library;"
-        f" print(built_library(Path({str(tmp_path)!r})))"
-    )
-    environment = {**_environment(), "CC": str(compiler)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) for _ in range(3)
-    ]
-    answers = {process.communicate(timeout=120)[0] for process in processes}
-    assert len(answers) == 1
-    assert Path(answers.pop().decode().strip()).is_file()
-    assert sum("-shared" in call for call in (tmp_path / "calls").read_text().splitlines()) == 1
+int main(void) {
+    for (int i = 0; i < 600 * 64; i++) x[0][i] = i % 2 ? -3.0f : 3.0f;
+    for (int i = 0; i < 64; i++) weight[i] = i;
+    norm_rows(x, NULL, weight, NULL, y, 600, 64, 0.0f, 0, 1);
+    for (int i = 0; i < 64; i++) printf("%.3f ", y[599][i]);
+}
+"""
 
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
         ("/no/such/compiler", "the C compiler /no/such/compiler does not run"),
-        ("false", "the C compiler false does not run"),
+        ("false", "false does not compile it: it says nothing"),
         (" ", "CC is blank"),
     ],
 )
@@ -54,61 +54,63 @@ def test_a_compiler_that_does_not_run(
 ) -> None:
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(NativeUnavailable, match=reason):
-        built_library(tmp_path)
-    assert not list(tmp_path.glob("*.so"))
-
-
-def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.c:1: error: it is too warm" >&2\nexit 1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(NativeUnavailable, match=r"does not compile it: x\.c:1: error: it is too warm"):
-        built_library(tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("native-") and path.suffix != ".lock"]
+        compile_library(find_compiler(), (), tmp_path / "native.so")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_compiler_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NativeUnavailable, match="no C compiler"):
-        built_library(tmp_path)
+        find_compiler()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(NativeUnavailable, match="cannot be built in"):
-        built_library(tmp_path / "file" / "below")
+def test_the_best_level_that_a_processor_runs_comes_first() -> None:
+    for count, level in enumerate(X86, 1):
+        assert fitting_levels("x86_64", level.features | {"sse2"}) == list(reversed(X86[:count]))
+    assert fitting_levels("x86_64", X86[-1].features - {"avx512_bf16"}) == [X86[1], X86[0]]
+    assert fitting_levels("x86_64", frozenset()) == fitting_levels("riscv64", X86[0].features) == []
+    assert [level.name for level in fitting_levels("aarch64", LEVELS["aarch64"][0].features)] == ["armv8.2"]
+
+
+@needs_gcc
+@needs_x86
+@pytest.mark.parametrize("level", X86, ids=lambda level: level.name)
+def test_a_level_has_its_instructions_and_none_beyond(level: Level) -> None:
+    command = ["gcc", *level.flags, "-dM", "-E", "-x", "c", "/dev/null"]
+    macros = {line.split()[1] for line in subprocess.check_output(command, text=True).splitlines()}
+    number = X86.index(level)
+    assert set(itertools.chain(*list(OF_LEVELS.values())[: number + 1])) <= macros
+    assert not set(itertools.chain(*list(OF_LEVELS.values())[number + 1 :])) & macros
+
+
+@needs_gcc
+@needs_x86
+@pytest.mark.proof
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump")
+@pytest.mark.parametrize("level", X86, ids=lambda level: level.name)
+def test_the_library_of_a_level_has_no_instruction_beyond_it(level: Level, tmp_path: Path) -> None:
+    library = tmp_path / "native.so"
+    compile_library(["gcc"], level.flags, library)
+    code = subprocess.check_output(["objdump", "-d", "--no-show-raw-insn", library], text=True)
+    assert "vfmadd" in code
+    assert [name for name in ABOVE[level.name] if name in code] == []
 
 
 @pytest.mark.proof
-def test_a_folder_that_knows_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    monkeypatch.setattr("workers.engine.cache_folder.fcntl.flock", refuse)
-    assert built_library(tmp_path).is_file()
-
-
-def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bool:
-        raise PermissionError(errno.EACCES, "permission denied", str(path))
-
-    monkeypatch.setattr(Path, "is_file", refuse)  # as it does for who is not root
-    with pytest.raises(NativeUnavailable, match="permission denied"):
-        built_library(tmp_path)
-
-
-def test_threads_are_torch_s_own() -> None:
-    code = (
-        "from workers.engine.native.library import load; load(); "
-        "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'iomp' in line}))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=_environment()).stdout.strip()
-        == b"1"
-    )
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])}
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="there is no gcc for aarch64")
+def test_the_sources_compile_for_arm_and_run(tmp_path: Path) -> None:
+    (level,) = LEVELS["aarch64"]
+    compiler, library, program = "aarch64-linux-gnu-gcc", tmp_path / "native.so", tmp_path / "norms"
+    compile_library([compiler], level.flags, library)
+    assert library.read_bytes()[18:20] == b"\xb7\x00"  # EM_AARCH64
+    (tmp_path / "norms.c").write_text(NORMS)
+    command = [compiler, "-I", SOURCE, tmp_path / "norms.c", library, "-fopenmp", "-lm", "-o", program]
+    subprocess.run(command, check=True)
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if emulator is None:
+        pytest.skip("compiled, and not run: there is no qemu-user")
+    libraries = subprocess.check_output([compiler, "-print-file-name=libc.so.6"], text=True).strip()
+    root = Path(libraries).resolve().parents[1]
+    output = subprocess.check_output([emulator, "-L", root, program], text=True)
+    assert list(map(float, output.split())) == [float(-i if i % 2 else i) for i in range(64)]

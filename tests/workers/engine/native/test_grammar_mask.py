@@ -18,6 +18,7 @@ from tests.workers.engine.native.available import needs_native
 from tests.workers.engine.sampling.masks import SIZES, check_masks_are_applied, every_kind
 from workers.engine.backends.cpu import CpuBackend
 from workers.engine.native import build, draw
+from workers.engine.native.levels import THIS_PROCESSOR
 
 pytestmark = needs_native
 
@@ -39,7 +40,7 @@ def test_narrower_vectors(narrower: str, tmp_path: Path, monkeypatch: pytest.Mon
     if os.uname().machine != "x86_64":
         pytest.skip("AVX is of x86-64")
     library = tmp_path / "mask.so"
-    compiler = [*build._compiler(), *build._FLAGS, narrower]
+    compiler = [*build.find_compiler(), *build._FLAGS, "-shared", *THIS_PROCESSOR, narrower]
     subprocess.run([*compiler, str(build.SOURCE / "grammar_mask.c"), "-o", str(library)], check=True)
     print(shlex.join(compiler))
     monkeypatch.setattr(draw, "load", lambda: ctypes.CDLL(str(library)))

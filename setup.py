@@ -1,0 +1,74 @@
+"""The build of a wheel: it carries the CPU kernels, compiled for each instruction set of this
+machine's kind, where there is a C compiler; pyproject.toml has the rest.
+"""
+
+import platform
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from workers.engine.native.build import NativeUnavailable, compile_library, find_compiler
+from workers.engine.native.choose import PREBUILT, library_name
+from workers.engine.native.levels import LEVELS
+
+
+def compiler() -> list[str]:
+    """Return the C compiler's command, empty where a wheel of this platform has no libraries."""
+    if sys.platform != "linux" or platform.machine() not in LEVELS:
+        return []
+    try:
+        return find_compiler()
+    except NativeUnavailable:
+        return []
+
+
+class WithKernels(Distribution):
+    """A distribution whose wheel is for one platform where it carries libraries."""
+
+    def has_ext_modules(self) -> bool:
+        return bool(compiler())
+
+
+class BuildKernels(build_py):
+    """Compiles the libraries beside the sources that a wheel is made of."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib) / PREBUILT.relative_to(Path(__file__).parent)
+        shutil.rmtree(folder, ignore_errors=True)  # those of an earlier build
+        if command := compiler():
+            self._compile(command, folder)
+        else:
+            self.warn("without a C compiler the wheel carries no CPU kernels: where it is used there has to be one")
+
+    def _compile(self, command: list[str], folder: Path) -> None:
+        folder.mkdir()
+        for level in LEVELS[platform.machine()]:
+            with TemporaryDirectory() as scratch:
+                library = Path(scratch) / library_name(level)
+                try:
+                    compile_library(command, level.flags, library)
+                except NativeUnavailable as error:  # a compiler that is older than the instructions
+                    self.warn(f"the wheel carries no CPU kernels for {level.name}: {error}")
+                else:
+                    shutil.copy(library, folder)
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for any Python of its platform: the libraries do not use Python's interface."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, plat = super().get_tag()
+        return (python, abi, plat) if self.root_is_pure else ("py3", "none", plat)
+
+
+setup(distclass=WithKernels, cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel})
