@@ -130,11 +130,13 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         return added
 
     def take_pooled(self, request_id: int, numbers: bytes) -> None:
-        """Raise ValueError for what is no finite number. What a body shows is made here, input by
-        input, since all at the end would hold up the worker's other requests.
+        """Raise ValueError for what is no finite number, and ApiError for one beyond `embed_dtype`.
+
+        What a body shows is made here, input by input, since all at the end would hold up the
+        worker's other requests.
         """
         sequence, item = self.running[request_id], self._item
-        sequence.output = PooledVector(numbers, item.width)
+        sequence.output = PooledVector(numbers, item.width, item.call.embed_dtype)
         if item.call.endpoint.shows_vectors:
             sequence.output.encoded(item.call.encoding_format)
 

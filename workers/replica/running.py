@@ -404,7 +404,12 @@ class Running:
 
 
 def _unforeseen(claim: Claim, error: Exception) -> ApiError:
-    """Return the error of a request that failed for an unforeseen reason; the worker goes on."""
+    """Return the error of a request that failed for an unforeseen reason; the worker goes on.
+
+    One that was made for the client is returned as it is.
+    """
+    if isinstance(error, ApiError):
+        return error
     logger.error("request %s failed", claim.key, exc_info=error)
     return ApiError(
         500, f"The answer cannot be made: {' '.join(str(error).split())[:500]}", "server_error", code="internal_error"
