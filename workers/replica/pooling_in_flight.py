@@ -98,7 +98,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
     There is no checkpoint: after a worker's death the next one begins anew.
     """
 
-    __slots__ = ("_at_once", "_item")
+    __slots__ = ("_at_once", "_item", "_tokens")
 
     publishes = False
 
@@ -110,6 +110,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         self.sequences = [PoolingSequence(encoded) for encoded in item.inputs]
         self.running = {next(ids): sequence for sequence in self.sequences}
         self._item = item
+        self._tokens = sum(sequence.prompt_length for sequence in self.sequences)
         self._at_once = [
             sequence.engine_request(request_id, item, self.arrived) for request_id, sequence in self.running.items()
         ]
@@ -117,6 +118,10 @@ class PoolingInFlight(InFlight[PoolingSequence]):
     @property
     def started(self) -> bool:
         return len(self.running) < len(self.sequences)
+
+    @property
+    def pooled_tokens(self) -> int:
+        return self._tokens * len(self.running) // len(self.sequences)
 
     @property
     def tokens_left(self) -> int:
@@ -144,7 +149,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         item, request = self._item, self.claim.request
         call, endpoint = item.call, item.call.endpoint
         usage = Usage(
-            sum(sequence.prompt_length for sequence in self.sequences),
+            self._tokens,
             cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences),
         )
         created = int(request.created or time.time())

@@ -31,7 +31,7 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
         "attention_backend": backend.name,
         "max_model_len": length,
         "may_shorten": config.max_model_len is None,
-        "max_num_seqs": config.max_num_seqs or (1024 if cuda else 64),
+        "max_num_seqs": config.max_num_seqs or _usual_seqs(cuda, model.whole_prompts),
         "max_num_batched_tokens": max(tokens, length) if model.whole_prompts else tokens,
         "block_size": config.block_size or 16,
         "live_step_ms": config.live_step_ms or (GPU_LIVE_STEP_MS if cuda else CPU_LIVE_STEP_MS),
@@ -39,6 +39,11 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
         "threads": config.compute_threads(),
     }
     return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | settled)
+
+
+def _usual_seqs(cuda: bool, whole_prompts: bool) -> int:
+    """A whole text takes one step: of short ones it takes many to fill that."""
+    return 1024 if cuda else 128 if whole_prompts else 64
 
 
 def _longest_context(config: EngineConfig, model: ModelConfig) -> int:
