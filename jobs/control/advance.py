@@ -36,6 +36,7 @@ DRAIN_SECONDS = 1.0
 """Results wait at least this long for more of them, unless there are many or they are the last."""
 
 _DRAIN_BYTES = 2 * 1024 * 1024
+_MOST_DRAINED_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 2 * 1024 * 1024
 _WINDOW_SECONDS = 20.0
 _WINDOW_LINES = 4096  # at least, whatever the rate
@@ -229,7 +230,8 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     due = time.monotonic() - progress.drained_at >= DRAIN_SECONDS
     if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or fields.all_done):
         return False
-    found = queue.results(batch)
+    most = _lines_at_once(queue, batch, waiting)
+    found = queue.results(batch, most)
     if not found:
         return False
     held.check_current()
@@ -239,7 +241,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
         _restore(held)
         return True
     part = write_part(held.root, _next_name(held), results)
-    at_once = fields.all_done and not manifest.parts and len(found) < MAX_PART_LINES
+    at_once = fields.all_done and not manifest.parts and len(found) < most
     if manifest.spec.of_api and not (at_once and may_become_log(manifest)):
         log_successes(queue, manifest, results, progress.logged)
     manifest.parts.append(part)
@@ -259,6 +261,16 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
         drop_unlisted(held.root, manifest.parts)
         queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
     return True
+
+
+def _lines_at_once(queue: Queue, batch: str, waiting: int) -> int:
+    """Return how many results one part takes: of large ones some megabytes, which this process
+    holds. Above the cap of undrained results there may be as many more as the workers run.
+    """
+    if waiting <= _MOST_DRAINED_BYTES:
+        return MAX_PART_LINES
+    lines = queue.undrained_lines(batch) * _MOST_DRAINED_BYTES // waiting
+    return min(max(1, lines), MAX_PART_LINES)
 
 
 def settle(held: Slice, progress: BatchProgress) -> None:

@@ -1,7 +1,7 @@
 """Which columns of numbers a Parquet file of results has, and what a body says for them."""
 
 import base64
-from array import array
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import msgspec
 from jobs.batch.manifest import Manifest
 from jobs.batch.parts import merge_parts
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
+from jobs.protocol.pooling_parameters import EMBED_DTYPES
 
 _CHECK_LINES = 256
-_FLOAT_BYTES = 4
 
 
 class _Item(msgspec.Struct):
@@ -22,6 +22,7 @@ class _Item(msgspec.Struct):
 
 class _Numbers(msgspec.Struct):
     data: list[_Item] = []
+    embed_dtype: str = "float32"
 
 
 _decode = msgspec.json.Decoder(_Numbers).decode
@@ -32,45 +33,57 @@ class NumberColumns(NamedTuple):
     """Which columns there are; an `embedding_size` of 0 is no column."""
 
     embedding_size: int = 0
+    embedding_dtype: str = "float32"
     with_scores: bool = False
 
     def cells(self, body: bytes) -> dict[str, Any]:
-        """Return what a row has in them, an embedding as the bytes of float32 numbers.
+        """Return what a row has in them, an embedding as the bytes of its numbers.
 
-        Nothing for several inputs, and for an embedding of another size.
+        Nothing for several inputs, and for an embedding of another size or type.
         """
         if not self.embedding_size and not self.with_scores:
             return {}
-        item = _only_item(body)
+        numbers = _decode(body)
+        item = _only_item(numbers)
         if self.with_scores and item.score is not None:
             return {"score": item.score}
-        vector = _vector(item)
-        return {"embedding": vector} if vector and len(vector) == self.embedding_size * _FLOAT_BYTES else {}
+        vector, dtype = _vector(item, numbers.embed_dtype), self.embedding_dtype
+        fits = numbers.embed_dtype == dtype and len(vector) == self.embedding_size * _bytes_of(dtype)
+        return {"embedding": vector} if vector and fits else {}
 
 
 def number_columns(manifest: Manifest, check: Callable[[], None]) -> NumberColumns:
     """Return the columns for a batch's lines, calling `check` often; the first line with one
-    embedding says how many numbers these have.
+    embedding says how many numbers these have, and of which type.
     """
     given = {BATCH_ENDPOINTS[url].number_column for url in manifest.endpoints}
-    size = _first_size(manifest, check) if "embedding" in given else 0
-    return NumberColumns(size, "score" in given)
+    size, dtype = _first_embedding(manifest, check) if "embedding" in given else (0, "float32")
+    return NumberColumns(size, dtype, "score" in given)
 
 
-def _first_size(manifest: Manifest, check: Callable[[], None]) -> int:
+def _first_embedding(manifest: Manifest, check: Callable[[], None]) -> tuple[int, str]:
+    """Return its size and type; 0 if there is none."""
     for number, record in enumerate(merge_parts(manifest.spec.root, manifest.parts)):
         if number % _CHECK_LINES == 0:
             check()
-        if record.result.succeeded and (vector := _vector(_only_item(record.result.body))):
-            return len(vector) // _FLOAT_BYTES
-    return 0
+        if not record.result.succeeded:
+            continue
+        numbers = _decode(record.result.body)
+        if vector := _vector(_only_item(numbers), numbers.embed_dtype):
+            return len(vector) // _bytes_of(numbers.embed_dtype), numbers.embed_dtype
+    return 0, "float32"
 
 
-def _only_item(body: bytes) -> _Item:
-    data = _decode(body).data
-    return data[0] if len(data) == 1 else _Item()
+def _only_item(numbers: _Numbers) -> _Item:
+    return numbers.data[0] if len(numbers.data) == 1 else _Item()
 
 
-def _vector(item: _Item) -> bytes:
-    value = _decode_embedding(item.embedding)
-    return base64.b64decode(value) if isinstance(value, str) else array("f", value or ()).tobytes()
+def _vector(item: _Item, dtype: str) -> bytes:
+    value = _decode_embedding(item.embedding) or []
+    if isinstance(value, str):
+        return base64.b64decode(value)
+    return struct.pack(f"<{len(value)}{EMBED_DTYPES[dtype]}", *value)
+
+
+def _bytes_of(dtype: str) -> int:
+    return struct.calcsize(EMBED_DTYPES[dtype])

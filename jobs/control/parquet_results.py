@@ -153,7 +153,7 @@ def _parquet_schema(numbers: NumberColumns) -> Any:
 
     text = ("custom_id", "id")
     optional = ("model", "text", "finish_reason", "error_code", "error_message", "request_id", "response")
-    embedding = pyarrow.list_(pyarrow.float32(), numbers.embedding_size)
+    embedding = pyarrow.list_(pyarrow.type_for_alias(numbers.embedding_dtype), numbers.embedding_size)
     counts = ("prompt_tokens", "completion_tokens", "cached_tokens")
     return pyarrow.schema(
         [pyarrow.field(name, pyarrow.string(), nullable=False) for name in text]

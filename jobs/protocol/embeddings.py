@@ -22,7 +22,7 @@ class EmbeddingsEndpoint(PoolingEndpoint):
             {"object": "embedding", "index": i, "embedding": output.encoded(call.encoding_format)}
             for i, output in enumerate(outputs)
         ]
-        return {"object": "list", "data": data, "model": head.model, "usage": head.usage}
+        return {"object": "list", "data": data, "model": head.model, "usage": head.usage} | _dtype_of(call)
 
 
 class VectorsEndpoint(PoolingEndpoint):
@@ -45,4 +45,9 @@ class VectorsEndpoint(PoolingEndpoint):
             for i, output in enumerate(outputs)
         ]
         named = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
-        return {**named, "data": data, "usage": head.usage}
+        return {**named, "data": data, "usage": head.usage} | _dtype_of(call)
+
+
+def _dtype_of(call: PoolingCall) -> dict[str, str]:
+    """Return what says how base64 is to be read, where it is not as OpenAI's clients read it."""
+    return {} if call.embed_dtype == "float32" else {"embed_dtype": call.embed_dtype}

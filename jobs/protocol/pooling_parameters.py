@@ -33,6 +33,9 @@ _ALL = (EMBEDDINGS, SCORE, RERANK, CLASSIFY, POOLING)
 _OF_TEXTS = (EMBEDDINGS, CLASSIFY, POOLING)
 _OF_VECTORS = (EMBEDDINGS, POOLING)
 
+EMBED_DTYPES = {"float32": "f", "float16": "e"}
+"""Types of the numbers in an answer, and what `struct` and numpy call them."""
+
 
 @dataclass(frozen=True)
 class PoolingParameter:
@@ -59,9 +62,15 @@ class PoolingParameters(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Annotated[
         str,
         PoolingParameter(
-            OneOf(("float", "base64")), "base64: the bytes of float32 numbers, little-endian", _OF_VECTORS, "float"
+            OneOf(("float", "base64")), "base64: the bytes of the numbers, little-endian", _OF_VECTORS, "float"
         ),
     ] = "float"
+    embed_dtype: Annotated[
+        str,
+        PoolingParameter(
+            OneOf(tuple(EMBED_DTYPES)), "the type of the numbers, to which they are rounded", _OF_VECTORS, "float32"
+        ),
+    ] = "float32"
     use_activation: Annotated[
         bool | None,
         PoolingParameter(
@@ -118,7 +127,6 @@ POOLING_UNSUPPORTED: dict[str, ValueType] = {
     "normalize": Unsupported((), "must be left out: 'use_activation' says whether embeddings are normalized."),
     "messages": _NOT_YET,
     "padding": must_be("do_not_pad"),
-    "embed_dtype": must_be("float32"),
     "endianness": Unsupported(("native", "little"), "must be 'little'."),
     "max_tokens_per_query": _NO_LIMIT,
     "max_tokens_per_doc": _NO_LIMIT,

@@ -124,10 +124,15 @@ class BatchQueue(QueueBase):
         found: dict[bytes, bytes] = {}
         cursor = None
         while cursor != 0 and len(found) < limit:
-            cursor, group = self._command("HSCAN", keys.results(batch), cursor or 0, "COUNT", MAX_ITEMS)
+            count = min(limit, MAX_ITEMS)
+            cursor, group = self._command("HSCAN", keys.results(batch), cursor or 0, "COUNT", count)
             found.update(group)
         lines = sorted((int(line), value) for line, value in found.items())[:limit]
         return [(line, unpack_result(value)) for line, value in lines]
+
+    def undrained_lines(self, batch: str) -> int:
+        """Finished lines whose results are in Redis."""
+        return int(self._command("HLEN", keys.results(batch)))
 
     def drained(self, batch: str, part: str, lines: Sequence[int], fields: Mapping[str, Any] | None = None) -> bool:
         """Register a part that lasts on disk, remove its lines' results, and set `fields` of the

@@ -9,7 +9,8 @@ from typing import Any
 
 from workers.engine.messages.config import CPU_CACHE_BYTES, EngineConfig
 
-_CPU_SEQUENCES, _CPU_STEP_TOKENS, _BLOCK_SIZE = 64, 1024, 16  # the engine's defaults
+# The engine's defaults
+_CPU_SEQUENCES, _CPU_ENCODER_SEQUENCES, _CPU_STEP_TOKENS, _BLOCK_SIZE = 64, 128, 1024, 16
 _GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
 _PROCESS_BYTES = 384 << 20  # of a worker process with its engine core; about half of it is torch
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -123,10 +124,10 @@ def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int, mos
 def _cache_blocks(engine: EngineConfig, config: Mapping[str, Any], block: int) -> int:
     """Return how many blocks all requests need at their longest; an encoder has those of a step."""
     length = engine.max_model_len or config["max_position_embeddings"]
-    sequences = engine.max_num_seqs or _CPU_SEQUENCES
     if _is_encoder(config):
+        sequences = engine.max_num_seqs or _CPU_ENCODER_SEQUENCES
         return int(max(engine.max_num_batched_tokens or _CPU_STEP_TOKENS, length) // block + 2 * sequences + 1)
-    return int(sequences * -(-length // block) + 1)
+    return int((engine.max_num_seqs or _CPU_SEQUENCES) * -(-length // block) + 1)
 
 
 def _is_encoder(config: Mapping[str, Any]) -> bool:

@@ -1,11 +1,12 @@
 """`python -m tests.chaos --seconds 600 [--seed N]`: a fleet at work while everything that can break
 does, drawn from a seed.
 
-Batches of questions with known answers, and live calls beside them, run through the real control
-plane, workers and API (`load.py`). Every few seconds something is killed, stopped, slowed, cut off,
-filled, emptied or set to another time (`killers.py`), and what ended is started again, as a
-supervisor would. At the end every answer must be there once and right, and nothing may be left over
-(`verdict.py`). With `--sentinel`, Redis is a pair of servers that fails over (`failovers.py`).
+Batches of questions and of texts with known answers, and live calls beside them, run through the
+real control plane, workers and API (`load.py`). Every few seconds something is killed, stopped,
+slowed, cut off, filled, emptied or set to another time (`killers.py`), and what ended is started
+again, as a supervisor would. At the end every answer must be there once and right, and nothing may
+be left over (`verdict.py`). With `--sentinel`, Redis is a pair of servers that fails over
+(`failovers.py`).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.chaos.embeddings import EmbeddedTexts
 from tests.chaos.failovers import SentinelKillers
 from tests.chaos.killers import Killers
 from tests.chaos.load import ChaosLoad
@@ -68,7 +70,9 @@ def run(
     print(f"seed {seed} (repeat with --seed {seed})", flush=True)
     rng = random.Random(seed)
     others = set(descendants(os.getpid()))
+    texts = EmbeddedTexts(folder / "embedder")
     flags = {
+        "embedder": folder / "embedder",
         "workers": workers,
         "max_num_seqs": max_num_seqs,
         "lease_seconds": LEASE_SECONDS,
@@ -77,7 +81,7 @@ def run(
     }
     kind = SentinelKillers if sentinel else Killers
     with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
-        load = ChaosLoad(fleet, random.Random(rng.random()))
+        load = ChaosLoad(fleet, texts, random.Random(rng.random()))
         killers = kind(fleet, load, random.Random(rng.random()), every)
         began = time.monotonic()
         with load:

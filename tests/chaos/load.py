@@ -1,5 +1,5 @@
-"""Work whose every answer is known: batches of several tenants, and live calls by the official
-client.
+"""Work whose every answer is known: batches of several tenants, some of them of embeddings, and
+live calls by the official client.
 """
 
 import contextlib
@@ -19,11 +19,15 @@ import redis
 from jobs.batch.client import BatchRecord, BatchSpec, StoreError, cancel_batch, create_batch, get_batch
 from jobs.queue import keys
 from jobs.queue.scripts import QueueUnavailable
+from tests.chaos.embeddings import MODEL as EMBEDDING_MODEL
+from tests.chaos.embeddings import EmbeddedTexts
 from tests.chaos.questions import AskedQuestion, Questions, text_of
 from tests.support.fleet import LocalFleet
 
 TENANTS = ("red", "green", "blue")
 SIZES = (100, 500)
+SIZES_OF_EMBEDDINGS = (2000, 6000)
+EMBEDDING_BATCHES = 4  # every so many batches one is of embeddings
 BATCHES_AT_ONCE = 3
 LIVE_CALLERS = 3
 CANCELLED = 5  # every so many batches one is cancelled at some line
@@ -68,8 +72,9 @@ class ChaosLoad:
     `stop`; all in threads.
     """
 
-    def __init__(self, fleet: LocalFleet, rng: random.Random) -> None:
+    def __init__(self, fleet: LocalFleet, texts: EmbeddedTexts, rng: random.Random) -> None:
         self._fleet = fleet
+        self._texts = texts
         self._rng = rng
         self._questions = Questions()
         self._stopping = threading.Event()
@@ -210,15 +215,17 @@ class ChaosLoad:
         folder = self._folder(number)
         folder.mkdir()
         source, output = folder / "requests.jsonl", folder / "results.jsonl"
+        is_of_texts = number % EMBEDDING_BATCHES == EMBEDDING_BATCHES // 2
+        supply = self._texts if is_of_texts else self._questions
         questions = {}
         with source.open("w") as file:
-            for line in range(self._rng.randint(*SIZES)):
-                question = self._questions.draw(self._rng)
+            for line in range(self._rng.randint(*(SIZES_OF_EMBEDDINGS if is_of_texts else SIZES))):
+                question = supply.draw(self._rng)
                 custom_id = f"{number}-{line}-{question.id}"
                 request = {
                     "custom_id": custom_id,
                     "method": "POST",
-                    "url": "/v1/chat/completions",
+                    "url": question.url,
                     "body": question.body,
                 }
                 file.write(json.dumps(request) + "\n")
@@ -229,7 +236,7 @@ class ChaosLoad:
             root=str(root),
             output=str(output),
             tenant=TENANTS[number % len(TENANTS)],
-            models=("demo",),
+            models=(EMBEDDING_MODEL if is_of_texts else "demo",),
         )
         cancel_at = self._rng.randrange(len(questions)) if number % CANCELLED == 1 else None
         return SubmittedBatch(source, output, spec, questions, cancel_at)

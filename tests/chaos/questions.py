@@ -22,12 +22,13 @@ _DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 
 @dataclass(frozen=True)
 class AskedQuestion:
-    """A chat's body, and which answers are right."""
+    """A request's body, and which answers are right; of numbers these are JSON."""
 
     id: str
     body: dict[str, Any]
     fits: Callable[[str], bool]
     answer: str | None = None  # the only right one
+    url: str = "/v1/chat/completions"
 
     def may_begin(self, text: str) -> bool:
         """Whether a right answer may begin like this, as far as that is known."""

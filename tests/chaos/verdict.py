@@ -2,6 +2,7 @@
 wrong.
 """
 
+import json
 import os
 import time
 from collections import Counter
@@ -75,6 +76,7 @@ def judge(
     found = [*load.faults, *load.live.wrong]
     for batch in load.batches:
         found += _batch_faults(batch)
+    found += _blocks_in_use(fleet)
     exits = fleet.exits
     codes = fleet.stop("api", "worker")
     # While the control plane still clears away what stopped workers leave
@@ -88,6 +90,23 @@ def judge(
     found += [] if load.live.right else ["no live call was answered"]
     generated, delivered = load.token_totals()
     return Verdict(seed, seconds, load.handed_in, load, killers, exits, (generated, delivered), found)
+
+
+def _blocks_in_use(fleet: LocalFleet, patience: float = 30.0) -> list[str]:
+    """Return sentences about idle engines that keep blocks; the null block is never free."""
+    deadline = time.monotonic() + patience
+    while True:
+        gauges = fleet.queue.gauges([worker.id for worker in fleet.queue.workers() if worker.state == "ready"])
+        found = [
+            f"{worker} has {one.free_blocks} free blocks of {one.num_blocks}, and {one.running} requests"
+            for worker, one in gauges.items()
+            if one.running or one.free_blocks != one.num_blocks - 1
+        ]
+        if len(gauges) >= len(fleet.workers) and not found:
+            return []
+        if time.monotonic() > deadline:
+            return [*found, f"{len(gauges)} of {len(fleet.workers)} workers report"]
+        time.sleep(0.1)
 
 
 def _left_running(others: set[int], patience: float = 30.0) -> set[int]:
@@ -131,7 +150,7 @@ def _batch_faults(batch: SubmittedBatch) -> list[str]:
     ]:
         found.append(f"{name}: the answers are out of order")
     for result in answered:
-        question, text = batch.questions.get(result["custom_id"]), text_of(message_of(result))
+        question, text = batch.questions.get(result["custom_id"]), _answer_of(result)
         if question is None or not question.fits(text):
             found.append(f"{name}: {result['custom_id']} is answered {text!r}")
     for result in failed:
@@ -144,6 +163,12 @@ def _is_given_up(batch: SubmittedBatch) -> bool:
     """Return whether the batch's folder was removed, and it ended for that reason."""
     errors = [] if batch.record is None else [error.code for error in batch.record.errors]
     return batch.gone or (batch.lost and errors == ["batch_lost"])
+
+
+def _answer_of(result: dict[str, Any]) -> str:
+    """Return what a question is to judge."""
+    numbers = result["response"]["body"].get("data")
+    return text_of(message_of(result)) if numbers is None else json.dumps([item["embedding"] for item in numbers])
 
 
 def _ids(results: list[dict[str, Any]]) -> set[str]:

@@ -3,6 +3,7 @@ compared with what transformers computes.
 """
 
 import asyncio
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import numpy
 import openai
 import pytest
 import torch
@@ -69,6 +71,11 @@ def test_the_clients_create_gives_what_the_model_does(served: ServedEmbedder, cl
     again = client.embeddings.create(model="small", input=TEXTS[0])
     assert torch.equal(torch.tensor(plain.data[0].embedding), torch.tensor(again.data[0].embedding))
     assert len(plain.data[0].embedding) == SIZE
+    half = client.embeddings.create(
+        model="small", input=TEXTS[0], encoding_format="base64", extra_body={"embed_dtype": "float16"}
+    )
+    decoded = numpy.frombuffer(base64.b64decode(str(half.data[0].embedding)), "<f2")
+    assert decoded.tolist() == numpy.float32(plain.data[0].embedding).astype("<f2").tolist()
     named = client.embeddings.create(model="small", input="fox", extra_body={"prompt_name": "query"})
     assert close(named.data[0].embedding, embedding(served.model, ids("the dog: fox")))
 
@@ -100,6 +107,7 @@ def test_as_many_inputs_as_a_call_may_have(served: ServedEmbedder, client: opena
             f"maximum context length is {LONGEST} tokens. However, your input resulted in 34",
         ),
         ({"input": "fox", "dimensions": 8}, "can have 16, but not 8"),
+        ({"input": "fox", "extra_body": {"embed_dtype": "int8"}}, "Supported values are: 'float32', 'float16'"),
         ({"input": [10_000]}, "Expected a token id"),
     ],
 )

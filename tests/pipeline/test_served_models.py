@@ -189,7 +189,7 @@ def test_an_encoder_needs_a_cache_for_one_step(names: tuple[str, str, str], tmp_
         return needs_of(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", **changes), 1).memory  # type: ignore[arg-type]
 
     token = 2 * 6 * 768 * 4
-    assert memory() - memory(kv_cache_memory_bytes=1) == (1024 + (2 * 64 + 1) * 16) * token - 1
+    assert memory() - memory(kv_cache_memory_bytes=1) == (1024 + (2 * 128 + 1) * 16) * token - 1
     longer = memory(max_num_batched_tokens=4096, max_num_seqs=8)
     assert longer - memory(kv_cache_memory_bytes=1) == (4096 + (2 * 8 + 1) * 16) * token - 1
 

@@ -130,6 +130,7 @@ class LocalFleet:
         stream_interval: float,
         max_num_seqs: int,
         api: bool,
+        embedder: Path | None,
     ) -> None:
         self.folder = folder
         self.store = folder / "store"
@@ -152,8 +153,9 @@ class LocalFleet:
             self._add("api", url, "api", "--port", port, "--file-store", self.store)
             self.api_url = f"http://127.0.0.1:{port}"
         flags = ("--dtype", "float32", "--max-num-seqs", max_num_seqs, "--shutdown-timeout", 2, *queue_flags)
-        for number, worker_url in enumerate(self.worker_urls(url, workers)):
-            self._add(f"worker-{number}", worker_url, "worker", *flags)
+        models = [()] * workers + ([("--model", embedder, "--served-model-name", "embed")] if embedder else [])
+        for number, (worker_url, model) in enumerate(zip(self.worker_urls(url, len(models)), models, strict=True)):
+            self._add(f"worker-{number}", worker_url, "worker", *model, *flags)
 
     def start_redis(self) -> str:
         """Start what holds the queue; return its URL."""
@@ -268,9 +270,10 @@ def running_fleet(
     stream_interval: float = 0.2,
     max_num_seqs: int = 16,
     api: bool = False,
+    embedder: Path | None = None,
     kind: type[Fleet] = LocalFleet,  # type: ignore[assignment]
 ) -> Iterator[Fleet]:
-    """A fleet whose workers are ready.
+    """A fleet whose workers are ready; one more has the model in the folder `embedder`.
 
     No process of it is left at the end, and no file if it had to make its own folder.
     """
@@ -284,6 +287,7 @@ def running_fleet(
             stream_interval=stream_interval,
             max_num_seqs=max_num_seqs,
             api=api,
+            embedder=embedder,
         )
         fleet.wait_ready()
         yield fleet

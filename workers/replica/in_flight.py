@@ -116,6 +116,11 @@ class InFlight(ABC, Generic[Part]):
         """Return whether every part that has not ended got so many tokens from this worker."""
 
     @property
+    def pooled_tokens(self) -> int:
+        """About how many tokens the parts have that are to be pooled."""
+        return 0
+
+    @property
     def fresh_tokens(self) -> int:
         """Tokens that are to be published and are not yet."""
         return 0

@@ -30,6 +30,7 @@ _SHORT_BYTES = 2048  # of the bodies of requests that are prepared at once
 _FEW_QUOTES = 40  # in these: two of each text
 _OF_SINGLE_TEXTS = {EMBEDDINGS, CLASSIFY, POOLING}
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
+_STEPS_AHEAD = 16  # that texts for numbers fill; other workers find work too
 
 
 Prepare = Callable[[Sequence[Claim]], tuple[list[Prepared], list[Finished]]]
@@ -59,6 +60,7 @@ class Intake:
         worker: str,
         models: list[str],
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         leases: Leases,
         prepare: Prepare,
         tokenization: Tokenization,
@@ -71,6 +73,7 @@ class Intake:
         self._worker = worker
         self._models = models
         self._max_num_seqs = max_num_seqs
+        self._step_tokens = max_num_batched_tokens
         self._leases = leases
         self._prepare = prepare
         self._tokenization = tokenization
@@ -136,15 +139,17 @@ class Intake:
             self._changed.set()
 
     def _wants_more(self, load: Load) -> bool:
-        batch, live = free_places(load, self._max_num_seqs)
+        slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
+        batch, live = free_places(load, self._max_num_seqs, slots)
         if self._state in (IntakeState.WOKEN, IntakeState.UNAVAILABLE):
             return live > 0
-        return self._state is IntakeState.BACKLOG and batch >= max(1, self._max_num_seqs // 16)
+        return self._state is IntakeState.BACKLOG and batch >= max(1, slots // 16)
 
     async def _take(self, load: Load, start: Callable[[list[Prepared], list[Finished]], None]) -> None:
         """Claim once, and hand on what was given."""
         before, self._state = self._state, IntakeState.CLAIMING
-        room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs))
+        slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
+        room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs, slots))
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         try:
             claims = await in_thread(self._claim, room, live_room)
@@ -192,14 +197,26 @@ def is_short(claims: Sequence[Claim]) -> bool:
     )
 
 
-def free_places(load: Load, max_num_seqs: int) -> tuple[int, int]:
-    """Return how many more choices of batch requests, and of live calls, a worker takes.
-
-    Both share all slots and an eighth more; live calls have as many places as slots beside them.
-    Requests of many choices may take more than their places, but not those of live calls.
+def batch_slots(load: Load, max_num_seqs: int, step_tokens: int) -> int:
+    """Return how many slots batch requests may take: of texts for numbers those that some steps
+    fill, by the lengths of those in flight.
     """
-    room = max_num_seqs + max(2, max_num_seqs // 8)
-    return room - load.batch - load.live, room + max_num_seqs - min(load.batch, room) - load.live
+    if not load.pooled_tokens:
+        return max_num_seqs
+    ahead = _STEPS_AHEAD * step_tokens * (load.batch + load.live) // load.pooled_tokens
+    return min(max_num_seqs, max(_FIRST_CLAIM, ahead))
+
+
+def free_places(load: Load, max_num_seqs: int, slots: int) -> tuple[int, int]:
+    """Return how many more choices of batch requests, which may take `slots`, and of live calls, a
+    worker takes.
+
+    Both share the slots and an eighth more; live calls have as many places as the engine has slots
+    beside them. Requests of many choices may take more than their places, but not those of live
+    calls.
+    """
+    room, most = (count + max(2, count // 8) for count in (slots, max_num_seqs))
+    return room - load.batch - load.live, most + max_num_seqs - min(load.batch, most) - load.live
 
 
 def requests_for(places: int, load: Load) -> int:

@@ -8,28 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.protocol.pooling_parameters import EMBED_DTYPES
+from jobs.protocol.results import ApiError
+
 if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
 
 _ENCODE = msgspec.json.Encoder().encode
 _FEW = 16  # numbers; Python is faster with them
-_SCALES = (1e12, 1e11, 1e10, 1e9, 1e8, 1e7)
+_SCALES = {"float32": (1e12, 1e11, 1e10, 1e9, 1e8, 1e7), "float16": (1e8, 1e7, 1e6, 1e5, 1e4, 1e3)}
 
 
 class PooledVector:
-    """Float32 numbers, in rows of one per token where `width` says how many a row has, else in one.
+    """Numbers, in rows of one per token where `width` says how many a row has, else in one.
 
-    Raise ValueError where one is no finite number.
+    They come as float32 and are rounded to `dtype`. Raise ValueError where one is no finite number,
+    and ApiError where the type has none so large.
     """
 
-    def __init__(self, raw: bytes, width: int = 0) -> None:
+    def __init__(self, raw: bytes, width: int = 0, dtype: str = "float32") -> None:
         import numpy
 
-        self.raw = raw
-        row = numpy.frombuffer(raw, "<f4")
+        row: NDArray[numpy.floating] = numpy.frombuffer(raw, "<f4")
         if not numpy.isfinite(row).all():
             raise ValueError("the model gave something that is not a finite number")
+        if dtype != "float32":
+            row = _rounded(row, dtype)
+            raw = row.tobytes()
+        self.raw = raw
         self._rows = row.reshape(-1, width) if width else row
 
     def numbers(self) -> list[float]:
@@ -42,7 +49,7 @@ class PooledVector:
 
     @functools.cached_property
     def json(self) -> msgspec.Raw:
-        """The numbers as JSON, the shortest that is read back as the same float32."""
+        """The numbers as JSON, the shortest that is read back as the same number."""
         return msgspec.Raw(_ENCODE(shortest(self._rows)))
 
     def cosine(self, other: PooledVector) -> PooledVector:
@@ -52,18 +59,29 @@ class PooledVector:
         return PooledVector(numpy.float32(self._rows @ other._rows).tobytes())
 
 
-def shortest(numbers: NDArray[numpy.float32]) -> Any:
-    """Return, as lists, doubles that have few decimals and become the same float32 again.
+def _rounded(row: NDArray[numpy.floating], dtype: str) -> NDArray[numpy.floating]:
+    import numpy
 
-    A number without any of up to 12 decimals is returned as it is. Each candidate is the double
-    nearest to its decimals, since both parts of the quotient are exact.
+    with numpy.errstate(over="ignore"):
+        rounded = row.astype(f"<{EMBED_DTYPES[dtype]}")
+    if not numpy.isfinite(rounded).all():
+        message = f"Invalid 'embed_dtype': the model gave a number that is too large for {dtype}; ask for float32."
+        raise ApiError(400, message, param="embed_dtype", code="invalid_value")
+    return rounded
+
+
+def shortest(numbers: NDArray[numpy.floating]) -> Any:
+    """Return, as lists, doubles that have few decimals and become the same numbers again.
+
+    One without any of so many decimals is returned as it is. Each candidate is the double nearest
+    to its decimals, since both parts of the quotient are exact.
     """
     import numpy
 
     exact = numbers.astype("f8")
     found = exact.copy()
-    for scale in _SCALES:
+    for scale in _SCALES[numbers.dtype.name]:
         candidate = numpy.rint(exact * scale)
         candidate /= scale
-        numpy.copyto(found, candidate, where=candidate.astype("f4") == numbers)
+        numpy.copyto(found, candidate, where=candidate.astype(numbers.dtype) == numbers)
     return found.tolist()

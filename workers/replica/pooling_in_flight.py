@@ -98,7 +98,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
     There is no checkpoint: after a worker's death the next one begins anew.
     """
 
-    __slots__ = ("_at_once", "_item")
+    __slots__ = ("_at_once", "_item", "_tokens")
 
     publishes = False
 
@@ -110,6 +110,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         self.sequences = [PoolingSequence(encoded) for encoded in item.inputs]
         self.running = {next(ids): sequence for sequence in self.sequences}
         self._item = item
+        self._tokens = sum(sequence.prompt_length for sequence in self.sequences)
         self._at_once = [
             sequence.engine_request(request_id, item, self.arrived) for request_id, sequence in self.running.items()
         ]
@@ -117,6 +118,10 @@ class PoolingInFlight(InFlight[PoolingSequence]):
     @property
     def started(self) -> bool:
         return len(self.running) < len(self.sequences)
+
+    @property
+    def pooled_tokens(self) -> int:
+        return self._tokens * len(self.running) // len(self.sequences)
 
     @property
     def tokens_left(self) -> int:
@@ -130,11 +135,13 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         return added
 
     def take_pooled(self, request_id: int, numbers: bytes) -> None:
-        """Raise ValueError for what is no finite number. What a body shows is made here, input by
-        input, since all at the end would hold up the worker's other requests.
+        """Raise ValueError for what is no finite number, and ApiError for one beyond `embed_dtype`.
+
+        What a body shows is made here, input by input, since all at the end would hold up the
+        worker's other requests.
         """
         sequence, item = self.running[request_id], self._item
-        sequence.output = PooledVector(numbers, item.width)
+        sequence.output = PooledVector(numbers, item.width, item.call.embed_dtype)
         if item.call.endpoint.shows_vectors:
             sequence.output.encoded(item.call.encoding_format)
 
@@ -142,7 +149,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         item, request = self._item, self.claim.request
         call, endpoint = item.call, item.call.endpoint
         usage = Usage(
-            sum(sequence.prompt_length for sequence in self.sequences),
+            self._tokens,
             cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences),
         )
         created = int(request.created or time.time())

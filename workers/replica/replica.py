@@ -171,9 +171,9 @@ class Replica:
         texts = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces, fingerprint)
         numbers = PoolingPreparation(tokenizer, models, info, files, self._traces, fingerprint)
         tokenization = Tokenization(TokenizerAnswers(tokenizer, models, limits), self._outbox, running.metrics)
-        worker, slots = self._registration.id, info.max_num_seqs
+        worker, sizes = self._registration.id, (info.max_num_seqs, info.max_num_batched_tokens)
         prepare = partial(prepare_each, texts, numbers)
-        intake = Intake(queue, worker, models, slots, self._leases, prepare, tokenization, lambda: running.load)
+        intake = Intake(queue, worker, models, *sizes, self._leases, prepare, tokenization, lambda: running.load)
         running.room_made = intake.room_made
         self._cancel_in_tokenizer = tokenization.cancel
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)

@@ -39,12 +39,13 @@ the next one is made.
 @dataclass(frozen=True, slots=True)
 class Load:
     """How much the engine has: requests, and their choices that have not ended, of batches and of
-    live calls.
+    live calls; and the tokens of those that are texts for numbers.
     """
 
     requests: int = 0
     batch: int = 0
     live: int = 0
+    pooled_tokens: int = 0
 
 
 class Running:
@@ -93,7 +94,8 @@ class Running:
     @property
     def load(self) -> Load:
         live = sum(len(request.running) for request in self._requests.values() if request.claim.live)
-        return Load(len(self._requests), len(self._sequences) - live, live)
+        tokens = sum(request.pooled_tokens for request in self._requests.values())
+        return Load(len(self._requests), len(self._sequences) - live, live, tokens)
 
     def start(self, prepared: Iterable[Prepared]) -> None:
         """Hands requests to the engine, with what earlier workers generated as a forced
@@ -404,7 +406,12 @@ class Running:
 
 
 def _unforeseen(claim: Claim, error: Exception) -> ApiError:
-    """Return the error of a request that failed for an unforeseen reason; the worker goes on."""
+    """Return the error of a request that failed for an unforeseen reason; the worker goes on.
+
+    One that was made for the client is returned as it is.
+    """
+    if isinstance(error, ApiError):
+        return error
     logger.error("request %s failed", claim.key, exc_info=error)
     return ApiError(
         500, f"The answer cannot be made: {' '.join(str(error).split())[:500]}", "server_error", code="internal_error"

@@ -2,10 +2,10 @@
 bytes however often they are written.
 """
 
-import array
 import base64
 import json
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -277,6 +277,7 @@ def embedded(number: int, size: int = 4) -> list[float]:
 def answered(claim: Claim) -> Result:
     """Number, position and size as the line's text says: embeddings, a score, or an error."""
     number, texts = claim.key.line, json.loads(claim.request.body)
+    dtype = {"embed_dtype": texts["embed_dtype"]} if "embed_dtype" in texts else {}
     usage = Usage(prompt_tokens=3)
     if claim.request.endpoint == SCORE:
         data: list[dict[str, Any]] = [{"object": "score", "index": 0, "score": number / 4}]
@@ -284,18 +285,23 @@ def answered(claim: Claim) -> Result:
         return ApiError(400, "no", code="bad_luck").result(f"req_{number}")
     else:
         inputs = texts["input"] if isinstance(texts["input"], list) else [texts["input"]]
-        data = [{"object": "embedding", "index": i, "embedding": given(number, text)} for i, text in enumerate(inputs)]
-    return Result(200, encode_json({"object": "list", "data": data, "model": "m"}), usage, f"req_{number}")
+        letter = "e" if dtype else "f"
+        data = [
+            {"object": "embedding", "index": i, "embedding": given(number, text, letter)}
+            for i, text in enumerate(inputs)
+        ]
+    return Result(200, encode_json({"object": "list", "data": data, "model": "m", **dtype}), usage, f"req_{number}")
 
 
-def given(number: int, text: str) -> list[float] | str:
+def given(number: int, text: str, letter: str) -> list[float] | str:
     vector = embedded(number, 3 if text == "short" else 4)
-    return base64.b64encode(array.array("f", vector)).decode() if text == "base64" else vector
+    packed = struct.pack(f"<{len(vector)}{letter}", *vector)
+    return base64.b64encode(packed).decode() if text == "base64" else vector
 
 
-def text_line(number: int, text: Any, url: str = EMBEDDINGS) -> bytes:
+def text_line(number: int, text: Any, url: str = EMBEDDINGS, **more: str) -> bytes:
     texts = {"queries": text, "documents": text} if url == SCORE else {"input": text}
-    body = {"model": "m", **texts}
+    body = {"model": "m", **texts, **more}
     return json.dumps({"custom_id": f"c{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
 
 
@@ -318,6 +324,17 @@ def test_embeddings_become_a_column_of_fixed_size_lists(redis_client: redis.Redi
     assert table["model"].to_pylist() == [None] + ["m"] * 6
     assert table["error_code"].to_pylist() == ["bad_luck"] + [None] * 6
     assert "score" not in table.column_names
+
+
+def test_embeddings_in_float16_become_a_column_of_these(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """A line of another type, as long in bytes or as many numbers, is whole in its response."""
+    half = [text_line(n, text, embed_dtype="float16") for n, text in enumerate(["error", "base64", "x"], 1)]
+    table = run_texts(redis_client, tmp_path, [*half, text_line(4, "base64"), text_line(5, "x")])
+    assert table.schema.field("embedding").type == pyarrow.list_(pyarrow.float16(), 4)
+    assert table["embedding"].to_pylist() == [None, embedded(2), embedded(3), None, None]
+    responses = table["response"].to_pylist()
+    assert [response is None for response in responses] == [False, True, True, False, False]
+    assert json.loads(responses[4])["data"][0]["embedding"] == embedded(5)
 
 
 def test_scores_become_a_column_beside_embeddings(redis_client: redis.Redis, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ INPUTS: list[Any] = [None, "x", "", ["x", "y"], ["x", ""], [], [1, 2], [[1], [2,
 OPTIONS: dict[str, list[Any]] = {
     "dimensions": [None, 3, 0],
     "encoding_format": [None, "base64", "hex"],
+    "embed_dtype": [None, "float16", "bfloat16"],
     "truncate_prompt_tokens": [None, -1, 0],
     "normalize": [None, True],
     "padding": [None, "do_not_pad", "max_length"],
@@ -105,6 +106,7 @@ def test_pairs_have_one_query_or_as_many_as_documents() -> None:
         ({}, "input", "missing_required_parameter"),
         ({"input": "x", "dimensions": 0}, "dimensions", "integer_below_min_value"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "invalid_value"),
+        ({"input": "x", "embed_dtype": "bfloat16"}, "embed_dtype", "invalid_value"),
         ({"input": "x", "normalize": False}, "normalize", "unsupported_value"),
     ],
 )
@@ -153,6 +155,13 @@ def test_embeddings_have_openais_shape() -> None:
     }
     call = read(EMBEDDINGS, input="x", encoding_format="base64")
     assert call.endpoint.body(call, HEAD, [GivenVector(1.5)])["data"][0]["embedding"] == "AADAPw=="
+
+
+@pytest.mark.parametrize("url", [EMBEDDINGS, POOLING])
+def test_an_answer_says_its_type_unless_that_is_float32(url: str) -> None:
+    for asked, said in ((None, None), ("float32", None), ("float16", "float16")):
+        call = read(url, input="x", embed_dtype=asked)
+        assert call.endpoint.body(call, HEAD, [GivenVector(0.5)]).get("embed_dtype") == said
 
 
 def test_documents_come_by_their_relevance() -> None:

@@ -17,13 +17,15 @@ from tests.workers.engine.test_core import TightExecutor, WatchedModel
 from workers.engine.messages.core import AddRequests, EngineRequest, SamplingParams, Shutdown, StepOutput, ToCore
 
 
-def means() -> list[Tensor]:
-    return [pooled(hidden, "mean") for hidden in hidden_states("bert")]
+def means(name: str = "bert") -> list[Tensor]:
+    return [pooled(hidden, "mean") for hidden in hidden_states(name)]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_step_of_batch_texts_is_abandoned_for_a_live_one(depth: int) -> None:
-    core, inbox = start(pooling_folder("bert"), CPU, depth=depth, live_step_ms=1.0), SimpleQueue[ToCore]()
+@pytest.mark.parametrize("name", ["bert", "albert", "deberta"])
+def test_a_step_of_batch_texts_is_abandoned_for_a_live_one(name: str, depth: int) -> None:
+    """The last two run by transformers' class."""
+    core, inbox = start(pooling_folder(name), CPU, depth=depth, live_step_ms=1.0), SimpleQueue[ToCore]()
     for _ in range(4):  # a step counts as one of a second
         core.scheduler.step_cost.record(np.zeros(1, np.int32), np.full(1, 20, np.int32), 1.0)
     requests = pooling_requests(EMBED)
@@ -48,7 +50,7 @@ def test_a_step_of_batch_texts_is_abandoned_for_a_live_one(depth: int) -> None:
     core.run(inbox, emit)
     assert len(undone) == 1
     assert next(iter(found)) == 0
-    assert_close([found[number] for number in range(len(requests))], means())
+    assert_close([found[number] for number in range(len(requests))], means(name))
     check_idle(core.scheduler)
 
 

@@ -14,7 +14,7 @@ from jobs.protocol.requests import Claim, Finished, Request, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from tests.support.requests import ready_length
-from workers.replica.intake import Intake, free_places, is_short, requests_for
+from workers.replica.intake import Intake, batch_slots, free_places, is_short, requests_for
 from workers.replica.leases import Leases
 from workers.replica.metrics import RequestMetrics
 from workers.replica.preparation import Preparation
@@ -68,8 +68,23 @@ class Collector:
 def test_places_are_shared_and_some_are_for_live_calls(
     load: Load, places: tuple[int, int], requests: tuple[int, int]
 ) -> None:
-    assert free_places(load, 16) == places
+    assert free_places(load, 16, 16) == places
     assert tuple(requests_for(free, load) for free in places) == requests
+
+
+@pytest.mark.parametrize(
+    ("load", "slots"),
+    [
+        (Load(requests=50, batch=50), 256),  # none of them for numbers
+        (Load(requests=50, batch=50, pooled_tokens=50 * 8), 256),
+        (Load(requests=50, batch=40, live=10, pooled_tokens=50 * 128), 128),  # 16 steps of 1,024 tokens
+        (Load(requests=1, batch=2000, pooled_tokens=2000 * 128), 128),
+        (Load(requests=4, batch=4, pooled_tokens=4 * 8192), 16),
+    ],
+)
+def test_longer_texts_for_numbers_take_fewer_slots(load: Load, slots: int) -> None:
+    assert batch_slots(load, 256, 1024) == slots
+    assert free_places(load, 256, slots)[1] == free_places(load, 256, 256)[1]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +124,7 @@ def with_intake(
         preparation, answers = (kind(TOKENIZER, ["demo"], limits) for kind in (Preparation, TokenizerAnswers))
         tokenization = Tokenization(answers, collector, RequestMetrics())
         prepare = preparation.prepare
-        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, prepare, tokenization, collector.load)
+        intake = Intake(queue, "worker", ["demo"], max_num_seqs, 1024, leases, prepare, tokenization, collector.load)
         task = asyncio.create_task(intake.run(collector.start))
         try:
             await scenario(intake, collector, leases)

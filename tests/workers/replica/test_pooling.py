@@ -300,6 +300,16 @@ def test_numbers_that_are_none_are_an_error(queue: Queue, bench: PoolingBench) -
     assert "not a finite number" in bench.answer()["error"]["message"]
 
 
+def test_numbers_beyond_the_type_that_was_asked_for_are_a_bad_request(queue: Queue, bench: PoolingBench) -> None:
+    submit(queue, input=["fox", "dog"], embed_dtype="float16")
+    bench.claim()
+    output = bench.engine.step()
+    output.pooled = dict.fromkeys(output.pooled, struct.pack("<f", 1e5))
+    bench.running.on_step(output)
+    assert [(one.result.status, bench.answer()["error"]["param"]) for one in bench.results] == [(400, "embed_dtype")]
+    assert not bench.running.any()
+
+
 def test_texts_are_scored_by_their_embeddings(queue: Queue, bench: PoolingBench) -> None:
     submit(queue, SCORE, queries="fox", documents=["dog", "the dog"])
     bench.claim()

@@ -51,15 +51,17 @@ class StepAttention:
     bias: Tensor | None = None  # as `Attention.forward` has it
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.interruption is not None:
-            self.interruption.check()
+        self.check_interruption()
         return self.attention.forward(
             q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer], self.bias
         )
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        if self.interruption is not None:
-            self.interruption.check()
+        self.check_interruption()
         return self.attention.forward_rotary(
             qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
         )
+
+    def check_interruption(self) -> None:
+        if self.interruption is not None:
+            self.interruption.check()

@@ -33,7 +33,7 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
         "attention_backend": backend.name,
         "max_model_len": length,
         "may_shorten": config.max_model_len is None,
-        "max_num_seqs": config.max_num_seqs or (1024 if cuda else 64),
+        "max_num_seqs": config.max_num_seqs or _usual_seqs(cuda, model.whole_prompts),
         "max_num_batched_tokens": max(tokens, length) if model.whole_prompts else tokens,
         "block_size": config.block_size or 16,
         "live_step_ms": config.live_step_ms or (GPU_LIVE_STEP_MS if cuda else CPU_LIVE_STEP_MS),
@@ -44,10 +44,16 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
 
 
 def _is_bfloat16(model: ModelConfig) -> bool:
-    """Return whether keys and values have lost as much by the checkpoint's dtype as they lose in a
-    cache of that dtype. Where prompts are whole, the cache is read once, and nothing is gained.
+    """Return whether a cache in bfloat16 is as exact as the checkpoint.
+
+    Where prompts are whole, the cache is read once, and nothing is gained by it.
     """
     return model.dtype == "bfloat16" and not model.whole_prompts
+
+
+def _usual_seqs(cuda: bool, whole_prompts: bool) -> int:
+    """A whole text takes one step: of short ones it takes many to fill that."""
+    return 1024 if cuda else 128 if whole_prompts else 64
 
 
 def _longest_context(config: EngineConfig, model: ModelConfig) -> int:

@@ -90,6 +90,10 @@ class AttentionContext(Protocol):
         """
         ...
 
+    def check_interruption(self) -> None:
+        """Raise StepAbandoned where the step is to make way for a live request."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:

@@ -65,7 +65,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _flag(
         None,
-        "Sequences (choices of requests) that run at once. [default: 64 on a CPU, 1024 on a GPU]",
+        "Sequences (choices of requests) that run at once. [default: 64 on a CPU, 128 of an encoder, 1024 on a GPU]",
         min=1,
         kind="size",
     )

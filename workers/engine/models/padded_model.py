@@ -65,6 +65,10 @@ class PaddedModel(EncoderModel):
     def __init__(self, found: PaddedClass, module: Pretrained, weights: Weights) -> None:
         super().__init__(weights)
         self._module = module
+        self._attend: AttentionContext | None = None  # of the step that runs
+        for layers in module.modules():
+            for layer in layers if isinstance(layers, nn.ModuleList) else ():
+                layer.register_forward_pre_hook(self._check_interruption)
         self.padding = int(getattr(found.settings, "pad_token_id", None) or 0)
         types = (getattr(found.settings, "type_vocab_size", None) or 0) > 1
         self._takes_types = types and "token_type_ids" in _parameters(found.model_class)
@@ -72,6 +76,7 @@ class PaddedModel(EncoderModel):
     def forward(
         self, input_ids: Tensor, positions: Tensor, types: Tensor | None, attend: AttentionContext | None = None
     ) -> Tensor:
+        self._attend = attend
         lengths = _lengths(positions)
         texts = torch.split(input_ids, lengths)
         by_text = torch.split(types, lengths) if types is not None and self._takes_types else None
@@ -84,6 +89,10 @@ class PaddedModel(EncoderModel):
     def alone(self, input_ids: Tensor) -> Tensor:
         """Return what the class gives for one text without any padding, as `forward` does."""
         return _values(self._module(input_ids=input_ids[None]))[0].expand(len(input_ids), -1)
+
+    def _check_interruption(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._attend is not None:
+            self._attend.check_interruption()
 
     def _run(self, texts: Sequence[Tensor], **more: Tensor) -> Iterator[Tensor]:
         mask = _padded([torch.ones_like(text) for text in texts])

@@ -171,3 +171,6 @@ class _NoAttention:
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
         raise AssertionError("transformers' classes rotate their queries and keys themselves")
+
+    def check_interruption(self) -> None:
+        return

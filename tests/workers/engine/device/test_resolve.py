@@ -6,8 +6,12 @@ import msgspec
 import pytest
 
 from tests.workers.engine.driving import resolved
+from tests.workers.engine.models.tiny_pooling_models import pooling_folder
 from tests.workers.engine.native.available import missing_native
 from tests.workers.engine.places import Place, on_gpu
+from workers.engine.device.loader import open_checkpoint
+from workers.engine.device.resolve import resolve
+from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.messages.ranks import RankSetup
 
@@ -22,6 +26,12 @@ def test_what_is_left_open_is_decided_for_the_device_and_the_model(monkeypatch: 
     assert config.attention_backend == ("torch" if missing_native() else "cpu")
     assert resolved("llama", device="cpu", dtype="float16").attention_backend == "torch"
     assert resolved("llama", device="cpu", dtype="float16").dtype == "float16"
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, 128), (5, 5)])
+def test_on_a_cpu_many_whole_texts_run_at_once(asked: int | None, found: int) -> None:
+    config = EngineConfig(model=str(pooling_folder("bert")), device="cpu", max_num_seqs=asked)
+    assert resolve(config, "cpu", open_checkpoint(config.model).config).max_num_seqs == found
 
 
 @pytest.mark.parametrize("place", [on_gpu])
