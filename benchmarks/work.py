@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.models import SHAPES, VOCABULARY_SIZE
-from workers.engine.device.loader import cpu_dtype
 
-_WEIGHT_BYTES = 2  # of each, as the files of `SHAPES` have them
+_ITEM_BYTES = 2  # of each weight, key and value: the files of `SHAPES` are in bfloat16, and the engine keeps them so
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,11 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the dtype that the engine's KV cache has on this processor."""
-        return 2 * self.layers * self.kv_width * cpu_dtype().itemsize
+        return 2 * self.layers * self.kv_width * _ITEM_BYTES
 
     @property
     def weight_bytes(self) -> int:
-        return (self.layer_weights + self.head_weights) * _WEIGHT_BYTES
+        return (self.layer_weights + self.head_weights) * _ITEM_BYTES
 
     def operations(self, computed_tokens: int, sampled_rows: int) -> int:
         """Multiplications and additions of the matrix products."""

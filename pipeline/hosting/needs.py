@@ -48,16 +48,15 @@ def needs_of(engine: EngineConfig, replicas: int, most_cache: int = CPU_CACHE_BY
     folder = _folder(engine.model)
     if folder is None:
         return Needs(ranks * _PROCESS_BYTES)
-    config, item = _config(folder), _item_bytes(engine)
-    stored = _ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 4)
-    weights = _stored_bytes(folder) * item // stored
-    return Needs(ranks * _PROCESS_BYTES + replicas * (weights + _cache_bytes(engine, config, item, most_cache)))
+    config = _config(folder)
+    weights = _stored_bytes(folder) * _item_bytes(engine) // _ITEM_BYTES.get(_stored_dtype(config), 4)
+    return Needs(ranks * _PROCESS_BYTES + replicas * (weights + _cache_bytes(engine, config, most_cache)))
 
 
 def cache_bytes_of(engine: EngineConfig, most: int) -> int:
     """Return the size of a replica's KV cache on a CPU, `most` where the model is not known yet."""
     folder = _folder(engine.model)
-    return most if folder is None else _cache_bytes(engine, _config(folder), _item_bytes(engine), most)
+    return most if folder is None else _cache_bytes(engine, _config(folder), most)
 
 
 def uses_gpus(device: str) -> bool:
@@ -106,7 +105,17 @@ def _item_bytes(engine: EngineConfig) -> int:
     return _ITEM_BYTES.get(engine.dtype, 2 if _has_bfloat16() else 4)
 
 
-def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int, most: int) -> int:
+def _stored_dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+
+
+def _cache_item_bytes(engine: EngineConfig, config: Mapping[str, Any]) -> int:
+    """Return 2 also for a checkpoint in bfloat16 that is computed in float32 by default."""
+    narrow = engine.dtype == "auto" and _stored_dtype(config) == "bfloat16" and not _is_encoder(config)
+    return 2 if narrow else _item_bytes(engine)
+
+
+def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], most: int) -> int:
     """Return the size of the KV cache on a CPU, `most` where the shape is unknown."""
     if engine.kv_cache_memory_bytes is not None:
         return engine.kv_cache_memory_bytes
@@ -116,7 +125,7 @@ def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], item: int, mos
         size = config.get("head_dim") or _first(config, "hidden_size", "dim") // heads
         kv_heads, block = config.get("num_key_value_heads") or heads, engine.block_size or _BLOCK_SIZE
         blocks = _cache_blocks(engine, config, block)
-        return int(min(most, 2 * blocks * block * layers * kv_heads * size * item))
+        return int(min(most, 2 * blocks * block * layers * kv_heads * size * _cache_item_bytes(engine, config)))
     except (KeyError, TypeError, ZeroDivisionError):
         return most
 

@@ -31,7 +31,6 @@ from benchmarks.profile_table import PARTS, profile_table
 from benchmarks.schemas import any_schema, schema_of_fields
 from benchmarks.work import shape_of, share_of
 from tests.benchmarks.stored_results import DATE, store_result
-from workers.engine.device.loader import cpu_dtype
 
 BESIDE_ROWS = {
     "admission",
@@ -167,7 +166,7 @@ def test_the_work_of_a_pass_by_hand() -> None:
     """
     shape = shape_of("tiny")
     assert shape.layer_weights == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
-    assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * cpu_dtype().itemsize)
+    assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * 2)
     assert shape.operations(10, 3) == 2 * (10 * shape.layer_weights + 3 * shape.head_weights)
     figures = {"computed_tokens": 10, "output_tokens": 3, "seconds": 2.0}
     assert share_of(figures, shape.operations(10, 3), "tiny") == 0.5

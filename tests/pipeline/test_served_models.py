@@ -140,6 +140,11 @@ def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
     assert memory(dtype="float32", **cache) - memory(dtype="bfloat16", **cache) == weights  # stored as bfloat16
     assert memory(dtype="float32", kv_cache_memory_bytes=2 * GIB) - memory(dtype="float32", **cache) == GIB
     assert memory(dtype="float32", max_num_seqs=64) > memory(dtype="float32", max_num_seqs=32)
+    auto, narrow, wide = (
+        memory(dtype=dtype, max_num_seqs=1) - memory(dtype=dtype, kv_cache_memory_bytes=1) + 1
+        for dtype in ("auto", "bfloat16", "float32")
+    )
+    assert auto == narrow == wide // 2  # of a checkpoint in bfloat16
     two = needs_of(EngineConfig(model=DEMO_MODEL, device="cpu", dtype="float32"), 2)
     assert two.memory == 2 * memory(dtype="float32")
     assert needs_of(EngineConfig(model=DEMO_MODEL, device="cuda", tensor_parallel_size=2), 2).gpus == 4

@@ -105,6 +105,7 @@ class EngineCore:
             weights_seconds=executor.weights_seconds,
             gpus=executor.gpus,
             backend=config.attention_backend,
+            cache_dtype=config.cache_dtype,
             model_digest=executor.model_digest,
             tasks=list(model.tasks),
             embedding_size=model.embedding_size,

@@ -16,6 +16,7 @@ from workers.replica.fingerprint import system_fingerprint
         ({"device": "cpu:1"}, True),
         ({"device": "cuda:0"}, False),
         ({"dtype": "bfloat16"}, False),
+        ({"cache_dtype": "bfloat16"}, False),
         ({"backend": "torch"}, False),
         ({"model_digest": "other"}, False),
     ],

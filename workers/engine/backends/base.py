@@ -22,8 +22,8 @@ class Backend(Protocol):
     them.
     """
 
-    narrows_cache: bool = False
-    """Whether it computes in float32 over a cache in bfloat16."""
+    widens: bool = False
+    """Whether it computes in float32 with weights, keys and values that are kept in 16 bits."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why a model of `dtype` does not run with it by default; None where it does."""
@@ -44,8 +44,8 @@ class Backend(Protocol):
         device: torch.device,
         cache_dtype: torch.dtype | None = None,
     ) -> Attention:
-        """Return attention in `dtype` over a cache in `cache_dtype`, which is `dtype` unless
-        `narrows_cache`.
+        """Return attention in `dtype` over a cache in `cache_dtype`, which is `dtype` unless it
+        `widens`.
         """
         ...
 

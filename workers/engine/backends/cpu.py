@@ -20,7 +20,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 class CpuBackend(TorchBackend):
     name = "cpu"
-    narrows_cache = True
+    widens = True
     ops: Ops = NativeOps()
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -204,13 +204,16 @@ def load_weights(
     return model
 
 
-def weight_bytes(checkpoint: ModelCheckpoint, dtype: torch.dtype) -> int:
-    """About how much memory the weights take as `dtype`.
+def weight_bytes(checkpoint: ModelCheckpoint, dtype: torch.dtype, widens: bool = False) -> int:
+    """About how much memory the weights take as `dtype`; `widens` as a backend has it, which
+    transformers' classes do without.
 
     Raises ModelLoadError where there are none.
     """
     stored = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32)
-    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) * dtype.itemsize // stored.itemsize
+    widens = widens and isinstance(checkpoint.family, Family)
+    size = min(dtype.itemsize, stored.itemsize) if widens else dtype.itemsize
+    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) * size // stored.itemsize
 
 
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -220,6 +223,8 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
     bfloat16 where it has instructions for it, else float32.
     """
     if asked != "auto":
+        if device.type == "cpu" and _DTYPES[asked] not in (torch.float32, cpu_dtype()):
+            logger.warning("this CPU has no fast products in %s; the dtype auto or float32 is faster", asked)
         return _DTYPES[asked]
     stored = _DTYPES.get(config.dtype or "float32", torch.float32)
     if device.type != "cpu":

@@ -55,6 +55,7 @@ class Rank:
         else:
             torch.set_num_threads(config.threads)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self._cache_dtype: torch.dtype = getattr(torch, config.cache_dtype)
         check_gpu(self.device, self.dtype)
         self._backend = find_backend(config.attention_backend)
         self._backend.check(self.device, self.dtype)
@@ -72,7 +73,7 @@ class Rank:
         """
         self._parallel = parallel
         config, num_blocks = plan_cache(
-            self._config, self.model_config, self.dtype, parallel.least(self.load()), self._memory
+            self._config, self.model_config, self._cache_dtype, parallel.least(self.load()), self._memory
         )
         self.weights_seconds = time.monotonic() - self._began
         config = settle_prefix_caching(config, self.model_config)
@@ -84,14 +85,14 @@ class Rank:
         """Read the weights; return how many bytes this rank has for its KV cache."""
         parallel = self._parallel
         config, model = self._config, self.model_config
-        weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
+        weights = weight_bytes(self._checkpoint, self.dtype, self._backend.widens) // parallel.size
         if self.device.type == "cuda":
             return self._load_on_gpu(weights)
         # The cache is planned first, for it may not fit, or the context come out shorter.
         available = available_memory()
         share = None if available is None else available // parallel.size
-        budget = cpu_cache_bytes(config, model, self.dtype, weights, share)
-        planned, _ = plan_cache(config, model, self.dtype, budget)
+        budget = cpu_cache_bytes(config, model, self._cache_dtype, weights, share)
+        planned, _ = plan_cache(config, model, self._cache_dtype, budget)
         with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit into memory"):
             self._model = self._load_model(planned.max_model_len)
         return budget
@@ -133,7 +134,7 @@ class Rank:
 
     def allocate(self, config: ResolvedConfig, num_blocks: int) -> None:
         """Make the cache of `num_blocks` blocks; `config` has `max_model_len` as it fits."""
-        cache = gib(num_blocks * block_bytes(self.model_config, self.dtype, config.block_size))
+        cache = gib(num_blocks * block_bytes(self.model_config, self._cache_dtype, config.block_size))
         advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
         with _refusing(f"a KV cache of {cache} does not fit into memory beside the weights; {advice}"):
             self.runner = make_runner(config, self._backend, self._model, num_blocks)

@@ -25,7 +25,7 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
     auto = config.attention_backend == "auto"
     backend = default_backend(place, dtype) if auto else find_backend(config.attention_backend)
     length, tokens = _longest_context(config, model), config.max_num_batched_tokens or (16384 if cuda else 1024)
-    narrow = backend.narrows_cache and config.dtype == "auto" and dtype == torch.float32 and _is_bfloat16(model)
+    narrow = backend.widens and config.dtype == "auto" and dtype == torch.float32 and _is_bfloat16(model)
     settled = {
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),

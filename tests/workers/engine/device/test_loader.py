@@ -328,6 +328,9 @@ def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
     full = weight_bytes(checkpoint, torch.float32)
     assert full == (folder("llama") / "model.safetensors").stat().st_size
     assert weight_bytes(checkpoint, torch.bfloat16) == full // 2
+    narrow = replace(checkpoint, config=replace(checkpoint.config, dtype="bfloat16"))
+    assert weight_bytes(narrow, torch.float32) == 2 * full
+    assert weight_bytes(narrow, torch.float32, widens=True) == full
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 """What a replica runs with, of what was asked for."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 import pytest
 
 from tests.workers.engine.driving import resolved
 from tests.workers.engine.models.tiny_pooling_models import pooling_folder
-from tests.workers.engine.native.available import missing_native
+from tests.workers.engine.native.available import missing_native, needs_native
 from tests.workers.engine.places import Place, on_gpu
-from workers.engine.device.loader import open_checkpoint
+from workers.engine.device.loader import cpu_dtype, open_checkpoint
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
@@ -26,6 +26,30 @@ def test_what_is_left_open_is_decided_for_the_device_and_the_model(monkeypatch: 
     assert config.attention_backend == ("torch" if missing_native() else "cpu")
     assert resolved("llama", device="cpu", dtype="float16").attention_backend == "torch"
     assert resolved("llama", device="cpu", dtype="float16").dtype == "float16"
+
+
+@needs_native
+def test_a_cache_is_as_exact_as_the_checkpoint_or_as_was_asked_for() -> None:
+    name = resolved("llama", device="cpu").model
+    model = open_checkpoint(name).config
+
+    def cache(stored: str, **asked: str) -> str:
+        config = EngineConfig(model=name, device="cpu", **asked)  # type: ignore[arg-type]
+        return resolve(config, "cpu", replace(model, dtype=stored)).cache_dtype
+
+    own = str(cpu_dtype()).removeprefix("torch.")
+    assert (cache("bfloat16"), cache("float16"), cache("float32")) == ("bfloat16", own, own)
+    assert cache("bfloat16", dtype="float32") == "float32"
+    assert cache("float32", dtype="bfloat16") == "bfloat16"
+    assert cache("bfloat16", attention_backend="torch") == own
+
+
+def test_a_dtype_that_is_slow_on_the_processor_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for dtype in ("auto", "float32", str(cpu_dtype()).removeprefix("torch.")):
+        resolved("llama", device="cpu", dtype=dtype)
+    assert not caplog.records
+    resolved("llama", device="cpu", dtype="float16")
+    assert "no fast products in float16" in caplog.text
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, 128), (5, 5)])
