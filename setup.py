@@ -37,7 +37,7 @@ class WithKernels(Distribution):
 
 
 class BuildKernels(build_py):
-    """Compiles the libraries beside the sources that a wheel is made of."""
+    """Compile the libraries beside the sources that a wheel is made of."""
 
     def run(self) -> None:
         super().run()

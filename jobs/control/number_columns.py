@@ -80,6 +80,8 @@ def _only_item(numbers: _Numbers) -> _Item:
 
 def _vector(item: _Item, dtype: str) -> bytes:
     value = _decode_embedding(item.embedding) or []
+    if dtype not in EMBED_DTYPES:  # of a newer worker
+        return b""
     if isinstance(value, str):
         return base64.b64decode(value)
     return struct.pack(f"<{len(value)}{EMBED_DTYPES[dtype]}", *value)

@@ -73,7 +73,7 @@ def cpu_cache_bytes(
     config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
 ) -> int:
     """Return what was asked for, else what all requests at their longest need, at most a share of
-    the `available` bytes beside the weights, or what one request of a given length needs.
+    the `available` bytes beside the weights, a GiB, or what one request of a given length needs.
 
     Pages are taken from the system when they are first written: an unused cache takes none.
     Replicas that divide the CPUs divide the memory. Raises ModelLoadError where `weights` bytes and
@@ -94,7 +94,7 @@ def cpu_cache_bytes(
     if available is None:
         return min(CPU_CACHE_BYTES, longest)
     free, least = available - weights, 0 if config.may_shorten else (one + 1) * block
-    share = int(CPU_CACHE_SHARE * _part_of_cpus(config) * free)
+    share = max(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * _part_of_cpus(config) * free))
     return min(longest, free, max(share, least))
 
 

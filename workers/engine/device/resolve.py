@@ -25,7 +25,7 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
     auto = config.attention_backend == "auto"
     backend = default_backend(place, dtype) if auto else find_backend(config.attention_backend)
     length, tokens = _longest_context(config, model), config.max_num_batched_tokens or (16384 if cuda else 1024)
-    narrow = backend.widens and config.dtype == "auto" and dtype == torch.float32 and _is_bfloat16(model)
+    narrow = backend.widens and config.dtype == "auto" and dtype == torch.float32 and _suits_narrow_cache(model)
     settled = {
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
@@ -43,16 +43,17 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
     return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | settled)
 
 
-def _is_bfloat16(model: ModelConfig) -> bool:
-    """Return whether a cache in bfloat16 is as exact as the checkpoint.
+def _suits_narrow_cache(model: ModelConfig) -> bool:
+    """Return whether keys and values are kept in bfloat16 by default, which is what a checkpoint
+    in bfloat16 is meant for.
 
-    Where prompts are whole, the cache is read once, and nothing is gained by it.
+    Where prompts are whole, the cache is read once, and nothing is gained.
     """
     return model.dtype == "bfloat16" and not model.whole_prompts
 
 
 def _usual_seqs(cuda: bool, whole_prompts: bool) -> int:
-    """A whole text takes one step: of short ones it takes many to fill that."""
+    """Return a default that fills steps with short texts too, where these are not chunked."""
     return 1024 if cuda else 128 if whole_prompts else 64
 
 

@@ -13,7 +13,7 @@ CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS = 150.0, 50.0
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 CPU_CACHE_SHARE = 0.4  # of the memory that the weights leave, for KV caches on a CPU
-CPU_CACHE_BYTES = 1 << 30  # for one where the machine does not say how much is free
+CPU_CACHE_BYTES = 1 << 30  # for one at least, as far as they are free, and where the machine does not say what is
 _PROCESSES_PER_CPU = 8
 
 

@@ -30,9 +30,9 @@ class NativeUnavailable(EngineError):
 
 
 def source_digest() -> str:
-    """Return what distinguishes these sources from all others."""
-    digests = (hashlib.sha256(path.read_bytes()).digest() for path in sorted(SOURCE.glob("*.[ch]")))
-    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+    """Return what distinguishes these sources and flags from all others."""
+    parts = [shlex.join(_FLAGS).encode(), *(path.read_bytes() for path in sorted(SOURCE.glob("*.[ch]")))]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
 def given_compiler() -> list[str]:

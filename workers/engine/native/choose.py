@@ -31,7 +31,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 
 
 @contextlib.contextmanager
-def native_library(prebuilt: Path = PREBUILT) -> Iterator[Path]:
+def native_library(prebuilt: Path | None = PREBUILT) -> Iterator[Path]:
     """Yield the library's file, which may be gone after the context: load it within.
 
     It is one of:
@@ -44,13 +44,13 @@ def native_library(prebuilt: Path = PREBUILT) -> Iterator[Path]:
     NativeUnavailable.
     """
     given = given_compiler()
-    carried = None if given else carried_library(prebuilt, processor_features())
+    carried = None if given or prebuilt is None else carried_library(prebuilt, processor_features())
     if carried is not None:
         yield carried
         return
     cached = _cache_file(given)
     with contextlib.ExitStack() as stack:
-        with locked(cached):
+        with locked(cached) if _is_own(cached.parent) else contextlib.nullcontext():
             library = cached if _is_trusted(cached) else _compiled(cached, stack)
         yield library
 
@@ -96,8 +96,8 @@ def _compiled(cached: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _keep(library: Path, cached: Path) -> None:
-    if not _is_own(cached.parent):
-        raise PermissionError("other users can write to it")
+    if cached.parent.is_dir() and not _is_own(cached.parent):
+        raise PermissionError("it belongs to another user, or others can write to it")
     unfinished = cached.with_suffix(f".{os.getpid()}")
     try:
         shutil.copyfile(library, unfinished)
@@ -112,13 +112,13 @@ def _keep(library: Path, cached: Path) -> None:
 
 def _is_trusted(library: Path) -> bool:
     """Return whether a library is there that no other user can have put or changed there."""
-    try:
-        return library.is_file() and _is_own(library) and _is_own(library.parent)
-    except OSError:
-        return False
+    return library.is_file() and _is_own(library) and _is_own(library.parent)
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether only this user and root can write to a file or folder."""
-    found = path.stat()
+    """Return whether a file or folder is there that only this user and root can write to."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

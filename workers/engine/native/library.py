@@ -10,11 +10,12 @@ import ctypes
 import functools
 import logging
 import platform
+from pathlib import Path
 
 import torch  # noqa: F401  (its OpenMP runtime has to be there first: a second one would have threads of its own)
 
 from workers.engine.native.build import NativeUnavailable
-from workers.engine.native.choose import native_library
+from workers.engine.native.choose import PREBUILT, native_library
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,17 @@ def load() -> ctypes.CDLL:
     """Raise NativeUnavailable, at every call anew."""
     if platform.system() != "Linux":
         raise NativeUnavailable("it is for Linux")
-    with native_library() as path:
+    try:
+        return _load(PREBUILT)
+    except NativeUnavailable as error:
+        if not PREBUILT.is_dir():
+            raise
+        logger.warning("the CPU kernels of the package are left out: %s", error)
+        return _load(None)
+
+
+def _load(prebuilt: Path | None) -> ctypes.CDLL:
+    with native_library(prebuilt) as path:
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:

@@ -18,8 +18,8 @@ from workers.engine.native.stack import NativeStack, can_stack
 
 
 class NativeOps(TorchOps):
-    """Products with bf16 weights run from packed ones where the processor has the instructions,
-    else they stay torch's.
+    """Products run from packed weights where there are kernels for the dtype, else they stay
+    torch's.
     """
 
     def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:

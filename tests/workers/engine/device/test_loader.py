@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import MODELS, folder, make
+from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes
@@ -278,6 +279,17 @@ def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
     assert (executor.num_blocks, executor.config.max_model_len) == (5, 4 * 16)
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_cache_fills_what_it_was_given(dtype: str, copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", dtype="bfloat16")
+    executor = Executor(EngineConfig(model=str(path), device="cpu", dtype=dtype, kv_cache_memory_bytes=100_000))  # type: ignore[arg-type]
+    size = sum(cache.nbytes for cache in executor.runner.caches)
+    assert 100_000 - size < size / executor.num_blocks
+    assert executor.runner.caches[0].dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
+
+
 def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> None:
     with pytest.raises(
         ModelLoadError,
@@ -294,7 +306,8 @@ def test_a_cache_without_a_configured_size_takes_a_share_of_what_the_weights_lea
         return cpu_cache_bytes(replace(settings, threads=available_cpus()), model, torch.float32, 1000, available)
 
     longest = (8 * model.max_model_len // 16 + 1) * block_bytes(model, torch.float32, 16)
-    assert size(11_000) == 4000 < longest
+    assert size(11_000) == 10_000 < longest
+    assert size(2 << 30, max_num_seqs=1 << 40) == 1 << 30
     assert size(1 << 40) == longest
     assert size(1 << 40, max_num_seqs=1 << 40) == pytest.approx(0.4 * 2**40, rel=1e-6)
     assert size(None) == longest
@@ -316,7 +329,7 @@ def test_replicas_that_divide_the_cpus_divide_the_memory() -> None:
 
 
 def test_a_cache_holds_one_request_of_the_length_that_was_asked_for() -> None:
-    model = open_checkpoint(config().model).config
+    model = replace(open_checkpoint(config().model).config, num_layers=300_000)
     settings = resolve(config(max_model_len=64, max_num_seqs=8), "cpu", model)
     request = (64 // 16 + 1) * block_bytes(model, torch.float32, 16)
     assert cpu_cache_bytes(settings, model, torch.float32, 0, request + 1) == request

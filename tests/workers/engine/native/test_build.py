@@ -18,13 +18,11 @@ OF_LEVELS = {
     "x86-64-v3": ("__AVX2__", "__FMA__"),
     "x86-64-v4": ("__AVX512F__", "__AVX512BW__"),
     "avx512-bf16": ("__AVX512BF16__", "__AVX512VNNI__"),
-    "amx-bf16": ("__AMX_TILE__", "__AMX_BF16__"),
 }
 ABOVE = {  # what objdump calls that which a level must not contain
     "x86-64-v3": ("%zmm", "{%k", "vdpbf16ps", "tileload"),
     "x86-64-v4": ("vdpbf16ps", "vpdpbusd", "tileload"),
     "avx512-bf16": ("tileload", "tdpbf16ps"),
-    "amx-bf16": (),
 }
 NORMS = """
 #include <stdio.h>

@@ -16,6 +16,7 @@ import pytest
 
 from tests.workers.engine.native.available import needs_native
 from workers.engine.native import build
+from workers.engine.native import library as native
 from workers.engine.native.build import NativeUnavailable
 from workers.engine.native.choose import carried_library, library_name, native_library
 from workers.engine.native.levels import LEVELS, fitting_levels, processor_features
@@ -145,7 +146,38 @@ def test_what_others_can_write_is_not_loaded(
     with native_library() as library:
         assert library.read_text() == "library\n"
     assert (library == first) == (shared == "file")
-    assert ("other users can write to it" in caplog.text) == (shared == "folder")
+    assert ("others can write to it" in caplog.text) == (shared == "folder")
+
+
+@pytest.mark.parametrize("left", ["link", "pipe"])
+def test_a_lock_that_another_user_left_there_is_no_trap(left: str, cache: Path, stub: Path, tmp_path: Path) -> None:
+    with native_library() as built:
+        lock, victim = built.with_suffix(".lock"), tmp_path / "victim"
+    built.unlink()
+    lock.unlink()
+    victim.write_text("kept")
+    if left == "link":
+        lock.symlink_to(victim)
+    else:
+        os.mkfifo(lock)
+    with native_library() as again:
+        assert again.read_text() == "library\n"
+    assert victim.read_text() == "kept"
+
+
+@needs_a_level
+@needs_native
+def test_a_library_of_the_package_that_cannot_be_loaded_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    carried(tmp_path / "prebuilt")
+    monkeypatch.setattr(native, "PREBUILT", tmp_path / "prebuilt")
+    native.load.cache_clear()
+    try:
+        assert "prebuilt" not in native.load()._name
+    finally:
+        native.load.cache_clear()
+    assert "the CPU kernels of the package are left out" in caplog.text
 
 
 def test_a_folder_that_knows_no_locks(cache: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.layers.activation import activation
 from workers.engine.messages.errors import ModelLoadError
+from workers.engine.native import packed
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 
@@ -156,7 +157,7 @@ def test_threads_need_no_large_stacks() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_calls_at_the_same_time_do_not_meet(dtype: torch.dtype) -> None:
+def test_calls_at_the_same_time_work_apart(dtype: torch.dtype) -> None:
     torch.set_num_threads(2)
     products = [(PackedMatrix(weight), x) for x, weight, _ in (operands(300, 256 + n, 512, dtype) for n in range(4))]
     expected = [matrix(x) for matrix, x in products]
@@ -196,6 +197,21 @@ def test_an_activation_that_is_not_known_is_refused_as_everywhere() -> None:
     ):
         with pytest.raises(ModelLoadError, match="activation 'quick'; supported are"):
             refused()
+
+
+def test_products_that_are_wrong_on_a_processor_are_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = PackedMatrix.__call__
+    packed._is_right.cache_clear()
+    monkeypatch.setattr(PackedMatrix, "__call__", lambda matrix, x: right(matrix, x) * (1 + 1e-3 * (len(x) > 1)))
+    try:
+        assert not can_pack(torch.float32, 64)
+        assert not isinstance(NativeOps().linear(torch.ones(32, 64), None), PackedMatrix)
+    finally:
+        packed._is_right.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("CPU products in torch.float32 are wrong on this processor; torch's are used")
 
 
 def test_what_cannot_be_packed() -> None:

@@ -37,7 +37,7 @@ ALWAYS_INLINE void pack_panel(const char *w, ptrdiff_t panel, ptrdiff_t n, ptrdi
     }
 }
 
-/* w [n][k] in the dtype that it is stored as; panels are zeros before. */
+/* w [n][k] in the dtype that it is stored as, k even of bf16; panels are zeros before. */
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels) {
 #pragma omp parallel for
     for (ptrdiff_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++) {
