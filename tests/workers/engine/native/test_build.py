@@ -4,12 +4,13 @@ import itertools
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from workers.engine.native.build import SOURCE, NativeUnavailable, compile_library, find_compiler
-from workers.engine.native.levels import LEVELS, Level, fitting_levels
+from workers.engine.native.levels import LEVELS, Level, fitting_levels, processor_features
 
 X86 = LEVELS["x86_64"]
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
@@ -24,19 +25,7 @@ ABOVE = {  # what objdump calls that which a level must not contain
     "x86-64-v4": ("vdpbf16ps", "vpdpbusd", "tileload"),
     "avx512-bf16": ("tileload", "tdpbf16ps"),
 }
-NORMS = """
-#include <stdio.h>
-#include "kernels.h"
-
-static float x[600][64], weight[64], y[600][64];
-
-int main(void) {
-    for (int i = 0; i < 600 * 64; i++) x[0][i] = i % 2 ? -3.0f : 3.0f;
-    for (int i = 0; i < 64; i++) weight[i] = i;
-    norm_rows(x, NULL, weight, NULL, y, 600, 64, 0.0f, 0, 1);
-    for (int i = 0; i < 64; i++) printf("%.3f ", y[599][i]);
-}
-"""
+PROGRAM = Path(__file__).parent / "kernels.c"
 
 
 @pytest.mark.parametrize(
@@ -95,20 +84,34 @@ def test_the_library_of_a_level_has_no_instruction_beyond_it(level: Level, tmp_p
     assert [name for name in ABOVE[level.name] if name in code] == []
 
 
+def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
+    """Return a program that compares the kernels of a set of instructions with plain loops."""
+    library, program = folder / "native.so", folder / "kernels"
+    compile_library([compiler], flags, library)
+    command = [compiler, "-I", SOURCE, PROGRAM, library, "-fopenmp", "-lm", "-o", program]
+    subprocess.run(command, check=True)
+    return program
+
+
+@needs_gcc
+@needs_x86
+@pytest.mark.proof
+@pytest.mark.parametrize("flags", [("-march=x86-64",), ("-march=native", "-mno-avx512f"), ("-march=native",)])
+def test_kernels_are_right_with_fewer_instructions_than_the_processor_has(flags: Sequence[str], tmp_path: Path) -> None:
+    halves = [] if flags == ("-march=x86-64",) or "f16c" not in processor_features() else ["halves"]
+    assert subprocess.check_output([compiled("gcc", flags, tmp_path), *halves], text=True) == "right\n"
+
+
 @pytest.mark.proof
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="there is no gcc for aarch64")
 def test_the_sources_compile_for_arm_and_run(tmp_path: Path) -> None:
     (level,) = LEVELS["aarch64"]
-    compiler, library, program = "aarch64-linux-gnu-gcc", tmp_path / "native.so", tmp_path / "norms"
-    compile_library([compiler], level.flags, library)
-    assert library.read_bytes()[18:20] == b"\xb7\x00"  # EM_AARCH64
-    (tmp_path / "norms.c").write_text(NORMS)
-    command = [compiler, "-I", SOURCE, tmp_path / "norms.c", library, "-fopenmp", "-lm", "-o", program]
-    subprocess.run(command, check=True)
+    compiler = "aarch64-linux-gnu-gcc"
+    program = compiled(compiler, level.flags, tmp_path)
+    assert (tmp_path / "native.so").read_bytes()[18:20] == b"\xb7\x00"  # EM_AARCH64
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         pytest.skip("compiled, and not run: there is no qemu-user")
     libraries = subprocess.check_output([compiler, "-print-file-name=libc.so.6"], text=True).strip()
     root = Path(libraries).resolve().parents[1]
-    output = subprocess.check_output([emulator, "-L", root, program], text=True)
-    assert list(map(float, output.split())) == [float(-i if i % 2 else i) for i in range(64)]
+    assert subprocess.check_output([emulator, "-L", root, program, "halves"], text=True) == "right\n"

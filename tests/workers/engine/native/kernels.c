@@ -1,0 +1,86 @@
+/* Norms and products by the library's own kernels against plain loops, for instructions that only an emulator may have.
+   Prints one line, "right", or what is wrong. */
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "matmul.h"
+
+enum { ROWS = 43, OUTPUTS = 70, INPUTS = 300 };
+
+int narrowest(const float *w, ptrdiff_t count);
+void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
+
+static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[96], y[ROWS][OUTPUTS], alone[OUTPUTS];
+static uint16_t narrow[OUTPUTS][INPUTS];
+static _Alignas(64) char panels[96 * INPUTS * 4];
+
+/* Weights that are stored so. */
+static void draw(int stored) {
+    for (int i = 0; i < ROWS * INPUTS; i++)
+        x[0][i] = (float)(rand() % 2001 - 1000) / 1000.0f;
+    for (int i = 0; i < OUTPUTS * INPUTS; i++) {
+        int number = rand() % 201 - 100;
+        /* 1 + 2**-10 has more digits than bf16 has, and less than float16 has */
+        w[0][i] = stored == STORED_F32 ? (float)number / 7.0f : stored == STORED_F16 ? 1.0f + 0x1p-10f : (float)number;
+        uint32_t bits = bits_of_float(w[0][i]);
+        narrow[0][i] = stored == STORED_F16 ? 0x3c01 : (uint16_t)(bits >> 16);
+    }
+    for (int i = 0; i < OUTPUTS; i++)
+        bias[i] = (float)i;
+}
+
+static int product_is_right(int stored) {
+    draw(stored);
+    if (narrowest(w[0], OUTPUTS * INPUTS) != stored)
+        return 0;
+    memset(panels, 0, sizeof panels);
+    pack_rows(stored == STORED_F32 ? (const void *)w : narrow, OUTPUTS, INPUTS, stored, 0, panels);
+    packed_matrix matrix = {panels, bias, OUTPUTS, INPUTS, stored, 0, 0, 1, 1};
+    packed_matmul(&matrix, x, ROWS, y);
+    for (int row = 0; row < ROWS; row++) {
+        packed_matmul(&matrix, x[row], 1, alone);
+        if (memcmp(alone, y[row], sizeof alone))
+            return 0;
+        for (int output = 0; output < OUTPUTS; output++) {
+            double sum = bias[output], size = 1;
+            for (int i = 0; i < INPUTS; i++) {
+                sum += (double)x[row][i] * w[output][i];
+                size += fabs((double)x[row][i] * w[output][i]);
+            }
+            if (!(fabs(sum - y[row][output]) < 1e-6 * size))
+                return 0;
+        }
+    }
+    return 1;
+}
+
+static int norm_is_right(void) {
+    static float rows[600][64], weight[64], normed[600][64];
+    for (int i = 0; i < 600 * 64; i++)
+        rows[0][i] = i % 2 ? -3.0f : 3.0f;
+    for (int i = 0; i < 64; i++)
+        weight[i] = (float)i;
+    norm_rows(rows, NULL, weight, NULL, normed, 600, 64, 0.0f, 0, 1);
+    for (int i = 0; i < 64; i++)
+        if (fabsf(normed[599][i] - (i % 2 ? -weight[i] : weight[i])) > 1e-4f)
+            return 0;
+    return 1;
+}
+
+int main(int count, char **arguments) {
+    int halves = count > 1 && !strcmp(arguments[1], "halves");
+    if (!norm_is_right())
+        puts("norms are wrong");
+    else if (!product_is_right(STORED_F32))
+        puts("products of floats are wrong");
+    else if (!product_is_right(STORED_BF16))
+        puts("products with bf16 are wrong");
+    else if (halves && !product_is_right(STORED_F16))
+        puts("products with float16 are wrong");
+    else
+        puts("right");
+}
