@@ -1,5 +1,5 @@
-"""The processor that figures are measured on: its model, and the instructions that decide which
-kernels run, since virtual machines name processors with and without them alike.
+"""The processor that figures are measured on: its model, and the widest of its vector instructions,
+since virtual machines give processors with and without them the same name.
 """
 
 import platform

@@ -23,7 +23,7 @@ class Backend(Protocol):
     """
 
     widens: bool = False
-    """Whether it computes in float32 with weights, keys and values that are kept in 16 bits."""
+    """Whether its float32 arithmetic reads weights, keys and values that are stored in 16 bits."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why a model of `dtype` does not run with it by default; None where it does."""
@@ -44,8 +44,8 @@ class Backend(Protocol):
         device: torch.device,
         cache_dtype: torch.dtype | None = None,
     ) -> Attention:
-        """Return attention in `dtype` over a cache in `cache_dtype`, which is `dtype` unless it
-        `widens`.
+        """Return attention in `dtype` over a cache in `cache_dtype`, which is `dtype` unless the
+        backend `widens`.
         """
         ...
 

@@ -72,8 +72,12 @@ def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
 def cpu_cache_bytes(
     config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
 ) -> int:
-    """Return what was asked for, else what all requests at their longest need, at most a share of
-    the `available` bytes beside the weights, a GiB, or what one request of a given length needs.
+    """Return `kv_cache_memory_bytes` where that is set, else the least of
+
+    1. what all requests need at their longest
+    2. what the weights leave of the `available` bytes
+    3. the largest of this replica's share of that, of 1 GiB, and of what one request of
+       `--max-model-len` needs where that is set
 
     Pages are taken from the system when they are first written: an unused cache takes none.
     Replicas that divide the CPUs divide the memory. Raises ModelLoadError where `weights` bytes and

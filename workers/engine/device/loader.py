@@ -205,10 +205,10 @@ def load_weights(
 
 
 def weight_bytes(checkpoint: ModelCheckpoint, dtype: torch.dtype, widens: bool = False) -> int:
-    """About how much memory the weights take as `dtype`; `widens` as a backend has it, which
-    transformers' classes do without.
+    """Return about how many bytes the weights take in a model that computes in `dtype`.
 
-    Raises ModelLoadError where there are none.
+    `widens`: the backend stores them in fewer bits where it can, but not those of transformers'
+    classes. Raises ModelLoadError where there are none.
     """
     stored = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32)
     widens = widens and isinstance(checkpoint.family, Family)
@@ -224,7 +224,7 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
     """
     if asked != "auto":
         if device.type == "cpu" and _DTYPES[asked] not in (torch.float32, cpu_dtype()):
-            logger.warning("this CPU has no fast products in %s; the dtype auto or float32 is faster", asked)
+            logger.warning("--dtype %s is slow on this CPU, which has no instructions for it; use --dtype auto", asked)
         return _DTYPES[asked]
     stored = _DTYPES.get(config.dtype or "float32", torch.float32)
     if device.type != "cpu":

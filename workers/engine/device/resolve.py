@@ -44,16 +44,18 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
 
 
 def _suits_narrow_cache(model: ModelConfig) -> bool:
-    """Return whether keys and values are kept in bfloat16 by default, which is what a checkpoint
-    in bfloat16 is meant for.
+    """Return whether the KV cache is in bfloat16 by default under float32 arithmetic: for
+    checkpoints in bfloat16, whose keys and values had that precision in training.
 
-    Where prompts are whole, the cache is read once, and nothing is gained.
+    An encoder reads its cache once, so that it would not be faster.
     """
     return model.dtype == "bfloat16" and not model.whole_prompts
 
 
 def _usual_seqs(cuda: bool, whole_prompts: bool) -> int:
-    """Return a default that fills steps with short texts too, where these are not chunked."""
+    """Return the default of max_num_seqs: more for encoders, whose short texts would not fill a
+    step.
+    """
     return 1024 if cuda else 128 if whole_prompts else 64
 
 

@@ -59,13 +59,18 @@ class EngineConfig:
         "Folder of the locks on GPUs, one for all workers of a host, containers too. [default: /run/lock or /tmp]",
         kind="folder",
     )
-    dtype: str = _flag("auto", "Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = _flag(
+        "auto",
+        "Type that the model computes in. auto: on a GPU the checkpoint's, bfloat16 for float32; on a CPU bfloat16"
+        " where it has instructions for it, else float32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     max_model_len: int | None = _flag(
         None, "Longest prompt and answer together, in tokens. [default: from the model's config]", min=1, kind="size"
     )
     max_num_seqs: int | None = _flag(
         None,
-        "Sequences (choices of requests) that run at once. [default: 64 on a CPU, 128 of an encoder, 1024 on a GPU]",
+        "Sequences (choices of requests) that run at once. [default: 64 on a CPU (128 for an encoder), 1024 on a GPU]",
         min=1,
         kind="size",
     )

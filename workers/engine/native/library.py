@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Raise NativeUnavailable, at every call anew."""
+    """Return the library. Raises NativeUnavailable; a failure is not kept."""
     if platform.system() != "Linux":
-        raise NativeUnavailable("it is for Linux")
+        raise NativeUnavailable("the native library is for Linux only")
     try:
         return _load(PREBUILT)
     except NativeUnavailable as error:
         if not PREBUILT.is_dir():
             raise
-        logger.warning("the CPU kernels of the package are left out: %s", error)
+        logger.warning("cannot use the CPU kernels of the package: %s; using cached ones, or compiling them", error)
         return _load(None)
 
 

@@ -1,4 +1,4 @@
-"""Matrices of weights in the order in which the processor multiplies with them (`source/matmul.c`).
+"""Matrices of weights in the order in which the processor multiplies with them (`source/packed.c`).
 The plain ones are not kept.
 """
 
@@ -23,7 +23,7 @@ ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytor
 
 
 class _Matrix(ctypes.Structure):
-    """`packed_matrix` of matmul.c."""
+    """`packed_matrix` of matmul.h."""
 
     _fields_ = [
         ("panels", ctypes.c_void_p),
@@ -35,20 +35,21 @@ class _Matrix(ctypes.Structure):
 
 
 def can_pack(dtype: torch.dtype, size_in: int) -> bool:
-    """Return whether this processor multiplies with packed matrices of that dtype and row length.
+    """Return whether this processor multiplies with packed matrices of that dtype and row length:
+    kernels take two numbers of a row at a time.
 
     Raises NativeUnavailable.
     """
-    return size_in > 0 and size_in % 2 == 0 and _is_right(dtype)
+    return size_in > 0 and size_in % 2 == 0 and _matches_torch(dtype)
 
 
 class PackedMatrix:
     """x [..., k] -> activation(x weight.T + bias) [..., n] in the dtype of weight [n, k] and bias
     [n], float32 or bfloat16; in float32 if `to_float`.
 
-    Weights in float32 are stored in 16 bits where these hold each of them as it is. If `gated`,
-    weight is gates above what they let through, and the result [..., n / 2] is activation(gate) *
-    up.
+    Weights in float32 are stored in 16 bits where these hold each of them exactly. If `gated`, the
+    first n / 2 rows of weight are gates and the others the values that they multiply, and the
+    result [..., n / 2] is activation(gate) * up.
     """
 
     __slots__ = (
@@ -111,7 +112,7 @@ class PackedMatrix:
 
 
 def _stored_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of fewest bits that holds each of the weights as it is."""
+    """Return the dtype of fewest bits that holds each of the weights exactly."""
     if weight.dtype != torch.float32:
         return weight.dtype
     weight = weight.contiguous()
@@ -128,7 +129,7 @@ def _pack(weight: Tensor, gated: bool) -> Tensor:
 
 
 @functools.cache
-def _is_right(dtype: torch.dtype) -> bool:
+def _matches_torch(dtype: torch.dtype) -> bool:
     """Return whether products of that dtype come out as torch's do.
 
     The kernels may not have been tested on a processor with the same instructions.
@@ -136,14 +137,17 @@ def _is_right(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16 and not _functions().multiplies_bf16():
         return False
     stored = {torch.bfloat16: _STORED[:1], torch.float32: _STORED}.get(dtype, ())
-    right = [_product_is_right(dtype, narrow) for narrow in stored]
+    right = [_product_matches(dtype, narrow) for narrow in stored]
     if not all(right):
-        logger.warning("CPU products in %s are wrong on this processor; torch's are used, which may be slower", dtype)
+        name = str(dtype).removeprefix("torch.")
+        logger.warning(
+            "CPU kernels: products in %s differ from torch's here; torch's are used, which may be slower", name
+        )
     return bool(right) and all(right)
 
 
-def _product_is_right(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Compare few rows and many, with more inputs than are widened at once."""
+def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Compare few rows and many, with more inputs than DEPTH and more outputs than a panel has."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(shape, generator=generator).to(stored).to(dtype) for shape in ((29, 300), (44, 300), (44,))

@@ -49,7 +49,7 @@ def test_a_dtype_that_is_slow_on_the_processor_is_warned_of(caplog: pytest.LogCa
         resolved("llama", device="cpu", dtype=dtype)
     assert not caplog.records
     resolved("llama", device="cpu", dtype="float16")
-    assert "no fast products in float16" in caplog.text
+    assert "--dtype float16 is slow on this CPU" in caplog.text
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, 128), (5, 5)])

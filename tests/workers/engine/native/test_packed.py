@@ -203,15 +203,15 @@ def test_products_that_are_wrong_on_a_processor_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = PackedMatrix.__call__
-    packed._is_right.cache_clear()
+    packed._matches_torch.cache_clear()
     monkeypatch.setattr(PackedMatrix, "__call__", lambda matrix, x: right(matrix, x) * (1 + 1e-3 * (len(x) > 1)))
     try:
         assert not can_pack(torch.float32, 64)
         assert not isinstance(NativeOps().linear(torch.ones(32, 64), None), PackedMatrix)
     finally:
-        packed._is_right.cache_clear()
+        packed._matches_torch.cache_clear()
     (record,) = caplog.records
-    assert record.getMessage().startswith("CPU products in torch.float32 are wrong on this processor; torch's are used")
+    assert record.getMessage().startswith("CPU kernels: products in float32 differ from torch's here; torch's are used")
 
 
 def test_what_cannot_be_packed() -> None:

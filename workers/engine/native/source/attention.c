@@ -3,9 +3,9 @@
 
    Keys and values are stored in panels of 16 tokens of one head. A panel's keys go first, by pairs along the head's
    numbers, each pair for all 16 tokens; then its values, by pairs of tokens, each pair for all of the head's numbers.
-   (In float, for "pair" read one number.) So one vector instruction takes what both products need, as it lies there: 16
-   scores at a time, and 16 numbers of a result. Where a block does not consist of whole panels, or a head of whole
-   vectors, blocks hold plain rows, and panels are made of them as they are read.
+   (With a cache in float, for "pair" read one number.) So one vector instruction takes what both products need, as it
+   lies there: 16 scores at a time, and 16 numbers of a result. Where a block does not consist of whole panels, or a head
+   of whole vectors, blocks hold plain rows, and panels are made of them as they are read.
 
    A row's queries, of all heads that share a head of keys, are cut into tiles; a tile goes through its keys in steps,
    with the softmax of Milakov and Gimelshein (2018). The keys of a row with a single tile are cut too, at fixed places,

@@ -26,9 +26,7 @@ enum {
 
 /* What is the same for all layers of one pattern. */
 struct attention_step {
-    /* of lanes.h's: queries, keys and values in float or in bf16, and the cache in the same, or floats over a cache in
-       bf16 */
-    int32_t mode;
+    int32_t mode; /* FLOATS, PAIRS or FLOATS_BY_PAIRS (lanes.h) */
     int32_t heads, kv_heads, head_dim, block_size;
     int32_t before, after; /* tokens to either side of its own that a query sees at most; far more than any row has */
     int32_t num_tokens, num_rows, max_blocks;
@@ -87,7 +85,7 @@ typedef struct {
     float *total;            /* [queries of a tile][LANES], to be added up */
     float *top;              /* [queries of a tile] */
     uint32_t *panels;        /* [STEP_PANELS], where blocks hold plain rows */
-    uint32_t *values;        /* [PANEL][key_words], where they are not as the cache has them */
+    uint32_t *values;        /* [PANEL][key_words], rounded for the cache; FLOATS_BY_PAIRS only */
 } workspace;
 
 ALWAYS_INLINE ptrdiff_t at_most(ptrdiff_t x, ptrdiff_t y) {

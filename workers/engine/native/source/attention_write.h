@@ -36,11 +36,11 @@ NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace 
                                   const void *weights, ptrdiff_t token, void *to, int cached, int mode) {
     const head_rotation *rotation = layer->rotation;
     ptrdiff_t size = layer->step->head_dim, half = size / 2;
-    int halves = cached ? mode != FLOATS : mode == PAIRS;
+    int is_bf16 = cached ? mode != FLOATS : mode == PAIRS;
     if (!rotation) {
         if (mode != FLOATS_BY_PAIRS || !cached)
             return from;
-        narrow(to, from, size, halves);
+        narrow(to, from, size, is_bf16);
         return to;
     }
     ptrdiff_t row = token * rotation->stride * number_bytes(mode);
@@ -53,7 +53,7 @@ NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace 
     const char *cos = (const char *)rotation->cos + row, *sin = (const char *)rotation->sin + row;
     turn(turned, x, x + half, cos, sin, 0, half, mode);
     turn(turned + half, x + half, x, cos, sin, half, half, mode);
-    narrow(to, turned, size, halves);
+    narrow(to, turned, size, is_bf16);
     return to;
 }
 

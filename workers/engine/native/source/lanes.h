@@ -38,31 +38,31 @@ ALWAYS_INLINE lanes load(const float *from) {
 
 /* Numbers in float16, where the processor converts them. */
 #if defined(__AVX512F__)
-#define HAS_HALVES 1
-ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+#define HAS_F16 1
+ALWAYS_INLINE lanes load_f16(const uint16_t *from) {
     return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
 }
 #elif defined(__F16C__)
-#define HAS_HALVES 1
-ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+#define HAS_F16 1
+ALWAYS_INLINE lanes load_f16(const uint16_t *from) {
     return (lanes)_mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
 }
 #elif defined(__aarch64__)
-#define HAS_HALVES 1
-ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+#define HAS_F16 1
+ALWAYS_INLINE lanes load_f16(const uint16_t *from) {
     return (lanes)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
 #else
-#define HAS_HALVES 0
-ALWAYS_INLINE lanes load_halves(const uint16_t *from) {
+#define HAS_F16 0
+ALWAYS_INLINE lanes load_f16(const uint16_t *from) {
     (void)from;
     return (lanes){0};
 }
 #endif
 
-ALWAYS_INLINE float float_of_half(uint16_t x) {
+ALWAYS_INLINE float float_of_f16(uint16_t x) {
     uint16_t all[LANES] = {x};
-    return load_halves(all)[0];
+    return load_f16(all)[0];
 }
 
 ALWAYS_INLINE words load_words(const void *from) {
@@ -80,7 +80,7 @@ ALWAYS_INLINE void store(float *to, lanes x) {
 }
 
 ALWAYS_INLINE lanes all(float x) {
-    return x - (lanes){0}; /* 0 + x is another number where x is -0, and so would be computed */
+    return x - (lanes){0}; /* compilers drop this, and not 0 + x, which is 0 for -0 */
 }
 
 ALWAYS_INLINE lanes choose(integers mask, lanes yes, lanes no) {
@@ -198,7 +198,8 @@ ALWAYS_INLINE words repeated(const uint32_t *from) {
 #endif
 }
 
-/* How words are multiplied with words: floats with floats, pairs of bf16 with pairs, or two floats with a pair. */
+/* How attention multiplies words: queries and cache in float; both in bf16, two numbers in a word; or queries in float
+   and the cache in bf16. */
 enum { FLOATS, PAIRS, FLOATS_BY_PAIRS };
 
 /* What one word of the other side is multiplied with. */
@@ -229,17 +230,17 @@ ALWAYS_INLINE lanes multiply_add(lanes sum, factor a, words b, int mode) {
 #endif
 }
 
-/* Numbers of a row, in float or in bf16 (`halves`), as floats, and back. */
-ALWAYS_INLINE void widen(float *to, const void *from, ptrdiff_t count, int halves) {
-    if (!halves)
+/* Numbers of a row, in float or in bf16, as floats, and back. */
+ALWAYS_INLINE void widen(float *to, const void *from, ptrdiff_t count, int is_bf16) {
+    if (!is_bf16)
         memcpy(to, from, (size_t)count * sizeof(float));
     else
         for (ptrdiff_t i = 0; i < count; i++)
             to[i] = float_of_bf16(((const bf16 *)from)[i]);
 }
 
-ALWAYS_INLINE void narrow(void *to, const float *from, ptrdiff_t count, int halves) {
-    if (!halves) {
+ALWAYS_INLINE void narrow(void *to, const float *from, ptrdiff_t count, int is_bf16) {
+    if (!is_bf16) {
         memcpy(to, from, (size_t)count * sizeof(float));
         return;
     }

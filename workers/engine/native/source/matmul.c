@@ -3,7 +3,7 @@
    A packed matrix is panels of 32 rows of w. A panel holds, for each number along k, that number of each of its rows,
    or of bf16 each pair of neighbors: what two vdpbf16ps take. The panel's columns of y are computed for a tile of rows
    of x at a time, whose sums stay in registers; the last panel is padded with zeros. In a gated matrix the first 16
-   rows of a panel are gates and the other 16 what they let through.
+   rows of a panel are gates and the other 16 the values that they multiply.
 
    There are two kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, and of floats
    (matmul_float.h), with weights that may be stored in 16 bits and are widened on the way. */
@@ -22,7 +22,7 @@ int multiplies_bf16(void);
    tile takes its time. */
 enum { FEW_FLOAT_TILES = 2, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
 /* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than
-   LEAST_TILES. Of rows of floats only what a widened part of a panel meets has to stay. */
+   LEAST_TILES. In float only DEPTH numbers of each row have to stay there (measured: docs/performance.md). */
 enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4, FLOAT_BLOCK_ROWS = 192 };
 
 typedef struct {
@@ -104,7 +104,7 @@ static ptrdiff_t count_blocks(const packed_matrix *matrix, ptrdiff_t m) {
 }
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
-    ptrdiff_t panel_bytes = PANEL * matrix->k * number_size(matrix->stored), panels = (matrix->n + PANEL - 1) / PANEL;
+    ptrdiff_t panel_bytes = PANEL * matrix->k * stored_size(matrix->stored), panels = (matrix->n + PANEL - 1) / PANEL;
     int few = m <= (matrix->floats ? FEW_FLOAT_TILES * TILE_ROWS : MOST_ROWS);
     ptrdiff_t run = few && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
     return (product){matrix, x, y, m, panels, run, count_blocks(matrix, m), (panels + run - 1) / run, few};
@@ -153,23 +153,24 @@ static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block
 
 /* The columns of y that a panel gives. */
 typedef struct {
-    ptrdiff_t first, filled, width; /* of them, the last of which may be fewer than a panel has, and of all of y */
+    ptrdiff_t first, filled; /* their first, and how many, which are fewer in the last panel */
+    ptrdiff_t width;         /* of a row of y */
     const void *weights;
     const float *bias;
 } panel_columns;
 
 static panel_columns columns_of(const packed_matrix *matrix, ptrdiff_t panel) {
     ptrdiff_t width = matrix->gated ? matrix->n / 2 : matrix->n, most = matrix->gated ? HALF : PANEL;
-    const char *weights = (const char *)matrix->panels + panel * PANEL * matrix->k * number_size(matrix->stored);
+    const char *weights = (const char *)matrix->panels + panel * PANEL * matrix->k * stored_size(matrix->stored);
     ptrdiff_t left = width - panel * most;
     return (panel_columns){panel * most, left < most ? left : most, width, weights,
                            matrix->bias ? matrix->bias + panel * PANEL : NULL};
 }
 
-/* A block of many rows with a panel, to sums [rows][PANEL]. What is widened next comes nearer meanwhile. */
+/* A block of many rows with a panel, to sums [rows][PANEL]. Prefetches into the second cache what is widened next. */
 static void multiply_widened(const packed_matrix *matrix, const row_block *block, const char *weights, float *sums) {
     float strips[DEPTH * PANEL] __attribute__((aligned(64)));
-    ptrdiff_t k = matrix->k, step = PANEL * number_size(matrix->stored);
+    ptrdiff_t k = matrix->k, step = PANEL * stored_size(matrix->stored);
     for (ptrdiff_t first = 0; first < k; first += DEPTH) {
         ptrdiff_t count = k - first < DEPTH ? k - first : DEPTH;
         ptrdiff_t fetched = ((DEPTH * step + block->tiles - 1) / block->tiles + 63) / 64 * 64;

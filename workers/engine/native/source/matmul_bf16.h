@@ -11,7 +11,7 @@ enum { CHUNK = 32 }; /* elements of k: a line of the cache in a row of x, PANEL 
 
 #ifdef __AVX512BF16__
 
-/* What a tile brings nearer while it computes: so many lines of the cache for each CHUNK, from `at` on. */
+/* What a tile prefetches while it computes: so many lines of the cache for each CHUNK, from `at` on. */
 typedef struct {
     const char *at;
     int lines;
@@ -124,7 +124,7 @@ ALWAYS_INLINE void finish_tile(
     __mmask32 kept = (__mmask32)((1ull << filled) - 1);
     for (int i = 0; i < rows; i++, sums += PANEL) {
         float *floats = (float *)y + i * width;
-        bf16 *halves = (bf16 *)y + i * width;
+        bf16 *rounded = (bf16 *)y + i * width;
         __m512 low = (__m512)activated(activation, (lanes)_mm512_add_ps(_mm512_load_ps(sums), low_bias));
         __m512 high = _mm512_add_ps(_mm512_load_ps(sums + HALF), high_bias);
         if (gated)
@@ -136,9 +136,9 @@ ALWAYS_INLINE void finish_tile(
             if (!gated)
                 _mm512_mask_storeu_ps(floats + HALF, (__mmask16)(kept >> HALF), high);
         } else if (gated) {
-            _mm256_mask_storeu_epi16(halves, (__mmask16)kept, (__m256i)_mm512_cvtneps_pbh(low));
+            _mm256_mask_storeu_epi16(rounded, (__mmask16)kept, (__m256i)_mm512_cvtneps_pbh(low));
         } else {
-            _mm512_mask_storeu_epi16(halves, kept, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            _mm512_mask_storeu_epi16(rounded, kept, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
 }

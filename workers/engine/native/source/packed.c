@@ -20,14 +20,14 @@ static inline ptrdiff_t source_row(ptrdiff_t panel, ptrdiff_t lane, ptrdiff_t n,
     return lane < HALF ? row : n / 2 + row;
 }
 
-/* Where in a panel number i of its first row is. */
+/* The index in a panel of number i of its first row. */
 static inline ptrdiff_t place_in_panel(ptrdiff_t i, int stored) {
     return stored == STORED_BF16 ? i / 2 * 2 * PANEL + i % 2 : i * PANEL;
 }
 
-ALWAYS_INLINE void pack_panel(const char *w, ptrdiff_t panel, ptrdiff_t n, ptrdiff_t k, int stored, int gated,
+ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdiff_t n, ptrdiff_t k, int gated,
                               char *to) {
-    size_t size = (size_t)number_size(stored);
+    size_t size = (size_t)stored_size(stored);
     ptrdiff_t beside = stored == STORED_BF16 ? 2 : 1;
     for (ptrdiff_t lane = 0; lane < PANEL; lane++) {
         ptrdiff_t row = source_row(panel, lane, n, gated);
@@ -37,29 +37,24 @@ ALWAYS_INLINE void pack_panel(const char *w, ptrdiff_t panel, ptrdiff_t n, ptrdi
     }
 }
 
-/* w [n][k] in the dtype that it is stored as, k even of bf16; panels are zeros before. */
+/* w [n][k] in the dtype `stored`. k is even for bf16, and panels are zeroed before. */
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels) {
 #pragma omp parallel for
     for (ptrdiff_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++) {
-        char *to = (char *)panels + panel * PANEL * k * number_size(stored);
-        if (stored == STORED_BF16)
-            pack_panel(w, panel, n, k, STORED_BF16, gated, to);
-        else if (stored == STORED_F16)
-            pack_panel(w, panel, n, k, STORED_F16, gated, to);
-        else
-            pack_panel(w, panel, n, k, STORED_F32, gated, to);
+        char *to = (char *)panels + panel * PANEL * k * stored_size(stored);
+        WITH_STORED(pack_panel, stored, w, panel, n, k, gated, to)
     }
 }
 
-/* Bit 0: a number is none of bf16's, bit 1: it is none of float16's that this processor widens. */
+/* Bit 0 is set where bf16 does not hold x exactly, bit 1 where float16 does not, or this processor cannot widen it. */
 static inline int misfits(float x) {
     float size = fabsf(x), small = size * 0x1p24f; /* float16 has whole multiples of 2**-24 below 2**-14 */
     int bits = (int)bits_of_float(x);
-    int in_halves = size < 0x1p-14f ? small == (float)(int)small : size < 65505.0f && (bits & 0x1fff) == 0;
-    return ((bits & 0xffff) != 0) | (!in_halves || !HAS_HALVES) << 1;
+    int in_f16 = size < 0x1p-14f ? small == (float)(int)small : size < 65505.0f && (bits & 0x1fff) == 0;
+    return ((bits & 0xffff) != 0) | (!in_f16 || !HAS_F16) << 1;
 }
 
-/* What holds the numbers as they are, in the fewest bits. */
+/* The kind of fewest bits that holds all numbers exactly. */
 int narrowest(const float *w, ptrdiff_t count) {
     enum { PART = 1 << 14 };
     int found = 0;
@@ -74,16 +69,16 @@ int narrowest(const float *w, ptrdiff_t count) {
     return !(found & 1) ? STORED_BF16 : !(found & 2) ? STORED_F16 : STORED_F32;
 }
 
-ALWAYS_INLINE void look_up(const packed_matrix *matrix, const char *from, int stored, float *y) {
+ALWAYS_INLINE void look_up(int stored, const packed_matrix *matrix, const char *from, float *y) {
     for (ptrdiff_t i = 0; i < matrix->k; i++) {
         uint16_t number;
-        const char *at = from + place_in_panel(i, stored) * number_size(stored);
+        const char *at = from + place_in_panel(i, stored) * stored_size(stored);
         if (stored == STORED_F32) {
             memcpy(y + i, at, sizeof *y);
             continue;
         }
         memcpy(&number, at, sizeof number);
-        y[i] = stored == STORED_BF16 ? float_of_bf16(number) : float_of_half(number);
+        y[i] = stored == STORED_BF16 ? float_of_bf16(number) : float_of_f16(number);
     }
 }
 
@@ -93,16 +88,13 @@ void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t c
 #pragma omp parallel for if (count > 64)
     for (ptrdiff_t i = 0; i < count; i++) {
         const char *from = (const char *)matrix->panels
-            + (rows[i] / PANEL * PANEL * k + rows[i] % PANEL * beside) * number_size(matrix->stored);
-        if (!matrix->floats)
-            for (ptrdiff_t pair = 0; pair < k / 2; pair++)
-                memcpy((bf16 *)y + i * k + 2 * pair, (const bf16 *)from + pair * 2 * PANEL, 2 * sizeof(bf16));
-        else if (matrix->stored == STORED_BF16)
-            look_up(matrix, from, STORED_BF16, (float *)y + i * k);
-        else if (matrix->stored == STORED_F16)
-            look_up(matrix, from, STORED_F16, (float *)y + i * k);
-        else
-            look_up(matrix, from, STORED_F32, (float *)y + i * k);
+            + (rows[i] / PANEL * PANEL * k + rows[i] % PANEL * beside) * stored_size(matrix->stored);
+        if (matrix->floats) {
+            WITH_STORED(look_up, matrix->stored, matrix, from, (float *)y + i * k)
+            continue;
+        }
+        for (ptrdiff_t pair = 0; pair < k / 2; pair++)
+            memcpy((bf16 *)y + i * k + 2 * pair, (const bf16 *)from + pair * 2 * PANEL, 2 * sizeof(bf16));
     }
 }
 

@@ -1,5 +1,6 @@
 /* A model's layers in one call: the same kernels in the same order as layers/stack.py has them called one by one, with
-   nothing but buffers between them. All in bf16, or all in float. */
+   nothing but buffers between them. Activations, norms and rotations are all in bf16, or all in float; matrices and the
+   cache may be in 16 bits under float. */
 
 #include <time.h>
 
