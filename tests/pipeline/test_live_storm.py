@@ -123,7 +123,6 @@ class Rest:
     def __init__(self, fleet: LocalFleet, urls: list[str]) -> None:
         self._fleet = fleet
         self._urls = urls
-        self._free_blocks = self._metric("pipeline_engine_free_blocks")
         self._kinds = self._kinds_of_keys()
 
     def wait_for_it(self) -> None:
@@ -133,7 +132,7 @@ class Rest:
             wait_until(partial(has_no_connection, url), 60, "no connection to be left")
         wait_until(lambda: self._metric("vllm:num_requests_running") == 0, 60, "no request to run in the engine")
         assert self._metric("vllm:num_requests_waiting") == 0
-        assert self._metric("pipeline_engine_free_blocks") == self._free_blocks
+        assert self._metric("vllm:kv_cache_usage_perc") == 0
         self._fleet.redis.clock.step(KEEP_SECONDS + 1)
         wait_until(lambda: self._kinds_of_keys() <= self._kinds, 60, "no key of another kind to be left")
         assert faults(self._fleet.client) == []

@@ -76,8 +76,10 @@ def cpu_cache_bytes(
 
     1. what all requests need at their longest
     2. what the weights leave of the `available` bytes
-    3. the largest of this replica's share of that, of 1 GiB, and of what one request of
-       `--max-model-len` needs where that is set
+    3. the largest of this replica's share of that in whole GiB, of 1 GiB, and of what one request
+       of `--max-model-len` needs where that is set
+
+    In whole GiB, since replicas that start one after the other should have equal limits.
 
     Pages are taken from the system when they are first written: an unused cache takes none.
     Replicas that divide the CPUs divide the memory. Raises ModelLoadError where `weights` bytes and
@@ -98,8 +100,8 @@ def cpu_cache_bytes(
     if available is None:
         return min(CPU_CACHE_BYTES, longest)
     free, least = available - weights, 0 if config.may_shorten else (one + 1) * block
-    share = max(CPU_CACHE_BYTES, int(CPU_CACHE_SHARE * _part_of_cpus(config) * free))
-    return min(longest, free, max(share, least))
+    share = int(CPU_CACHE_SHARE * _part_of_cpus(config) * free) >> 30 << 30
+    return min(longest, free, max(CPU_CACHE_BYTES, share, least))
 
 
 def _part_of_cpus(config: ResolvedConfig) -> float:
