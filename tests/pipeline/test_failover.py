@@ -19,7 +19,7 @@ from tests.support.integrity import faults
 from tests.support.sentinel_fleet import SentinelFleet
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
-COPIES = 2  # of the 300 example requests
+COPIES = 8  # of the 300 example requests: a failover by order takes some seconds
 END_SECONDS = 240
 
 
