@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from openai.types import CreateEmbeddingResponse
 
 from api.auth import AuthorizedRoute
 from api.http.openapi import json_body
@@ -47,10 +46,12 @@ _RANKED = {
     "properties": {"index": _INTEGER, "relevance_score": _NUMBER, "document": _object(text=_STRING)},
 }
 _RERANKED = _object(id=_STRING, model=_STRING, usage=_USAGE, results={"type": "array", "items": _RANKED})
+_EMBEDDING = _object(object={"const": "embedding"}, index=_INTEGER, embedding={"anyOf": [_NUMBERS, _STRING]})
+_EMBEDDED = _object(object={"const": "list"}, model=_STRING, usage=_USAGE, data={"type": "array", "items": _EMBEDDING})
 _BODY = json_body({"type": "object"})
 
 
-@router.post(EMBEDDINGS, responses={200: {"model": CreateEmbeddingResponse}}, openapi_extra=_BODY)
+@router.post(EMBEDDINGS, responses=_answered(_EMBEDDED), response_class=Response, openapi_extra=_BODY)
 async def embeddings(request: Request) -> Response:
     """A vector for each text."""
     return await _answer(request, EMBEDDINGS)
