@@ -15,6 +15,7 @@ from tests.workers.engine.places import GPU, INTERPRETER, needs_interpreter
 from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.core import EngineCore
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
+from workers.engine.layers.stack import LayerStack
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
 from workers.engine.messages.step import StepPlan
 from workers.engine.models.decoder import RotaryDecoder
@@ -140,7 +141,9 @@ class Failing:
 def one_layer(core: EngineCore) -> EngineCore:
     model = core._executor.runner.model
     assert isinstance(model, RotaryDecoder)
-    model.stack.layers = model.stack.layers[:1]
+    stack = model.stack
+    assert isinstance(stack, LayerStack)
+    model.stack = LayerStack(stack.layers[:1], stack.norm, stack.heads, stack.kv_heads, stack.head_dim)
     return core
 
 
