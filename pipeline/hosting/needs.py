@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.engine.messages.config import CPU_CACHE_BYTES, EngineConfig
+from workers.engine.native.levels import processor_features
 
 # The engine's defaults
 _CPU_SEQUENCES, _CPU_ENCODER_SEQUENCES, _CPU_STEP_TOKENS, _BLOCK_SIZE = 64, 128, 1024, 16
@@ -155,9 +156,4 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 
 def _has_bfloat16() -> bool:
     """Return whether `--dtype auto` is bfloat16 on this CPU."""
-    try:
-        rows = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return False
-    flags = next((row for row in rows if row.startswith(("flags", "Features"))), "")
-    return not _BFLOAT16_FLAGS.isdisjoint(flags.split())
+    return not _BFLOAT16_FLAGS.isdisjoint(processor_features())

@@ -19,12 +19,15 @@ from workers.engine.layers.base import AttentionPattern, RotaryHeads
 class CacheShape:
     """The paged cache of one layer: `num_blocks` blocks of `block_size` tokens; block 0 is the null
     block, never handed out.
+
+    `dtype` is that of keys and values, where it is not the one that attention computes in.
     """
 
     num_blocks: int
     block_size: int
     kv_heads: int
     head_dim: int
+    dtype: torch.dtype | None = None
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return bytes of keys and values that one block of one layer takes."""

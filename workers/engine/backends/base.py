@@ -36,17 +36,8 @@ class Backend(Protocol):
     @property
     def ops(self) -> Ops: ...
 
-    def attention(
-        self,
-        shape: CacheShape,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        cache_dtype: torch.dtype | None = None,
-    ) -> Attention:
-        """Return attention in `dtype` over a cache in `cache_dtype`, which is `dtype` unless the
-        backend `widens`.
-        """
+    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
+        """Return attention in `dtype`; that of the shape may differ where the backend `widens`."""
         ...
 
     def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs: ...

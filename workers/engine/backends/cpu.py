@@ -36,15 +36,8 @@ class CpuBackend(TorchBackend):
         if why is not None:
             raise ModelLoadError(f"the cpu backend cannot be had: {why}; choose attention_backend auto or torch")
 
-    def attention(
-        self,
-        shape: CacheShape,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        cache_dtype: torch.dtype | None = None,
-    ) -> Attention:
-        return CpuAttention(shape, num_heads, dtype, cache_dtype or dtype)
+    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
+        return CpuAttention(shape, num_heads, dtype)
 
     def draw(self, num_slots: int, vocab_size: int, device: torch.device) -> Draw:
         return NativeDraw(num_slots, vocab_size)

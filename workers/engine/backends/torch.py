@@ -20,14 +20,7 @@ class TorchBackend(Backend):
     records = False
     ops: Ops = TorchOps()
 
-    def attention(
-        self,
-        shape: CacheShape,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        cache_dtype: torch.dtype | None = None,
-    ) -> Attention:
+    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
         return TorchAttention(shape, num_heads, dtype, device)
 
     def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs:

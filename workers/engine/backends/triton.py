@@ -51,14 +51,7 @@ class TritonBackend(Backend):
 
         return TritonOps()
 
-    def attention(
-        self,
-        shape: CacheShape,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        cache_dtype: torch.dtype | None = None,
-    ) -> Attention:
+    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
         from workers.engine.kernels.paged_attention import TritonAttention
         from workers.engine.kernels.tile_choices import choices
 

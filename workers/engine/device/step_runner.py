@@ -25,9 +25,9 @@ class StepRunner:
     ) -> None:
         self.device = model.device
         self._shape = model.config
-        shape = CacheShape(num_blocks, config.block_size, self._shape.num_kv_heads, self._shape.head_dim)
         cache_dtype: torch.dtype = getattr(torch, config.cache_dtype)
-        self.attention = backend.attention(shape, self._shape.num_heads, model.dtype, self.device, cache_dtype)
+        shape = CacheShape(num_blocks, config.block_size, self._shape.num_kv_heads, self._shape.head_dim, cache_dtype)
+        self.attention = backend.attention(shape, self._shape.num_heads, model.dtype, self.device)
         self.caches = self.attention.new_cache(self._shape.num_layers)
         self.inputs = backend.inputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
         self.interruption = Interruption() if self.device.type == "cpu" else None

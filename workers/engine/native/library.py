@@ -25,13 +25,7 @@ def load() -> ctypes.CDLL:
     """Return the library. Raises NativeUnavailable; a failure is not kept."""
     if platform.system() != "Linux":
         raise NativeUnavailable("the native library is for Linux only")
-    try:
-        return _load(PREBUILT)
-    except NativeUnavailable as error:
-        if not PREBUILT.is_dir():
-            raise
-        logger.warning("cannot use the CPU kernels of the package: %s; using cached ones, or compiling them", error)
-        return _load(None)
+    return _load(PREBUILT)
 
 
 def _load(prebuilt: Path | None) -> ctypes.CDLL:
@@ -39,6 +33,9 @@ def _load(prebuilt: Path | None) -> ctypes.CDLL:
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
-            raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
+            if path.parent != prebuilt:
+                raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
+            logger.warning("cannot use the CPU kernels of the package: %s; using cached ones, or compiling them", error)
+            return _load(None)
     logger.info("loaded the CPU kernels %s", path)
     return library

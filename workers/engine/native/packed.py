@@ -62,7 +62,6 @@ class PackedMatrix:
         "columns",
         "dtype",
         "pointer",
-        "stored",
     )
 
     def __init__(
@@ -76,8 +75,8 @@ class PackedMatrix:
         n, self._size_in = weight.shape
         self.dtype, floats = weight.dtype, weight.dtype == torch.float32
         self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else weight.dtype
-        stored = weight.contiguous().to(_stored_dtype(weight))
-        self.stored, self._panels = stored.dtype, _pack(stored, gated)
+        weight = weight.contiguous()
+        self._panels = _pack(weight.to(_stored_dtype(weight)), gated)
         self._bias = None if bias is None else _pack(bias.float()[:, None], gated)
         number = ACTIVATIONS[activation] if activation else 0
         bias_pointer = None if self._bias is None else self._bias.data_ptr()
@@ -86,10 +85,15 @@ class PackedMatrix:
             bias_pointer,
             n,
             self._size_in,
-            *(_STORED.index(stored.dtype), number, gated, floats, to_float or floats),
+            *(_STORED.index(self.stored), number, gated, floats, to_float or floats),
         )
         self.pointer = ctypes.addressof(self._matrix)
         self._multiply = _functions().packed_matmul
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype that the weights are kept in."""
+        return self._panels.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self._size_in or x.dtype != self.dtype:
@@ -112,10 +116,9 @@ class PackedMatrix:
 
 
 def _stored_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of fewest bits that holds each of the weights exactly."""
+    """Return the dtype of fewest bits that holds each number of a contiguous weight exactly."""
     if weight.dtype != torch.float32:
         return weight.dtype
-    weight = weight.contiguous()
     return _STORED[_functions().narrowest(weight.data_ptr(), weight.numel())]
 
 
@@ -136,14 +139,16 @@ def _matches_torch(dtype: torch.dtype) -> bool:
     """
     if dtype == torch.bfloat16 and not _functions().multiplies_bf16():
         return False
-    stored = {torch.bfloat16: _STORED[:1], torch.float32: _STORED}.get(dtype, ())
-    right = [_product_matches(dtype, narrow) for narrow in stored]
-    if not all(right):
+    stored = {torch.bfloat16: _STORED[:1], torch.float32: _STORED}.get(dtype)
+    if stored is None:
+        return False
+    right = all(_product_matches(dtype, narrow) for narrow in stored)
+    if not right:
         name = str(dtype).removeprefix("torch.")
         logger.warning(
             "CPU kernels: products in %s differ from torch's here; torch's are used, which may be slower", name
         )
-    return bool(right) and all(right)
+    return right
 
 
 def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:

@@ -71,7 +71,7 @@ class NativeStep:
         random = np.random.default_rng(self.seed)
         torch.manual_seed(self.seed)
         blocks = [-(-context // self.block_size) for _, context in self.rows]
-        self.shape = CacheShape(sum(blocks) + 2, self.block_size, self.kv_heads, self.dim)
+        self.shape = CacheShape(sum(blocks) + 2, self.block_size, self.kv_heads, self.dim, self.numbers.cache)
         free = iter(random.permutation(np.arange(1, self.shape.num_blocks - 1)))
         self.tables = np.full(
             (len(self.rows), max(blocks) + 1), self.shape.num_blocks - 1, np.int32
@@ -89,8 +89,7 @@ class NativeStep:
         return torch.randn(tokens, heads, self.dim).to(rounded).to(self.numbers.dtype)
 
     def attention(self) -> Attention:
-        dtype, cache = self.numbers
-        return find_backend("cpu").attention(self.shape, self.kv_heads * self.group, dtype, CPU, cache)
+        return find_backend("cpu").attention(self.shape, self.kv_heads * self.group, self.numbers.dtype, CPU)
 
     def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
         """For spans (row, first, last) of tokens computed together."""
@@ -308,9 +307,7 @@ def test_norm_and_rotation(numbers: Numbers, dim: int, block_size: int, norms: b
     spans = [(row, 0, count) for row, (count, _) in enumerate(step.rows)]
     outs = []
     for backend in ("cpu", "torch"):
-        attention = find_backend(backend).attention(
-            step.shape, 6, dtype, CPU, numbers.cache if backend == "cpu" else None
-        )
+        attention = find_backend(backend).attention(step.shape, 6, dtype, CPU)
         cache = attention.new_cache(1)[0]
         out = attention.forward_rotary(qkv, rotary, cache, step.metadata(spans), dim**-0.5, CAUSAL)
         outs.append(out.float())
