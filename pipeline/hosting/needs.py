@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.engine.messages.config import CPU_CACHE_BYTES, EngineConfig
+from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_ENCODER_SEQUENCES, CPU_SEQUENCES, EngineConfig
 from workers.engine.native.levels import processor_features
 
-# The engine's defaults
-_CPU_SEQUENCES, _CPU_ENCODER_SEQUENCES, _CPU_STEP_TOKENS, _BLOCK_SIZE = 64, 128, 1024, 16
+_CPU_STEP_TOKENS, _BLOCK_SIZE = 1024, 16  # the engine's defaults
 _GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
 _PROCESS_BYTES = 384 << 20  # of a worker process with its engine core; about half of it is torch
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -135,9 +134,9 @@ def _cache_blocks(engine: EngineConfig, config: Mapping[str, Any], block: int) -
     """Return how many blocks all requests need at their longest; an encoder has those of a step."""
     length = engine.max_model_len or config["max_position_embeddings"]
     if _is_encoder(config):
-        sequences = engine.max_num_seqs or _CPU_ENCODER_SEQUENCES
+        sequences = engine.max_num_seqs or CPU_ENCODER_SEQUENCES
         return int(max(engine.max_num_batched_tokens or _CPU_STEP_TOKENS, length) // block + 2 * sequences + 1)
-    return int((engine.max_num_seqs or _CPU_SEQUENCES) * -(-length // block) + 1)
+    return int((engine.max_num_seqs or CPU_SEQUENCES) * -(-length // block) + 1)
 
 
 def _is_encoder(config: Mapping[str, Any]) -> bool:

@@ -8,7 +8,14 @@ import torch
 
 from workers.engine.backends.registry import default_backend, find_backend
 from workers.engine.device.loader import resolve_dtype
-from workers.engine.messages.config import CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS, EngineConfig
+from workers.engine.messages.config import (
+    CPU_ENCODER_SEQUENCES,
+    CPU_LIVE_STEP_MS,
+    CPU_SEQUENCES,
+    GPU_LIVE_STEP_MS,
+    GPU_SEQUENCES,
+    EngineConfig,
+)
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.models.config import ModelConfig
@@ -53,10 +60,8 @@ def _suits_narrow_cache(model: ModelConfig) -> bool:
 
 
 def _usual_seqs(cuda: bool, whole_prompts: bool) -> int:
-    """Return the default of max_num_seqs: more for encoders, whose short texts would not fill a
-    step.
-    """
-    return 1024 if cuda else 128 if whole_prompts else 64
+    """Return the default of max_num_seqs."""
+    return GPU_SEQUENCES if cuda else CPU_ENCODER_SEQUENCES if whole_prompts else CPU_SEQUENCES
 
 
 def _longest_context(config: EngineConfig, model: ModelConfig) -> int:

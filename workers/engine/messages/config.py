@@ -11,6 +11,9 @@ TASKS = ("auto", "generate", "embed", "classify", "score")
 CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS = 150.0, 50.0
 """Defaults of `live_step_ms`."""
 
+CPU_SEQUENCES, CPU_ENCODER_SEQUENCES, GPU_SEQUENCES = 64, 128, 1024
+"""Defaults of `max_num_seqs`: an encoder's are more, since short texts would not fill a step."""
+
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 CPU_CACHE_SHARE = 0.4  # of the memory that the weights leave, for KV caches on a CPU
 CPU_CACHE_BYTES = 1 << 30  # for one at least, as far as they are free, and where the machine does not say what is
@@ -70,7 +73,8 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _flag(
         None,
-        "Sequences (choices of requests) that run at once. [default: 64 on a CPU (128 for an encoder), 1024 on a GPU]",
+        f"Sequences (choices of requests) that run at once. [default: {CPU_SEQUENCES} on a CPU"
+        f" ({CPU_ENCODER_SEQUENCES} for an encoder), {GPU_SEQUENCES} on a GPU]",
         min=1,
         kind="size",
     )
