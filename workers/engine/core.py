@@ -106,6 +106,7 @@ class EngineCore:
             gpus=executor.gpus,
             backend=config.attention_backend,
             cache_dtype=config.cache_dtype,
+            quantization=config.quantization or "",
             model_digest=executor.model_digest,
             tasks=list(model.tasks),
             embedding_size=model.embedding_size,

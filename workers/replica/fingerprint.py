@@ -13,5 +13,6 @@ def system_fingerprint(info: Ready) -> str:
     weights with the same arithmetic, on one kind of device.
     """
     kind = info.device.partition(":")[0]
-    parts = (version(), info.model_digest, info.dtype, info.cache_dtype, kind, info.backend)
+    arithmetic = (info.dtype, info.cache_dtype, info.quantization, kind, info.backend)
+    parts = (version(), info.model_digest, *arithmetic)
     return f"fp_{hashlib.sha256('/'.join(parts).encode()).hexdigest()[:12]}"

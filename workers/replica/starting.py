@@ -22,9 +22,10 @@ async def start_engine(engine: AsyncEngine, timeout: float, longest_at_death: in
     await engine.start(timeout)
     info = engine.info
     logger.info(
-        "engine on %s: backend %s, computes in %s; %d requests at once, context of %d tokens, KV cache in %s of %d"
+        "engine on %s: backend %s, computes in %s%s; %d requests at once, context of %d tokens, KV cache in %s of %d"
         " blocks of %d tokens; weights read in %.1f s",
-        *(info.device, info.backend, info.dtype, info.max_num_seqs, info.max_model_len),
+        *(info.device, info.backend, info.dtype, f" with weights in {info.quantization}" * bool(info.quantization)),
+        *(info.max_num_seqs, info.max_model_len),
         *(info.cache_dtype, info.num_blocks, info.block_size, info.weights_seconds),
     )
     await _run_self_test(engine, longest_at_death)

@@ -19,15 +19,23 @@ logger = logging.getLogger(__name__)
 
 
 def load_pooling_model(
-    checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, ops: Ops
+    checkpoint: ModelCheckpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    ops: Ops,
+    quantization: str | None = None,
 ) -> PoolingModel:
-    """Read the tensors and build the model. Raises ModelLoadError."""
+    """Read the tensors and build the model; `quantization` is as `Weights` has it.
+
+    Raises ModelLoadError.
+    """
     config, family = checkpoint.config, checkpoint.family
     assert config.pooling is not None
     if not isinstance(family, Family):
-        return _load_padded(checkpoint, dtype, device)
+        return _load_padded(checkpoint, Weights({}, dtype, device, ops=ops, quantization=quantization))
     readers = {_todays_name(name): reader for name, reader in tensor_readers(checkpoint.folder).items()}
-    weights = Weights(readers, dtype, device, family.prefix, ops)
+    weights = Weights(readers, dtype, device, family.prefix, ops, quantization=quantization)
     trunk = family.build(checkpoint.raw, config, weights, max_model_len)
     transforms = _load_modules(config.pooling, weights)
     if config.pooling.labels:
@@ -36,12 +44,14 @@ def load_pooling_model(
     return PoolingModel(config, trunk, Pooler(config.pooling, transforms))
 
 
-def _load_padded(checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device) -> PoolingModel:
-    """Return a model by transformers' class, which has its classification head within."""
+def _load_padded(checkpoint: ModelCheckpoint, weights: Weights) -> PoolingModel:
+    """Return a model by transformers' class, which has its classification head within. `weights`
+    holds none: it says where and how the class runs.
+    """
     weight_files(checkpoint.folder)
     from workers.engine.models.padded_model import PaddedClass, load_padded
 
-    config, weights = checkpoint.config, Weights({}, dtype, device)
+    config = checkpoint.config
     assert isinstance(checkpoint.family, PaddedClass)
     assert config.pooling is not None
     trunk = load_padded(checkpoint.family, checkpoint.folder, config, weights)

@@ -85,7 +85,8 @@ class Rank:
         """Read the weights; return how many bytes this rank has for its KV cache."""
         parallel = self._parallel
         config, model = self._config, self.model_config
-        weights = weight_bytes(self._checkpoint, self.dtype, self._backend.widens) // parallel.size
+        whole = weight_bytes(self._checkpoint, self.dtype, self._backend.widens, config.quantization)
+        weights = whole // parallel.size
         if self.device.type == "cuda":
             return self._load_on_gpu(weights)
         # The cache is planned first, for it may not fit, or the context come out shorter.
@@ -127,10 +128,10 @@ class Rank:
         return max(0, self._memory.left)
 
     def _load_model(self, max_model_len: int) -> DecoderModel | PoolingModel:
-        checkpoint, ops = self._checkpoint, self._backend.ops
+        checkpoint, ops, quantization = self._checkpoint, self._backend.ops, self._config.quantization
         if checkpoint.config.pooling is not None:
-            return load_pooling_model(checkpoint, self.dtype, self.device, max_model_len, ops)
-        return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel)
+            return load_pooling_model(checkpoint, self.dtype, self.device, max_model_len, ops, quantization)
+        return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel, quantization)
 
     def allocate(self, config: ResolvedConfig, num_blocks: int) -> None:
         """Make the cache of `num_blocks` blocks; `config` has `max_model_len` as it fits."""

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from workers.engine.layers.quantized import Weight
+
 Projection = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out]."""
 
@@ -125,21 +127,21 @@ class Ops(Protocol):
     their dtype before it is normed.
     """
 
-    def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:
+    def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
         """x -> activation(x weight.T + bias) for weight [out, in].
 
         Raises ModelLoadError as `activation` does.
         """
         ...
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None, activation: str) -> Projection:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
         """x -> activation(gate) * up, where x weight.T + bias [..., 2 * width] has the gates first.
 
         Raises as `linear`.
         """
         ...
 
-    def table(self, weight: Tensor) -> Table: ...
+    def table(self, weight: Weight) -> Table: ...
 
     def stack(
         self,

@@ -10,25 +10,27 @@ from torch import Tensor
 
 from workers.engine.layers.activation import activation as function_of
 from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Table
+from workers.engine.layers.quantized import QuantizedWeight, Weight
 from workers.engine.layers.stack import LayerStack
 
 
 class TorchOps:
     """Plain torch, for every device."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:
-        plain = partial(F.linear, weight=weight, bias=bias)
+    def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
+        plain = _product(weight, bias)
         if activation is None:
             return plain
         activate = function_of(activation)
         return lambda x: activate(plain(x))
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None, activation: str) -> Projection:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
         function_of(activation)  # an unknown one is refused here, not by the first step
-        return lambda x: self.gated_activation(activation, F.linear(x, weight, bias))
+        plain = _product(weight, bias)
+        return lambda x: self.gated_activation(activation, plain(x))
 
-    def table(self, weight: Tensor) -> Table:
-        return PlainTable(weight)
+    def table(self, weight: Weight) -> Table:
+        return PlainTable(weight) if isinstance(weight, Tensor) else QuantizedTable(weight)
 
     def stack(
         self,
@@ -60,6 +62,18 @@ class TorchOps:
         return function_of(name)(gate).mul_(up)
 
 
+def _product(weight: Weight, bias: Tensor | None) -> Projection:
+    if isinstance(weight, Tensor):
+        return partial(F.linear, weight=weight, bias=bias)
+    return partial(_quantized_product, weight=weight, bias=bias)
+
+
+def _quantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x [..., k] -> [..., n]; the weight is widened for each call."""
+    product = F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.to(x.dtype))
+    return product if bias is None else product.add_(bias)
+
+
 class PlainTable:
     __slots__ = ("weight",)
 
@@ -71,3 +85,16 @@ class PlainTable:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
+
+
+class QuantizedTable:
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self._weight = weight
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return self._weight.rows(indices).plain()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return _quantized_product(hidden, self._weight, None)

@@ -10,6 +10,7 @@ from torch import Tensor
 from workers.engine.layers.base import Ops
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
+from workers.engine.layers.quantized import Weight, quantize
 from workers.engine.messages.errors import ModelLoadError
 
 
@@ -19,7 +20,7 @@ class Weights:
 
     `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints
     saved from a bare decoder do. `ops` is what the layers compute with, `parallel` says which part
-    of them is to be read.
+    of them is to be read. `quantization` is None or "int8".
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class Weights:
         prefix: str = "",
         ops: Ops | None = None,
         parallel: Parallel | None = None,
+        quantization: str | None = None,
     ) -> None:
         self._readers = dict(readers)
         self.dtype = dtype
         self.device = device
         self.ops = ops or TorchOps()
         self.parallel = parallel or Parallel()
+        self.quantization = quantization
         self._prefix = prefix if any(name.startswith(prefix) for name in readers) else ""
         self._taken: set[str] = set()
 
@@ -95,6 +98,10 @@ class Weights:
             )
         self._taken.add(resolved)
         target.copy_(tensor[where])
+
+    def quantized(self, weight: Tensor) -> Weight:
+        """Return a matrix as it is multiplied with."""
+        return quantize(weight) if self.quantization is not None else weight
 
     def unused(self) -> list[str]:
         """Names that no layer took."""

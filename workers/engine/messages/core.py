@@ -201,7 +201,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     """The core has its model and serves.
 
     `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold.
-    `cache_dtype` is that of keys and values.
+    `cache_dtype` is that of keys and values; `quantization` is "" for none.
     `weights_seconds`: how long loading took. `gpus`: what the driver calls the GPUs that it runs
     on ("GPU-" and a UUID). `model_digest` identifies the model's configuration and weights.
     `tasks`: "generate", or those of "embed", "token_embed", "classify" and "score" that it can
@@ -224,6 +224,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     gpus: list[str] = []
     backend: str = ""
     cache_dtype: str = ""
+    quantization: str = ""
     model_digest: str = ""
     tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     embedding_size: int = 0

@@ -127,9 +127,7 @@ def load_padded(found: PaddedClass, folder: Path, config: ModelConfig, weights: 
 
     Raises ModelLoadError.
     """
-    module, _ = read_weights(
-        found.model_class, found.settings, folder, weights.dtype, weights.device, **_without_pooler(found.model_class)
-    )
+    module, _ = read_weights(found.model_class, found.settings, folder, weights, **_without_pooler(found.model_class))
     model = PaddedModel(found, module, weights)
     assert config.pooling is not None
     _check_batches(model, config, len(config.pooling.labels) or config.hidden_size)

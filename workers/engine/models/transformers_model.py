@@ -266,19 +266,18 @@ def read_weights(
     model_class: Pretrained,
     settings: Settings,
     folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
+    weights: Weights,
     **arguments: Any,
 ) -> tuple[Pretrained, list[str]]:
     """Return the class' module with its weights, and the names of the tensors that it does not use.
 
-    Raises ModelLoadError.
+    `weights` says what it runs with. Raises ModelLoadError.
     """
     with refused_as(f"{folder} cannot be read as {model_class.__name__}"):
         module, report = model_class.from_pretrained(
             folder,
             config=settings,
-            dtype=dtype,
+            dtype=weights.dtype,
             use_safetensors=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -292,7 +291,10 @@ def read_weights(
         )
     for name, stored, implied in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"tensor {name!r} has shape {list(stored)}, but config.json implies {list(implied)}")
-    return _placed(module.eval().requires_grad_(False), device), sorted(report["unexpected_keys"])
+    placed = _placed(module.eval().requires_grad_(False), weights.device)
+    if weights.quantization is not None:
+        _quantize_linears(placed, weights)
+    return placed, sorted(report["unexpected_keys"])
 
 
 def _placed(module: Pretrained, device: torch.device) -> Pretrained:
@@ -303,6 +305,26 @@ def _placed(module: Pretrained, device: torch.device) -> Pretrained:
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
     return module.to(device)
+
+
+def _quantize_linears(module: nn.Module, weights: Weights) -> None:
+    """Put quantized projections into the places of plain ones; what multiplies otherwise, as
+    experts do, stays as it is.
+    """
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, _Projection(child, weights))
+        else:
+            _quantize_linears(child, weights)
+
+
+class _Projection(nn.Module):
+    def __init__(self, plain: nn.Linear, weights: Weights) -> None:
+        super().__init__()
+        self._run = weights.ops.linear(weights.quantized(plain.weight), plain.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
 
 
 class _Given(nn.Module):

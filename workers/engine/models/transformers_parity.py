@@ -44,25 +44,24 @@ def load_checked(
     found: TransformersClass,
     folder: Path,
     config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    weights: Weights,
     max_model_len: int,
 ) -> TransformersModel:
     """Return the model with its weights, checked against the class' own attention; `config` may say
     more than the class does.
 
-    Raises ModelLoadError.
+    `weights` holds none: it says where and how the class runs. Raises ModelLoadError.
     """
-    module, unused = read_weights(found.model_class, found.settings, folder, dtype, device, attn_implementation=PAGED)
+    module, unused = read_weights(found.model_class, found.settings, folder, weights, attn_implementation=PAGED)
     if unused:
         logger.warning(
             "%s does not use %d tensors of %s, the first is %s",
             config.architecture, len(unused), folder, unused[0],
         )  # fmt: skip
-    model = TransformersModel(module, found.body, config, Weights({}, dtype, device), max_model_len)
+    model = TransformersModel(module, found.body, config, weights, max_model_len)
     model.config = replace(config, attention_patterns=patterns_by_masks(model))
     check_parity(model)
-    if device.type == "cuda":
+    if weights.device.type == "cuda":
         model.recordable = found.model_class._can_compile_fullgraph and replays(model, CudaRecorder())
     return model
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Table
 from workers.engine.layers.ops import TorchOps
+from workers.engine.layers.quantized import QuantizedWeight, Weight
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.library import load
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
@@ -22,17 +23,17 @@ class NativeOps(TorchOps):
     torch's.
     """
 
-    def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:
+    def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
         if _can_pack(weight, activation):
             return PackedMatrix(weight, bias, activation)
         return super().linear(weight, bias, activation)
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None, activation: str) -> Projection:
+    def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
         if _can_pack(weight, activation):
             return PackedMatrix(weight, bias, activation, gated=True)
         return super().gated_linear(weight, bias, activation)
 
-    def table(self, weight: Tensor) -> Table:
+    def table(self, weight: Weight) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)
 
     def stack(
@@ -59,7 +60,7 @@ class NativeOps(TorchOps):
 class PackedTable:
     """Rows and logits from one packed copy."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Weight) -> None:
         self._matrix = PackedMatrix(weight, to_float=True)
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -69,8 +70,9 @@ class PackedTable:
         return self._matrix(hidden)
 
 
-def _can_pack(weight: Tensor, activation: str | None = None) -> bool:
-    return can_pack(weight.dtype, weight.shape[1]) and (activation is None or activation in ACTIVATIONS)
+def _can_pack(weight: Weight, activation: str | None = None) -> bool:
+    quantized = isinstance(weight, QuantizedWeight)
+    return can_pack(weight.dtype, weight.shape[1], quantized) and (activation is None or activation in ACTIVATIONS)
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

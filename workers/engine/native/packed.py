@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.engine.layers.quantized import QuantizedWeight, Weight, quantize
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
 logger = logging.getLogger(__name__)
 
 PANEL = 32
-_STORED = (torch.bfloat16, torch.float16, torch.float32)  # by the numbers of matmul.h
+_STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8)  # by the numbers of matmul.h
+_INT8_NUMBERS = 4  # of a row of int8 weights, whose count is filled up to a multiple of this
+_MOST_INT16 = 32767  # as large as a number of a row becomes where it is multiplied with int8
 ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
 
@@ -27,6 +30,7 @@ class _Matrix(ctypes.Structure):
 
     _fields_ = [
         ("panels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("n", ctypes.c_ssize_t),
         ("k", ctypes.c_ssize_t),
@@ -34,22 +38,23 @@ class _Matrix(ctypes.Structure):
     ]
 
 
-def can_pack(dtype: torch.dtype, size_in: int) -> bool:
+def can_pack(dtype: torch.dtype, size_in: int, quantized: bool = False) -> bool:
     """Return whether this processor multiplies with packed matrices of that dtype and row length:
     kernels take two numbers of a row at a time.
 
     Raises NativeUnavailable.
     """
-    return size_in > 0 and size_in % 2 == 0 and _matches_torch(dtype)
+    return size_in > 0 and size_in % 2 == 0 and _matches_torch(dtype, quantized)
 
 
 class PackedMatrix:
     """x [..., k] -> activation(x weight.T + bias) [..., n] in the dtype of weight [n, k] and bias
     [n], float32 or bfloat16; in float32 if `to_float`.
 
-    Weights in float32 are stored in 16 bits where these hold each of them exactly. If `gated`, the
-    first n / 2 rows of weight are gates and the others the values that they multiply, and the
-    result [..., n / 2] is activation(gate) * up.
+    Weights in float32 are stored in 16 bits where these hold each of them exactly, and quantized
+    ones as they are: then each row of x is multiplied as integers of 16 bits with a scale. If
+    `gated`, the first n / 2 rows of weight are gates and the others the values that they multiply,
+    and the result [..., n / 2] is activation(gate) * up.
     """
 
     __slots__ = (
@@ -58,6 +63,7 @@ class PackedMatrix:
         "_matrix",
         "_multiply",
         "_panels",
+        "_scales",
         "_size_in",
         "columns",
         "dtype",
@@ -66,7 +72,7 @@ class PackedMatrix:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         activation: str | None = None,
         gated: bool = False,
@@ -75,14 +81,16 @@ class PackedMatrix:
         n, self._size_in = weight.shape
         self.dtype, floats = weight.dtype, weight.dtype == torch.float32
         self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else weight.dtype
-        weight = weight.contiguous()
-        self._panels = _pack(weight.to(_stored_dtype(weight)), gated)
+        self._scales: Tensor | None = None
+        if isinstance(weight, QuantizedWeight):
+            self._panels, self._scales = _pack(weight.values, gated), _pack(weight.scales[:, None], gated)
+        else:
+            weight = weight.contiguous()
+            self._panels = _pack(weight.to(_stored_dtype(weight)), gated)
         self._bias = None if bias is None else _pack(bias.float()[:, None], gated)
         number = ACTIVATIONS[activation] if activation else 0
-        bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self._matrix = _Matrix(
-            self._panels.data_ptr(),
-            bias_pointer,
+            *(None if part is None else part.data_ptr() for part in (self._panels, self._scales, self._bias)),
             n,
             self._size_in,
             *(_STORED.index(self.stored), number, gated, floats, to_float or floats),
@@ -126,25 +134,26 @@ def _pack(weight: Tensor, gated: bool) -> Tensor:
     """Return the panels of a matrix [n, k] in the dtype that it is stored as."""
     n, k = weight.shape
     count = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
-    panels, weight = huge_zeros((count, k, PANEL), weight.dtype), weight.contiguous()
+    depth = -(-k // _INT8_NUMBERS) * _INT8_NUMBERS if weight.dtype == torch.int8 else k
+    panels, weight = huge_zeros((count, depth, PANEL), weight.dtype), weight.contiguous()
     _functions().pack_rows(weight.data_ptr(), n, k, _STORED.index(weight.dtype), gated, panels.data_ptr())
     return panels
 
 
 @functools.cache
-def _matches_torch(dtype: torch.dtype) -> bool:
-    """Return whether products of that dtype come out as torch's do.
+def _matches_torch(dtype: torch.dtype, quantized: bool) -> bool:
+    """Return whether products in that dtype come out as torch's do.
 
     The kernels may not have been tested on a processor with the same instructions.
     """
-    if dtype == torch.bfloat16 and not _functions().multiplies_bf16():
+    if dtype == torch.bfloat16 and not quantized and not _functions().multiplies_bf16():
         return False
-    stored = {torch.bfloat16: _STORED[:1], torch.float32: _STORED}.get(dtype)
-    if stored is None:
+    if dtype not in (torch.bfloat16, torch.float32):
         return False
+    stored = (torch.int8,) if quantized else _STORED[:1] if dtype == torch.bfloat16 else _STORED[:3]
     right = all(_product_matches(dtype, narrow) for narrow in stored)
     if not right:
-        name = str(dtype).removeprefix("torch.")
+        name = "int8" if quantized else str(dtype).removeprefix("torch.")
         logger.warning(
             "CPU kernels: products in %s differ from torch's here; torch's are used, which may be slower", name
         )
@@ -154,10 +163,15 @@ def _matches_torch(dtype: torch.dtype) -> bool:
 def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
     """Compare few rows and many, with more inputs than DEPTH and more outputs than a panel has."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        torch.randn(shape, generator=generator).to(stored).to(dtype) for shape in ((29, 300), (44, 300), (44,))
-    )
-    gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
+    shapes, floats = ((29, 600), (44, 600), (44,)), torch.bfloat16 if stored == torch.int8 else stored
+    x, plain, bias = (torch.randn(shape, generator=generator).to(floats).to(dtype) for shape in shapes)
+    weight: Weight = plain
+    multiplied = x.double()
+    if stored == torch.int8:
+        weight = quantize(plain)
+        plain, steps = weight.values * weight.scales[:, None].double(), multiplied.abs().amax(1, True) / _MOST_INT16
+        multiplied = (multiplied / steps).round() * steps
+    gate, up = F.linear(multiplied, plain.double(), bias.double()).chunk(2, -1)
     expected, matrix = gate.relu() * up, PackedMatrix(weight, bias, "relu", gated=True, to_float=True)
     return all(torch.allclose(matrix(x[:rows]).double(), expected[:rows], rtol=1e-4, atol=1e-2) for rows in (1, 29))
 

@@ -71,6 +71,40 @@ ALWAYS_INLINE words load_words(const void *from) {
     return x;
 }
 
+/* Pairs of int8 as pairs of int16. */
+ALWAYS_INLINE words load_pairs(const int8_t *from) {
+#if defined(__AVX512BW__)
+    return (words)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from));
+#elif defined(__AVX2__)
+    return (words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
+#elif defined(__aarch64__)
+    return (words)vmovl_s8(vld1_s8(from));
+#else
+    int16_t numbers[2 * LANES];
+    for (int i = 0; i < 2 * LANES; i++)
+        numbers[i] = from[i];
+    return load_words(numbers);
+#endif
+}
+
+/* sum plus both products of two pairs of int16. */
+ALWAYS_INLINE integers add_products(integers sum, words a, words b) {
+#if defined(__AVX512VNNI__)
+    return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return sum + (integers)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return sum + (integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__aarch64__)
+    int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return sum + (integers)vpaddq_s32(low, high);
+#else
+    integers x = (integers)a, y = (integers)b;
+    return sum + (x >> 16) * (y >> 16) + ((integers)(a << 16) >> 16) * ((integers)(b << 16) >> 16);
+#endif
+}
+
 ALWAYS_INLINE void store_words(uint32_t *to, words x) {
     memcpy(to, &x, sizeof x);
 }

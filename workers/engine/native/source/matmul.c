@@ -5,29 +5,36 @@
    of x at a time, whose sums stay in registers; the last panel is padded with zeros. In a gated matrix the first 16
    rows of a panel are gates and the other 16 the values that they multiply.
 
-   There are two kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, and of floats
-   (matmul_float.h), with weights that may be stored in 16 bits and are widened on the way. */
+   There are three kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, of floats
+   (matmul_words.h), with weights that may be stored in 16 bits and are widened on the way, and of pairs of int16, where
+   weights are stored in 8 bits (matmul_int8.h). */
 
 #include <omp.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "kernels.h"
 #include "matmul_bf16.h"
-#include "matmul_float.h"
+#include "matmul_int8.h"
+#include "matmul_words.h"
 
 int multiplies_bf16(void);
 
 /* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a
    tile takes its time. */
-enum { FEW_FLOAT_TILES = 2, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
+enum { RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
+static const int few_tiles[] = {[STORED_BF16] = 8, [STORED_F16] = 8, [STORED_F32] = 2, [STORED_INT8] = 3};
 /* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than
-   LEAST_TILES. In float only DEPTH numbers of each row have to stay there (measured: docs/performance.md). */
-enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4, FLOAT_BLOCK_ROWS = 192 };
+   LEAST_TILES. Of words only DEPTH of each row have to stay there (measured: docs/performance.md). */
+enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4, WORD_BLOCK_ROWS = 192 };
+/* Of x, from which on threads quantize them together. */
+enum { PARALLEL_NUMBERS = 1 << 14 };
 
 typedef struct {
     const packed_matrix *matrix;
-    const void *x;
+    const void *x;            /* in words unless it is multiplied in pairs of bf16 */
+    const float *scales;      /* of rows of x, where words are pairs of int16 */
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
     ptrdiff_t blocks, runs;   /* of rows, and of each block; units are in the order of blocks */
@@ -40,15 +47,18 @@ typedef struct {
     int gathered; /* each tile of x as matmul_bf16.h says */
 } row_block;
 
-/* Where each thread gathers its block of rows: no thread's stack has to be as large. */
+/* Where x is put as it is multiplied: no thread's stack has to be as large. */
 typedef struct {
-    ptrdiff_t count;
-    _Alignas(64) bf16 of[][BLOCK_BYTES / sizeof(bf16)];
-} gathering_rooms;
+    size_t size;
+    _Alignas(64) char bytes[];
+} workspace;
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
-static gathering_rooms *take_rooms(ptrdiff_t count);
-static void free_rooms(gathering_rooms *rooms);
+static int multiplies_words(const packed_matrix *matrix);
+static size_t workspace_bytes(const product *p, ptrdiff_t threads);
+static workspace *take_workspace(size_t size);
+static void free_workspace(workspace *space);
+static void quantize_rows(product *p, workspace *space);
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
                            ptrdiff_t *taken);
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block);
@@ -59,55 +69,86 @@ static void multiply_panel(const product *p, const row_block *block, ptrdiff_t p
 void packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
     product p = make_product(matrix, x, m, y);
     ptrdiff_t most = omp_get_max_threads(), units = p.blocks * p.runs, pairs = (most + 1) / 2, taken[pairs];
-    gathering_rooms *rooms = p.few || matrix->floats ? NULL : take_rooms(most);
+    workspace *space = take_workspace(workspace_bytes(&p, most));
     memset(taken, 0, sizeof taken);
+    if (matrix->stored == STORED_INT8)
+        quantize_rows(&p, space);
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
-        bf16 *room = rooms ? rooms->of[thread] : NULL;
+        bf16 *room = space ? (bf16 *)(space->bytes + thread * BLOCK_BYTES) : NULL;
         ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
         if (p.few)
             multiply_units(&p, room, 0, units, 0, &taken[0]);
         else
             multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
     }
-    free_rooms(rooms);
+    free_workspace(space);
 }
 
-/* Kept from call to call. Calls at the same time have rooms of their own, of which the last to end leaves its. */
-static gathering_rooms *_Atomic kept_rooms;
-
-/* NULL where there is no memory for them. */
-static gathering_rooms *take_rooms(ptrdiff_t count) {
-    gathering_rooms *rooms = atomic_exchange(&kept_rooms, NULL);
-    if (rooms && rooms->count >= count)
-        return rooms;
-    free(rooms);
-    rooms = aligned_alloc(_Alignof(gathering_rooms), sizeof *rooms + (size_t)count * sizeof rooms->of[0]);
-    if (rooms)
-        rooms->count = count;
-    return rooms;
+static int multiplies_words(const packed_matrix *matrix) {
+    return matrix->floats || matrix->stored == STORED_INT8;
 }
 
-static void free_rooms(gathering_rooms *rooms) {
-    if (rooms)
-        free(atomic_exchange(&kept_rooms, rooms));
+/* x as int16 and its scales; or each thread's block of rows of bf16. */
+static size_t workspace_bytes(const product *p, ptrdiff_t threads) {
+    if (p->matrix->stored == STORED_INT8)
+        return (size_t)(p->m * (row_words(p->matrix) + 1)) * sizeof(uint32_t);
+    return p->few || p->matrix->floats ? 0 : (size_t)threads * BLOCK_BYTES;
+}
+
+/* Kept from call to call. Calls at the same time have workspaces of their own, of which the last to end leaves its. */
+static workspace *_Atomic kept_workspace;
+
+static workspace *take_workspace(size_t size) {
+    if (!size)
+        return NULL;
+    workspace *space = atomic_exchange(&kept_workspace, NULL);
+    if (space && space->size >= size)
+        return space;
+    free(space);
+    size_t whole = (sizeof *space + size + _Alignof(workspace) - 1) / _Alignof(workspace) * _Alignof(workspace);
+    space = aligned_alloc(_Alignof(workspace), whole);
+    if (!space) {
+        fprintf(stderr, "no memory for %zu bytes of a product\n", whole);
+        abort();
+    }
+    space->size = size;
+    return space;
+}
+
+static void free_workspace(workspace *space) {
+    if (space)
+        free(atomic_exchange(&kept_workspace, space));
+}
+
+/* The product's x becomes one of pairs of int16. */
+static void quantize_rows(product *p, workspace *space) {
+    ptrdiff_t k = p->matrix->k, words = row_words(p->matrix), floats = p->matrix->floats;
+    ptrdiff_t row_bytes = k * (ptrdiff_t)(floats ? sizeof(float) : sizeof(bf16));
+    const char *x = p->x;
+    int16_t *numbers = (int16_t *)space->bytes;
+    float *scales = (float *)(numbers + p->m * words * 2);
+#pragma omp parallel for if (p->m * k > PARALLEL_NUMBERS)
+    for (ptrdiff_t i = 0; i < p->m; i++)
+        scales[i] = quantize_row(x + i * row_bytes, (int)floats, k, 2 * words, numbers + i * words * 2);
+    p->x = numbers, p->scales = scales;
 }
 
 /* How many blocks m rows make. */
 static ptrdiff_t count_blocks(const packed_matrix *matrix, ptrdiff_t m) {
-    if (matrix->floats)
-        return (m + FLOAT_BLOCK_ROWS - 1) / FLOAT_BLOCK_ROWS;
+    if (multiplies_words(matrix))
+        return (m + WORD_BLOCK_ROWS - 1) / WORD_BLOCK_ROWS;
     ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)),
         tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
     return most < LEAST_TILES ? tiles > 0 : (tiles + most - 1) / most;
 }
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
-    ptrdiff_t panel_bytes = PANEL * matrix->k * stored_size(matrix->stored), panels = (matrix->n + PANEL - 1) / PANEL;
-    int few = m <= (matrix->floats ? FEW_FLOAT_TILES * TILE_ROWS : MOST_ROWS);
-    ptrdiff_t run = few && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
-    return (product){matrix, x, y, m, panels, run, count_blocks(matrix, m), (panels + run - 1) / run, few};
+    ptrdiff_t bytes = panel_bytes(matrix), panels = (matrix->n + PANEL - 1) / PANEL;
+    int few = m <= (multiplies_words(matrix) ? few_tiles[matrix->stored] * TILE_ROWS : MOST_ROWS);
+    ptrdiff_t run = few && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
+    return (product){matrix, x, NULL, y, m, panels, run, count_blocks(matrix, m), (panels + run - 1) / run, few};
 }
 
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
@@ -133,12 +174,14 @@ static int tile_rows(const row_block *block, ptrdiff_t tile, ptrdiff_t done) {
 }
 
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block) {
-    ptrdiff_t k = p->matrix->k, first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first,
-        most = p->matrix->floats ? TILE_ROWS : MOST_ROWS;
-    const char *x = (const char *)p->x + first * k * (ptrdiff_t)(p->matrix->floats ? sizeof(float) : sizeof(bf16));
+    ptrdiff_t k = p->matrix->k, first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first;
+    int by_words = multiplies_words(p->matrix);
+    ptrdiff_t most = by_words ? TILE_ROWS : MOST_ROWS;
+    ptrdiff_t row_bytes = by_words ? row_words(p->matrix) * (ptrdiff_t)sizeof(uint32_t) : k * (ptrdiff_t)sizeof(bf16);
+    const char *x = (const char *)p->x + first * row_bytes;
     *block = (row_block){first, rows, (rows + most - 1) / most, x, 0};
 #ifdef __AVX512BF16__
-    if (!room || block->tiles == 1 || rows * k > BLOCK_BYTES / (ptrdiff_t)sizeof(bf16))
+    if (!room || by_words || block->tiles == 1 || rows * k > BLOCK_BYTES / (ptrdiff_t)sizeof(bf16))
         return;
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
         int count = tile_rows(block, tile, row);
@@ -161,7 +204,7 @@ typedef struct {
 
 static panel_columns columns_of(const packed_matrix *matrix, ptrdiff_t panel) {
     ptrdiff_t width = matrix->gated ? matrix->n / 2 : matrix->n, most = matrix->gated ? HALF : PANEL;
-    const char *weights = (const char *)matrix->panels + panel * PANEL * matrix->k * stored_size(matrix->stored);
+    const char *weights = (const char *)matrix->panels + panel * panel_bytes(matrix);
     ptrdiff_t left = width - panel * most;
     return (panel_columns){panel * most, left < most ? left : most, width, weights,
                            matrix->bias ? matrix->bias + panel * PANEL : NULL};
@@ -169,10 +212,10 @@ static panel_columns columns_of(const packed_matrix *matrix, ptrdiff_t panel) {
 
 /* A block of many rows with a panel, to sums [rows][PANEL]. Prefetches into the second cache what is widened next. */
 static void multiply_widened(const packed_matrix *matrix, const row_block *block, const char *weights, float *sums) {
-    float strips[DEPTH * PANEL] __attribute__((aligned(64)));
-    ptrdiff_t k = matrix->k, step = PANEL * stored_size(matrix->stored);
-    for (ptrdiff_t first = 0; first < k; first += DEPTH) {
-        ptrdiff_t count = k - first < DEPTH ? k - first : DEPTH;
+    uint32_t strips[DEPTH * PANEL] __attribute__((aligned(64)));
+    ptrdiff_t end = row_words(matrix), step = step_bytes(matrix->stored);
+    for (ptrdiff_t first = 0; first < end; first += DEPTH) {
+        ptrdiff_t count = end - first < DEPTH ? end - first : DEPTH;
         ptrdiff_t fetched = ((DEPTH * step + block->tiles - 1) / block->tiles + 63) / 64 * 64;
         const char *ahead = weights + (first + count) * step;
         widen_strips(matrix->stored, weights, first, count, strips);
@@ -181,28 +224,35 @@ static void multiply_widened(const packed_matrix *matrix, const row_block *block
             for (ptrdiff_t line = 0; line < fetched; line += 64)
                 __builtin_prefetch(ahead + line, 0, 2);
             for (ptrdiff_t column = 0; column < PANEL; column += STRIP)
-                multiply_strips[rows - 1](first == 0, (const float *)block->x + row * k + first, k, count,
+                multiply_strips[rows - 1](matrix->stored == STORED_INT8, first == 0,
+                                          (const uint32_t *)block->x + row * end + first, end, count,
                                           strips + column * count, sums + row * PANEL + column);
             row += rows;
         }
     }
 }
 
-static void multiply_float_panel(const product *p, const row_block *block, ptrdiff_t panel) {
-    float sums[FLOAT_BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+static void multiply_panel_by_words(const product *p, const row_block *block, ptrdiff_t panel) {
+    float sums[WORD_BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
     const packed_matrix *matrix = p->matrix;
+    ptrdiff_t words = row_words(matrix);
     panel_columns columns = columns_of(matrix, panel);
     if (!p->few)
         multiply_widened(matrix, block, columns.weights, sums);
     else
         for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
             int rows = tile_rows(block, tile, row);
-            multiply_few_rows[rows - 1](matrix->stored, (const float *)block->x + row * matrix->k, matrix->k,
+            multiply_few_rows[rows - 1](matrix->stored, (const uint32_t *)block->x + row * words, words,
                                         columns.weights, sums + row * PANEL);
             row += rows;
         }
-    finish_floats(matrix->activation, matrix->gated, columns.bias, block->rows, sums,
-                  (float *)p->y + block->first * columns.width + columns.first, columns.width, columns.filled);
+    if (matrix->stored == STORED_INT8)
+        scale_sums(sums, block->rows, p->scales + block->first, matrix->scales + panel * PANEL);
+    int to_bf16 = !matrix->floats && !matrix->to_float;
+    size_t size = to_bf16 ? sizeof(bf16) : sizeof(float);
+    finish_sums(matrix->activation, matrix->gated, to_bf16, columns.bias, block->rows, sums,
+                (char *)p->y + (size_t)(block->first * columns.width + columns.first) * size, columns.width,
+                columns.filled);
 }
 
 #ifdef __AVX512BF16__
@@ -235,8 +285,8 @@ static void multiply_bf16_panel(const product *p, const row_block *block, ptrdif
 }
 
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
-    if (p->matrix->floats)
-        multiply_float_panel(p, block, panel);
+    if (multiplies_words(p->matrix))
+        multiply_panel_by_words(p, block, panel);
     else
         multiply_bf16_panel(p, block, panel, next);
 }
@@ -249,7 +299,7 @@ int multiplies_bf16(void) {
 
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
     (void)next;
-    multiply_float_panel(p, block, panel);
+    multiply_panel_by_words(p, block, panel);
 }
 
 #endif

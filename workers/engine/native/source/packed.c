@@ -20,15 +20,19 @@ static inline ptrdiff_t source_row(ptrdiff_t panel, ptrdiff_t lane, ptrdiff_t n,
     return lane < HALF ? row : n / 2 + row;
 }
 
+static inline int in_pairs(int stored) {
+    return stored == STORED_BF16 || stored == STORED_INT8;
+}
+
 /* The index in a panel of number i of its first row. */
 static inline ptrdiff_t place_in_panel(ptrdiff_t i, int stored) {
-    return stored == STORED_BF16 ? i / 2 * 2 * PANEL + i % 2 : i * PANEL;
+    return in_pairs(stored) ? i / 2 * 2 * PANEL + i % 2 : i * PANEL;
 }
 
 ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdiff_t n, ptrdiff_t k, int gated,
                               char *to) {
     size_t size = (size_t)stored_size(stored);
-    ptrdiff_t beside = stored == STORED_BF16 ? 2 : 1;
+    ptrdiff_t beside = in_pairs(stored) ? 2 : 1;
     for (ptrdiff_t lane = 0; lane < PANEL; lane++) {
         ptrdiff_t row = source_row(panel, lane, n, gated);
         for (ptrdiff_t i = 0; row < n && i < k; i++)
@@ -41,7 +45,7 @@ ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdif
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels) {
 #pragma omp parallel for
     for (ptrdiff_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++) {
-        char *to = (char *)panels + panel * PANEL * k * stored_size(stored);
+        char *to = (char *)panels + panel * PANEL * padded(k, stored) * stored_size(stored);
         WITH_STORED(pack_panel, stored, w, panel, n, k, gated, to)
     }
 }
@@ -69,32 +73,38 @@ int narrowest(const float *w, ptrdiff_t count) {
     return !(found & 1) ? STORED_BF16 : !(found & 2) ? STORED_F16 : STORED_F32;
 }
 
-ALWAYS_INLINE void look_up(int stored, const packed_matrix *matrix, const char *from, float *y) {
-    for (ptrdiff_t i = 0; i < matrix->k; i++) {
-        uint16_t number;
-        const char *at = from + place_in_panel(i, stored) * stored_size(stored);
-        if (stored == STORED_F32) {
-            memcpy(y + i, at, sizeof *y);
-            continue;
-        }
+ALWAYS_INLINE float weight_at(int stored, const char *at, float scale) {
+    float number;
+    uint16_t half;
+    if (stored == STORED_INT8)
+        return (float)*(const int8_t *)at * scale;
+    if (stored == STORED_F32) {
         memcpy(&number, at, sizeof number);
-        y[i] = stored == STORED_BF16 ? float_of_bf16(number) : float_of_f16(number);
+        return number;
+    }
+    memcpy(&half, at, sizeof half);
+    return stored == STORED_BF16 ? float_of_bf16(half) : float_of_f16(half);
+}
+
+ALWAYS_INLINE void look_up(int stored, const packed_matrix *matrix, int64_t row, void *y) {
+    ptrdiff_t k = matrix->k;
+    const char *panel = (const char *)matrix->panels + row / PANEL * panel_bytes(matrix),
+        *from = panel + row % PANEL * (in_pairs(stored) ? 2 : 1) * stored_size(stored);
+    float scale = stored == STORED_INT8 ? matrix->scales[row] : 1.0f;
+    for (ptrdiff_t i = 0; i < k; i++) {
+        float number = weight_at(stored, from + place_in_panel(i, stored) * stored_size(stored), scale);
+        if (matrix->floats)
+            ((float *)y)[i] = number;
+        else
+            ((bf16 *)y)[i] = bf16_of_float(number);
     }
 }
 
 /* y [count, k]: rows of w themselves, as an embedding table gives them. Not for gated matrices. */
 void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y) {
-    ptrdiff_t k = matrix->k, beside = matrix->stored == STORED_BF16 ? 2 : 1;
+    ptrdiff_t row_bytes = matrix->k * (ptrdiff_t)(matrix->floats ? sizeof(float) : sizeof(bf16));
 #pragma omp parallel for if (count > 64)
     for (ptrdiff_t i = 0; i < count; i++) {
-        const char *from = (const char *)matrix->panels
-            + (rows[i] / PANEL * PANEL * k + rows[i] % PANEL * beside) * stored_size(matrix->stored);
-        if (matrix->floats) {
-            WITH_STORED(look_up, matrix->stored, matrix, from, (float *)y + i * k)
-            continue;
-        }
-        for (ptrdiff_t pair = 0; pair < k / 2; pair++)
-            memcpy((bf16 *)y + i * k + 2 * pair, (const bf16 *)from + pair * 2 * PANEL, 2 * sizeof(bf16));
+        WITH_STORED(look_up, matrix->stored, matrix, rows[i], (char *)y + i * row_bytes)
     }
 }
-

@@ -1,0 +1,236 @@
+/* Tiles of a product with a packed matrix (matmul.c) by vectors of whatever width there is, whose lanes are words: floats
+   or, with weights of 8 bits, pairs of int16, of which both products are added at once.
+
+   As in Goto and van de Geijn (2008); TILE_ROWS, STRIP and DEPTH are MR, NR and KC of BLIS. A strip of a panel's
+   columns, as wide as a tile, is widened to words, DEPTH of k at a time, and stays in the first cache while all tiles
+   of a block of rows pass. For few rows weights are widened in registers as they come from memory.
+
+   Each sum adds its products in the order of k whichever way is taken: what comes of a row does not depend on the rows
+   beside it. Sums of integers are exact for DEPTH words, and then added to those in float. */
+#ifndef MATMUL_WORDS_H
+#define MATMUL_WORDS_H
+
+#include "activation.h"
+#include "matmul.h"
+
+/* A tile takes TILE_ROWS * TILE_VECTORS registers for sums, TILE_VECTORS for weights and one for x: 15 of 16 with AVX2,
+   27 of 32 with AVX-512, 29 of 32 with NEON. */
+enum {
+#if LANES == 16
+    TILE_ROWS = 12,
+    TILE_VECTORS = 2,
+#elif defined(__aarch64__)
+    TILE_ROWS = 6,
+    TILE_VECTORS = 4,
+#else
+    TILE_ROWS = 6,
+    TILE_VECTORS = 2,
+#endif
+    STRIP = TILE_VECTORS * LANES,
+    DEPTH = 256,     /* words of a row, as far as is widened at once */
+    STEPS_AHEAD = 32 /* words by which weights are prefetched where they are widened in registers */
+};
+
+/* Words of a row of x, and of a panel's columns; even. */
+static inline ptrdiff_t row_words(const struct packed_matrix *matrix) {
+    return matrix->stored == STORED_INT8 ? padded(matrix->k, STORED_INT8) / 2 : matrix->k;
+}
+
+/* Bytes of what PANEL words are stored as. */
+static inline ptrdiff_t step_bytes(int stored) {
+    return PANEL * stored_size(stored) * (stored == STORED_INT8 ? 2 : 1);
+}
+
+/* Word j of LANES columns; `odd`: whether j is. */
+ALWAYS_INLINE words widened(int stored, const void *panel, ptrdiff_t j, int odd, ptrdiff_t column) {
+    if (stored == STORED_INT8)
+        return load_pairs((const int8_t *)panel + (j * PANEL + column) * 2);
+    if (stored == STORED_F32)
+        return load_words((const float *)panel + j * PANEL + column);
+    if (stored == STORED_F16)
+        return (words)load_f16((const uint16_t *)panel + j * PANEL + column);
+    words pairs = load_words((const uint32_t *)panel + (j - odd) / 2 * PANEL + column);
+    return odd ? pairs & 0xffff0000u : pairs << 16;
+}
+
+/* A panel's strips one behind the other, each [count][STRIP], from word `first` on; `first` and `count` are even. */
+ALWAYS_INLINE void widen_panel(int stored, const void *panel, ptrdiff_t first, ptrdiff_t count, uint32_t *strips) {
+    for (ptrdiff_t j = 0; j < count; j += 2)
+#pragma GCC unroll 8
+        for (ptrdiff_t column = 0; column < PANEL; column += LANES) {
+            uint32_t *to = strips + column / STRIP * STRIP * count + j * STRIP + column % STRIP;
+            store_words(to, widened(stored, panel, first + j, 0, column));
+            store_words(to + STRIP, widened(stored, panel, first + j + 1, 1, column));
+        }
+}
+
+static void widen_strips(int stored, const void *panel, ptrdiff_t first, ptrdiff_t count, uint32_t *strips) {
+    WITH_STORED(widen_panel, stored, panel, first, count, strips)
+}
+
+/* Sums of LANES columns: one of the two, so that compilers keep it in a register without conversions. */
+typedef struct {
+    lanes floats;
+    integers whole;
+} accumulator;
+
+/* `set`: nothing was added up yet. */
+ALWAYS_INLINE accumulator begun_sum(int integer, int set, const float *sums) {
+    return (accumulator){set || integer ? all(0.0f) : load(sums), (integers){0}};
+}
+
+ALWAYS_INLINE void add_word(int integer, accumulator *sum, words x, words weights) {
+    if (integer)
+        sum->whole = add_products(sum->whole, x, weights);
+    else
+        sum->floats += (lanes)x * (lanes)weights;
+}
+
+ALWAYS_INLINE void store_sum(int integer, int set, accumulator sum, float *sums) {
+    if (!integer)
+        store(sums, sum.floats);
+    else
+        store(sums, (set ? all(0.0f) : load(sums)) + __builtin_convertvector(sum.whole, lanes));
+}
+
+/* Adds to sums [rows][PANEL], or sets them, the products of `count` words of x, whose rows are `stride` apart, with a
+   strip. */
+ALWAYS_INLINE void multiply_strip(int integer, int rows, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,
+                                  const uint32_t *strip, float *sums) {
+    accumulator sum[TILE_ROWS][TILE_VECTORS];
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < TILE_VECTORS; v++)
+            sum[i][v] = begun_sum(integer, set, sums + i * PANEL + v * LANES);
+    for (ptrdiff_t j = 0; j < count; j++, strip += STRIP) {
+        words weights[TILE_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < TILE_VECTORS; v++)
+            weights[v] = load_words(strip + v * LANES);
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++) {
+            words number = repeated(x + i * stride + j);
+#pragma GCC unroll 4
+            for (int v = 0; v < TILE_VECTORS; v++)
+                add_word(integer, &sum[i][v], number, weights[v]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < TILE_VECTORS; v++)
+            store_sum(integer, set, sum[i][v], sums + i * PANEL + v * LANES);
+}
+
+/* The same with `vectors` vectors of a panel's columns, from `column` on; `panel` is where their first word is. */
+ALWAYS_INLINE void multiply_columns(int rows, int vectors, int stored, int set, const uint32_t *x, ptrdiff_t stride,
+                                    ptrdiff_t count, const void *panel, ptrdiff_t column, float *sums) {
+    accumulator sum[TILE_ROWS][PANEL / LANES];
+    int integer = stored == STORED_INT8;
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            sum[i][v] = begun_sum(integer, set, sums + i * PANEL + column + v * LANES);
+    for (ptrdiff_t j = 0; j < count; j += 2) {
+#pragma GCC unroll 4
+        for (ptrdiff_t line = 0; line < 2 * step_bytes(stored); line += 64)
+            __builtin_prefetch((const char *)panel + (j + STEPS_AHEAD) * step_bytes(stored) + line);
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            words weights[PANEL / LANES];
+            __asm__ volatile("" ::: "memory"); /* what is read early takes registers from sums */
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                weights[v] = widened(stored, panel, j + odd, odd, column + v * LANES);
+#pragma GCC unroll 12
+            for (int i = 0; i < rows; i++) {
+                words number = repeated(x + i * stride + j + odd);
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++)
+                    add_word(integer, &sum[i][v], number, weights[v]);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            store_sum(integer, set, sum[i][v], sums + i * PANEL + column + v * LANES);
+}
+
+/* All of a panel's columns, as many at once as there are registers for: to sums [rows][PANEL], of x [rows][count]. */
+ALWAYS_INLINE void multiply_few(int stored, int rows, const uint32_t *x, ptrdiff_t count, const char *panel,
+                                float *sums) {
+    ptrdiff_t depth = stored == STORED_INT8 && count > DEPTH ? DEPTH : count;
+    int vectors = rows * (PANEL / LANES) < TILE_ROWS * TILE_VECTORS ? PANEL / LANES : TILE_VECTORS;
+    for (ptrdiff_t column = 0; column < PANEL; column += vectors * LANES)
+        for (ptrdiff_t first = 0; first < count; first += depth)
+            multiply_columns(rows, vectors, stored, first == 0, x + first, count,
+                             count - first < depth ? count - first : depth, panel + first * step_bytes(stored), column,
+                             sums);
+}
+
+/* Functions of their own, so that each has the registers for itself. */
+#define WORD_TILES(rows)                                                                                               \
+    NEVER_INLINE void strip_##rows(int integer, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,         \
+                                   const uint32_t *strip, float *sums) {                                               \
+        if (integer)                                                                                                   \
+            multiply_strip(1, rows, set, x, stride, count, strip, sums);                                               \
+        else                                                                                                           \
+            multiply_strip(0, rows, set, x, stride, count, strip, sums);                                               \
+    }                                                                                                                  \
+    NEVER_INLINE void few_##rows(int stored, const uint32_t *x, ptrdiff_t count, const void *panel, float *sums) {     \
+        WITH_STORED(multiply_few, stored, rows, x, count, panel, sums)                                                 \
+    }
+WORD_TILES(1)
+WORD_TILES(2)
+WORD_TILES(3)
+WORD_TILES(4)
+WORD_TILES(5)
+WORD_TILES(6)
+#if LANES == 16
+WORD_TILES(7)
+WORD_TILES(8)
+WORD_TILES(9)
+WORD_TILES(10)
+WORD_TILES(11)
+WORD_TILES(12)
+#define OF_EACH_HEIGHT(of)                                                                                             \
+    { of##_1, of##_2, of##_3, of##_4, of##_5, of##_6, of##_7, of##_8, of##_9, of##_10, of##_11, of##_12 }
+#else
+#define OF_EACH_HEIGHT(of) { of##_1, of##_2, of##_3, of##_4, of##_5, of##_6 }
+#endif
+
+typedef void strip_multiplier(int integer, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,
+                              const uint32_t *strip, float *sums);
+typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, const void *panel, float *sums);
+static strip_multiplier *const multiply_strips[TILE_ROWS] = OF_EACH_HEIGHT(strip);
+static few_multiplier *const multiply_few_rows[TILE_ROWS] = OF_EACH_HEIGHT(few);
+
+/* bias [32], or NULL. To y, whose rows are `width` apart, the first `filled` columns; a gated panel has 16. */
+ALWAYS_INLINE void finish_activated(int activation, int gated, int to_bf16, const float *bias, ptrdiff_t rows,
+                                    const float *sums, char *y, ptrdiff_t width, ptrdiff_t filled) {
+    size_t size = to_bf16 ? sizeof(bf16) : sizeof(float);
+    for (ptrdiff_t i = 0; i < rows; i++, sums += PANEL, y += (size_t)width * size)
+        for (ptrdiff_t c = 0; c < filled; c += LANES) {
+            lanes x = activated(activation, load(sums + c) + (bias ? load(bias + c) : all(0.0f)));
+            if (gated)
+                x *= load(sums + HALF + c) + (bias ? load(bias + HALF + c) : all(0.0f));
+            ptrdiff_t count = filled - c < LANES ? filled - c : LANES;
+            if (to_bf16)
+                narrow(y + (size_t)c * size, (const float *)&x, count, 1);
+            else if (count == LANES)
+                store((float *)y + c, x);
+            else
+                memcpy(y + (size_t)c * size, &x, (size_t)count * size);
+        }
+}
+
+static void finish_sums(int activation, int gated, int to_bf16, const float *bias, ptrdiff_t rows, const float *sums,
+                        void *y, ptrdiff_t width, ptrdiff_t filled) {
+    WITH_ACTIVATION(finish_activated, activation, gated, to_bf16, bias, rows, sums, y, width, filled)
+}
+
+#endif
