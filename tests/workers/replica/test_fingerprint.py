@@ -17,6 +17,7 @@ from workers.replica.fingerprint import system_fingerprint
         ({"device": "cuda:0"}, False),
         ({"dtype": "bfloat16"}, False),
         ({"cache_dtype": "bfloat16"}, False),
+        ({"quantization": "int8"}, False),
         ({"backend": "torch"}, False),
         ({"model_digest": "other"}, False),
     ],

@@ -1,0 +1,154 @@
+"""Products with weights in int8 against sums of integers, over shapes that fill no panel, no tile
+and no depth of sums.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.workers.engine.native.available import needs_native
+from workers.engine.layers.activation import activation
+from workers.engine.layers.ops import TorchOps
+from workers.engine.layers.quantized import QuantizedWeight, quantize
+from workers.engine.native import packed
+from workers.engine.native.ops import NativeOps, PackedTable
+from workers.engine.native.packed import PackedMatrix, can_pack
+
+pytestmark = needs_native
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [
+    (1, 32, 2),
+    (2, 33, 6),
+    (3, 64, 510),
+    (18, 100, 64),
+    (19, 31, 770),
+    (64, 96, 514),
+    (100, 2304, 768),
+    (700, 65, 1026),
+    (30, 70, 6002),
+]
+# rows, outputs, inputs: of the last but one there are several blocks of rows
+
+
+def operands(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, QuantizedWeight, Tensor]:
+    torch.manual_seed(rows + outputs + inputs)
+    weight = quantize((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype))
+    return torch.randn(rows, inputs).to(dtype), weight, torch.randn(outputs).to(dtype)
+
+
+def expected_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """In float64: rows of x as integers of 16 bits by the scale of their largest number."""
+    steps = x.double().abs().amax(1, keepdim=True) / 32767
+    whole = (x.double() / steps).round() if x.numel() else x.double()
+    return F.linear(whole, weight.values.double()) * steps * weight.scales.double()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_equals_sums_of_integers(rows: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, weight, bias = operands(rows, outputs, inputs, dtype)
+    expected = expected_product(x, weight) + bias.double()
+    result = PackedMatrix(weight, bias, to_float=True)(x)
+    # A number between two integers may become either
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-4)
+    rounded = {"rtol": 1 / 128 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(PackedMatrix(weight, bias)(x), expected.to(dtype), **rounded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_activations_and_padding(dtype: torch.dtype) -> None:
+    x, weight, bias = operands(13, 66, 64, dtype)
+    before = (expected_product(x, weight) + bias.double()).float()
+    gate, up = before.chunk(2, -1)
+    for name in ("silu", "gelu", "relu"):
+        plain = PackedMatrix(weight, bias, name, to_float=True)
+        torch.testing.assert_close(plain(x), activation(name)(before), rtol=1e-4, atol=1e-4)
+        gated = PackedMatrix(weight, bias, name, gated=True, to_float=True)
+        torch.testing.assert_close(gated(x), activation(name)(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_whatever_is_computed_beside_it(dtype: torch.dtype) -> None:
+    x, weight, bias = operands(800, 100, 1026, dtype)
+    matrix = PackedMatrix(weight, bias, "gelu_new")
+    together = matrix(x)
+    for rows in (1, 2, 3, 4, 7, 12, 18, 19, 25, 50, 64, 193, 650):
+        assert matrix(x[:rows]).equal(together[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_the_largest_sums_do_not_overflow(rows: int) -> None:
+    """All numbers of a row, and all weights, are as large as they become; -128 comes from
+    outside.
+    """
+    inputs = 4096
+    x = torch.full((rows, inputs), 3.0)
+    for value in (127, -128):
+        weight = QuantizedWeight(torch.full((32, inputs), value, dtype=torch.int8), torch.ones(32), torch.float32)
+        expected = torch.full((rows, 32), 3.0 * inputs * value)
+        torch.testing.assert_close(PackedMatrix(weight)(x), expected, rtol=1e-6, atol=0)
+
+
+def test_rows_that_are_no_numbers_stay_so_and_alone() -> None:
+    x, weight, _ = operands(40, 64, 768, torch.float32)
+    matrix = PackedMatrix(weight)
+    right = matrix(x)
+    for row, value in ((3, torch.nan), (17, torch.inf), (39, -torch.inf)):
+        x[row, 5 * row] = value
+    broken = matrix(x)
+    assert not broken[[3, 17, 39]].isfinite().any()
+    kept = [row for row in range(40) if row not in (3, 17, 39)]
+    assert broken[kept].equal(right[kept])
+
+
+def test_rows_of_zeros_and_of_extreme_numbers() -> None:
+    _, weight, bias = operands(1, 64, 128, torch.float32)
+    matrix = PackedMatrix(weight, bias)
+    assert matrix(torch.zeros(2, 128)).equal(bias.expand(2, -1))
+    assert matrix(torch.full((2, 128), 1e-42)).equal(bias.expand(2, -1))
+    large = torch.full((2, 128), 1e30)
+    torch.testing.assert_close(matrix(large), F.linear(large, weight.plain()), rtol=1e-4, atol=1e26)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_table_gives_rows_and_logits(dtype: torch.dtype) -> None:
+    x, weight, _ = operands(12, 100, 64, dtype)
+    table, indices = PackedTable(weight), torch.randint(0, 100, (130,))
+    assert table.rows(indices).equal(weight.plain()[indices])
+    torch.testing.assert_close(table.logits(x).double(), expected_product(x, weight), rtol=1e-5, atol=1e-4)
+
+
+def test_the_kernels_say_what_plain_torch_says() -> None:
+    x, weight, bias = operands(21, 66, 256, torch.float32)
+    for make in (
+        lambda ops: ops.linear(weight, bias, "gelu"),
+        lambda ops: ops.gated_linear(weight, bias, "silu"),
+        lambda ops: ops.table(weight).logits,
+    ):
+        assert isinstance(make(NativeOps()), PackedMatrix) or make(NativeOps()).__self__._matrix is not None
+        torch.testing.assert_close(make(NativeOps())(x), make(TorchOps())(x), rtol=1e-3, atol=1e-3)
+
+
+def test_wrong_products_in_int8_are_left_to_torch_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = PackedMatrix.__call__
+
+    def wrong(matrix: PackedMatrix, x: Tensor) -> Tensor:
+        return right(matrix, x) * (1 + 1e-2 * (matrix.stored == torch.int8))
+
+    packed._matches_torch.cache_clear()
+    monkeypatch.setattr(PackedMatrix, "__call__", wrong)
+    try:
+        assert can_pack(torch.float32, 64)
+        assert not can_pack(torch.float32, 64, quantized=True)
+        _, weight, bias = operands(1, 32, 64, torch.float32)
+        assert not isinstance(NativeOps().linear(weight, bias), PackedMatrix)
+    finally:
+        packed._matches_torch.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("CPU kernels: products in int8 differ from torch's here")
