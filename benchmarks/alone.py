@@ -7,7 +7,7 @@ each token after it, and tokens/s.
 144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it with AVX512-BF16:
 gpt2-124m's shape in bf16, on a machine of that kind. With `--against llama.cpp` llama.cpp takes
 turns with the engine on the same prompts, in place of that figure: how fast a machine reads memory
-changes by the hour.
+changes by the hour. With `--quantization int8` it has the weights in its Q8_0.
 """
 
 import asyncio
@@ -38,22 +38,28 @@ def main() -> None:
     parser.add_argument(
         "--against", choices=("llama.cpp",), help="the program to take turns with, for shapes of GPT-2's family"
     )
+    parser.add_argument("--quantization", choices=("int8",), help="the engine's flag")
     args = parser.parse_args()
     if args.against and SHAPES[args.model]["model_type"] != "gpt2":
         parser.error("--against llama.cpp takes shapes of GPT-2's family alone")
     versions = peer_versions(args.against)
     model_folder(args.model)
     with ExitStack() as stack:
-        peer = stack.enter_context(running_llama_cpp(args.model)) if args.against else None
-        figures = asyncio.run(measure(args.model, args.requests, args.seed, peer))
-    name = f"alone-{args.model}"
+        kind = "q8_0" if args.quantization else gguf_dtype()
+        peer = stack.enter_context(running_llama_cpp(args.model, kind)) if args.against else None
+        figures = asyncio.run(measure(args.model, args.requests, args.seed, args.quantization, peer))
+    if peer is not None:
+        figures["llama_cpp"]["dtype"] = kind
+    name = f"alone-{args.model}" + (f"-{args.quantization}" if args.quantization else "")
     write_report(f"{name}-llama-cpp" if args.against else name, figures, args.out, args.seed, **versions)
 
 
-async def measure(model: str, requests: int, seed: int, peer: LlamaCpp | None = None) -> dict[str, Any]:
+async def measure(
+    model: str, requests: int, seed: int, quantization: str | None = None, peer: LlamaCpp | None = None
+) -> dict[str, Any]:
     draw = np.random.default_rng(seed)
     ours, theirs = [], []
-    async with running_engine(model) as engine:
+    async with running_engine(model, quantization=quantization) as engine:
         prompts = draw.integers(0, engine.info.vocab_size, (requests, PROMPT)).tolist()
         if peer is not None:
             peer.run_one(prompts[0], OUTPUT)  # warms it up
@@ -61,11 +67,12 @@ async def measure(model: str, requests: int, seed: int, peer: LlamaCpp | None = 
             ours.append(await _one(engine, prompt))
             if peer is not None:
                 theirs.append(_times(peer.run_one(prompt, OUTPUT)["arrivals"]))
-    figures, elsewhere = {"dtype": engine_dtype(), **_summary(ours)}, (model, this_processor().instructions)
+    figures = {"dtype": engine_dtype(), "quantization": quantization, **_summary(ours)}
+    elsewhere = (model, this_processor().instructions)
     if theirs:
-        figures |= {"llama_cpp": {"dtype": gguf_dtype(), **_summary(theirs)}}
+        figures |= {"llama_cpp": _summary(theirs)}
         figures |= by_turns([our[1] for our in ours], [their[1] for their in theirs])
-    elif elsewhere in LLAMA_CPP:
+    elif elsewhere in LLAMA_CPP and quantization is None:
         figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[elsewhere]
         figures["ratio"] = round(figures["tokens_per_second"] / LLAMA_CPP[elsewhere]["bf16"], 3)
     return figures

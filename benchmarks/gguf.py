@@ -1,10 +1,11 @@
 """A checkpoint of GPT-2's family as the one file that llama.cpp reads: GGUF, version 3, matrices in
-a dtype of 16 bits, the rest as float32.
+a dtype of 16 bits or in blocks of int8, the rest as float32.
 
 The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 
 _ALIGNMENT = 32
 _U32, _F32, _STRING, _ARRAY = 4, 6, 8, 9  # types of a value
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of a tensor
+_TYPES = {"float32": 0, "float16": 1, "q8_0": 8, "bfloat16": 30}  # of a tensor
+_Q8_BLOCK = 32  # numbers with one scale
 _NAMES = {
     "wte": "token_embd",
     "wpe": "position_embd",
@@ -28,23 +30,33 @@ _NAMES = {
 }
 
 
-def write_gguf(folder: Path, path: Path, dtype: str) -> None:
-    """Write the checkpoint in `folder` to `path`. The head is the embedding, as GPT-2 has it."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    shape: tuple[int, ...]
+    kind: str
+    data: bytes
+
+
+def write_gguf(folder: Path, path: Path, kind: str) -> None:
+    """Write the checkpoint in `folder` to `path`, with matrices as `kind`: float16, bfloat16 or
+    q8_0. The head is the embedding, as GPT-2 has it.
+    """
     weights = load_file(folder / "model.safetensors")
-    tensors = {_name(name): _stored(name, tensor, getattr(torch, dtype)) for name, tensor in weights.items()}
+    tensors = {_name(name): stored(name, tensor, kind) for name, tensor in weights.items()}
     config = json.loads((folder / "config.json").read_text())
     settings = _settings(config) | _tokenizer(json.loads((folder / "tokenizer.json").read_text()), config["vocab_size"])
     header = b"GGUF" + pack("<IQQ", 3, len(tensors), len(settings))
     header += b"".join(_text(key) + _value(value) for key, value in settings.items())
     offset = 0
     for name, tensor in tensors.items():
-        shape, kind = reversed(tensor.shape), _TYPES[tensor.dtype]
-        header += _text(name) + pack(f"<I{tensor.dim()}QIQ", tensor.dim(), *shape, kind, offset)
-        offset += _padded(tensor.nbytes)
+        dimensions = len(tensor.shape)
+        layout = (dimensions, *reversed(tensor.shape), _TYPES[tensor.kind], offset)
+        header += _text(name) + pack(f"<I{dimensions}QIQ", *layout)
+        offset += _padded(len(tensor.data))
     with path.open("wb") as file:
         file.write(header.ljust(_padded(len(header)), b"\0"))
         for tensor in tensors.values():
-            file.write(tensor.view(torch.uint8).numpy().tobytes().ljust(_padded(tensor.nbytes), b"\0"))
+            file.write(tensor.data.ljust(_padded(len(tensor.data)), b"\0"))
 
 
 def _settings(config: dict[str, int | float]) -> dict[str, int | float | str]:
@@ -79,11 +91,22 @@ def _name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
 
-def _stored(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def stored(name: str, tensor: torch.Tensor, kind: str) -> _Stored:
     """Return a weight with rows as outputs; GPT-2 keeps its projections the other way round."""
-    if tensor.dim() == 1:
-        return tensor.float()
-    return (tensor.T.contiguous() if ".h." in name else tensor).to(dtype)
+    if ".h." in name and tensor.dim() == 2:
+        tensor = tensor.T.contiguous()
+    if tensor.dim() == 1 or (kind == "q8_0" and ".wpe." in name):
+        kind = "float32"
+    numbers = _in_blocks(tensor) if kind == "q8_0" else tensor.to(getattr(torch, kind))
+    return _Stored(tuple(tensor.shape), kind, numbers.view(torch.uint8).numpy().tobytes())
+
+
+def _in_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return each block of a row as the bytes of its scale in float16 and of its int8 numbers."""
+    blocks = tensor.float().view(-1, _Q8_BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    whole = (blocks / scales.clamp(min=1e-30)).round().to(torch.int8)
+    return torch.cat((scales.half().view(torch.uint8), whole.view(torch.uint8)), 1)
 
 
 def _text(text: str) -> bytes:

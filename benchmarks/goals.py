@@ -12,6 +12,7 @@ from benchmarks.report import RESULTS, arguments
 
 _NONE = "–"
 _LIVE = "live-gpt2-124m"
+_INT8 = "int8-gpt2-124m"
 _STRUCTURED = "structured-outputs-gpt2-124m-151936"
 
 
@@ -38,7 +39,7 @@ class Goal:
 
     title: str
     file: str
-    unit: str  # "x", "%", "s" or "ms"
+    unit: str  # one of `text`
     targets: Targets
     value: Callable[[Figures], float]
     beside: Callable[[Figures], str]
@@ -53,9 +54,13 @@ class Goal:
 
     def text(self, value: float) -> str:
         """Return a figure in the goal's unit."""
-        return {"x": f"{value:.2f}x", "%": f"{100 * value:.1f} %", "s": f"{value:.1f} s", "ms": f"{value:.0f} ms"}[
-            self.unit
-        ]
+        return {
+            "x": f"{value:.2f}x",
+            "%": f"{100 * value:.1f} %",
+            "s": f"{value:.1f} s",
+            "ms": f"{value:.0f} ms",
+            "nats": f"{value:.2g} nats",
+        }[self.unit]
 
 
 def _targets(at_least: float, hoped: float) -> Targets:
@@ -224,6 +229,35 @@ GOALS = (
         lambda figures: (
             f"{figures['tokens_per_second']:.0f} against {figures['llama_cpp']['tokens_per_second']:.0f} tok/s"
         ),
+    ),
+    Goal(
+        "the same with `--quantization int8`, llama.cpp in its Q8_0",
+        "alone-gpt2-124m-int8-llama-cpp",
+        "x",
+        _targets(1.0, 1.15),
+        _ratio,
+        lambda figures: (
+            f"{figures['tokens_per_second']:.0f} against {figures['llama_cpp']['tokens_per_second']:.0f} tok/s"
+        ),
+    ),
+    Goal(
+        "engine with `--quantization int8`, 64 random prompts, against weights in 16 bits",
+        _INT8,
+        "x",
+        _targets(1.7, 2.0) | {AVX2: Target(1.5, 2.0)},
+        _ratio,
+        lambda figures: _against(figures, "output_tokens_per_second", "int8", "engine") + " tok/s",
+    ),
+    Goal(
+        "mean divergence of its next tokens from float32's, `llama-135m`",
+        _INT8,
+        "nats",
+        _targets(0.01, 0.001),
+        lambda figures: float(figures["against_float32"]["divergence"]),
+        lambda figures: (
+            f"the most likely one is the same for {100 * figures['against_float32']['same_token_share']:.0f} %"
+        ),
+        less=True,
     ),
     Goal(
         "share of the matrix peak, engine, 64 random prompts",

@@ -137,17 +137,17 @@ def bytes_by_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def gguf_file(name: str, dtype: str) -> Path:
-    """Return the same weights as llama.cpp reads them, in a dtype of 16 bits, for a shape of
-    GPT-2's family, written beside the others on first use.
+def gguf_file(name: str, kind: str) -> Path:
+    """Return the same weights as llama.cpp reads them, as `write_gguf` has the kinds, for a shape
+    of GPT-2's family, written beside the others on first use.
     """
     from benchmarks.gguf import write_gguf
 
     folder = model_folder(name)
-    path = folder / f"model-{dtype}.gguf"
+    path = folder / f"model-{kind}.gguf"
     if not path.exists():
         unfinished = path.with_suffix(".unfinished")
-        write_gguf(folder, unfinished, dtype)
+        write_gguf(folder, unfinished, kind)
         unfinished.rename(path)
     return path
 

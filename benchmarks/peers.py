@@ -206,9 +206,12 @@ def running_vllm(model: str) -> Iterator[Vllm]:
 
 
 @contextmanager
-def running_llama_cpp(model: str) -> Iterator[LlamaCpp]:
-    """With a thread for each core. Raises NoPeer, or RuntimeError where it ends by itself."""
-    words = [str(gguf_file(model, gguf_dtype())), str(CONTEXT), str(os.cpu_count() or 1)]
+def running_llama_cpp(model: str, kind: str) -> Iterator[LlamaCpp]:
+    """With a thread for each core; `kind` is as `write_gguf` has it.
+
+    Raises NoPeer, or RuntimeError where it ends by itself.
+    """
+    words = [str(gguf_file(model, kind)), str(CONTEXT), str(os.cpu_count() or 1)]
     with _running(llama_cpp_folder(), "peer_llama_cpp.py", words, plain_environment()) as process:
         yield LlamaCpp(process)
 

@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from benchmarks import goals, models, pages, peak, peers, plot, report, rows, step_profile
-from benchmarks.gguf import write_gguf
+from benchmarks.gguf import stored, write_gguf
 from benchmarks.measured import measured_processors
 from benchmarks.processor import AVX2, AVX512_BF16, Processor, this_processor
 from benchmarks.profile_table import PARTS, profile_table
@@ -158,6 +158,20 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(dtype: str, number: 
     assert (shape, kind) == ((8, 24), number)
     stored = torch.frombuffer(bytearray(content[data + offset : data + offset + 384]), dtype=getattr(torch, dtype))
     assert torch.equal(stored.view(24, 8), weights["transformer.h.0.attn.c_attn.weight"].T.to(stored.dtype))
+
+
+def test_blocks_of_q8_0_hold_their_scale_and_their_numbers(tmp_path: Path) -> None:
+    """By the format's description: a float16, then 32 int8 of the same row."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, 64).bfloat16()
+    data = bytearray(stored("transformer.wte.weight", weight, "q8_0").data)
+    assert len(data) == 3 * 2 * 34
+    for number in range(6):
+        scale, *whole = struct.unpack_from("<e32b", data, 34 * number)
+        block = weight.view(-1, 32)[number].float()
+        assert (torch.tensor(whole) * scale - block).abs().max() <= 0.6 * scale
+        assert max(map(abs, whole)) == 127
+    assert stored("transformer.wpe.weight", weight, "q8_0").kind == "float32"
 
 
 def test_the_work_of_a_pass_by_hand() -> None:
@@ -374,6 +388,7 @@ def test_the_plot_has_a_bar_for_each_comparison(tmp_path: Path) -> None:
     [
         ["alone", "--requests", "1"],
         ["engine", "--requests", "3", "--turns", "1"],
+        ["int8", "--turns", "1", "--divergence-of", "tiny"],
         ["step_profile", "--lines", "4"],
         ["run_batch", "--requests", "4", "--turns", "1"],
         ["queue_cost", "--requests", "4", "--turns", "1"],

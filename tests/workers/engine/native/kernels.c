@@ -9,14 +9,15 @@
 #include "kernels.h"
 #include "matmul.h"
 
-enum { ROWS = 43, OUTPUTS = 70, INPUTS = 300 };
+enum { ROWS = 43, OUTPUTS = 70, INPUTS = 1030 };
 
 int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
 
-static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[96], y[ROWS][OUTPUTS], alone[OUTPUTS];
+static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[96], scales[96], y[ROWS][OUTPUTS], alone[OUTPUTS];
 static uint16_t narrow[OUTPUTS][INPUTS];
-static _Alignas(64) char panels[96 * INPUTS * 4];
+static int8_t narrowest_of[OUTPUTS][INPUTS];
+static _Alignas(64) char panels[96 * (INPUTS + 2) * 4];
 
 /* Weights that are stored so. */
 static void draw(int stored) {
@@ -28,28 +29,41 @@ static void draw(int stored) {
         w[0][i] = stored == STORED_F32 ? (float)number / 7.0f : stored == STORED_F16 ? 1.0f + 0x1p-10f : (float)number;
         uint32_t bits = bits_of_float(w[0][i]);
         narrow[0][i] = stored == STORED_F16 ? 0x3c01 : (uint16_t)(bits >> 16);
+        if (stored == STORED_INT8) {
+            narrowest_of[0][i] = (int8_t)number;
+            w[0][i] = (float)number / 64.0f;
+        }
     }
-    for (int i = 0; i < OUTPUTS; i++)
+    for (int i = 0; i < OUTPUTS; i++) {
         bias[i] = (float)i;
+        scales[i] = 1.0f / 64.0f;
+    }
+}
+
+static const void *weights(int stored) {
+    return stored == STORED_F32 ? (const void *)w : stored == STORED_INT8 ? (const void *)narrowest_of : narrow;
 }
 
 static int product_is_right(int stored) {
     draw(stored);
-    if (narrowest(w[0], OUTPUTS * INPUTS) != stored)
+    if (stored != STORED_INT8 && narrowest(w[0], OUTPUTS * INPUTS) != stored)
         return 0;
     memset(panels, 0, sizeof panels);
-    pack_rows(stored == STORED_F32 ? (const void *)w : narrow, OUTPUTS, INPUTS, stored, 0, panels);
-    packed_matrix matrix = {panels, bias, OUTPUTS, INPUTS, stored, 0, 0, 1, 1};
+    pack_rows(weights(stored), OUTPUTS, INPUTS, stored, 0, panels);
+    packed_matrix matrix = {
+        .panels = panels, .scales = scales, .bias = bias, .n = OUTPUTS, .k = INPUTS, .stored = stored, .floats = 1,
+    };
     packed_matmul(&matrix, x, ROWS, y);
     for (int row = 0; row < ROWS; row++) {
         packed_matmul(&matrix, x[row], 1, alone);
         if (memcmp(alone, y[row], sizeof alone))
             return 0;
         for (int output = 0; output < OUTPUTS; output++) {
-            double sum = bias[output], size = 1;
+            /* Of int16, to which x is rounded with int8: half a step for each product */
+            double sum = bias[output], size = 1, rounded = stored == STORED_INT8 ? 0.51 / 32767 : 0;
             for (int i = 0; i < INPUTS; i++) {
                 sum += (double)x[row][i] * w[output][i];
-                size += fabs((double)x[row][i] * w[output][i]);
+                size += fabs((double)x[row][i] * w[output][i]) + 1e6 * rounded * fabs(w[output][i]);
             }
             if (!(fabs(sum - y[row][output]) < 1e-6 * size))
                 return 0;
@@ -79,6 +93,8 @@ int main(int count, char **arguments) {
         puts("products of floats are wrong");
     else if (!product_is_right(STORED_BF16))
         puts("products with bf16 are wrong");
+    else if (!product_is_right(STORED_INT8))
+        puts("products with int8 are wrong");
     else if (halves && !product_is_right(STORED_F16))
         puts("products with float16 are wrong");
     else

@@ -1,0 +1,53 @@
+"""How far next tokens of a quantized model are from those of the model itself: the mean
+Kullback-Leibler divergence over a text of random tokens, in float32.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.models import model_folder, settings_of
+from workers.engine.attention.base import AttentionMetadata, CacheShape
+from workers.engine.attention.context import StepAttention
+from workers.engine.backends.registry import default_backend
+from workers.engine.device.loader import load_weights, open_checkpoint
+from workers.engine.models.base import DecoderModel
+
+_CPU, _BLOCK, _TOKENS = torch.device("cpu"), 16, 512
+
+
+def mean_divergence(model: str, seed: int, quantization: str) -> dict[str, Any]:
+    """Return `divergence` in nats, and the share of tokens whose most likely next one is the
+    same.
+    """
+    prompt = torch.from_numpy(np.random.default_rng(seed).integers(0, settings_of(model)["vocab_size"], _TOKENS))
+    exact, narrow = (_log_probabilities(_load(model, kind), prompt) for kind in (None, quantization))
+    apart = (exact.exp() * (exact - narrow)).sum(-1)
+    same = (exact.argmax(-1) == narrow.argmax(-1)).float().mean()
+    return {"model": model, "divergence": float(f"{apart.mean():.3g}"), "same_token_share": round(float(same), 4)}
+
+
+def _load(model: str, quantization: str | None) -> DecoderModel:
+    checkpoint, ops = open_checkpoint(str(model_folder(model))), default_backend(_CPU, torch.float32).ops
+    return load_weights(checkpoint, torch.float32, _CPU, _TOKENS, ops, quantization=quantization)
+
+
+@torch.inference_mode()
+def _log_probabilities(model: DecoderModel, prompt: Tensor) -> Tensor:
+    """Return those of the next token at each of a prompt's tokens, [T, vocab]."""
+    config, backend, length = model.config, default_backend(_CPU, torch.float32), len(prompt)
+    blocks = length // _BLOCK
+    shape = CacheShape(1 + blocks, _BLOCK, config.num_kv_heads, config.head_dim)
+    attention = backend.attention(shape, config.num_heads, torch.float32, _CPU)
+    metadata = AttentionMetadata(
+        _BLOCK + torch.arange(length),
+        np.array([0, length], np.int32),
+        np.array([length], np.int32),
+        1 + np.arange(blocks, dtype=np.int32)[None],
+    )
+    caches, positions = attention.new_cache(config.num_layers), torch.arange(length)
+    attend = StepAttention(attention, caches, metadata, config.attention_scales, config.attention_patterns)
+    hidden = model.forward(prompt, positions, torch.full_like(positions, length), attend)
+    return model.logits(hidden).log_softmax(-1)

@@ -1,0 +1,48 @@
+"""`--quantization int8` against weights in 16 bits: output tokens/s over 64 random prompts by
+turns, and how far its next tokens are from those in float32.
+
+    python -m benchmarks.int8
+"""
+
+import asyncio
+from typing import Any
+
+from benchmarks.divergence import mean_divergence
+from benchmarks.driving import engine_dtype, run_pass, running_engine, workload
+from benchmarks.engine import summary
+from benchmarks.models import SHAPES, model_folder
+from benchmarks.report import arguments, by_turns, write_report
+from workers.engine.messages.core import EngineRequest
+
+_INT8, _REQUESTS = "int8", 64
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--divergence-of", choices=SHAPES, default="llama-135m", help="the shape that is compared")
+    args = parser.parse_args()
+    model_folder(args.model)
+    requests = workload(args.model, "random", _REQUESTS, args.seed)
+    figures = measure(args.model, requests, args.turns)
+    figures["against_float32"] = mean_divergence(args.divergence_of, args.seed, _INT8)
+    write_report(f"int8-{args.model}", figures, args.out, args.seed)
+
+
+def measure(model: str, requests: list[EngineRequest], turns: int) -> dict[str, Any]:
+    narrow, plain = [], []
+    for _ in range(turns):
+        narrow.append(asyncio.run(_turn(model, requests, _INT8)))
+        plain.append(asyncio.run(_turn(model, requests, None)))
+    figures = {"dtype": engine_dtype(), "int8": summary(narrow), "engine": summary(plain)}
+    return figures | by_turns([one["seconds"] for one in narrow], [one["seconds"] for one in plain])
+
+
+async def _turn(model: str, requests: list[EngineRequest], quantization: str | None) -> dict[str, Any]:
+    async with running_engine(model, quantization=quantization) as engine:
+        return (await run_pass(engine, requests)).figures()
+
+
+if __name__ == "__main__":
+    main()
