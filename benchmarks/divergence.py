@@ -1,5 +1,5 @@
-"""How far next tokens of a quantized model are from those of the model itself: the mean
-Kullback-Leibler divergence over a text of random tokens, in float32.
+"""How far next tokens of a model in int8 are from those of the model itself in float32: the mean
+Kullback-Leibler divergence over a text of random tokens.
 """
 
 from typing import Any
@@ -13,25 +13,26 @@ from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import StepAttention
 from workers.engine.backends.registry import default_backend
 from workers.engine.device.loader import load_weights, open_checkpoint
+from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.models.base import DecoderModel
 
 _CPU, _BLOCK, _TOKENS = torch.device("cpu"), 16, 512
 
 
-def mean_divergence(model: str, seed: int, quantization: str) -> dict[str, Any]:
+def divergence_in_int8(model: str, seed: int) -> dict[str, Any]:
     """Return `divergence` in nats, and the share of tokens whose most likely next one is the
     same.
     """
     prompt = torch.from_numpy(np.random.default_rng(seed).integers(0, settings_of(model)["vocab_size"], _TOKENS))
-    exact, narrow = (_log_probabilities(_load(model, kind), prompt) for kind in (None, quantization))
-    apart = (exact.exp() * (exact - narrow)).sum(-1)
-    same = (exact.argmax(-1) == narrow.argmax(-1)).float().mean()
+    exact, quantized = (_log_probabilities(_load(model, in_int8), prompt) for in_int8 in (False, True))
+    apart = (exact.exp() * (exact - quantized)).sum(-1)
+    same = (exact.argmax(-1) == quantized.argmax(-1)).float().mean()
     return {"model": model, "divergence": float(f"{apart.mean():.3g}"), "same_token_share": round(float(same), 4)}
 
 
-def _load(model: str, quantization: str | None) -> DecoderModel:
+def _load(model: str, in_int8: bool) -> DecoderModel:
     checkpoint, ops = open_checkpoint(str(model_folder(model))), default_backend(_CPU, torch.float32).ops
-    return load_weights(checkpoint, torch.float32, _CPU, _TOKENS, ops, quantization=quantization)
+    return load_weights(checkpoint, torch.float32, _CPU, _TOKENS, Int8Ops(ops) if in_int8 else ops)
 
 
 @torch.inference_mode()

@@ -42,7 +42,7 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     q8_0. The head is the embedding, as GPT-2 has it.
     """
     weights = load_file(folder / "model.safetensors")
-    tensors = {_name(name): stored(name, tensor, kind) for name, tensor in weights.items()}
+    tensors = {_name(name): encode_tensor(name, tensor, kind) for name, tensor in weights.items()}
     config = json.loads((folder / "config.json").read_text())
     settings = _settings(config) | _tokenizer(json.loads((folder / "tokenizer.json").read_text()), config["vocab_size"])
     header = b"GGUF" + pack("<IQQ", 3, len(tensors), len(settings))
@@ -91,7 +91,7 @@ def _name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
 
-def stored(name: str, tensor: torch.Tensor, kind: str) -> _Stored:
+def encode_tensor(name: str, tensor: torch.Tensor, kind: str) -> _Stored:
     """Return a weight with rows as outputs; GPT-2 keeps its projections the other way round."""
     if ".h." in name and tensor.dim() == 2:
         tensor = tensor.T.contiguous()

@@ -7,7 +7,7 @@ turns, and how far its next tokens are from those in float32.
 import asyncio
 from typing import Any
 
-from benchmarks.divergence import mean_divergence
+from benchmarks.divergence import divergence_in_int8
 from benchmarks.driving import engine_dtype, run_pass, running_engine, workload
 from benchmarks.engine import summary
 from benchmarks.models import SHAPES, model_folder
@@ -26,17 +26,17 @@ def main() -> None:
     model_folder(args.model)
     requests = workload(args.model, "random", _REQUESTS, args.seed)
     figures = measure(args.model, requests, args.turns)
-    figures["against_float32"] = mean_divergence(args.divergence_of, args.seed, _INT8)
+    figures["against_float32"] = divergence_in_int8(args.divergence_of, args.seed)
     write_report(f"int8-{args.model}", figures, args.out, args.seed)
 
 
 def measure(model: str, requests: list[EngineRequest], turns: int) -> dict[str, Any]:
-    narrow, plain = [], []
+    quantized, plain = [], []
     for _ in range(turns):
-        narrow.append(asyncio.run(_turn(model, requests, _INT8)))
+        quantized.append(asyncio.run(_turn(model, requests, _INT8)))
         plain.append(asyncio.run(_turn(model, requests, None)))
-    figures = {"dtype": engine_dtype(), "int8": summary(narrow), "engine": summary(plain)}
-    return figures | by_turns([one["seconds"] for one in narrow], [one["seconds"] for one in plain])
+    figures = {"dtype": engine_dtype(), "int8": summary(quantized), "engine": summary(plain)}
+    return figures | by_turns([one["seconds"] for one in quantized], [one["seconds"] for one in plain])
 
 
 async def _turn(model: str, requests: list[EngineRequest], quantization: str | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from benchmarks import goals, models, pages, peak, peers, plot, report, rows, step_profile
-from benchmarks.gguf import stored, write_gguf
+from benchmarks.gguf import encode_tensor, write_gguf
 from benchmarks.measured import measured_processors
 from benchmarks.processor import AVX2, AVX512_BF16, Processor, this_processor
 from benchmarks.profile_table import PARTS, profile_table
@@ -164,14 +164,14 @@ def test_blocks_of_q8_0_hold_their_scale_and_their_numbers(tmp_path: Path) -> No
     """By the format's description: a float16, then 32 int8 of the same row."""
     torch.manual_seed(0)
     weight = torch.randn(3, 64).bfloat16()
-    data = bytearray(stored("transformer.wte.weight", weight, "q8_0").data)
+    data = bytearray(encode_tensor("transformer.wte.weight", weight, "q8_0").data)
     assert len(data) == 3 * 2 * 34
     for number in range(6):
         scale, *whole = struct.unpack_from("<e32b", data, 34 * number)
         block = weight.view(-1, 32)[number].float()
         assert (torch.tensor(whole) * scale - block).abs().max() <= 0.6 * scale
         assert max(map(abs, whole)) == 127
-    assert stored("transformer.wpe.weight", weight, "q8_0").kind == "float32"
+    assert encode_tensor("transformer.wpe.weight", weight, "q8_0").kind == "float32"
 
 
 def test_the_work_of_a_pass_by_hand() -> None:

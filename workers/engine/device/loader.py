@@ -172,13 +172,12 @@ def load_weights(
     max_model_len: int | None = None,
     ops: Ops | None = None,
     parallel: Parallel | None = None,
-    quantization: str | None = None,
 ) -> DecoderModel:
     """Read the tensors and build the model for contexts of up to `max_model_len` tokens (default:
     the model's own).
 
     `ops` is what its layers compute with (default: plain torch). One rank of several in `parallel`
-    takes what `shard_checkpoint` gives. `quantization` is as `Weights` has it.
+    takes what `shard_checkpoint` gives.
     """
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
@@ -188,10 +187,8 @@ def load_weights(
 
         assert isinstance(checkpoint.family, TransformersClass)
         length = max_model_len or config.max_model_len
-        whole = Weights({}, dtype, device, ops=ops, quantization=quantization)
-        return load_checked(checkpoint.family, checkpoint.folder, config, whole, length)
-    readers = tensor_readers(checkpoint.folder)
-    weights = Weights(readers, dtype, device, checkpoint.family.prefix, ops, parallel, quantization)
+        return load_checked(checkpoint.family, checkpoint.folder, config, Weights({}, dtype, device, ops=ops), length)
+    weights = Weights(tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
     model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
     assert isinstance(model, DecoderModel)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
@@ -212,19 +209,14 @@ def weight_bytes(
 ) -> int:
     """Return about how many bytes the weights take in a model that computes in `dtype`.
 
-    `widens`: the backend stores them in fewer bits where it can, but not those of transformers'
-    classes. `quantization` is as `Weights` has it; an embedding that is no output projection is not
-    quantized. Raises ModelLoadError where there are none.
+    `widens`: the backend stores them in fewer bits where it can, and `quantization` is the flag;
+    neither counts for transformers' classes, of which some matrices stay as they are. Raises
+    ModelLoadError where there are none.
     """
-    config = checkpoint.config
-    stored = _DTYPES.get(config.dtype or "float32", torch.float32)
-    widens = widens and isinstance(checkpoint.family, Family)
-    size = min(dtype.itemsize, stored.itemsize) if widens else dtype.itemsize
-    numbers = sum(file.stat().st_size for file in weight_files(checkpoint.folder)) // stored.itemsize
-    if quantization is None:
-        return numbers * size
-    plain = 0 if config.tie_word_embeddings and config.pooling is None else config.vocab_size * config.hidden_size
-    return numbers + plain * (size - 1)
+    stored, size = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32), dtype.itemsize
+    if isinstance(checkpoint.family, Family):
+        size = 1 if quantization else min(size, stored.itemsize) if widens else size
+    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) * size // stored.itemsize
 
 
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:

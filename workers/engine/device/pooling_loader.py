@@ -19,23 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_pooling_model(
-    checkpoint: ModelCheckpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    ops: Ops,
-    quantization: str | None = None,
+    checkpoint: ModelCheckpoint, dtype: torch.dtype, device: torch.device, max_model_len: int, ops: Ops
 ) -> PoolingModel:
-    """Read the tensors and build the model; `quantization` is as `Weights` has it.
-
-    Raises ModelLoadError.
-    """
+    """Read the tensors and build the model. Raises ModelLoadError."""
     config, family = checkpoint.config, checkpoint.family
     assert config.pooling is not None
     if not isinstance(family, Family):
-        return _load_padded(checkpoint, Weights({}, dtype, device, ops=ops, quantization=quantization))
+        return _load_padded(checkpoint, Weights({}, dtype, device, ops=ops))
     readers = {_todays_name(name): reader for name, reader in tensor_readers(checkpoint.folder).items()}
-    weights = Weights(readers, dtype, device, family.prefix, ops, quantization=quantization)
+    weights = Weights(readers, dtype, device, family.prefix, ops)
     trunk = family.build(checkpoint.raw, config, weights, max_model_len)
     transforms = _load_modules(config.pooling, weights)
     if config.pooling.labels:
@@ -45,8 +37,9 @@ def load_pooling_model(
 
 
 def _load_padded(checkpoint: ModelCheckpoint, weights: Weights) -> PoolingModel:
-    """Return a model by transformers' class, which has its classification head within. `weights`
-    holds none: it says where and how the class runs.
+    """Return a model by transformers' class, which has its classification head within.
+
+    Of `weights` the dtype, the device and the arithmetic count.
     """
     weight_files(checkpoint.folder)
     from workers.engine.models.padded_model import PaddedClass, load_padded

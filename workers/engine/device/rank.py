@@ -23,6 +23,7 @@ from workers.engine.device.memory_profiling import profile_memory
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.pooling_loader import load_pooling_model
 from workers.engine.device.pooling_runner import PoolingRunner, make_runner
+from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.layers.parallel import Parallel
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError, RankError, StepOutOfMemory
@@ -128,10 +129,12 @@ class Rank:
         return max(0, self._memory.left)
 
     def _load_model(self, max_model_len: int) -> DecoderModel | PoolingModel:
-        checkpoint, ops, quantization = self._checkpoint, self._backend.ops, self._config.quantization
+        checkpoint, ops = self._checkpoint, self._backend.ops
+        if self._config.quantization is not None:
+            ops = Int8Ops(ops)
         if checkpoint.config.pooling is not None:
-            return load_pooling_model(checkpoint, self.dtype, self.device, max_model_len, ops, quantization)
-        return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel, quantization)
+            return load_pooling_model(checkpoint, self.dtype, self.device, max_model_len, ops)
+        return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel)
 
     def allocate(self, config: ResolvedConfig, num_blocks: int) -> None:
         """Make the cache of `num_blocks` blocks; `config` has `max_model_len` as it fits."""

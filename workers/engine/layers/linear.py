@@ -39,16 +39,14 @@ def load_fused(
     """Several projections of one input as a single one, each rank with some rows of each; the
     outputs are side by side in the order of `names`. GPT-2's are `transposed`: kept as [in, out].
     """
-    weight, biases = _take_fused(weights, names, size_in, sizes_out, bias, transposed)
-    return weights.ops.linear(weights.quantized(weight), biases, activation)
+    return weights.ops.linear(*_take_fused(weights, names, size_in, sizes_out, bias, transposed), activation)
 
 
 def load_gated(
     weights: Weights, gate: str, up: str, size_in: int, size_out: Shard, bias: bool, activation: str
 ) -> Projection:
     """Two projections of one input, the activation of the first times the second."""
-    weight, biases = _take_fused(weights, [gate, up], size_in, [size_out, size_out], bias)
-    return weights.ops.gated_linear(weights.quantized(weight), biases, activation)
+    return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, [size_out, size_out], bias), activation)
 
 
 def load_row_parallel(
@@ -57,7 +55,7 @@ def load_row_parallel(
     """Return the projection of what came of `load_fused` or `load_gated`, cut as that was."""
     weight, parallel = weights.take_columns(f"{name}.weight", size_out, size_in, transposed), weights.parallel
     biases = weights.take(f"{name}.bias", (size_out,)) if bias else None
-    own = weights.ops.linear(weights.quantized(weight), biases if parallel.rank == 0 else None)
+    own = weights.ops.linear(weight, biases if parallel.rank == 0 else None)
     return own if parallel.size == 1 else RowParallel(own, parallel)
 
 

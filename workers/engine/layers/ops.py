@@ -70,8 +70,7 @@ def _product(weight: Weight, bias: Tensor | None) -> Projection:
 
 def _quantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [..., k] -> [..., n]; the weight is widened for each call."""
-    product = F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.to(x.dtype))
-    return product if bias is None else product.add_(bias)
+    return F.linear(x, weight.dequantize(), bias)
 
 
 class PlainTable:
@@ -94,7 +93,7 @@ class QuantizedTable:
         self._weight = weight
 
     def rows(self, indices: Tensor) -> Tensor:
-        return self._weight.rows(indices).plain()
+        return self._weight.rows(indices).dequantize()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return _quantized_product(hidden, self._weight, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MOST = 127
+_MAX = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class QuantizedWeight:
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    def plain(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Return the matrix in `dtype`."""
         return (self.values * self.scales[:, None]).to(self.dtype)
 
@@ -41,6 +41,6 @@ def quantize(weight: Tensor) -> QuantizedWeight:
     evenly spaced up to its row's largest magnitude.
     """
     largest = torch.linalg.vector_norm(weight, torch.inf, dim=1, dtype=torch.float32)
-    scales = largest.clamp_(min=torch.finfo(torch.float32).tiny * _MOST).div_(_MOST)
+    scales = largest.clamp_(min=torch.finfo(torch.float32).tiny * _MAX).div_(_MAX)
     values = torch.div(weight, scales[:, None]).round_().to(torch.int8)
     return QuantizedWeight(values, scales, weight.dtype)

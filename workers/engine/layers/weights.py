@@ -10,7 +10,6 @@ from torch import Tensor
 from workers.engine.layers.base import Ops
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
-from workers.engine.layers.quantized import Weight, quantize
 from workers.engine.messages.errors import ModelLoadError
 
 
@@ -20,7 +19,7 @@ class Weights:
 
     `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints
     saved from a bare decoder do. `ops` is what the layers compute with, `parallel` says which part
-    of them is to be read. `quantization` is None or "int8".
+    of them is to be read.
     """
 
     def __init__(
@@ -31,14 +30,12 @@ class Weights:
         prefix: str = "",
         ops: Ops | None = None,
         parallel: Parallel | None = None,
-        quantization: str | None = None,
     ) -> None:
         self._readers = dict(readers)
         self.dtype = dtype
         self.device = device
         self.ops = ops or TorchOps()
         self.parallel = parallel or Parallel()
-        self.quantization = quantization
         self._prefix = prefix if any(name.startswith(prefix) for name in readers) else ""
         self._taken: set[str] = set()
 
@@ -98,10 +95,6 @@ class Weights:
             )
         self._taken.add(resolved)
         target.copy_(tensor[where])
-
-    def quantized(self, weight: Tensor) -> Weight:
-        """Return a matrix as it is multiplied with."""
-        return quantize(weight) if self.quantization is not None else weight
 
     def unused(self) -> list[str]:
         """Names that no layer took."""

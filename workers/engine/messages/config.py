@@ -71,7 +71,7 @@ class EngineConfig:
     quantization: str | None = _flag(
         None,
         "Store the model's matrices in fewer bits, whatever its checkpoint has. int8: one scale for each output; faster"
-        " on a CPU, on a GPU only smaller. [default: as dtype says]",
+        " on a CPU, on a GPU only smaller. [default: none]",
         choices=("int8",),
     )
     max_model_len: int | None = _flag(

@@ -71,7 +71,7 @@ def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[
     table = weights.take(embedding, (config.vocab_size, config.hidden_size))
     own, most = weights.parallel.part(config.vocab_size), weights.parallel.part_size(config.vocab_size)
     if config.tie_word_embeddings and own.length == config.vocab_size:
-        shared = weights.ops.table(weights.quantized(table))
+        shared = weights.ops.table(table)
         return shared, shared
     head = (
         table[own.where]
@@ -79,5 +79,4 @@ def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[
         else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
     )
     missing = most - own.length
-    padded = F.pad(head, (0, 0, 0, missing)) if missing else head
-    return weights.ops.table(table), weights.ops.table(weights.quantized(padded))
+    return weights.ops.table(table), weights.ops.table(F.pad(head, (0, 0, 0, missing)) if missing else head)

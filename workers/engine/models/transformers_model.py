@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +31,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
 from workers.engine.layers.base import AttentionContext, AttentionPattern
+from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig
 from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCall
+
+logger = logging.getLogger(__name__)
+
+_ROUTERS = ("gate", "router")  # names of projections by which experts are chosen
 
 # What its loading would print is said by this file, in one sentence each.
 _transformers_log: Any = transformers.logging
@@ -271,7 +277,7 @@ def read_weights(
 ) -> tuple[Pretrained, list[str]]:
     """Return the class' module with its weights, and the names of the tensors that it does not use.
 
-    `weights` says what it runs with. Raises ModelLoadError.
+    Of `weights` the dtype, the device and the arithmetic count. Raises ModelLoadError.
     """
     with refused_as(f"{folder} cannot be read as {model_class.__name__}"):
         module, report = model_class.from_pretrained(
@@ -292,8 +298,8 @@ def read_weights(
     for name, stored, implied in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"tensor {name!r} has shape {list(stored)}, but config.json implies {list(implied)}")
     placed = _placed(module.eval().requires_grad_(False), weights.device)
-    if weights.quantization is not None:
-        _quantize_linears(placed, weights)
+    if isinstance(weights.ops, Int8Ops):
+        _quantize(placed, weights.ops)
     return placed, sorted(report["unexpected_keys"])
 
 
@@ -307,21 +313,37 @@ def _placed(module: Pretrained, device: torch.device) -> Pretrained:
     return module.to(device)
 
 
-def _quantize_linears(module: nn.Module, weights: Weights) -> None:
+def _quantize(module: Pretrained, ops: Int8Ops) -> None:
     """Put quantized projections into the places of plain ones; what multiplies otherwise, as
     experts do, stays as it is.
     """
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    found = {id(one): one for one in _linears(module)}
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if id(child) in found:
+                setattr(parent, name, _Projection(found[id(child)], ops))
+    quantized = sum(one.weight.numel() for one in found.values())
+    if quantized < whole / 2:
+        logger.warning(
+            "--quantization int8: %d of the %d weights of transformers' %s are stored in int8; the rest stays in %s",
+            *(quantized, whole, type(module).__name__, str(module.dtype).removeprefix("torch.")),
+        )
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Linear]:
+    """Yield plain projections; not those whose outputs choose experts."""
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            setattr(module, name, _Projection(child, weights))
-        else:
-            _quantize_linears(child, weights)
+        if type(child) is nn.Linear and name not in _ROUTERS:
+            yield child
+        yield from _linears(child)
 
 
 class _Projection(nn.Module):
-    def __init__(self, plain: nn.Linear, weights: Weights) -> None:
+    def __init__(self, plain: nn.Linear, ops: Int8Ops) -> None:
         super().__init__()
-        self._run = weights.ops.linear(weights.quantized(plain.weight), plain.bias)
+        self._run = ops.linear(plain.weight, plain.bias)
+        self.weight = torch.empty_like(plain.weight, device="meta")  # for classes that ask for its dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)

@@ -50,7 +50,7 @@ def load_checked(
     """Return the model with its weights, checked against the class' own attention; `config` may say
     more than the class does.
 
-    `weights` holds none: it says where and how the class runs. Raises ModelLoadError.
+    Of `weights` the dtype, the device and the arithmetic count. Raises ModelLoadError.
     """
     module, unused = read_weights(found.model_class, found.settings, folder, weights, attn_implementation=PAGED)
     if unused:

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 PANEL = 32
 _STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8)  # by the numbers of matmul.h
 _INT8_NUMBERS = 4  # of a row of int8 weights, whose count is filled up to a multiple of this
-_MOST_INT16 = 32767  # as large as a number of a row becomes where it is multiplied with int8
+_MAX_INT16 = 32767  # as large as a number of a row becomes where it is multiplied with int8
+_MANY = 101  # rows; no processor counts as many as few (matmul.c)
 ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
 
@@ -109,7 +110,8 @@ class PackedMatrix:
         x = x.contiguous()
         rows = x.numel() // self._size_in
         y = torch.empty((*x.shape[:-1], self.columns), dtype=self._dtype)
-        self._multiply(self.pointer, x.data_ptr(), rows, y.data_ptr())
+        if self._multiply(self.pointer, x.data_ptr(), rows, y.data_ptr()):
+            raise MemoryError(f"a product of {rows} rows with a matrix in int8")
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -163,17 +165,17 @@ def _matches_torch(dtype: torch.dtype, quantized: bool) -> bool:
 def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
     """Compare few rows and many, with more inputs than DEPTH and more outputs than a panel has."""
     generator = torch.Generator().manual_seed(0)
-    shapes, floats = ((29, 600), (44, 600), (44,)), torch.bfloat16 if stored == torch.int8 else stored
+    shapes, floats = ((_MANY, 600), (44, 600), (44,)), torch.bfloat16 if stored == torch.int8 else stored
     x, plain, bias = (torch.randn(shape, generator=generator).to(floats).to(dtype) for shape in shapes)
     weight: Weight = plain
     multiplied = x.double()
     if stored == torch.int8:
         weight = quantize(plain)
-        plain, steps = weight.values * weight.scales[:, None].double(), multiplied.abs().amax(1, True) / _MOST_INT16
+        plain, steps = weight.values * weight.scales[:, None].double(), multiplied.abs().amax(1, True) / _MAX_INT16
         multiplied = (multiplied / steps).round() * steps
     gate, up = F.linear(multiplied, plain.double(), bias.double()).chunk(2, -1)
     expected, matrix = gate.relu() * up, PackedMatrix(weight, bias, "relu", gated=True, to_float=True)
-    return all(torch.allclose(matrix(x[:rows]).double(), expected[:rows], rtol=1e-4, atol=1e-2) for rows in (1, 29))
+    return all(torch.allclose(matrix(x[:rows]).double(), expected[:rows], rtol=1e-4, atol=1e-2) for rows in (1, _MANY))
 
 
 @functools.cache
@@ -183,6 +185,6 @@ def _functions() -> ctypes.CDLL:
     library.pack_rows.argtypes = (pointer, size, size, ctypes.c_int, ctypes.c_int, pointer)
     library.packed_matmul.argtypes = (pointer, pointer, size, pointer)
     library.packed_lookup.argtypes = (pointer, pointer, size, pointer)
-    for function in (library.pack_rows, library.packed_matmul, library.packed_lookup):
+    for function in (library.pack_rows, library.packed_lookup):
         function.restype = None
     return library

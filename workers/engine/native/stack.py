@@ -102,7 +102,7 @@ class NativeStack(LayerStack):
         ]
         turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
-        self._run(
+        failed = self._run(
             self._pointer,
             (ctypes.c_void_p * len(steps))(*steps),
             turns if rotations else None,
@@ -110,6 +110,8 @@ class NativeStack(LayerStack):
             hidden.data_ptr(),
             *self._buffers,
         )
+        if failed:
+            raise MemoryError(f"layers of {tokens} tokens in int8")
         if attend.interruption is not None:
             attend.interruption.check()
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
@@ -174,5 +176,4 @@ def _c_layer(layer: DecoderLayer) -> _Layer:
 def _run_stack() -> ctypes._FuncPointer:
     function, pointer = load().run_stack, ctypes.c_void_p
     function.argtypes = (pointer, pointer, pointer, ctypes.c_ssize_t, pointer, pointer, pointer, pointer)
-    function.restype = None
     return function

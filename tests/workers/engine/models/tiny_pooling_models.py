@@ -39,6 +39,12 @@ _MODERN = _SHAPE | {"num_hidden_layers": 5, "local_attention": 24, "cls_token_id
 _ONE, _THREE = {"num_labels": 1}, {"num_labels": 3}
 
 
+_T5 = {
+    "vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3, "num_heads": 4, "n_positions": 200,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TinyPoolingModel:
     """How to make one: transformers' classes, what to set, and how its hidden states are pooled."""
@@ -97,6 +103,7 @@ PADDED = {
     "electra-pair": TinyPoolingModel(
         "ElectraForSequenceClassification", "ElectraConfig", _SHAPE | _ONE, second_text=True, activation="sigmoid"
     ),
+    "t5": TinyPoolingModel("T5EncoderModel", "T5Config", _T5),
     "deberta-classes": TinyPoolingModel("DebertaV2ForSequenceClassification", "DebertaV2Config", _SHAPE | _THREE),
 }
 """Which run by transformers' classes."""

@@ -9,14 +9,14 @@
 #include "kernels.h"
 #include "matmul.h"
 
-enum { ROWS = 43, OUTPUTS = 70, INPUTS = 1030 };
+enum { ROWS = 101, OUTPUTS = 70, INPUTS = 1030 };
 
 int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
 
 static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[96], scales[96], y[ROWS][OUTPUTS], alone[OUTPUTS];
 static uint16_t narrow[OUTPUTS][INPUTS];
-static int8_t narrowest_of[OUTPUTS][INPUTS];
+static int8_t bytes[OUTPUTS][INPUTS];
 static _Alignas(64) char panels[96 * (INPUTS + 2) * 4];
 
 /* Weights that are stored so. */
@@ -30,7 +30,7 @@ static void draw(int stored) {
         uint32_t bits = bits_of_float(w[0][i]);
         narrow[0][i] = stored == STORED_F16 ? 0x3c01 : (uint16_t)(bits >> 16);
         if (stored == STORED_INT8) {
-            narrowest_of[0][i] = (int8_t)number;
+            bytes[0][i] = (int8_t)number;
             w[0][i] = (float)number / 64.0f;
         }
     }
@@ -41,7 +41,7 @@ static void draw(int stored) {
 }
 
 static const void *weights(int stored) {
-    return stored == STORED_F32 ? (const void *)w : stored == STORED_INT8 ? (const void *)narrowest_of : narrow;
+    return stored == STORED_F32 ? (const void *)w : stored == STORED_INT8 ? (const void *)bytes : narrow;
 }
 
 static int product_is_right(int stored) {

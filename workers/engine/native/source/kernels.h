@@ -16,7 +16,7 @@ typedef struct {
     ptrdiff_t stride;      /* in numbers, from token to token */
 } head_rotation;
 
-void packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
+int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
 void norm_rows(
     void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps,
     int centered, int floats

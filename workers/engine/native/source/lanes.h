@@ -75,7 +75,7 @@ ALWAYS_INLINE words load_words(const void *from) {
 ALWAYS_INLINE words load_pairs(const int8_t *from) {
 #if defined(__AVX512BW__)
     return (words)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)from));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && LANES == 8
     return (words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
 #elif defined(__aarch64__)
     return (words)vmovl_s8(vld1_s8(from));
@@ -93,7 +93,7 @@ ALWAYS_INLINE integers add_products(integers sum, words a, words b) {
     return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
     return sum + (integers)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && LANES == 8
     return sum + (integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__aarch64__)
     int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
@@ -224,11 +224,13 @@ ALWAYS_INLINE float exp2_of(float x) {
 }
 
 ALWAYS_INLINE words repeated(const uint32_t *from) {
+    uint32_t word;
+    memcpy(&word, from, sizeof word); /* which may have been stored as two numbers */
 #if defined(__AVX512F__)
     /* of a float, since this one is read from memory as it is repeated */
-    return (words)_mm512_set1_ps(float_of_bits(*from));
+    return (words)_mm512_set1_ps(float_of_bits(word));
 #else
-    return (words){0} + *from;
+    return (words){0} + word;
 #endif
 }
 

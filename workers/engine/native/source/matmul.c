@@ -11,7 +11,6 @@
 
 #include <omp.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "kernels.h"
@@ -24,12 +23,15 @@ int multiplies_bf16(void);
 /* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a
    tile takes its time. */
 enum { RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
+#if LANES == 8
 static const int few_tiles[] = {[STORED_BF16] = 8, [STORED_F16] = 8, [STORED_F32] = 2, [STORED_INT8] = 3};
+#else
+static const int few_tiles[] = {[STORED_BF16] = 2, [STORED_F16] = 2, [STORED_F32] = 2, [STORED_INT8] = 2};
+#endif
 /* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than
    LEAST_TILES. Of words only DEPTH of each row have to stay there (measured: docs/performance.md). */
 enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4, WORD_BLOCK_ROWS = 192 };
-/* Of x, from which on threads quantize them together. */
-enum { PARALLEL_NUMBERS = 1 << 14 };
+enum { PARALLEL_NUMBERS = 1 << 14 }; /* numbers of x, from which on all threads quantize them */
 
 typedef struct {
     const packed_matrix *matrix;
@@ -47,7 +49,7 @@ typedef struct {
     int gathered; /* each tile of x as matmul_bf16.h says */
 } row_block;
 
-/* Where x is put as it is multiplied: no thread's stack has to be as large. */
+/* Holds x in the order or in the numbers in which it is multiplied: no thread's stack has to be as large. */
 typedef struct {
     size_t size;
     _Alignas(64) char bytes[];
@@ -65,18 +67,23 @@ static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next);
 
 /* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few
-   rows all threads take from one place: memory is quicker where what they read is near. */
-void packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
+   rows all threads take from one place: memory is quicker where what they read is near. Returns whether there is no
+   memory for it. */
+int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
     product p = make_product(matrix, x, m, y);
     ptrdiff_t most = omp_get_max_threads(), units = p.blocks * p.runs, pairs = (most + 1) / 2, taken[pairs];
-    workspace *space = take_workspace(workspace_bytes(&p, most));
+    size_t size = workspace_bytes(&p, most);
+    workspace *space = size ? take_workspace(size) : NULL;
     memset(taken, 0, sizeof taken);
-    if (matrix->stored == STORED_INT8)
+    if (matrix->stored == STORED_INT8 && m) {
+        if (!space)
+            return 1;
         quantize_rows(&p, space);
+    }
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
-        bf16 *room = space ? (bf16 *)(space->bytes + thread * BLOCK_BYTES) : NULL;
+        bf16 *room = space && !multiplies_words(matrix) ? (bf16 *)(space->bytes + thread * BLOCK_BYTES) : NULL;
         ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
         if (p.few)
             multiply_units(&p, room, 0, units, 0, &taken[0]);
@@ -84,6 +91,7 @@ void packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void
             multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
     }
     free_workspace(space);
+    return 0;
 }
 
 static int multiplies_words(const packed_matrix *matrix) {
@@ -97,23 +105,19 @@ static size_t workspace_bytes(const product *p, ptrdiff_t threads) {
     return p->few || p->matrix->floats ? 0 : (size_t)threads * BLOCK_BYTES;
 }
 
-/* Kept from call to call. Calls at the same time have workspaces of their own, of which the last to end leaves its. */
+/* Kept from call to call. Calls at the same time have workspaces of their own, of which the last to end leaves its. NULL
+   where there is no memory for one; bf16 is multiplied without. */
 static workspace *_Atomic kept_workspace;
 
 static workspace *take_workspace(size_t size) {
-    if (!size)
-        return NULL;
     workspace *space = atomic_exchange(&kept_workspace, NULL);
     if (space && space->size >= size)
         return space;
     free(space);
     size_t whole = (sizeof *space + size + _Alignof(workspace) - 1) / _Alignof(workspace) * _Alignof(workspace);
     space = aligned_alloc(_Alignof(workspace), whole);
-    if (!space) {
-        fprintf(stderr, "no memory for %zu bytes of a product\n", whole);
-        abort();
-    }
-    space->size = size;
+    if (space)
+        space->size = size;
     return space;
 }
 

@@ -6,7 +6,7 @@
 #include "lanes.h"
 #include "matmul.h"
 
-enum { MOST_INT16 = 32767, PIECE = 256 /* numbers that are converted at once */ };
+enum { MAX_INT16 = 32767, PIECE = 256 /* numbers that are converted at once */ };
 
 /* Numbers of x [k], in float or bf16, from `first` on, with zeros behind the last. Returns how many there are. */
 ALWAYS_INLINE ptrdiff_t read_piece(const void *x, int is_bf16, ptrdiff_t first, ptrdiff_t k, float *piece) {
@@ -16,7 +16,7 @@ ALWAYS_INLINE ptrdiff_t read_piece(const void *x, int is_bf16, ptrdiff_t first, 
     return count;
 }
 
-/* The largest magnitude; no number where one of them is not finite. */
+/* The largest magnitude; NaN where one of them is not finite, which takes compilers that keep x * 0. */
 ALWAYS_INLINE float largest_magnitude(const void *x, int is_bf16, ptrdiff_t k) {
     float piece[PIECE];
     lanes most = all(0.0f), check = all(0.0f);
@@ -30,18 +30,18 @@ ALWAYS_INLINE float largest_magnitude(const void *x, int is_bf16, ptrdiff_t k) {
     return largest(most) + added_up(check);
 }
 
-/* x [k] as int16, with zeros up to `end`. Returns the scale that makes them what they were; no number where one of them
-   is not finite. */
+/* x [k] as int16, with zeros up to `end`. Returns the scale that makes them what they were; NaN where one of them is not
+   finite, and then numbers are arbitrary. */
 ALWAYS_INLINE float quantize_numbers(const void *x, int is_bf16, ptrdiff_t k, ptrdiff_t end, int16_t *to) {
     const float rounding = 12582912.0f; /* 1.5 * 2**23: the sum's last bits are the rounded number */
-    float piece[PIECE], most = largest_magnitude(x, is_bf16, k), inverse = most > 1e-30f ? MOST_INT16 / most : 0.0f;
+    float piece[PIECE], most = largest_magnitude(x, is_bf16, k), inverse = most > 1e-30f ? MAX_INT16 / most : 0.0f;
     for (ptrdiff_t first = 0; first < k; first += PIECE) {
         ptrdiff_t count = read_piece(x, is_bf16, first, k, piece);
         for (ptrdiff_t i = 0; i < count; i++)
             to[first + i] = (int16_t)(uint16_t)bits_of_float(piece[i] * inverse + rounding);
     }
     memset(to + k, 0, (size_t)(end - k) * sizeof *to);
-    return most / MOST_INT16;
+    return most / MAX_INT16;
 }
 
 static float quantize_row(const void *x, int floats, ptrdiff_t k, ptrdiff_t end, int16_t *to) {

@@ -140,7 +140,8 @@ ALWAYS_INLINE void multiply_columns(int rows, int vectors, int stored, int set, 
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; odd++) {
             words weights[PANEL / LANES];
-            __asm__ volatile("" ::: "memory"); /* what is read early takes registers from sums */
+            if (LANES == 8)
+                __asm__ volatile("" ::: "memory"); /* what is read early takes registers from sums */
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++)
                 weights[v] = widened(stored, panel, j + odd, odd, column + v * LANES);

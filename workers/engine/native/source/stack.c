@@ -39,10 +39,11 @@ typedef struct {
     ptrdiff_t tokens;
     char *x, *y, *narrow, *wide; /* as run_stack has them */
     double since;
+    int failed; /* whether there was no memory for a product */
 } stack_pass;
 
-void run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
-               ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide);
+int run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
+              ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide);
 
 /* Bytes of `count` numbers. */
 static ptrdiff_t bytes(const decoder_stack *stack, ptrdiff_t count) {
@@ -71,13 +72,13 @@ static void add_norm(decoder_stack *stack, stack_pass *pass, const norm *norm, c
 /* Of x into y. What is between goes through `wide` and `narrow`. */
 static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const char *x, char *y) {
     char *keys = pass->wide + bytes(stack, stack->queries), *values = keys + bytes(stack, stack->keys);
-    packed_matmul(layer->qkv, x, pass->tokens, pass->wide);
+    pass->failed |= packed_matmul(layer->qkv, x, pass->tokens, pass->wide);
     count(stack, pass, MATRIX);
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
                  pass->wide, keys, values, pass->narrow, layer->query_norm, layer->key_norm, layer->head_eps,
                  layer->scale);
     count(stack, pass, ATTENTION);
-    packed_matmul(layer->output, pass->narrow, pass->tokens, y);
+    pass->failed |= packed_matmul(layer->output, pass->narrow, pass->tokens, y);
     count(stack, pass, MATRIX);
 }
 
@@ -85,21 +86,21 @@ static void run_mlp(decoder_stack *stack, stack_pass *pass, const decoder_layer 
     ptrdiff_t size = bytes(stack, stack->hidden), parts = (pass->tokens + stack->mlp_rows - 1) / stack->mlp_rows;
     for (ptrdiff_t part = 0, first = 0; part < parts; part++) {
         ptrdiff_t end = (part + 1) * pass->tokens / parts;
-        packed_matmul(layer->up, x + first * size, end - first, pass->wide);
-        packed_matmul(layer->down, pass->wide, end - first, y + first * size);
+        pass->failed |= packed_matmul(layer->up, x + first * size, end - first, pass->wide);
+        pass->failed |= packed_matmul(layer->down, pass->wide, end - first, y + first * size);
         first = end;
     }
     count(stack, pass, MATRIX);
 }
 
-static int is_interrupted(const decoder_stack *stack) {
-    return stack->interrupted && __atomic_load_n(stack->interrupted, __ATOMIC_RELAXED);
+static int has_ended(const decoder_stack *stack, const stack_pass *pass) {
+    return pass->failed || (stack->interrupted && __atomic_load_n(stack->interrupted, __ATOMIC_RELAXED));
 }
 
 static void run_pre_norm(decoder_stack *stack, stack_pass *pass) {
     const char *residual = NULL;
     for (const decoder_layer *layer = stack->layers; layer < stack->layers + stack->num_layers; layer++) {
-        if (is_interrupted(stack))
+        if (has_ended(stack, pass))
             return;
         if (layer->attention_norm.weight)
             add_norm(stack, pass, &layer->attention_norm, pass->x, residual, pass->narrow);
@@ -114,7 +115,7 @@ static void run_pre_norm(decoder_stack *stack, stack_pass *pass) {
 static void run_post_norm(decoder_stack *stack, stack_pass *pass) {
     const decoder_layer *last = stack->layers + stack->num_layers - 1;
     for (const decoder_layer *layer = stack->layers; layer <= last; layer++) {
-        if (is_interrupted(stack))
+        if (has_ended(stack, pass))
             return;
         run_attention(stack, pass, layer, pass->x, pass->y);
         add_norm(stack, pass, &layer->attention_norm, pass->y, pass->x, pass->x);
@@ -125,9 +126,10 @@ static void run_post_norm(decoder_stack *stack, stack_pass *pass) {
 
 /* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]:
    the result, [hidden] for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is
-   more. Of an interrupted step there is no result. */
-void run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
-               ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide) {
-    stack_pass pass = {steps, rotations, tokens, x, y, narrow, wide, now()};
+   more. Of an interrupted step there is no result. Returns whether there was no memory for it. */
+int run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
+              ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide) {
+    stack_pass pass = {steps, rotations, tokens, x, y, narrow, wide, now(), 0};
     (stack->post_norm ? run_post_norm : run_pre_norm)(stack, &pass);
+    return pass.failed;
 }
