@@ -224,6 +224,13 @@ def test_columns_are_in_order_without_an_index(tmp_path: Path) -> None:
     assert torch.equal(logits(load(quantized)), logits(load(plain)))
 
 
+def test_columns_are_in_order_where_the_index_is_unset(tmp_path: Path) -> None:
+    quantized, plain = checkpoints(packed(4, 32), tmp_path)
+    unset = {f"{Q_PROJ}.weight_g_idx": torch.full((64,), -1, dtype=torch.int32)}
+    change(quantized, lambda stored: stored.update(unset))
+    assert torch.equal(logits(load(quantized)), logits(load(plain)))
+
+
 def drop(stored: Parts, part: str) -> None:
     for name in [name for name in stored if name.endswith(f".{part}")]:
         del stored[name]
