@@ -134,13 +134,14 @@ class AwqFormat(CheckpointFormat):
         scales = parts.read("scales", SCALES, (groups, rows))
         zeros = parts.read("qzeros", WORDS, (groups, packed.shape[1]))
         return QuantizedMatrix(
-            _unpack_awq(packed).t(), _by_row(scales), _by_row(_unpack_awq(zeros)), groups_in_order(columns, size)
+            _unpack_awq(packed), _by_row(scales), _unpack_awq(zeros).float(), groups_in_order(columns, size)
         )
 
 
 def _unpack_awq(packed: Tensor) -> Tensor:
-    by_word = unpack(packed, _AWQ_BITS).reshape(*packed.shape, len(_AWQ_ORDER))
-    return by_word[..., _AWQ_ORDER].flatten(-2)
+    """Return the numbers of words [a, n / 8] as uint8 [n, a]."""
+    by_word = unpack(packed.t(), _AWQ_BITS).reshape(packed.shape[1], packed.shape[0], len(_AWQ_ORDER))
+    return by_word.transpose(1, 2)[:, _AWQ_ORDER].flatten(0, 1)
 
 
 class Fp8Format(CheckpointFormat):

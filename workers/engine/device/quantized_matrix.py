@@ -114,7 +114,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Return the unsigned numbers of 4 or 8 bits in int32 words [a, b] as uint8 [a, b * 32 / bits],
     the lowest bits of a word first.
     """
-    octets = packed.contiguous().view(torch.uint8)  # little-endian, as safetensors are
+    # contiguous() would keep the strides of a single column; little-endian, as safetensors are
+    octets = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return octets
     return torch.stack((octets & _NIBBLE, octets >> 4), dim=-1).flatten(-2)

@@ -94,7 +94,7 @@ def test_each_matrix_is_what_the_format_means(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("n", "k"), [(8, 384), (32, 1032)])
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (8, 384), (32, 1032)])
 def test_matrices_of_several_words_and_groups(name: str, n: int, k: int) -> None:
     found = CASES[name].pack(n, k, torch.Generator().manual_seed(4))
     assert torch.equal(read(CASES[name], found.parts), found.plain)
