@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ _CPU_STEP_TOKENS, _BLOCK_SIZE = 1024, 16  # the engine's defaults
 _GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
 _PROCESS_BYTES = 384 << 20  # of a worker process with its engine core; about half of it is torch
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FIRST_NUMBER = re.compile("[0-9]+")  # of the name of a type, as in BF16 and F8_E4M3
+_BITS = ("bits", "w_bit", "num_bits")
+_ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme")
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
@@ -49,7 +53,7 @@ def needs_of(engine: EngineConfig, replicas: int, most_cache: int = CPU_CACHE_BY
     if folder is None:
         return Needs(ranks * _PROCESS_BYTES)
     config = _config(folder)
-    weights = _stored_bytes(folder) * _item_bytes(engine) // _ITEM_BYTES.get(_stored_dtype(config), 4)
+    weights = _weight_bytes(folder, engine, config)
     return Needs(ranks * _PROCESS_BYTES + replicas * (weights + _cache_bytes(engine, config, most_cache)))
 
 
@@ -88,9 +92,44 @@ def _folder(model: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _stored_bytes(folder: Path) -> int:
-    files = (file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    return sum(file.stat().st_size for file in files if file.is_file())  # the worker refuses broken links
+def _weight_bytes(folder: Path, engine: EngineConfig, config: Mapping[str, Any]) -> int:
+    files = [file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")]
+    present = [file for file in files if file.is_file()]  # the worker refuses broken links
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if settings:
+        bits = min(_packed_bits(settings), default=8)
+        return sum(_count_numbers(file, bits) for file in present) * _item_bytes(engine)
+    stored = sum(file.stat().st_size for file in present)
+    return stored * _item_bytes(engine) // _ITEM_BYTES.get(_stored_dtype(config), 4)
+
+
+def _count_numbers(file: Path, packed_bits: int) -> int:
+    """Return about how many numbers a quantized checkpoint's file holds, as they are dequantized
+    when they are loaded; 0 where it cannot be read, which the worker refuses.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, file.stat().st_size)))
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        return sum(
+            (tensor["data_offsets"][1] - tensor["data_offsets"][0])
+            * 8
+            // (packed_bits if tensor["dtype"] == "I32" else int(_FIRST_NUMBER.findall(tensor["dtype"])[0]))
+            for tensor in tensors
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0
+
+
+def _packed_bits(settings: Any) -> Iterator[int]:
+    """Yield each number of bits that a quantization_config names."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            if key in _BITS and isinstance(value, int) and value > 0:
+                yield value
+            elif key not in _ACTIVATIONS:
+                yield from _packed_bits(value)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline.commands.serve import serve
 from pipeline.hosting import room
@@ -148,6 +150,30 @@ def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
     two = needs_of(EngineConfig(model=DEMO_MODEL, device="cpu", dtype="float32"), 2)
     assert two.memory == 2 * memory(dtype="float32")
     assert needs_of(EngineConfig(model=DEMO_MODEL, device="cuda", tensor_parallel_size=2), 2).gpus == 4
+
+
+def test_a_quantized_model_needs_what_its_weights_become(tmp_path: Path) -> None:
+    def memory(name: str, settings: dict[str, object], **tensors: torch.Tensor) -> int:
+        config = json.loads((Path(DEMO_MODEL) / "config.json").read_text())
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | settings))
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        engine = EngineConfig(model=str(tmp_path / name), device="cpu", dtype="float32", kv_cache_memory_bytes=GIB)
+        return needs_of(engine, 1).memory
+
+    plain = memory("plain", {}, weight=torch.zeros((1024, 1024), dtype=torch.bfloat16))
+    words, octets = torch.zeros((1024, 128), dtype=torch.int32), torch.zeros((1024, 1024), dtype=torch.int8)
+    group = {"input_activations": {"num_bits": 2}, "weights": {"num_bits": 8}}
+    quantized = (
+        memory("gptq", {"quantization_config": {"bits": 4}}, qweight=words),
+        memory("8-bits", {"quantization_config": {"bits": 8}}, qweight=torch.cat((words, words))),
+        memory("int8", {"compression_config": {"config_groups": {"one": group}}}, weight=octets),
+        memory("fp8", {"quantization_config": {"quant_method": "fp8"}}, weight=octets.to(torch.float8_e4m3fn)),
+    )
+    assert quantized == pytest.approx([plain] * 4, abs=1000)
+    (tmp_path / "gptq" / "model.safetensors").write_bytes(b"torn")
+    engine = EngineConfig(model=str(tmp_path / "gptq"), device="cpu", dtype="float32", kv_cache_memory_bytes=GIB)
+    assert needs_of(engine, 1).memory == pytest.approx(plain - 4 * (1 << 20), abs=1000)
 
 
 def test_the_models_of_a_server_divide_the_memory_of_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

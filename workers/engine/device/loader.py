@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from workers.engine.device.quantized_checkpoint import count_numbers, find_format, plain_readers
+from workers.engine.device.quantized_formats import PLAIN_VERSION, CheckpointFormat
+from workers.engine.device.quantized_matrix import Reader
 from workers.engine.layers.base import Ops
 from workers.engine.layers.parallel import Parallel
 from workers.engine.layers.weights import Weights
@@ -64,6 +66,7 @@ class ModelCheckpoint:
     raw: Json
     family: Family | TransformersClass | PaddedClass
     config: ModelConfig
+    quantized: CheckpointFormat | None = None
 
 
 def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> ModelCheckpoint:
@@ -75,17 +78,17 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
     raw = read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    if raw.get("quantization_config"):
-        raise ModelLoadError(
-            f"the model {name} is quantized, which is not supported; use its float16, bfloat16 or float32 version"
-        )
+    quantized = find_format(raw)
     task = find_task(raw, task, (folder / MODULES).is_file())
+    own = find_family(raw, model_impl) if task == "generate" else find_pooling_family(raw, model_impl)
+    if quantized is not None:
+        _require_own_code(name, raw, own)
     family: Family | TransformersClass | PaddedClass
     if task == "generate":
-        family = find_family(raw, model_impl) or _transformers_class(folder, raw)
+        family = own or _transformers_class(folder, raw)
         config = family.config(raw) if isinstance(family, Family) else family.config
     else:
-        family = find_pooling_family(raw, model_impl) or _padded_class(folder, raw, task)
+        family = own or _padded_class(folder, raw, task)
         config = family.config(raw) if isinstance(family, Family) else family.config
         config = _pooling(folder, raw, task, family, config)
     stored = raw.get("dtype") or raw.get("torch_dtype")
@@ -94,7 +97,21 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
         eos_token_ids=eos_token_ids(raw, generation),
         dtype=str(stored).removeprefix("torch.") if stored else None,
     )
-    return ModelCheckpoint(folder, raw, family, config)
+    return ModelCheckpoint(folder, raw, family, config, quantized)
+
+
+def _require_own_code(name: str, raw: Json, own: Family | None) -> None:
+    """Refuse a quantized checkpoint of a model whose code cannot be given its matrices."""
+    architecture = raw["architectures"][0]
+    if own is None:
+        raise ModelLoadError(
+            f"the model {name} is quantized, which is not supported for {architecture} by transformers' class;"
+            f" {PLAIN_VERSION}"
+        )
+    if own.transposed:
+        raise ModelLoadError(
+            f"the model {name} is quantized, which is not supported for {architecture}; {PLAIN_VERSION}"
+        )
 
 
 def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, config: ModelConfig) -> ModelConfig:
@@ -188,7 +205,7 @@ def load_weights(
         assert isinstance(checkpoint.family, TransformersClass)
         length = max_model_len or config.max_model_len
         return load_checked(checkpoint.family, checkpoint.folder, config, Weights({}, dtype, device, ops=ops), length)
-    weights = Weights(tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
+    weights = Weights(weight_readers(checkpoint), dtype, device, checkpoint.family.prefix, ops, parallel)
     model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
     assert isinstance(model, DecoderModel)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
@@ -213,10 +230,20 @@ def weight_bytes(
     neither counts for transformers' classes, of which some matrices stay as they are. Raises
     ModelLoadError where there are none.
     """
-    stored, size = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32), dtype.itemsize
+    stored, size = _stored_dtype(checkpoint.config), dtype.itemsize
     if isinstance(checkpoint.family, Family):
         size = 1 if quantization else min(size, stored.itemsize) if widens else size
-    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) * size // stored.itemsize
+    return _count_numbers(checkpoint, stored) * size
+
+
+def _count_numbers(checkpoint: ModelCheckpoint, stored: torch.dtype) -> int:
+    if checkpoint.quantized is not None:
+        return count_numbers(_tensor_shapes(checkpoint.folder), checkpoint.quantized)
+    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) // stored.itemsize
+
+
+def _stored_dtype(config: ModelConfig) -> torch.dtype:
+    return _DTYPES.get(config.dtype or "float32", torch.float32)
 
 
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -229,7 +256,7 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
         if device.type == "cpu" and _DTYPES[asked] not in (torch.float32, cpu_dtype()):
             logger.warning("--dtype %s is slow on this CPU, which has no instructions for it; use --dtype auto", asked)
         return _DTYPES[asked]
-    stored = _DTYPES.get(config.dtype or "float32", torch.float32)
+    stored = _stored_dtype(config)
     if device.type != "cpu":
         return torch.bfloat16 if stored == torch.float32 else stored
     return cpu_dtype()
@@ -297,16 +324,34 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def tensor_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
+def weight_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:
+    """Return the name of every tensor of the plain checkpoint with a function that reads it: what
+    is quantized is given in the checkpoint's dtype.
+    """
+    readers = tensor_readers(checkpoint.folder)
+    if checkpoint.quantized is None:
+        return readers
+    return plain_readers(readers, checkpoint.quantized, _stored_dtype(checkpoint.config))
+
+
+def tensor_readers(folder: Path) -> dict[str, Reader]:
     """Every tensor's name with a function that reads it; the index decides where there is one."""
-    readers: dict[str, Callable[[], Tensor]] = {}
+    return {name: partial(handle.get_tensor, name) for handle, name in _stored_tensors(folder)}
+
+
+def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    return {name: handle.get_slice(name).get_shape() for handle, name in _stored_tensors(folder)}
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:
+    """Yield each tensor's name with the open file that it is in. Raise ModelLoadError."""
     for file in weight_files(folder):
         try:
             handle: Any = safe_open(file, framework="pt")
-            readers.update({name: partial(handle.get_tensor, name) for name in list(handle.keys())})
+            names = list(handle.keys())
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from error
-    return readers
+        yield from ((handle, name) for name in names)
 
 
 def weight_files(folder: Path) -> list[Path]:

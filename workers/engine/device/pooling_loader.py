@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.engine.device.loader import ModelCheckpoint, tensor_readers, weight_files
+from workers.engine.device.loader import ModelCheckpoint, tensor_readers, weight_files, weight_readers
 from workers.engine.layers.base import Ops, Projection
 from workers.engine.layers.weights import Weights
 from workers.engine.models.head import load_dense
@@ -26,7 +26,7 @@ def load_pooling_model(
     assert config.pooling is not None
     if not isinstance(family, Family):
         return _load_padded(checkpoint, Weights({}, dtype, device, ops=ops))
-    readers = {_todays_name(name): reader for name, reader in tensor_readers(checkpoint.folder).items()}
+    readers = {_todays_name(name): reader for name, reader in weight_readers(checkpoint).items()}
     weights = Weights(readers, dtype, device, family.prefix, ops)
     trunk = family.build(checkpoint.raw, config, weights, max_model_len)
     transforms = _load_modules(config.pooling, weights)

@@ -25,10 +25,11 @@ class Family:
     prefix: str  # of the bare model's tensors in a full checkpoint
     head: Head = score_head  # of so many labels
     head_modes: Callable[[Json], tuple[str, ...]] = lambda _: ("last",)  # how its input is pooled
+    transposed: bool = False  # whether a checkpoint has its matrices as [in, out]
 
 
 FAMILIES: dict[str, Family] = {
-    "GPT2LMHeadModel": Family(gpt2.config, gpt2.build, gpt2.GPT2.prefix),
+    "GPT2LMHeadModel": Family(gpt2.config, gpt2.build, gpt2.GPT2.prefix, transposed=True),
     "LlamaForCausalLM": Family(llama.config, llama.build, RotaryDecoder.prefix),
     "MistralForCausalLM": Family(mistral.config, mistral.build, RotaryDecoder.prefix),
     "Qwen2ForCausalLM": Family(qwen2.config, qwen2.build, RotaryDecoder.prefix),

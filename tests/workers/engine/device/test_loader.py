@@ -213,12 +213,13 @@ def test_broken_config(content: str, copy_of: Callable[[str], Path]) -> None:
     assert "config.json" in refusal(path)
 
 
-def test_quantised_checkpoint(copy_of: Callable[[str], Path]) -> None:
+def test_quantized_checkpoint_of_an_unknown_method(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("llama")
-    edit(path / "config.json", quantization_config={"quant_method": "fp8"})
-    assert (
-        refusal(path)
-        == f"the model {path} is quantized, which is not supported; use its float16, bfloat16 or float32 version"
+    edit(path / "config.json", quantization_config={"quant_method": "hqq"})
+    assert refusal(path) == (
+        "config.json says that the model is quantized by hqq, which cannot be read; use the model's float16, bfloat16"
+        " or float32 version, or one by compressed-tensors (int-, float-, naive- or pack-quantized), gptq, awq (gemm)"
+        " or fp8"
     )
 
 

@@ -1,0 +1,237 @@
+"""Checkpoints of compressed-tensors, whose modules are quantized by groups in their configuration.
+
+Only weights count here: what the configuration says of activations and of the KV cache is left
+aside. Layouts: compressed-tensors, `compressors/` and `quantization/lifecycle/forward.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.engine.device.quantized_formats import (
+    FLOAT8,
+    CheckpointFormat,
+    block_shape,
+    malformed,
+    matches,
+    read_scaled,
+    unreadable,
+)
+from workers.engine.device.quantized_matrix import (
+    SCALES,
+    WORDS,
+    MatrixLayout,
+    MatrixParts,
+    QuantizedMatrix,
+    count_groups,
+    groups_in_order,
+    numbers_in,
+    unpack,
+    words,
+)
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.config import Json
+
+_METHOD = "compressed-tensors"
+_PACKED = "pack-quantized"
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED)
+_ZERO_POINTS = (torch.int8, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32)
+# A target that is a class of modules: all that have scales are such
+_LINEAR = "Linear"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How the modules of one group are quantized."""
+
+    targets: tuple[str, ...]
+    packed: bool
+    bits: int
+    floats: bool
+    strategy: str  # "tensor", "channel", "group" or "block"
+    group_size: int | None  # None for whole rows
+    block: tuple[int, int] | None
+    symmetric: bool
+    has_order: bool  # which group a column is in is stored
+
+    def layout(self) -> MatrixLayout:
+        zeros = () if self.symmetric else ("weight_zero_point",)
+        order = ("weight_g_idx",) if self.has_order else ()
+        if self.packed:
+            required = ("weight_packed", "weight_scale", "weight_shape", *zeros, *order)
+            return MatrixLayout("weight_packed", required, numbers_in(1, self.bits), partial(_read_packed, self))
+        return MatrixLayout("weight", ("weight", "weight_scale", *zeros, *order), 1, partial(_read_numbers, self))
+
+
+class CompressedTensorsFormat(CheckpointFormat):
+    parts = frozenset(
+        (
+            "weight_packed",
+            "weight_scale",
+            "weight_zero_point",
+            "weight_shape",
+            "weight_g_idx",
+            "weight_global_scale",
+            *(f"{what}_{part}" for what in ("input", "output") for part in ("scale", "zero_point", "global_scale")),
+            *(f"{what}_{part}" for what in ("q", "k", "v") for part in ("scale", "zero_point")),
+        )
+    )
+
+    def __init__(self, settings: Json) -> None:
+        _refuse_others(settings)
+        groups = settings.get("config_groups") or {}
+        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+            raise malformed("config_groups", groups, "groups by name")
+        self._schemes = [
+            _scheme(group, str(group.get("format") or settings.get("format")))
+            for group in groups.values()
+            if group.get("weights")
+        ]
+        self._ignore = tuple(map(str, settings.get("ignore") or ()))
+
+    def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
+        if not {"weight_scale", "weight_packed"} & set(parts) or _match_any(self._ignore, module):
+            return None
+        return self._scheme_of(module).layout()
+
+    def _scheme_of(self, module: str) -> _Scheme:
+        """Return the scheme whose target is the most specific: a name, a pattern, then a class."""
+        for fits in (_is_name, _is_match, _is_class):
+            for scheme in self._schemes:
+                if any(fits(target, module) for target in scheme.targets):
+                    return scheme
+        raise ModelLoadError(
+            f"the checkpoint has the matrix {module!r} quantized, but no group of config.json's quantization_config"
+            " is for it"
+        )
+
+
+def _refuse_others(settings: Json) -> None:
+    sparsity = (settings.get("sparsity_config") or {}).get("format")
+    if sparsity not in (None, "dense"):
+        raise unreadable(f"{_METHOD} with the sparse format {sparsity!r}")
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise unreadable(f"{_METHOD} with transforms of activations")
+
+
+def _scheme(group: Json, stored: str) -> _Scheme:
+    weights = group["weights"]
+    bits, kind, size = weights.get("num_bits"), weights.get("type", "int"), weights.get("group_size")
+    if stored not in _FORMATS:
+        raise unreadable(f"{_METHOD} in the format {stored!r}")
+    packed = stored == _PACKED
+    if (kind, bits) not in ((("int", 4), ("int", 8)) if packed else (("int", 4), ("int", 8), ("float", 8))):
+        raise unreadable(f"{_METHOD} in the format {stored!r} with {bits} bits of the type {kind!r}")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if strategy not in ("tensor", "channel", "group", "block") or (packed and strategy == "block"):
+        raise unreadable(f"{_METHOD} in the format {stored!r} with scales by {strategy!r}")
+    if strategy == "group" and (not isinstance(size, int) or size < 1):
+        raise malformed("group_size", size, "a positive integer")
+    symmetric = bool(weights.get("symmetric", True))
+    if not symmetric and (kind == "float" or strategy == "block"):
+        raise unreadable(f"{_METHOD} in the format {stored!r} with zero points")
+    return _Scheme(
+        targets=tuple(map(str, group.get("targets") or ())),
+        packed=packed,
+        bits=bits,
+        floats=kind == "float",
+        strategy=strategy,
+        group_size=size if strategy == "group" else None,
+        block=block_shape(weights.get("block_structure")) if strategy == "block" else None,
+        symmetric=symmetric,
+        has_order=weights.get("actorder") in ("group", "dynamic", True) and strategy == "group",
+    )
+
+
+def _read_numbers(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
+    """Read a matrix whose numbers are stored one by one."""
+    dtypes = FLOAT8 if scheme.floats else (torch.int8,)
+    if scheme.strategy == "block":
+        return read_scaled(parts, dtypes, "weight_scale", scheme.block)
+    values = parts.read("weight", dtypes, (None, None))
+    rows, columns = values.shape
+    matrix = _matrix(scheme, parts, values)
+    if scheme.symmetric:
+        return matrix
+    zeros = parts.read("weight_zero_point", _ZERO_POINTS, *_shapes(scheme, rows, columns))
+    return replace(matrix, zeros=_by_row(zeros, rows))
+
+
+def _read_packed(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
+    """Read a matrix whose integers are packed into words, each plus half of their range."""
+    rows, columns = _stored_shape(parts)
+    packed = parts.read("weight_packed", WORDS, (rows, words(columns, scheme.bits)))
+    matrix = _matrix(scheme, parts, unpack(packed, scheme.bits)[:, :columns])
+    half = 1 << scheme.bits - 1
+    if scheme.symmetric:
+        return replace(matrix, zeros=torch.full((1, 1), float(half)).expand(matrix.scales.shape))
+    shapes = _shapes(scheme, rows, columns)
+    packed_shape = (words(rows, scheme.bits), matrix.scales.shape[1])
+    zeros = parts.read("weight_zero_point", _ZERO_POINTS, *shapes, packed_shape)
+    if zeros.dtype == torch.int32 and scheme.strategy != "tensor":
+        if tuple(zeros.shape) != packed_shape:
+            raise parts.error(
+                "weight_zero_point", f"has shape {list(zeros.shape)}, but its matrix implies {list(packed_shape)}"
+            )
+        return replace(matrix, zeros=unpack(zeros.t(), scheme.bits).t()[:rows].float())
+    return replace(matrix, zeros=_by_row(zeros, rows) + half)
+
+
+def _matrix(scheme: _Scheme, parts: MatrixParts, values: Tensor) -> QuantizedMatrix:
+    """Return a matrix with its scales and the groups of its columns."""
+    rows, columns = values.shape
+    size = scheme.group_size or columns
+    scales = _by_row(parts.read("weight_scale", SCALES, *_shapes(scheme, rows, columns)), rows)
+    groups = groups_in_order(columns, size)
+    if "weight_g_idx" in parts and groups is not None and not _is_unset(parts, columns):
+        groups = parts.groups("weight_g_idx", columns, scales.shape[1])
+    return QuantizedMatrix(values, scales, groups=groups)
+
+
+def _is_unset(parts: MatrixParts, columns: int) -> bool:
+    """Return whether columns are in order although there is room for another one."""
+    return bool((parts.read("weight_g_idx", (torch.int32, torch.int64), (columns,)) == -1).all())
+
+
+def _shapes(scheme: _Scheme, rows: int, columns: int) -> Sequence[tuple[int, ...]]:
+    """Return the shapes that scales and zero points may have."""
+    if scheme.strategy == "tensor":
+        return ((), (1,), (1, 1))
+    if scheme.strategy == "channel":
+        return ((rows, 1), (rows,))
+    return ((rows, count_groups(columns, scheme.group_size or columns)),)
+
+
+def _by_row(by_group: Tensor, rows: int) -> Tensor:
+    """Return scales or zero points as float32 [rows, groups]."""
+    numbers = by_group.float()
+    return numbers.reshape(1, 1).expand(rows, 1) if numbers.numel() == 1 else numbers.reshape(rows, -1)
+
+
+def _stored_shape(parts: MatrixParts) -> tuple[int, int]:
+    rows, columns = parts.read("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
+    if rows < 1 or columns < 1:
+        raise parts.error("weight_shape", f"says [{rows}, {columns}], which is no shape of a matrix")
+    return rows, columns
+
+
+def _match_any(targets: Sequence[str], module: str) -> bool:
+    return any(_is_name(target, module) or _is_match(target, module) for target in targets)
+
+
+def _is_name(target: str, module: str) -> bool:
+    return target == module
+
+
+def _is_match(target: str, module: str) -> bool:
+    return target.startswith("re:") and matches(target.removeprefix("re:"), module)
+
+
+def _is_class(target: str, _: Any) -> bool:
+    return target == _LINEAR

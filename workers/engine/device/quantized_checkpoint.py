@@ -1,0 +1,109 @@
+"""A quantized checkpoint's tensors as the plain ones that a model's code asks for: each matrix is
+computed from its parts when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from workers.engine.device.compressed_tensors import CompressedTensorsFormat
+from workers.engine.device.quantized_formats import AwqFormat, CheckpointFormat, Fp8Format, GptqFormat, unreadable
+from workers.engine.device.quantized_matrix import MatrixLayout, MatrixParts, Reader
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.config import Json
+
+_FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
+    "awq": AwqFormat,
+    "compressed-tensors": CompressedTensorsFormat,
+    "fp8": Fp8Format,
+    "gptq": GptqFormat,
+}
+# compression_config: of the first versions of compressed-tensors
+_KEYS = ("quantization_config", "compression_config")
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WEIGHT = "weight"
+
+
+def find_format(raw: Json) -> CheckpointFormat | None:
+    """Return how a checkpoint is quantized by its config.json; None where it is not.
+
+    Raises ModelLoadError where it cannot be read.
+    """
+    settings = next((raw[key] for key in _KEYS if raw.get(key)), None)
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise ModelLoadError("config.json has a quantization_config that is no JSON object")
+    method = str(settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else "no known method"))
+    if method not in _FORMATS:
+        raise unreadable(method)
+    return _FORMATS[method](settings)
+
+
+def _is_bitsandbytes(settings: Json) -> bool:
+    return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
+
+
+def plain_readers(
+    readers: Mapping[str, Reader], checkpoint_format: CheckpointFormat, dtype: torch.dtype
+) -> dict[str, Reader]:
+    """Return functions that read the tensors of the plain checkpoint by name: quantized matrices
+    are computed when they are read, and given in `dtype`.
+
+    Raises ModelLoadError, as the functions do, which names the tensor.
+    """
+    plain = {name: reader for name, reader in readers.items() if _part(name) not in checkpoint_format.parts}
+    for module, names in _modules(readers, checkpoint_format).items():
+        parts = MatrixParts(module, {_part(name): readers[name] for name in names})
+        layout = checkpoint_format.layout(module, [_part(name) for name in names])
+        weight = parts.name_of(_WEIGHT)
+        if layout is not None:
+            parts.require(layout.required)
+            plain[weight] = partial(_read_quantized, parts, layout, dtype)
+        elif weight in plain:
+            plain[weight] = partial(_read_plain, weight, readers[weight])
+    return plain
+
+
+def count_numbers(shapes: Mapping[str, Sequence[int]], checkpoint_format: CheckpointFormat) -> int:
+    """Return about how many numbers the plain checkpoint has, by the shapes of the stored tensors.
+
+    Raises ModelLoadError.
+    """
+    count = sum(math.prod(shape) for name, shape in shapes.items() if _part(name) not in checkpoint_format.parts)
+    for module, names in _modules(shapes, checkpoint_format).items():
+        layout = checkpoint_format.layout(module, [_part(name) for name in names])
+        if layout is not None and layout.stored != _WEIGHT:
+            count += math.prod(shapes.get(f"{module}.{layout.stored}", (0,))) * layout.packed
+    return count
+
+
+def _modules(names: Iterable[str], checkpoint_format: CheckpointFormat) -> dict[str, list[str]]:
+    """Return the names of the tensors of each module that may have a quantized matrix."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        if _part(name) == _WEIGHT or _part(name) in checkpoint_format.parts:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return modules
+
+
+def _part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _read_quantized(parts: MatrixParts, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
+    return layout.read(parts).dequantize(dtype)
+
+
+def _read_plain(name: str, reader: Reader) -> Tensor:
+    tensor = reader()
+    if tensor.dtype not in _PLAIN:
+        raise ModelLoadError(
+            f"tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, but the checkpoint has no scales for it"
+        )
+    return tensor

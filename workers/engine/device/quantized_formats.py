@@ -1,0 +1,224 @@
+"""Formats of quantized checkpoints that store all their matrices alike: GPTQ, AWQ and fp8."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workers.engine.device.quantized_matrix import (
+    SCALES,
+    WORDS,
+    MatrixLayout,
+    MatrixParts,
+    QuantizedMatrix,
+    count_groups,
+    groups_in_order,
+    numbers_in,
+    unpack,
+)
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.config import Json
+
+PLAIN_VERSION = "use the model's float16, bfloat16 or float32 version"
+_READ = "compressed-tensors (int-, float-, naive- or pack-quantized), gptq, awq (gemm) or fp8"
+
+FLOAT8 = (torch.float8_e4m3fn,)
+_AWQ_BITS = 4
+# Where AWQ has the number of each output among the eight of a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class CheckpointFormat(ABC):
+    """How a checkpoint stores its matrices, by its quantization_config."""
+
+    #: The last parts of the names of tensors that are no weights of the model.
+    parts: ClassVar[frozenset[str]]
+
+    @abstractmethod
+    def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
+        """Return how a module's matrix is stored, by the parts that are there; None where it is
+        plain.
+
+        Raises ModelLoadError.
+        """
+
+
+class GptqFormat(CheckpointFormat):
+    """GPTQ: inputs are packed, all of an output's numbers in one column."""
+
+    parts = frozenset(("qweight", "qzeros", "scales", "g_idx"))
+
+    def __init__(self, settings: Json) -> None:
+        self._settings = settings
+        stored = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+        if stored not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
+            raise unreadable(f"gptq in the format {stored if stored != 'gptq' else 'marlin'!r}")
+        self._offset = 0 if stored == "gptq_v2" else 1
+        self._dynamic = settings.get("dynamic") or {}
+        _require_bits(settings, "bits", (4, 8))
+        _group_size(settings, "group_size")
+
+    def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
+        if not {"qweight", "qzeros", "scales"} & set(parts):
+            return None
+        settings = self._settings_of(module)
+        bits, size = _require_bits(settings, "bits", (4, 8)), _group_size(settings, "group_size")
+        ordered = bool(settings.get("desc_act")) and size is not None
+        required = ("qweight", "qzeros", "scales", *(["g_idx"] if ordered else []))
+        read = partial(_read_gptq, bits=bits, group_size=size, offset=self._offset)
+        return MatrixLayout("qweight", required, numbers_in(1, bits), read)
+
+    def _settings_of(self, module: str) -> Json:
+        """Return the settings of a module: the first pattern that matches may change them."""
+        for pattern, changes in self._dynamic.items():
+            if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module):
+                return {**self._settings, **changes}
+        return self._settings
+
+
+def _read_gptq(parts: MatrixParts, bits: int, group_size: int | None, offset: int) -> QuantizedMatrix:
+    packed = parts.read("qweight", WORDS, (None, None))
+    rows, columns = packed.shape[1], numbers_in(packed.shape[0], bits)
+    size = group_size or columns
+    groups = count_groups(columns, size)
+    packed_rows = _words_of_outputs(parts, rows, bits)
+    scales = parts.read("scales", SCALES, (groups, rows))
+    zeros = parts.read("qzeros", WORDS, (groups, packed_rows))
+    order = parts.groups("g_idx", columns, groups) if "g_idx" in parts else groups_in_order(columns, size)
+    # A word at a time, as the first version of the format subtracts it: zero points of 0 borrow
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    zeros = (zeros.long() + offset * ones).to(torch.int32)
+    return QuantizedMatrix(
+        unpack(packed.t(), bits), _by_row(scales), _by_row(unpack(zeros, bits)), order if groups > 1 else None
+    )
+
+
+def _words_of_outputs(parts: MatrixParts, rows: int, bits: int) -> int:
+    """Return how many int32 words hold one number of each row, without a rest."""
+    packed = numbers_in(1, bits)
+    if rows % packed:
+        raise parts.error("qweight", f"has {rows} outputs, which has to be a multiple of {packed}")
+    return rows // packed
+
+
+class AwqFormat(CheckpointFormat):
+    """AWQ of the version gemm: outputs are packed, in an order of their own."""
+
+    parts = frozenset(("qweight", "qzeros", "scales"))
+
+    def __init__(self, settings: Json) -> None:
+        version = str(settings.get("version") or settings.get("format") or "gemm").lower()
+        if version != "gemm":
+            raise unreadable(f"awq of the version {version!r}")
+        if not settings.get("zero_point", True):
+            raise unreadable("awq without zero points")
+        _require_bits(settings, "w_bit" if "w_bit" in settings else "bits", (_AWQ_BITS,))
+        self._group_size = _group_size(settings, "q_group_size" if "q_group_size" in settings else "group_size")
+
+    def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
+        if not self.parts & set(parts):
+            return None
+        return MatrixLayout("qweight", ("qweight", "qzeros", "scales"), numbers_in(1, _AWQ_BITS), self._read)
+
+    def _read(self, parts: MatrixParts) -> QuantizedMatrix:
+        packed = parts.read("qweight", WORDS, (None, None))
+        columns, rows = packed.shape[0], numbers_in(packed.shape[1], _AWQ_BITS)
+        size = self._group_size or columns
+        groups = count_groups(columns, size)
+        scales = parts.read("scales", SCALES, (groups, rows))
+        zeros = parts.read("qzeros", WORDS, (groups, packed.shape[1]))
+        return QuantizedMatrix(
+            _unpack_awq(packed), _by_row(scales), _unpack_awq(zeros).float(), groups_in_order(columns, size)
+        )
+
+
+def _unpack_awq(packed: Tensor) -> Tensor:
+    """Return the numbers of words [a, n / 8] as uint8 [n, a]."""
+    by_word = unpack(packed.t(), _AWQ_BITS).reshape(packed.shape[1], packed.shape[0], len(_AWQ_ORDER))
+    return by_word.transpose(1, 2)[:, _AWQ_ORDER].flatten(0, 1)
+
+
+class Fp8Format(CheckpointFormat):
+    """Float8 with a scale for each block, as DeepSeek has it, or for each matrix."""
+
+    parts = frozenset(("weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "k_scale", "v_scale"))
+
+    def __init__(self, settings: Json) -> None:
+        block = settings.get("weight_block_size")
+        self._block = None if block is None else block_shape(block)
+
+    def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
+        scale = next((part for part in ("weight_scale_inv", "weight_scale") if part in parts), None)
+        if scale is None:
+            return None
+        return MatrixLayout(
+            "weight", ("weight",), 1, partial(read_scaled, dtypes=FLOAT8, scale=scale, block=self._block)
+        )
+
+
+def read_scaled(
+    parts: MatrixParts, dtypes: Collection[torch.dtype], scale: str, block: tuple[int, int] | None
+) -> QuantizedMatrix:
+    """Return a matrix that is stored as `weight`, with a scale for each block, or for the whole."""
+    values = parts.read("weight", dtypes, (None, None))
+    rows, columns = values.shape
+    if block is None:
+        scales = parts.read(scale, SCALES, (), (1,), (1, 1)).float().reshape(1, 1).expand(rows, 1)
+        return QuantizedMatrix(values, scales)
+    height, width = block
+    scales = parts.read(scale, SCALES, (count_groups(rows, height), count_groups(columns, width))).float()
+    by_row = scales.repeat_interleave(height, dim=0)[:rows]
+    return QuantizedMatrix(values, by_row, groups=groups_in_order(columns, width))
+
+
+def unreadable(what: str) -> ModelLoadError:
+    """Return the refusal of a checkpoint by its quantization_config."""
+    return ModelLoadError(
+        f"config.json says that the model is quantized by {what}, which cannot be read; {PLAIN_VERSION}, or one by"
+        f" {_READ}"
+    )
+
+
+def malformed(key: str, value: Any, wanted: str) -> ModelLoadError:
+    """Return the refusal of a value in a quantization_config."""
+    return ModelLoadError(f"config.json has {key} {value!r} in its quantization_config, which has to be {wanted}")
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Return whether a regular expression matches the beginning of a module's name."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise malformed("the pattern", pattern, f"a regular expression ({error})") from error
+
+
+def block_shape(block: Any) -> tuple[int, int]:
+    """Return the rows and columns of a block."""
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise malformed("the block shape", block, "two positive integers")
+    return block[0], block[1]
+
+
+def _by_row(by_group: Tensor) -> Tensor:
+    return by_group.float().t()
+
+
+def _require_bits(settings: Json, key: str, supported: tuple[int, ...]) -> int:
+    bits = settings.get(key)
+    if bits not in supported:
+        raise unreadable(f"{settings.get('quant_method')} in {bits} bits")
+    return int(bits)
+
+
+def _group_size(settings: Json, key: str) -> int | None:
+    """Return how many columns share a scale; None for all of a row."""
+    size = settings.get(key, -1)
+    if not isinstance(size, int) or not (size == -1 or size > 0):
+        raise malformed(key, size, "a positive integer, or -1 for whole rows")
+    return None if size == -1 else size

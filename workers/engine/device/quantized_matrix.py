@@ -1,0 +1,158 @@
+"""A matrix that a checkpoint stores in several tensors: small numbers, scales and zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.engine.messages.errors import ModelLoadError
+
+Reader = Callable[[], Tensor]
+
+WORDS = (torch.int32,)
+INDICES = (torch.int32, torch.int64)
+# A float8_e8m0fnu is a power of two
+SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
+_WORD_BITS = 32
+_NIBBLE = 15
+_NUMBERS_AT_ONCE = 1 << 21
+
+
+class MatrixParts:
+    """The tensors of one module by the last part of their names, as `weight_scale`."""
+
+    def __init__(self, module: str, readers: Mapping[str, Reader]) -> None:
+        self.module = module
+        self._readers = readers
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._readers
+
+    def require(self, names: Collection[str]) -> None:
+        """Raise ModelLoadError where a part is absent."""
+        for name in names:
+            if name not in self._readers:
+                raise ModelLoadError(
+                    f"the checkpoint has no tensor {self.name_of(name)!r}, without which the quantized matrix"
+                    f" {self.name_of('weight')!r} cannot be read"
+                )
+
+    def read(self, part: str, dtypes: Collection[torch.dtype], *shapes: Sequence[int | None]) -> Tensor:
+        """Return a part that has one of the dtypes and one of the shapes, where None is any size.
+
+        Raises ModelLoadError.
+        """
+        tensor = self._readers[part]()
+        if tensor.dtype not in dtypes:
+            raise self.error(
+                part, f"holds {_name(tensor.dtype)}, but quantization_config implies {_or(map(_name, dtypes))}"
+            )
+        if not any(_fits(tensor.shape, shape) for shape in shapes):
+            raise self.error(
+                part, f"has shape {list(tensor.shape)}, but its matrix implies {_or(map(_shape_name, shapes))}"
+            )
+        return tensor
+
+    def groups(self, part: str, columns: int, groups: int) -> Tensor:
+        """Return the group of each column, int64 [columns]. Raise ModelLoadError."""
+        index = self.read(part, INDICES, (columns,)).long()
+        if index.min() < 0 or index.max() >= groups:
+            raise self.error(
+                part, f"has groups from {index.min()} to {index.max()}, but the matrix has those from 0 to {groups - 1}"
+            )
+        return index
+
+    def error(self, part: str, problem: str) -> ModelLoadError:
+        return ModelLoadError(f"tensor {self.name_of(part)!r} {problem}")
+
+    def name_of(self, part: str) -> str:
+        return f"{self.module}.{part}" if self.module else part
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [n, k]: each number is (its value - the zero point) * the scale of its row and
+    group.
+    """
+
+    values: Tensor  # uint8, int8 or float8_e4m3fn [n, k]
+    scales: Tensor  # float32 [n, groups]
+    zeros: Tensor | None = None  # float32 [n, groups]
+    groups: Tensor | None = None  # int64 [k], the group of each column; None where there is but one
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers, computed in float32 and rounded once to `dtype`; contiguous."""
+        rows, columns = self.values.shape
+        plain = torch.empty((rows, columns), dtype=dtype)
+        step = max(1, _NUMBERS_AT_ONCE // max(1, columns))
+        for part in (slice(first, first + step) for first in range(0, rows, step)):
+            numbers = self.values[part].to(torch.float32)
+            if self.zeros is not None:
+                numbers -= self._by_column(self.zeros[part])
+            numbers *= self._by_column(self.scales[part])
+            plain[part] = numbers
+        return plain
+
+    def _by_column(self, by_group: Tensor) -> Tensor:
+        return by_group if self.groups is None else by_group[:, self.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """How one matrix is stored."""
+
+    stored: str  # the part that holds its numbers
+    required: tuple[str, ...]
+    packed: int  # numbers in one element of it
+    read: Callable[[MatrixParts], QuantizedMatrix]
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the unsigned numbers of 4 or 8 bits in int32 words [a, b] as uint8 [a, b * 32 / bits],
+    the lowest bits of a word first.
+    """
+    # contiguous() would keep the strides of a single column; little-endian, as safetensors are
+    octets = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack((octets & _NIBBLE, octets >> 4), dim=-1).flatten(-2)
+
+
+def words(numbers: int, bits: int) -> int:
+    """Return how many int32 words hold so many numbers."""
+    return -(-numbers * bits // _WORD_BITS)
+
+
+def numbers_in(word_count: int, bits: int) -> int:
+    """Return how many numbers so many int32 words hold."""
+    return word_count * _WORD_BITS // bits
+
+
+def groups_in_order(columns: int, size: int) -> Tensor | None:
+    """Return the group of each column where groups of `size` follow one another."""
+    return None if size >= columns else torch.arange(columns) // size
+
+
+def count_groups(columns: int, size: int) -> int:
+    return -(-columns // size)
+
+
+def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    return len(shape) == len(expected) and all(
+        size == other or other is None for size, other in zip(shape, expected, strict=True)
+    )
+
+
+def _shape_name(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _or(names: Collection[str] | map[str]) -> str:
+    return " or ".join(names)
