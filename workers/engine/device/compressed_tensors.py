@@ -24,6 +24,7 @@ from workers.engine.device.quantized_formats import (
     unreadable,
 )
 from workers.engine.device.quantized_matrix import (
+    INDICES,
     SCALES,
     WORDS,
     MatrixLayout,
@@ -195,8 +196,8 @@ def _matrix(scheme: _Scheme, parts: MatrixParts, values: Tensor) -> QuantizedMat
 
 
 def _is_unset(parts: MatrixParts, columns: int) -> bool:
-    """Return whether columns are in order although there is room for another one."""
-    return bool((parts.read("weight_g_idx", (torch.int32, torch.int64), (columns,)) == -1).all())
+    """Return whether all of `weight_g_idx` is -1, which means that columns are in order."""
+    return bool((parts.read("weight_g_idx", INDICES, (columns,)) == -1).all())
 
 
 def _shapes(scheme: _Scheme, rows: int, columns: int) -> Sequence[tuple[int, ...]]:
@@ -215,7 +216,7 @@ def _by_row(by_group: Tensor, rows: int) -> Tensor:
 
 
 def _stored_shape(parts: MatrixParts) -> tuple[int, int]:
-    rows, columns = parts.read("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
+    rows, columns = parts.read("weight_shape", INDICES, (2,)).tolist()
     if rows < 1 or columns < 1:
         raise parts.error("weight_shape", f"says [{rows}, {columns}], which is no shape of a matrix")
     return rows, columns

@@ -1,7 +1,7 @@
 """Checkpoints of each format, packed one number at a time as its documentation says.
 
 Numbers are chosen at random within the range of a format, and the matrix that they mean is computed
-beside them: whoever reads the checkpoint has to find exactly that.
+beside them: the numbers that a reader of the checkpoint returns.
 """
 
 from __future__ import annotations
