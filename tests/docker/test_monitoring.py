@@ -23,7 +23,7 @@ from tests.docker.composition import FOLDER
 from tests.support.api_server import official_client, running_api
 from tests.support.ports import reserved_port
 from tests.support.redis_server import running_server
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_value, wait_until
 from tests.support.worker_process import running_worker
 from tests.workers.test_worker import SETTINGS
 
@@ -134,20 +134,21 @@ def test_a_prometheus_finds_what_the_board_and_the_alerts_ask_for(tmp_path: Path
         queue = Queue(connect(server.url), SETTINGS)
         settings = ApiSettings(redis_url=server.url, file_store=str(tmp_path / "store"))
         with running_api(settings) as api, running_worker(queue, server.url), running_prometheus(tmp_path, api) as url:
-            with official_client(api) as client:
-                client.completions.create(model="demo", prompt="What is 2 + 3?", max_tokens=8)
-            ended = 'sum(vllm:request_success_total{finished_reason=~"stop|length"}) > 0'
-            wait_until(lambda: ask(url, ended), 60, "the call's figures")
-            # A rate needs two scrapes, and is of what changed between them
-            with official_client(api) as client:
-                client.completions.create(model="demo", prompt="What is 2 + 3?", max_tokens=8)
-            wait_until(lambda: ask(url, "sum(rate(vllm:generation_tokens_total[1m])) > 0"), 60, "a rate")
-            found = {title for title, query in monitoring.panel_queries() if ask(url, query)}
+            wait_for_value(lambda: _panels_without_figures(api, url), EMPTY_PANELS, 120, "the other panels' figures")
             groups = httpx.get(f"{url}/api/v1/rules").json()["data"]["groups"]
-    assert {panel["title"] for panel in monitoring.panels()} - found == EMPTY_PANELS
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == {rule["alert"] for rule in monitoring.alerts()}
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
+
+
+def _panels_without_figures(api: str, prometheus: str) -> set[str]:
+    """The titles of panels that have no figures after one more call: a rate is of what changed
+    between two scrapes.
+    """
+    with official_client(api) as client:
+        client.completions.create(model="demo", prompt="What is 2 + 3?", max_tokens=8, extra_body={"ignore_eos": True})
+    found = {title for title, query in monitoring.panel_queries() if ask(prometheus, query)}
+    return {panel["title"] for panel in monitoring.panels()} - found
 
 
 @contextmanager

@@ -35,16 +35,17 @@ class ReceivedSpan:
 
 
 class TraceReceiver:
-    """What came so far. `headers` are those of the last request."""
+    """What came so far. `headers` are those of each service's last request."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
-        self.headers: dict[str, str] = {}
+        self.headers: dict[str, dict[str, str]] = {}
         self.endpoint = ""
 
-    def take(self, body: bytes) -> None:
+    def take(self, body: bytes, headers: dict[str, str]) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             service = _values(resource.resource.attributes)["service.name"]
+            self.headers[service] = headers
             for scope in resource.scope_spans:
                 self.spans += [_received(span, service) for span in scope.spans]
 
@@ -68,8 +69,8 @@ def trace_receiver() -> Iterator[TraceReceiver]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            receiver.headers = {name.lower(): value for name, value in self.headers.items()}
-            receiver.take(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
+            receiver.take(body, {name.lower(): value for name, value in self.headers.items()})
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
