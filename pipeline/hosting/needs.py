@@ -97,7 +97,7 @@ def _weight_bytes(folder: Path, engine: EngineConfig, config: Mapping[str, Any])
     present = [file for file in files if file.is_file()]  # the worker refuses broken links
     settings = config.get("quantization_config") or config.get("compression_config")
     if settings:
-        bits = min(_packed_bits(settings), default=8)
+        bits = min(_packed_bits(settings), default=8)  # the fewest: an estimate too large does no harm
         return sum(_count_numbers(file, bits) for file in present) * _item_bytes(engine)
     stored = sum(file.stat().st_size for file in present)
     return stored * _item_bytes(engine) // _ITEM_BYTES.get(_stored_dtype(config), 4)
@@ -115,11 +115,16 @@ def _count_numbers(file: Path, packed_bits: int) -> int:
         return sum(
             (tensor["data_offsets"][1] - tensor["data_offsets"][0])
             * 8
-            // (packed_bits if tensor["dtype"] == "I32" else int(_FIRST_NUMBER.findall(tensor["dtype"])[0]))
+            // (packed_bits if tensor["dtype"] == "I32" else _bits_of(tensor["dtype"]))
             for tensor in tensors
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return 0
+
+
+def _bits_of(dtype: str) -> int:
+    found = _FIRST_NUMBER.search(dtype)
+    return int(found[0]) if found else 8  # BOOL
 
 
 def _packed_bits(settings: Any) -> Iterator[int]:

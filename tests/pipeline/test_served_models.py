@@ -167,7 +167,12 @@ def test_a_quantized_model_needs_what_its_weights_become(tmp_path: Path) -> None
     quantized = (
         memory("gptq", {"quantization_config": {"bits": 4}}, qweight=words),
         memory("8-bits", {"quantization_config": {"bits": 8}}, qweight=torch.cat((words, words))),
-        memory("int8", {"compression_config": {"config_groups": {"one": group}}}, weight=octets),
+        memory(
+            "int8",
+            {"compression_config": {"config_groups": {"one": group}}},
+            weight=octets,
+            mask=torch.zeros(8, dtype=torch.bool),
+        ),
         memory("fp8", {"quantization_config": {"quant_method": "fp8"}}, weight=octets.to(torch.float8_e4m3fn)),
     )
     assert quantized == pytest.approx([plain] * 4, abs=1000)

@@ -6,7 +6,7 @@ aside. Layouts: compressed-tensors, `compressors/` and `quantization/lifecycle/f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,9 @@ from workers.engine.device.quantized_formats import (
     block_shape,
     malformed,
     matches,
+    read_object,
     read_scaled,
+    read_strings,
     unreadable,
 )
 from workers.engine.device.quantized_matrix import (
@@ -43,8 +45,8 @@ _METHOD = "compressed-tensors"
 _PACKED = "pack-quantized"
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED)
 _ZERO_POINTS = (torch.int8, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32)
-# A target that is a class of modules: all that have scales are such
-_LINEAR = "Linear"
+# How the names of modules end that a target "Embedding" is for; "Linear" is for all others
+_EMBEDDINGS = ("embed_tokens", "embeddings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +88,13 @@ class CompressedTensorsFormat(CheckpointFormat):
 
     def __init__(self, settings: Json) -> None:
         _refuse_others(settings)
-        groups = settings.get("config_groups") or {}
-        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-            raise malformed("config_groups", groups, "groups by name")
+        groups = read_object(settings, "config_groups")
         self._schemes = [
             _scheme(group, str(group.get("format") or settings.get("format")))
-            for group in groups.values()
+            for group in (read_object(groups, name) for name in groups)
             if group.get("weights")
         ]
-        self._ignore = tuple(map(str, settings.get("ignore") or ()))
+        self._ignore = read_strings(settings, "ignore")
 
     def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
         if not {"weight_scale", "weight_packed"} & set(parts) or _match_any(self._ignore, module):
@@ -114,15 +114,15 @@ class CompressedTensorsFormat(CheckpointFormat):
 
 
 def _refuse_others(settings: Json) -> None:
-    sparsity = (settings.get("sparsity_config") or {}).get("format")
+    sparsity = read_object(settings, "sparsity_config").get("format")
     if sparsity not in (None, "dense"):
         raise unreadable(f"{_METHOD} with the sparse format {sparsity!r}")
-    if (settings.get("transform_config") or {}).get("config_groups"):
+    if read_object(settings, "transform_config").get("config_groups"):
         raise unreadable(f"{_METHOD} with transforms of activations")
 
 
 def _scheme(group: Json, stored: str) -> _Scheme:
-    weights = group["weights"]
+    weights: Any = read_object(group, "weights")
     bits, kind, size = weights.get("num_bits"), weights.get("type", "int"), weights.get("group_size")
     if stored not in _FORMATS:
         raise unreadable(f"{_METHOD} in the format {stored!r}")
@@ -138,7 +138,7 @@ def _scheme(group: Json, stored: str) -> _Scheme:
     if not symmetric and (kind == "float" or strategy == "block"):
         raise unreadable(f"{_METHOD} in the format {stored!r} with zero points")
     return _Scheme(
-        targets=tuple(map(str, group.get("targets") or ())),
+        targets=read_strings(group, "targets"),
         packed=packed,
         bits=bits,
         floats=kind == "float",
@@ -234,5 +234,5 @@ def _is_match(target: str, module: str) -> bool:
     return target.startswith("re:") and matches(target.removeprefix("re:"), module)
 
 
-def _is_class(target: str, _: Any) -> bool:
-    return target == _LINEAR
+def _is_class(target: str, module: str) -> bool:
+    return target == ("Embedding" if module.endswith(_EMBEDDINGS) else "Linear")

@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from workers.engine.device.quantized_checkpoint import count_numbers, find_format, plain_readers
-from workers.engine.device.quantized_formats import PLAIN_VERSION, CheckpointFormat
+from workers.engine.device.quantized_formats import CheckpointFormat
 from workers.engine.device.quantized_matrix import Reader
 from workers.engine.layers.base import Ops
 from workers.engine.layers.parallel import Parallel
-from workers.engine.layers.weights import Weights
+from workers.engine.layers.weights import PLAIN_VERSION, Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.classifier import classifier_config
@@ -53,6 +53,7 @@ _INDEX = "model.safetensors.index.json"
 _CONSOLIDATED = "consolidated*"
 # Of a repository: all folders but those of sentence-transformers' modules, as 1_Pooling
 _NOT_NEEDED = ["[!0-9]*/*", _CONSOLIDATED]
+_MODELOPT = "hf_quant_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Buffers that old checkpoints carry and that follow from the configuration.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -79,6 +80,10 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     quantized = find_format(raw)
+    if quantized is None and (folder / _MODELOPT).is_file():
+        raise ModelLoadError(
+            f"the model {name} is quantized by ModelOpt ({_MODELOPT}), which cannot be read; {PLAIN_VERSION}"
+        )
     task = find_task(raw, task, (folder / MODULES).is_file())
     own = find_family(raw, model_impl) if task == "generate" else find_pooling_family(raw, model_impl)
     if quantized is not None:

@@ -23,9 +23,9 @@ _FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
     "fp8": Fp8Format,
     "gptq": GptqFormat,
 }
-# compression_config: of the first versions of compressed-tensors
-_KEYS = ("quantization_config", "compression_config")
-_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The keys of config.json with the method where the settings name none; the second one is of the
+# first versions of compressed-tensors
+_KEYS = {"quantization_config": "no known method", "compression_config": "compressed-tensors"}
 _WEIGHT = "weight"
 
 
@@ -34,12 +34,13 @@ def find_format(raw: Json) -> CheckpointFormat | None:
 
     Raises ModelLoadError where it cannot be read.
     """
-    settings = next((raw[key] for key in _KEYS if raw.get(key)), None)
-    if settings is None:
+    key = next((key for key in _KEYS if raw.get(key)), None)
+    if key is None:
         return None
+    settings = raw[key]
     if not isinstance(settings, dict):
-        raise ModelLoadError("config.json has a quantization_config that is no JSON object")
-    method = str(settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else "no known method"))
+        raise ModelLoadError(f"config.json has a {key} that is no JSON object")
+    method = str(settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else _KEYS[key]))
     if method not in _FORMATS:
         raise unreadable(method)
     return _FORMATS[method](settings)
@@ -61,12 +62,9 @@ def plain_readers(
     for module, names in _modules(readers, checkpoint_format).items():
         parts = MatrixParts(module, {_part(name): readers[name] for name in names})
         layout = checkpoint_format.layout(module, [_part(name) for name in names])
-        weight = parts.name_of(_WEIGHT)
         if layout is not None:
             parts.require(layout.required)
-            plain[weight] = partial(_read_quantized, parts, layout, dtype)
-        elif weight in plain:
-            plain[weight] = partial(_read_plain, weight, readers[weight])
+            plain[parts.name_of(_WEIGHT)] = partial(_read_quantized, parts, layout, dtype)
     return plain
 
 
@@ -98,12 +96,3 @@ def _part(name: str) -> str:
 
 def _read_quantized(parts: MatrixParts, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
     return layout.read(parts).dequantize(dtype)
-
-
-def _read_plain(name: str, reader: Reader) -> Tensor:
-    tensor = reader()
-    if tensor.dtype not in _PLAIN:
-        raise ModelLoadError(
-            f"tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, but the checkpoint has no scales for it"
-        )
-    return tensor

@@ -22,10 +22,10 @@ from workers.engine.device.quantized_matrix import (
     numbers_in,
     unpack,
 )
+from workers.engine.layers.weights import PLAIN_VERSION
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json
 
-PLAIN_VERSION = "use the model's float16, bfloat16 or float32 version"
 _READ = "compressed-tensors (int-, float-, naive- or pack-quantized), gptq, awq (gemm) or fp8"
 
 FLOAT8 = (torch.float8_e4m3fn,)
@@ -60,7 +60,7 @@ class GptqFormat(CheckpointFormat):
         if stored not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
             raise unreadable(f"gptq in the format {stored if stored != 'gptq' else 'marlin'!r}")
         self._offset = 0 if stored == "gptq_v2" else 1
-        self._dynamic = settings.get("dynamic") or {}
+        self._dynamic = {key: _object(changes, key) for key, changes in read_object(settings, "dynamic").items()}
         _require_bits(settings, "bits", (4, 8))
         _group_size(settings, "group_size")
 
@@ -91,7 +91,8 @@ def _read_gptq(parts: MatrixParts, bits: int, group_size: int | None, offset: in
     scales = parts.read("scales", SCALES, (groups, rows))
     zeros = parts.read("qzeros", WORDS, (groups, packed_rows))
     order = parts.groups("g_idx", columns, groups) if "g_idx" in parts else groups_in_order(columns, size)
-    # A word at a time, as the first version of the format subtracts it: zero points of 0 borrow
+    # GPTQModel subtracts 1 from all of a word's zero points at once when it saves the first version
+    # of the format: a zero point of 0 borrows from the next
     ones = sum(1 << shift for shift in range(0, 32, bits))
     zeros = (zeros.long() + offset * ones).to(torch.int32)
     return QuantizedMatrix(
@@ -190,6 +191,29 @@ def malformed(key: str, value: Any, wanted: str) -> ModelLoadError:
     return ModelLoadError(f"config.json has {key} {value!r} in its quantization_config, which has to be {wanted}")
 
 
+def read_object(settings: Json, key: str) -> Json:
+    """Return the JSON object of a key, empty where it is absent or null. Raises ModelLoadError."""
+    return _object(settings.get(key), key)
+
+
+def _object(value: Any, key: str) -> Json:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise malformed(key, value, "a JSON object")
+    return value
+
+
+def read_strings(settings: Json, key: str) -> tuple[str, ...]:
+    """Return the strings of a key, none where it is absent or null. Raises ModelLoadError."""
+    value = settings.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise malformed(key, value, "a list of strings")
+    return tuple(value)
+
+
 def matches(pattern: str, module: str) -> bool:
     """Return whether a regular expression matches the beginning of a module's name."""
     try:
@@ -212,13 +236,13 @@ def _by_row(by_group: Tensor) -> Tensor:
 def _require_bits(settings: Json, key: str, supported: tuple[int, ...]) -> int:
     bits = settings.get(key)
     if bits not in supported:
-        raise unreadable(f"{settings.get('quant_method')} in {bits} bits")
+        raise unreadable(f"{settings.get('quant_method')} with {key} {bits!r}")
     return int(bits)
 
 
 def _group_size(settings: Json, key: str) -> int | None:
     """Return how many columns share a scale; None for all of a row."""
-    size = settings.get(key, -1)
+    size = -1 if settings.get(key) is None else settings[key]
     if not isinstance(size, int) or not (size == -1 or size > 0):
         raise malformed(key, size, "a positive integer, or -1 for whole rows")
     return None if size == -1 else size

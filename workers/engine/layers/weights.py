@@ -12,6 +12,9 @@ from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
 from workers.engine.messages.errors import ModelLoadError
 
+PLAIN_VERSION = "use the model's float16, bfloat16 or float32 version"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class Weights:
     """Hands a model its tensors in the dtype and on the device that it runs with, and knows which
@@ -92,6 +95,11 @@ class Weights:
         if tuple(tensor.shape) != tuple(shape):
             raise ModelLoadError(
                 f"tensor {resolved!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise ModelLoadError(
+                f"tensor {resolved!r} holds {str(tensor.dtype).removeprefix('torch.')}, and how it is scaled is not"
+                f" known; {PLAIN_VERSION}"
             )
         self._taken.add(resolved)
         target.copy_(tensor[where])

@@ -174,7 +174,9 @@ def test_scales_of_ignored_modules_count_for_nothing(tmp_path: Path) -> None:
 
 
 def test_each_group_has_its_own_scheme(tmp_path: Path) -> None:
-    """Those of values are of a group by a pattern, one is by its name, the rest by class."""
+    """Value projections are in a group by a pattern, one query projection by its name, the rest by
+    class.
+    """
     coarse, fine, row = packed(4, -1), packed(8, 32, symmetric=False), numbers("channel", floats=True)
 
     def scheme(case: Case, *targets: str) -> dict[str, Any]:
@@ -215,6 +217,37 @@ def test_gptq_of_several_sizes_of_groups(tmp_path: Path) -> None:
     case = gptq(8, 16, sym=False)
     dynamic = {"-:.*lm_head": {}, r"+:.*layers\.\d\..*": {"bits": 8, "group_size": 16}}
     quantized, plain = checkpoints(case, tmp_path, bits=4, group_size=128, dynamic=dynamic)
+    assert torch.equal(logits(load(quantized)), logits(load(plain)))
+
+
+def test_the_first_dynamic_pattern_counts(tmp_path: Path) -> None:
+    changes = {"bits": 8, "group_size": 16}
+    dynamic = {r".*layers\.\d\..*": changes, ".*q_proj": {"bits": 4, "group_size": 8}, "-:.*lm_head": None}
+    quantized, plain = checkpoints(gptq(8, 16, sym=False), tmp_path, bits=4, group_size=None, dynamic=dynamic)
+    assert torch.equal(logits(load(quantized)), logits(load(plain)))
+
+
+def test_groups_for_embeddings_are_not_those_for_linear_layers(tmp_path: Path) -> None:
+    case, rows = packed(4, 32, symmetric=False), numbers("channel")
+    fine = rows.settings["config_groups"]["group_0"] | {"targets": ["Embedding"], "format": rows.settings["format"]}
+    quantized, plain = checkpoints(case, tmp_path, config_groups=case.settings["config_groups"] | {"group_1": fine})
+    name = "model.embed_tokens"
+    expected = load_file(plain / "model.safetensors")[f"{name}.weight"]
+    found = rows.pack(*expected.shape, torch.Generator().manual_seed(5))
+
+    def requantize(stored: Parts) -> None:
+        del stored[f"{name}.weight"]
+        stored.update({f"{name}.{part}": value for part, value in found.parts.items()})
+
+    change(quantized, requantize)
+    assert torch.equal(tensors(quantized)[f"{name}.weight"], found.plain)
+
+
+def test_the_first_key_of_compressed_tensors_is_read(tmp_path: Path) -> None:
+    case = numbers("channel")
+    quantized, plain = checkpoints(case, tmp_path)
+    settings = {key: value for key, value in case.settings.items() if key != "quant_method"}
+    edit(quantized / "config.json", quantization_config=None, compression_config=settings)
     assert torch.equal(logits(load(quantized)), logits(load(plain)))
 
 
@@ -273,6 +306,7 @@ def refusal(path: Path) -> str:
 
 
 INSTEAD = "use the model's float16, bfloat16 or float32 version"
+UNKNOWN_SCALE = f"and how it is scaled is not known; {INSTEAD}"
 
 
 @pytest.mark.parametrize(
@@ -281,13 +315,14 @@ INSTEAD = "use the model's float16, bfloat16 or float32 version"
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, "bitsandbytes"),
         ({"bits": 4}, "no known method"),
+        (gptq(4, 32).settings | {"bits": "4"}, "gptq with bits '4'"),
         ({"quant_method": "gguf"}, "gguf"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
-        (gptq(4, 32).settings | {"bits": 3}, "gptq in 3 bits"),
+        (gptq(4, 32).settings | {"bits": 3}, "gptq with bits 3"),
         (gptq(4, 32).settings | {"checkpoint_format": "marlin"}, "gptq in the format 'marlin'"),
         (awq(32).settings | {"version": "gemv"}, "awq of the version 'gemv'"),
         (awq(32).settings | {"zero_point": False}, "awq without zero points"),
-        (awq(32).settings | {"bits": 8}, "awq in 8 bits"),
+        (awq(32).settings | {"bits": 8}, "awq with bits 8"),
         (compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "in the format 'nvfp4-pack-quantized'"),
         (compressed("float-quantized", {"num_bits": 4, "type": "float"}), "with 4 bits of the type 'float'"),
         (compressed("pack-quantized", {"num_bits": 3, "type": "int"}), "with 3 bits of the type 'int'"),
@@ -356,7 +391,23 @@ def test_a_missing_part_is_named(name: str, part: str, tmp_path: Path) -> None:
 def test_small_numbers_without_scales_are_no_weights(name: str, part: str, holds: str, tmp_path: Path) -> None:
     quantized, _ = checkpoints(CASES[name], tmp_path)
     change(quantized, lambda stored: drop(stored, f"1.self_attn.q_proj.{part}"))
-    assert refusal(quantized) == f"tensor '{Q_PROJ}.weight' holds {holds}, but the checkpoint has no scales for it"
+    assert refusal(quantized) == f"tensor '{Q_PROJ}.weight' holds {holds}, {UNKNOWN_SCALE}"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int32])
+def test_small_numbers_of_a_checkpoint_that_is_not_quantized_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    _, plain = checkpoints(CASES["int-channel"], tmp_path)
+    change(plain, lambda stored: replace(stored, f"{Q_PROJ}.weight", lambda weight: weight.to(dtype)))
+    name = str(dtype).removeprefix("torch.")
+    assert refusal(plain) == f"tensor '{Q_PROJ}.weight' holds {name}, {UNKNOWN_SCALE}"
+
+
+def test_modelopt_is_refused_by_name(tmp_path: Path) -> None:
+    _, plain = checkpoints(CASES["fp8-matrix"], tmp_path)
+    (plain / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    message = refusal(plain)
+    assert "is quantized by ModelOpt (hf_quant_config.json), which cannot be read" in message
+    assert INSTEAD in message
 
 
 @pytest.mark.parametrize(
@@ -412,14 +463,27 @@ def test_a_matrix_of_no_group_is_named(tmp_path: Path) -> None:
     assert "has the matrix 'model.layers.0.self_attn.k_proj' quantized, but no group" in refusal(quantized)
 
 
+GROUP = packed(4, 32).settings["config_groups"]["group_0"]
+
+
 @pytest.mark.parametrize(
     ("case", "settings", "why"),
     [
         (gptq(4, 32), {"group_size": 0}, "group_size 0"),
+        (gptq(4, 32), {"group_size": "32"}, "group_size '32'"),
+        (gptq(4, 32), {"dynamic": ["-:.*"]}, "dynamic ['-:.*']"),
+        (gptq(4, 32), {"dynamic": {"+:.*": 8}}, "+:.* 8"),
         (gptq(4, 32), {"dynamic": {"+:[": {}}}, "the pattern '['"),
         (fp8(None), {"weight_block_size": [128]}, "the block shape [128]"),
         (packed(4, 32), {"config_groups": ["W4A16"]}, "config_groups ['W4A16']"),
+        (packed(4, 32), {"config_groups": {"group_0": "W4A16"}}, "group_0 'W4A16'"),
+        (packed(4, 32), {"config_groups": {"group_0": {"weights": "int4"}}}, "weights 'int4'"),
+        (packed(4, 32), {"config_groups": {"group_0": GROUP | {"targets": "Linear"}}}, "targets 'Linear'"),
         (packed(4, 32), {"ignore": ["re:("]}, "the pattern '('"),
+        (packed(4, 32), {"ignore": "lm_head"}, "ignore 'lm_head'"),
+        (packed(4, 32), {"ignore": [1]}, "ignore [1]"),
+        (packed(4, 32), {"sparsity_config": "dense"}, "sparsity_config 'dense'"),
+        (packed(4, 32), {"transform_config": []}, "transform_config []"),
     ],
 )
 def test_broken_settings_are_named(case: Case, settings: dict[str, Any], why: str, tmp_path: Path) -> None:
