@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,25 +13,48 @@ _MAX = 127
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix [n, k] whose rows are integers times a scale of their own, for inputs and outputs in
-    `dtype`.
+    """A matrix [n, k] for inputs and outputs in `dtype`: each number is (its value - the zero
+    point) * the scale of its row and group of columns.
+
+    There are two kinds: int8 without zero points, and numbers of 4 bits with them.
     """
 
-    values: Tensor  # int8 [n, k]
-    scales: Tensor  # float32 [n]
+    values: Tensor  # int8 [n, k], or uint8 from 0 to 15
+    scales: Tensor  # float32 [n, groups]
     dtype: torch.dtype
+    group_size: int  # columns of a group, of which the last may have fewer
+    zeros: Tensor | None = None  # uint8 [n, groups] from 0 to 15
 
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
 
+    @property
+    def bits(self) -> int:
+        return 8 if self.zeros is None else 4
+
     def dequantize(self) -> Tensor:
         """Return the matrix in `dtype`."""
-        return (self.values * self.scales[:, None]).to(self.dtype)
+        numbers = self.values.float()
+        if self.zeros is not None:
+            numbers -= self._by_column(self.zeros)
+        return numbers.mul_(self._by_column(self.scales)).to(self.dtype)
 
-    def rows(self, indices: Tensor) -> QuantizedWeight:
-        """Return some of the rows, by int64 indices."""
-        return QuantizedWeight(self.values[indices], self.scales[indices], self.dtype)
+    def rows(self, indices: Tensor | slice) -> QuantizedWeight:
+        """Return some of the rows, by int64 indices or from one to another."""
+        zeros = None if self.zeros is None else self.zeros[indices]
+        return replace(self, values=self.values[indices], scales=self.scales[indices], zeros=zeros)
+
+    def columns(self, first: int, end: int) -> QuantizedWeight:
+        """Return some of the columns; `first` is where a group begins."""
+        groups = slice(first // self.group_size, -(-end // self.group_size))
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return replace(self, values=self.values[:, first:end], scales=self.scales[:, groups], zeros=zeros)
+
+    def _by_column(self, by_group: Tensor) -> Tensor:
+        if by_group.shape[1] == 1:
+            return by_group
+        return by_group.repeat_interleave(self.group_size, 1)[:, : self.shape[1]]
 
 
 Weight = Tensor | QuantizedWeight
@@ -40,7 +64,19 @@ def quantize(weight: Tensor) -> QuantizedWeight:
     """Return a matrix [n, k] in int8: each number is rounded to the nearest of 255 ones, which are
     evenly spaced up to its row's largest magnitude.
     """
-    largest = torch.linalg.vector_norm(weight, torch.inf, dim=1, dtype=torch.float32)
+    largest = torch.linalg.vector_norm(weight, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
     scales = largest.clamp_(min=torch.finfo(torch.float32).tiny * _MAX).div_(_MAX)
-    values = torch.div(weight, scales[:, None]).round_().to(torch.int8)
-    return QuantizedWeight(values, scales, weight.dtype)
+    values = torch.div(weight, scales).round_().to(torch.int8)
+    return QuantizedWeight(values, scales, weight.dtype, weight.shape[1])
+
+
+def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Return the rows of all; None where they are not of one kind."""
+    first = weights[0]
+    if any(
+        (other.group_size, other.bits, other.dtype) != (first.group_size, first.bits, first.dtype) for other in weights
+    ):
+        return None
+    values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return replace(first, values=values, scales=scales, zeros=torch.cat(zeros) if zeros else None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Table
 from workers.engine.layers.ops import TorchOps
-from workers.engine.layers.quantized import QuantizedWeight, Weight
+from workers.engine.layers.quantized import Weight
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.library import load
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
@@ -71,8 +71,7 @@ class PackedTable:
 
 
 def _can_pack(weight: Weight, activation: str | None = None) -> bool:
-    quantized = isinstance(weight, QuantizedWeight)
-    return can_pack(weight.dtype, weight.shape[1], quantized) and (activation is None or activation in ACTIVATIONS)
+    return can_pack(weight) and (activation is None or activation in ACTIVATIONS)
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

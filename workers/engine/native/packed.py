@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,12 @@ from workers.engine.native.memory import huge_zeros
 logger = logging.getLogger(__name__)
 
 PANEL = 32
-_STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8)  # by the numbers of matmul.h
-_INT8_NUMBERS = 4  # of a row of int8 weights, whose count is filled up to a multiple of this
-_MAX_INT16 = 32767  # as large as a number of a row becomes where it is multiplied with int8
+# By the numbers of matmul.h; uint8 are numbers of 4 bits, two of which are stored in one
+_STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
+# Numbers of a row of integers, whose count is filled up to a multiple of this, and of its groups
+_AT_ONCE = {torch.int8: 4, torch.uint8: 8}
+_MAX_INT16 = 32767  # as large as a number of a row becomes where it is multiplied with integers
+_NAMES = {torch.int8: "int8", torch.uint8: "int4"}
 _MANY = 101  # rows; no processor counts as many as few (matmul.c)
 ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
@@ -32,20 +36,26 @@ class _Matrix(ctypes.Structure):
     _fields_ = [
         ("panels", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("n", ctypes.c_ssize_t),
         ("k", ctypes.c_ssize_t),
+        ("group", ctypes.c_ssize_t),
         *((name, ctypes.c_int) for name in ("stored", "activation", "gated", "floats", "to_float")),
     ]
 
 
-def can_pack(dtype: torch.dtype, size_in: int, quantized: bool = False) -> bool:
-    """Return whether this processor multiplies with packed matrices of that dtype and row length:
-    kernels take two numbers of a row at a time.
+def can_pack(weight: Weight) -> bool:
+    """Return whether this processor multiplies with a packed matrix of that dtype, row length and
+    groups: kernels take two numbers of a row at a time, or more.
 
     Raises NativeUnavailable.
     """
-    return size_in > 0 and size_in % 2 == 0 and _matches_torch(dtype, quantized)
+    size_in = weight.shape[1]
+    if not isinstance(weight, QuantizedWeight):
+        return size_in > 0 and size_in % 2 == 0 and _matches_torch(weight.dtype)
+    whole = weight.group_size >= size_in or weight.group_size % _AT_ONCE[weight.values.dtype] == 0
+    return whole and size_in > 0 and size_in % 2 == 0 and _matches_torch(weight.dtype, weight.values.dtype)
 
 
 class PackedMatrix:
@@ -66,6 +76,7 @@ class PackedMatrix:
         "_panels",
         "_scales",
         "_size_in",
+        "_zeros",
         "columns",
         "dtype",
         "pointer",
@@ -83,17 +94,23 @@ class PackedMatrix:
         self.dtype, floats = weight.dtype, weight.dtype == torch.float32
         self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else weight.dtype
         self._scales: Tensor | None = None
+        self._zeros: Tensor | None = None
+        group = self._size_in
         if isinstance(weight, QuantizedWeight):
-            self._panels, self._scales = _pack(weight.values, gated), _pack(weight.scales[:, None], gated)
+            self._panels, self._scales = _pack(weight.values, gated), _pack(weight.scales, gated)
+            self._zeros = None if weight.zeros is None else _pack(weight.zeros.float(), gated).to(torch.uint8)
+            group = min(group, weight.group_size)
         else:
             weight = weight.contiguous()
             self._panels = _pack(weight.to(_stored_dtype(weight)), gated)
         self._bias = None if bias is None else _pack(bias.float()[:, None], gated)
         number = ACTIVATIONS[activation] if activation else 0
+        parts = (self._panels, self._scales, self._zeros, self._bias)
         self._matrix = _Matrix(
-            *(None if part is None else part.data_ptr() for part in (self._panels, self._scales, self._bias)),
+            *(None if part is None else part.data_ptr() for part in parts),
             n,
             self._size_in,
+            group,
             *(_STORED.index(self.stored), number, gated, floats, to_float or floats),
         )
         self.pointer = ctypes.addressof(self._matrix)
@@ -101,7 +118,7 @@ class PackedMatrix:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype that the weights are kept in."""
+        """The dtype that the weights are kept in; uint8 stands for numbers of 4 bits."""
         return self._panels.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -111,7 +128,7 @@ class PackedMatrix:
         rows = x.numel() // self._size_in
         y = torch.empty((*x.shape[:-1], self.columns), dtype=self._dtype)
         if self._multiply(self.pointer, x.data_ptr(), rows, y.data_ptr()):
-            raise MemoryError(f"a product of {rows} rows with a matrix in int8")
+            raise MemoryError(f"a product of {rows} rows with a matrix of integers")
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -136,26 +153,28 @@ def _pack(weight: Tensor, gated: bool) -> Tensor:
     """Return the panels of a matrix [n, k] in the dtype that it is stored as."""
     n, k = weight.shape
     count = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
-    depth = -(-k // _INT8_NUMBERS) * _INT8_NUMBERS if weight.dtype == torch.int8 else k
+    at_once = _AT_ONCE.get(weight.dtype, 1)
+    depth = -(-k // at_once) * at_once // (2 if weight.dtype == torch.uint8 else 1)
     panels, weight = huge_zeros((count, depth, PANEL), weight.dtype), weight.contiguous()
     _functions().pack_rows(weight.data_ptr(), n, k, _STORED.index(weight.dtype), gated, panels.data_ptr())
     return panels
 
 
 @functools.cache
-def _matches_torch(dtype: torch.dtype, quantized: bool) -> bool:
-    """Return whether products in that dtype come out as torch's do.
+def _matches_torch(dtype: torch.dtype, values: torch.dtype | None = None) -> bool:
+    """Return whether products in that dtype come out as torch's do, with quantized weights where
+    `values` is their dtype.
 
     The kernels may not have been tested on a processor with the same instructions.
     """
-    if dtype == torch.bfloat16 and not quantized and not _functions().multiplies_bf16():
+    if dtype == torch.bfloat16 and values is None and not _functions().multiplies_bf16():
         return False
     if dtype not in (torch.bfloat16, torch.float32):
         return False
-    stored = (torch.int8,) if quantized else _STORED[:1] if dtype == torch.bfloat16 else _STORED[:3]
+    stored = (values,) if values is not None else _STORED[:1] if dtype == torch.bfloat16 else _STORED[:3]
     right = all(_product_matches(dtype, narrow) for narrow in stored)
     if not right:
-        name = "int8" if quantized else str(dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.") if values is None else _NAMES[values]
         logger.warning(
             "CPU kernels: products in %s differ from torch's here; torch's are used, which may be slower", name
         )
@@ -165,17 +184,23 @@ def _matches_torch(dtype: torch.dtype, quantized: bool) -> bool:
 def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
     """Compare few rows and many, with more inputs than DEPTH and more outputs than a panel has."""
     generator = torch.Generator().manual_seed(0)
-    shapes, floats = ((_MANY, 600), (44, 600), (44,)), torch.bfloat16 if stored == torch.int8 else stored
+    shapes, floats = ((_MANY, 600), (44, 600), (44,)), torch.bfloat16 if stored in _AT_ONCE else stored
     x, plain, bias = (torch.randn(shape, generator=generator).to(floats).to(dtype) for shape in shapes)
     weight: Weight = plain
     multiplied = x.double()
-    if stored == torch.int8:
-        weight = quantize(plain)
-        plain, steps = weight.values * weight.scales[:, None].double(), multiplied.abs().amax(1, True) / _MAX_INT16
+    if stored in _AT_ONCE:
+        weight = quantize(plain) if stored == torch.int8 else _example(plain)
+        plain, steps = replace(weight, dtype=torch.float64).dequantize(), multiplied.abs().amax(1, True) / _MAX_INT16
         multiplied = (multiplied / steps).round() * steps
     gate, up = F.linear(multiplied, plain.double(), bias.double()).chunk(2, -1)
     expected, matrix = gate.relu() * up, PackedMatrix(weight, bias, "relu", gated=True, to_float=True)
     return all(torch.allclose(matrix(x[:rows]).double(), expected[:rows], rtol=1e-4, atol=1e-2) for rows in (1, _MANY))
+
+
+def _example(plain: Tensor) -> QuantizedWeight:
+    """Return some matrix of 4 bits of that shape, whose groups of 64 end within a row."""
+    values, zeros = ((part * 7 + 8).clamp_(0, 15).to(torch.uint8) for part in (plain, plain[:, :10]))
+    return QuantizedWeight(values, plain[:, 10:20].float() / 16, plain.dtype, 64, zeros)
 
 
 @functools.cache

@@ -142,7 +142,7 @@ def test_a_row_is_the_same_whatever_is_computed_beside_it(stored: torch.dtype, d
 SMALL_STACKS = """
 import torch
 from workers.engine.native.packed import PackedMatrix, can_pack
-for dtype in filter(lambda dtype: can_pack(dtype, 768), (torch.float32, torch.bfloat16)):
+for dtype in filter(lambda dtype: can_pack(torch.empty(1, 768, dtype=dtype)), (torch.float32, torch.bfloat16)):
     x, weight = torch.randn(200, 768).to(dtype), torch.randn(256, 768).to(dtype)
     matrix = PackedMatrix(weight)
     assert matrix(x)[:12].equal(matrix(x[:12]))
@@ -206,7 +206,7 @@ def test_products_that_are_wrong_on_a_processor_are_left_to_torch(
     packed._matches_torch.cache_clear()
     monkeypatch.setattr(PackedMatrix, "__call__", lambda matrix, x: right(matrix, x) * (1 + 1e-3 * (len(x) > 1)))
     try:
-        assert not can_pack(torch.float32, 64)
+        assert not can_pack(torch.empty(1, 64, dtype=torch.float32))
         assert not isinstance(NativeOps().linear(torch.ones(32, 64), None), PackedMatrix)
     finally:
         packed._matches_torch.cache_clear()
@@ -215,7 +215,7 @@ def test_products_that_are_wrong_on_a_processor_are_left_to_torch(
 
 
 def test_what_cannot_be_packed() -> None:
-    assert not can_pack(torch.float32, 0)
-    assert not can_pack(torch.float32, 63)
-    assert not can_pack(torch.float16, 64)
-    assert not can_pack(torch.float64, 64)
+    assert not can_pack(torch.empty(1, 0, dtype=torch.float32))
+    assert not can_pack(torch.empty(1, 63, dtype=torch.float32))
+    assert not can_pack(torch.empty(1, 64, dtype=torch.float16))
+    assert not can_pack(torch.empty(1, 64, dtype=torch.float64))

@@ -87,6 +87,22 @@ ALWAYS_INLINE words load_pairs(const int8_t *from) {
 #endif
 }
 
+typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
+typedef uint8_t octets __attribute__((vector_size(LANES)));
+
+/* Numbers of 4 bits: part 0 to 3 of words that hold four pairs each, less both of another pair. */
+ALWAYS_INLINE words unpacked_pairs(words packed, int part, words zeros) {
+    return (words)((shorts)(packed >> 4 * part & 0x000f000fu) - (shorts)zeros);
+}
+
+/* Each of LANES numbers as a pair of twice the same. */
+ALWAYS_INLINE words load_doubled(const uint8_t *from) {
+    octets numbers;
+    memcpy(&numbers, from, sizeof numbers);
+    words wide = __builtin_convertvector(numbers, words);
+    return wide | wide << 16;
+}
+
 /* sum plus both products of two pairs of int16. */
 ALWAYS_INLINE integers add_products(integers sum, words a, words b) {
 #if defined(__AVX512VNNI__)
@@ -115,6 +131,19 @@ ALWAYS_INLINE void store(float *to, lanes x) {
 
 ALWAYS_INLINE lanes all(float x) {
     return x - (lanes){0}; /* compilers drop this, and not 0 + x, which is 0 for -0 */
+}
+
+/* sum + a * b, rounded once where the processor can: compilers may do so here and not there. */
+ALWAYS_INLINE lanes fused(lanes sum, lanes a, lanes b) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    return (lanes)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+    return sum + a * b;
+#endif
 }
 
 ALWAYS_INLINE lanes choose(integers mask, lanes yes, lanes no) {

@@ -7,7 +7,7 @@
 
    There are three kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, of floats
    (matmul_words.h), with weights that may be stored in 16 bits and are widened on the way, and of pairs of int16, where
-   weights are stored in 8 bits (matmul_int8.h). */
+   weights are stored in 8 or 4 bits (matmul_integers.h). */
 
 #include <omp.h>
 #include <stdatomic.h>
@@ -15,7 +15,7 @@
 
 #include "kernels.h"
 #include "matmul_bf16.h"
-#include "matmul_int8.h"
+#include "matmul_integers.h"
 #include "matmul_words.h"
 
 int multiplies_bf16(void);
@@ -24,9 +24,9 @@ int multiplies_bf16(void);
    tile takes its time. */
 enum { RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
 #if LANES == 8
-static const int few_tiles[] = {[STORED_BF16] = 8, [STORED_F16] = 8, [STORED_F32] = 2, [STORED_INT8] = 3};
+static const int few_tiles[] = {8, 8, 2, 3, 3}; /* by what weights are stored as */
 #else
-static const int few_tiles[] = {[STORED_BF16] = 2, [STORED_F16] = 2, [STORED_F32] = 2, [STORED_INT8] = 2};
+static const int few_tiles[] = {2, 2, 2, 2, 2};
 #endif
 /* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than
    LEAST_TILES. Of words only DEPTH of each row have to stay there (measured: docs/performance.md). */
@@ -75,7 +75,7 @@ int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void 
     size_t size = workspace_bytes(&p, most);
     workspace *space = size ? take_workspace(size) : NULL;
     memset(taken, 0, sizeof taken);
-    if (matrix->stored == STORED_INT8 && m) {
+    if (is_integer(matrix->stored) && m) {
         if (!space)
             return 1;
         quantize_rows(&p, space);
@@ -95,12 +95,12 @@ int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void 
 }
 
 static int multiplies_words(const packed_matrix *matrix) {
-    return matrix->floats || matrix->stored == STORED_INT8;
+    return matrix->floats || is_integer(matrix->stored);
 }
 
 /* x as int16 and its scales; or each thread's block of rows of bf16. */
 static size_t workspace_bytes(const product *p, ptrdiff_t threads) {
-    if (p->matrix->stored == STORED_INT8)
+    if (is_integer(p->matrix->stored))
         return (size_t)(p->m * (row_words(p->matrix) + 1)) * sizeof(uint32_t);
     return p->few || p->matrix->floats ? 0 : (size_t)threads * BLOCK_BYTES;
 }
@@ -202,35 +202,40 @@ static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block
 typedef struct {
     ptrdiff_t first, filled; /* their first, and how many, which are fewer in the last panel */
     ptrdiff_t width;         /* of a row of y */
-    const void *weights;
+    packed_panel panel;
     const float *bias;
 } panel_columns;
 
 static panel_columns columns_of(const packed_matrix *matrix, ptrdiff_t panel) {
     ptrdiff_t width = matrix->gated ? matrix->n / 2 : matrix->n, most = matrix->gated ? HALF : PANEL;
-    const char *weights = (const char *)matrix->panels + panel * panel_bytes(matrix);
-    ptrdiff_t left = width - panel * most;
-    return (panel_columns){panel * most, left < most ? left : most, width, weights,
+    ptrdiff_t left = width - panel * most, lines = panel * count_groups(matrix) * PANEL;
+    packed_panel packed = {(const char *)matrix->panels + panel * panel_bytes(matrix),
+                           matrix->scales ? matrix->scales + lines : NULL, matrix->zeros ? matrix->zeros + lines : NULL,
+                           words_of(matrix->stored, matrix->group)};
+    return (panel_columns){panel * most, left < most ? left : most, width, packed,
                            matrix->bias ? matrix->bias + panel * PANEL : NULL};
 }
 
 /* A block of many rows with a panel, to sums [rows][PANEL]. Prefetches into the second cache what is widened next. */
-static void multiply_widened(const packed_matrix *matrix, const row_block *block, const char *weights, float *sums) {
+static void multiply_widened(const packed_matrix *matrix, const row_block *block, const packed_panel *panel,
+                             float *sums) {
     uint32_t strips[DEPTH * PANEL] __attribute__((aligned(64)));
     ptrdiff_t end = row_words(matrix), step = step_bytes(matrix->stored);
-    for (ptrdiff_t first = 0; first < end; first += DEPTH) {
-        ptrdiff_t count = end - first < DEPTH ? end - first : DEPTH;
-        ptrdiff_t fetched = ((DEPTH * step + block->tiles - 1) / block->tiles + 63) / 64 * 64;
-        const char *ahead = weights + (first + count) * step;
-        widen_strips(matrix->stored, weights, first, count, strips);
+    for (ptrdiff_t first = 0, count; first < end; first += count) {
+        count = count_words(panel, first, end, DEPTH);
+        ptrdiff_t fetched = ((count * step + block->tiles - 1) / block->tiles + 63) / 64 * 64;
+        packed_panel rest = panel_from(matrix->stored, panel, first);
+        const char *ahead = rest.weights + count * step;
+        widen_strips(matrix->stored, &rest, count, strips);
         for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++, ahead += fetched) {
             int rows = tile_rows(block, tile, row);
             for (ptrdiff_t line = 0; line < fetched; line += 64)
                 __builtin_prefetch(ahead + line, 0, 2);
             for (ptrdiff_t column = 0; column < PANEL; column += STRIP)
-                multiply_strips[rows - 1](matrix->stored == STORED_INT8, first == 0,
+                multiply_strips[rows - 1](is_integer(matrix->stored), first == 0,
                                           (const uint32_t *)block->x + row * end + first, end, count,
-                                          strips + column * count, sums + row * PANEL + column);
+                                          strips + column * count, rest.scales ? rest.scales + column : NULL,
+                                          sums + row * PANEL + column);
             row += rows;
         }
     }
@@ -242,16 +247,16 @@ static void multiply_panel_by_words(const product *p, const row_block *block, pt
     ptrdiff_t words = row_words(matrix);
     panel_columns columns = columns_of(matrix, panel);
     if (!p->few)
-        multiply_widened(matrix, block, columns.weights, sums);
+        multiply_widened(matrix, block, &columns.panel, sums);
     else
         for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
             int rows = tile_rows(block, tile, row);
             multiply_few_rows[rows - 1](matrix->stored, (const uint32_t *)block->x + row * words, words,
-                                        columns.weights, sums + row * PANEL);
+                                        &columns.panel, sums + row * PANEL);
             row += rows;
         }
-    if (matrix->stored == STORED_INT8)
-        scale_sums(sums, block->rows, p->scales + block->first, matrix->scales + panel * PANEL);
+    if (is_integer(matrix->stored))
+        scale_sums(sums, block->rows, p->scales + block->first);
     int to_bf16 = !matrix->floats && !matrix->to_float;
     size_t size = to_bf16 ? sizeof(bf16) : sizeof(float);
     finish_sums(matrix->activation, matrix->gated, to_bf16, columns.bias, block->rows, sums,
@@ -274,12 +279,12 @@ static void multiply_bf16_panel(const product *p, const row_block *block, ptrdif
     size_t size = matrix->to_float ? sizeof(float) : sizeof(bf16);
     prefetching ahead = {NULL, 0};
     if (block->tiles > 1 && next >= 0 && next < p->panels)
-        ahead = (prefetching){columns_of(matrix, next).weights, (int)((PANEL + block->tiles - 1) / block->tiles)};
+        ahead = (prefetching){columns_of(matrix, next).panel.weights, (int)((PANEL + block->tiles - 1) / block->tiles)};
     else if (block->tiles == 1 && block->rows >= ROWS_READ_AHEAD)
-        ahead = (prefetching){(const char *)columns.weights + BYTES_AHEAD, PANEL};
+        ahead = (prefetching){columns.panel.weights + BYTES_AHEAD, PANEL};
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
         int rows = tile_rows(block, tile, row);
-        multiply_rows[rows - 1](block->gathered, (const bf16 *)block->x + row * k, k, columns.weights, ahead, sums);
+        multiply_rows[rows - 1](block->gathered, (const bf16 *)block->x + row * k, k, columns.panel.weights, ahead, sums);
         void *to = (char *)p->y + (size_t)((block->first + row) * columns.width + columns.first) * size;
         finish(matrix->activation, matrix->gated, matrix->to_float, columns.bias, rows, sums, to, columns.width,
                (int)columns.filled);

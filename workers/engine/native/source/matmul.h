@@ -8,9 +8,9 @@
 
 enum { PANEL = 32, HALF = PANEL / 2 }; /* rows of w, columns of y */
 
-/* What weights are stored as, by the numbers that Python names them with. It holds each of them exactly, but for int8,
-   which has a scale for each row of w. */
-enum { STORED_BF16, STORED_F16, STORED_F32, STORED_INT8 };
+/* What weights are stored as, by the numbers that Python names them with. Floats hold each of them exactly; integers
+   have a scale for each group of a row of w, and those of 4 bits are from 0 to 15 and have a zero point, too. */
+enum { STORED_BF16, STORED_F16, STORED_F32, STORED_INT8, STORED_INT4 };
 
 /* Calls `function` with its first argument known to the compiler. */
 #define WITH_STORED(function, stored, ...)          \
@@ -27,34 +27,50 @@ enum { STORED_BF16, STORED_F16, STORED_F32, STORED_INT8 };
     case STORED_INT8:                               \
         function(STORED_INT8, __VA_ARGS__);         \
         break;                                      \
+    case STORED_INT4:                               \
+        function(STORED_INT4, __VA_ARGS__);         \
+        break;                                      \
     }
 
 struct packed_matrix {
-    /* [ceil(n / 32)][k][32] or, of bf16 and int8, [ceil(n / 32)][k / 2][32][2]; k as in `padded` */
+    /* [ceil(n / 32)][k][32] or, of bf16 and int8, [ceil(n / 32)][k / 2][32][2]; k as in `padded`. Of int4
+       [ceil(n / 32)][k / 8][32] words of 32 bits, whose lower halves have the even numbers along k. */
     const void *panels;
-    /* Both [ceil(n / 32)][32] in the order of the panels' rows, padded as they are. */
-    const float *scales; /* of int8 only */
-    const float *bias;   /* NULL for none */
-    ptrdiff_t n, k;      /* k is even */
-    int stored;          /* where x is in bf16: STORED_BF16 or STORED_INT8 */
-    int activation;      /* one of activation.h's */
-    int gated;           /* y [m, n / 2] */
-    int floats;          /* x and y in float, else both in bf16 */
-    int to_float;        /* y in float instead of bf16 */
+    /* These in the order of the panels' rows, padded as they are. */
+    const float *scales;  /* of integers [ceil(n / 32)][groups][32] */
+    const uint8_t *zeros; /* of int4, likewise */
+    const float *bias;    /* [ceil(n / 32)][32]; NULL for none */
+    ptrdiff_t n, k;       /* k is even */
+    ptrdiff_t group;      /* numbers along k that share a scale: `padded`, or no less than k */
+    int stored;           /* where x is in bf16: STORED_BF16 or integers */
+    int activation;       /* one of activation.h's */
+    int gated;            /* y [m, n / 2] */
+    int floats;           /* x and y in float, else both in bf16 */
+    int to_float;         /* y in float instead of bf16 */
 };
 
-/* Bytes of a weight. */
-static inline ptrdiff_t stored_size(int stored) {
-    return stored == STORED_F32 ? 4 : stored == STORED_INT8 ? 1 : 2;
+/* Whether x is multiplied as integers, too. */
+static inline int is_integer(int stored) {
+    return stored == STORED_INT8 || stored == STORED_INT4;
+}
+
+static inline ptrdiff_t stored_bits(int stored) {
+    return stored == STORED_F32 ? 32 : stored == STORED_INT8 ? 8 : stored == STORED_INT4 ? 4 : 16;
 }
 
 /* Numbers of a panel along k, the last of which may be zeros. */
 static inline ptrdiff_t padded(ptrdiff_t k, int stored) {
-    return stored == STORED_INT8 ? (k + 3) / 4 * 4 : k;
+    ptrdiff_t at_once = stored == STORED_INT4 ? 8 : stored == STORED_INT8 ? 4 : 1;
+    return (k + at_once - 1) / at_once * at_once;
 }
 
 static inline ptrdiff_t panel_bytes(const struct packed_matrix *matrix) {
-    return PANEL * padded(matrix->k, matrix->stored) * stored_size(matrix->stored);
+    return PANEL * padded(matrix->k, matrix->stored) * stored_bits(matrix->stored) / 8;
+}
+
+/* Of one row of w. */
+static inline ptrdiff_t count_groups(const struct packed_matrix *matrix) {
+    return (matrix->k + matrix->group - 1) / matrix->group;
 }
 
 #endif

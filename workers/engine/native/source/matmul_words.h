@@ -1,12 +1,13 @@
 /* Tiles of a product with a packed matrix (matmul.c) by vectors of whatever width there is, whose lanes are words: floats
-   or, with weights of 8 bits, pairs of int16, of which both products are added at once.
+   or, with weights of 8 or 4 bits, pairs of int16, of which both products are added at once.
 
    As in Goto and van de Geijn (2008); TILE_ROWS, STRIP and DEPTH are MR, NR and KC of BLIS. A strip of a panel's
    columns, as wide as a tile, is widened to words, DEPTH of k at a time, and stays in the first cache while all tiles
    of a block of rows pass. For few rows weights are widened in registers as they come from memory.
 
    Each sum adds its products in the order of k whichever way is taken: what comes of a row does not depend on the rows
-   beside it. Sums of integers are exact for DEPTH words, and then added to those in float. */
+   beside it. Sums of integers are exact for DEPTH words, or for a group, and then scaled and added to those in
+   float. */
 #ifndef MATMUL_WORDS_H
 #define MATMUL_WORDS_H
 
@@ -31,41 +32,83 @@ enum {
     STEPS_AHEAD = 32 /* words by which weights are prefetched where they are widened in registers */
 };
 
-/* Words of a row of x, and of a panel's columns; even. */
+/* A panel of weights, or what is left of it from some group on. */
+typedef struct {
+    const char *weights;
+    const float *scales;  /* of integers [groups][PANEL] */
+    const uint8_t *zeros; /* of int4, likewise */
+    ptrdiff_t group;      /* words of a row that share a scale */
+} packed_panel;
+
+/* Words that so many numbers of a row make. */
+static inline ptrdiff_t words_of(int stored, ptrdiff_t numbers) {
+    return is_integer(stored) ? padded(numbers, stored) / 2 : numbers;
+}
+
+/* Words of a row of x, and of a panel's columns; a multiple of `words_at_once`. */
 static inline ptrdiff_t row_words(const struct packed_matrix *matrix) {
-    return matrix->stored == STORED_INT8 ? padded(matrix->k, STORED_INT8) / 2 : matrix->k;
+    return words_of(matrix->stored, matrix->k);
+}
+
+/* Words of a column that are stored together, or twice as many. */
+ALWAYS_INLINE int words_at_once(int stored) {
+    return stored == STORED_INT4 ? 4 : 2;
 }
 
 /* Bytes of what PANEL words are stored as. */
 static inline ptrdiff_t step_bytes(int stored) {
-    return PANEL * stored_size(stored) * (stored == STORED_INT8 ? 2 : 1);
+    return PANEL * stored_bits(stored) / 8 * (is_integer(stored) ? 2 : 1);
 }
 
-/* Word j of LANES columns; `odd`: whether j is. */
-ALWAYS_INLINE words widened(int stored, const void *panel, ptrdiff_t j, int odd, ptrdiff_t column) {
+/* The scales and zero points of the group that a word is in, and the weights from that word on. */
+ALWAYS_INLINE packed_panel panel_from(int stored, const packed_panel *panel, ptrdiff_t first) {
+    if (!is_integer(stored))
+        return (packed_panel){panel->weights + first * step_bytes(stored), NULL, NULL, panel->group};
+    ptrdiff_t before = first / panel->group * PANEL;
+    return (packed_panel){panel->weights + first * step_bytes(stored), panel->scales + before,
+                          stored == STORED_INT4 ? panel->zeros + before : NULL, panel->group};
+}
+
+/* Words from `first` on that are multiplied before sums become floats: up to `most`, all of one group. */
+ALWAYS_INLINE ptrdiff_t count_words(const packed_panel *panel, ptrdiff_t first, ptrdiff_t end, ptrdiff_t most) {
+    ptrdiff_t of_group = panel->group - first % panel->group, left = end - first < most ? end - first : most;
+    return of_group < left ? of_group : left;
+}
+
+/* Word j of LANES columns; `part`: the rest of j by `words_at_once`, `zeros`: pairs of their zero points. */
+ALWAYS_INLINE words widened(int stored, const void *panel, ptrdiff_t j, int part, ptrdiff_t column, words zeros) {
+    if (stored == STORED_INT4)
+        return unpacked_pairs(load_words((const uint32_t *)panel + (j - part) / 4 * PANEL + column), part, zeros);
     if (stored == STORED_INT8)
         return load_pairs((const int8_t *)panel + (j * PANEL + column) * 2);
     if (stored == STORED_F32)
         return load_words((const float *)panel + j * PANEL + column);
     if (stored == STORED_F16)
         return (words)load_f16((const uint16_t *)panel + j * PANEL + column);
-    words pairs = load_words((const uint32_t *)panel + (j - odd) / 2 * PANEL + column);
-    return odd ? pairs & 0xffff0000u : pairs << 16;
+    words pairs = load_words((const uint32_t *)panel + (j - part) / 2 * PANEL + column);
+    return part ? pairs & 0xffff0000u : pairs << 16;
 }
 
-/* A panel's strips one behind the other, each [count][STRIP], from word `first` on; `first` and `count` are even. */
-ALWAYS_INLINE void widen_panel(int stored, const void *panel, ptrdiff_t first, ptrdiff_t count, uint32_t *strips) {
-    for (ptrdiff_t j = 0; j < count; j += 2)
+/* Pairs of the zero points of LANES columns. */
+ALWAYS_INLINE words zero_pairs(int stored, const packed_panel *panel, ptrdiff_t column) {
+    return stored == STORED_INT4 ? load_doubled(panel->zeros + column) : (words){0};
+}
+
+/* The first `count` words as strips one behind the other, each [count][STRIP]. */
+ALWAYS_INLINE void widen_panel(int stored, const packed_panel *panel, ptrdiff_t count, uint32_t *strips) {
 #pragma GCC unroll 8
-        for (ptrdiff_t column = 0; column < PANEL; column += LANES) {
-            uint32_t *to = strips + column / STRIP * STRIP * count + j * STRIP + column % STRIP;
-            store_words(to, widened(stored, panel, first + j, 0, column));
-            store_words(to + STRIP, widened(stored, panel, first + j + 1, 1, column));
-        }
+    for (ptrdiff_t column = 0; column < PANEL; column += LANES) {
+        words zeros = zero_pairs(stored, panel, column);
+        uint32_t *to = strips + column / STRIP * STRIP * count + column % STRIP;
+        for (ptrdiff_t j = 0; j < count; j += words_at_once(stored), to += words_at_once(stored) * STRIP)
+#pragma GCC unroll 4
+            for (int part = 0; part < words_at_once(stored); part++)
+                store_words(to + part * STRIP, widened(stored, panel->weights, j + part, part, column, zeros));
+    }
 }
 
-static void widen_strips(int stored, const void *panel, ptrdiff_t first, ptrdiff_t count, uint32_t *strips) {
-    WITH_STORED(widen_panel, stored, panel, first, count, strips)
+static void widen_strips(int stored, const packed_panel *panel, ptrdiff_t count, uint32_t *strips) {
+    WITH_STORED(widen_panel, stored, panel, count, strips)
 }
 
 /* Sums of LANES columns: one of the two, so that compilers keep it in a register without conversions. */
@@ -86,17 +129,19 @@ ALWAYS_INLINE void add_word(int integer, accumulator *sum, words x, words weight
         sum->floats += (lanes)x * (lanes)weights;
 }
 
-ALWAYS_INLINE void store_sum(int integer, int set, accumulator sum, float *sums) {
+/* `scales`: those of the panel, whose `column` is the sum's first; of integers only. */
+ALWAYS_INLINE void store_sum(int integer, int set, accumulator sum, const float *scales, ptrdiff_t column,
+                             float *sums) {
     if (!integer)
         store(sums, sum.floats);
     else
-        store(sums, (set ? all(0.0f) : load(sums)) + __builtin_convertvector(sum.whole, lanes));
+        store(sums, fused(set ? all(0.0f) : load(sums), __builtin_convertvector(sum.whole, lanes), load(scales + column)));
 }
 
 /* Adds to sums [rows][PANEL], or sets them, the products of `count` words of x, whose rows are `stride` apart, with a
-   strip. */
+   strip; `scales` of its columns. */
 ALWAYS_INLINE void multiply_strip(int integer, int rows, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,
-                                  const uint32_t *strip, float *sums) {
+                                  const uint32_t *strip, const float *scales, float *sums) {
     accumulator sum[TILE_ROWS][TILE_VECTORS];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
@@ -120,34 +165,38 @@ ALWAYS_INLINE void multiply_strip(int integer, int rows, int set, const uint32_t
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int v = 0; v < TILE_VECTORS; v++)
-            store_sum(integer, set, sum[i][v], sums + i * PANEL + v * LANES);
+            store_sum(integer, set, sum[i][v], scales, v * LANES, sums + i * PANEL + v * LANES);
 }
 
-/* The same with `vectors` vectors of a panel's columns, from `column` on; `panel` is where their first word is. */
+/* The same with `vectors` vectors of a panel's columns, from `column` on. */
 ALWAYS_INLINE void multiply_columns(int rows, int vectors, int stored, int set, const uint32_t *x, ptrdiff_t stride,
-                                    ptrdiff_t count, const void *panel, ptrdiff_t column, float *sums) {
+                                    ptrdiff_t count, packed_panel panel, ptrdiff_t column, float *sums) {
     accumulator sum[TILE_ROWS][PANEL / LANES];
-    int integer = stored == STORED_INT8;
+    words zeros[PANEL / LANES];
+    int integer = is_integer(stored), at_once = words_at_once(stored);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++)
+        zeros[v] = zero_pairs(stored, &panel, column + v * LANES);
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
             sum[i][v] = begun_sum(integer, set, sums + i * PANEL + column + v * LANES);
-    for (ptrdiff_t j = 0; j < count; j += 2) {
+    for (ptrdiff_t j = 0; j < count; j += at_once) {
 #pragma GCC unroll 4
-        for (ptrdiff_t line = 0; line < 2 * step_bytes(stored); line += 64)
-            __builtin_prefetch((const char *)panel + (j + STEPS_AHEAD) * step_bytes(stored) + line);
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++) {
+        for (ptrdiff_t line = 0; line < at_once * step_bytes(stored); line += 64)
+            __builtin_prefetch(panel.weights + (j + STEPS_AHEAD) * step_bytes(stored) + line);
+#pragma GCC unroll 4
+        for (int part = 0; part < at_once; part++) {
             words weights[PANEL / LANES];
             if (LANES == 8)
                 __asm__ volatile("" ::: "memory"); /* what is read early takes registers from sums */
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++)
-                weights[v] = widened(stored, panel, j + odd, odd, column + v * LANES);
+                weights[v] = widened(stored, panel.weights, j + part, part, column + v * LANES, zeros[v]);
 #pragma GCC unroll 12
             for (int i = 0; i < rows; i++) {
-                words number = repeated(x + i * stride + j + odd);
+                words number = repeated(x + i * stride + j + part);
 #pragma GCC unroll 8
                 for (int v = 0; v < vectors; v++)
                     add_word(integer, &sum[i][v], number, weights[v]);
@@ -158,31 +207,33 @@ ALWAYS_INLINE void multiply_columns(int rows, int vectors, int stored, int set, 
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
-            store_sum(integer, set, sum[i][v], sums + i * PANEL + column + v * LANES);
+            store_sum(integer, set, sum[i][v], panel.scales, column + v * LANES,
+                      sums + i * PANEL + column + v * LANES);
 }
 
 /* All of a panel's columns, as many at once as there are registers for: to sums [rows][PANEL], of x [rows][count]. */
-ALWAYS_INLINE void multiply_few(int stored, int rows, const uint32_t *x, ptrdiff_t count, const char *panel,
+ALWAYS_INLINE void multiply_few(int stored, int rows, const uint32_t *x, ptrdiff_t count, const packed_panel *panel,
                                 float *sums) {
-    ptrdiff_t depth = stored == STORED_INT8 && count > DEPTH ? DEPTH : count;
     int vectors = rows * (PANEL / LANES) < TILE_ROWS * TILE_VECTORS ? PANEL / LANES : TILE_VECTORS;
     for (ptrdiff_t column = 0; column < PANEL; column += vectors * LANES)
-        for (ptrdiff_t first = 0; first < count; first += depth)
-            multiply_columns(rows, vectors, stored, first == 0, x + first, count,
-                             count - first < depth ? count - first : depth, panel + first * step_bytes(stored), column,
-                             sums);
+        for (ptrdiff_t first = 0, added; first < count; first += added) {
+            added = is_integer(stored) ? count_words(panel, first, count, DEPTH) : count;
+            multiply_columns(rows, vectors, stored, first == 0, x + first, count, added,
+                             panel_from(stored, panel, first), column, sums);
+        }
 }
 
 /* Functions of their own, so that each has the registers for itself. */
 #define WORD_TILES(rows)                                                                                               \
     NEVER_INLINE void strip_##rows(int integer, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,         \
-                                   const uint32_t *strip, float *sums) {                                               \
+                                   const uint32_t *strip, const float *scales, float *sums) {                          \
         if (integer)                                                                                                   \
-            multiply_strip(1, rows, set, x, stride, count, strip, sums);                                               \
+            multiply_strip(1, rows, set, x, stride, count, strip, scales, sums);                                       \
         else                                                                                                           \
-            multiply_strip(0, rows, set, x, stride, count, strip, sums);                                               \
+            multiply_strip(0, rows, set, x, stride, count, strip, scales, sums);                                       \
     }                                                                                                                  \
-    NEVER_INLINE void few_##rows(int stored, const uint32_t *x, ptrdiff_t count, const void *panel, float *sums) {     \
+    NEVER_INLINE void few_##rows(int stored, const uint32_t *x, ptrdiff_t count, const packed_panel *panel,            \
+                                 float *sums) {                                                                        \
         WITH_STORED(multiply_few, stored, rows, x, count, panel, sums)                                                 \
     }
 WORD_TILES(1)
@@ -205,8 +256,8 @@ WORD_TILES(12)
 #endif
 
 typedef void strip_multiplier(int integer, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,
-                              const uint32_t *strip, float *sums);
-typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, const void *panel, float *sums);
+                              const uint32_t *strip, const float *scales, float *sums);
+typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, const packed_panel *panel, float *sums);
 static strip_multiplier *const multiply_strips[TILE_ROWS] = OF_EACH_HEIGHT(strip);
 static few_multiplier *const multiply_few_rows[TILE_ROWS] = OF_EACH_HEIGHT(few);
 

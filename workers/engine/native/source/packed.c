@@ -24,28 +24,41 @@ static inline int in_pairs(int stored) {
     return stored == STORED_BF16 || stored == STORED_INT8;
 }
 
-/* The index in a panel of number i of its first row. */
+/* The index in a panel of number i of its first row; not of int4. */
 static inline ptrdiff_t place_in_panel(ptrdiff_t i, int stored) {
     return in_pairs(stored) ? i / 2 * 2 * PANEL + i % 2 : i * PANEL;
 }
 
+/* The same of the word of int4 that number i is in, and by how many bits it is shifted. */
+static inline ptrdiff_t word_in_panel(ptrdiff_t i) {
+    return i / 8 * PANEL;
+}
+
+static inline int shift_in_word(ptrdiff_t i) {
+    return (int)(i % 8 / 2 * 4 + i % 2 * 16);
+}
+
 ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdiff_t n, ptrdiff_t k, int gated,
                               char *to) {
-    size_t size = (size_t)stored_size(stored);
+    size_t size = (size_t)stored_bits(stored) / 8;
     ptrdiff_t beside = in_pairs(stored) ? 2 : 1;
     for (ptrdiff_t lane = 0; lane < PANEL; lane++) {
         ptrdiff_t row = source_row(panel, lane, n, gated);
         for (ptrdiff_t i = 0; row < n && i < k; i++)
+            if (stored == STORED_INT4)
+                ((uint32_t *)(void *)to)[word_in_panel(i) + lane] |= (uint32_t)(uint8_t)w[row * k + i]
+                                                                     << shift_in_word(i);
+            else
             memcpy(to + (size_t)(place_in_panel(i, stored) + lane * beside) * size, w + (size_t)(row * k + i) * size,
                    size);
     }
 }
 
-/* w [n][k] in the dtype `stored`. k is even for bf16, and panels are zeroed before. */
+/* w [n][k] in the dtype `stored`, int4 as uint8. k is even for bf16, and panels are zeroed before. */
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels) {
 #pragma omp parallel for
     for (ptrdiff_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++) {
-        char *to = (char *)panels + panel * PANEL * padded(k, stored) * stored_size(stored);
+        char *to = (char *)panels + panel * PANEL * padded(k, stored) * stored_bits(stored) / 8;
         WITH_STORED(pack_panel, stored, w, panel, n, k, gated, to)
     }
 }
@@ -73,11 +86,11 @@ int narrowest(const float *w, ptrdiff_t count) {
     return !(found & 1) ? STORED_BF16 : !(found & 2) ? STORED_F16 : STORED_F32;
 }
 
-ALWAYS_INLINE float weight_at(int stored, const char *at, float scale) {
+ALWAYS_INLINE float weight_at(int stored, const char *at) {
     float number;
     uint16_t half;
     if (stored == STORED_INT8)
-        return (float)*(const int8_t *)at * scale;
+        return (float)*(const int8_t *)at;
     if (stored == STORED_F32) {
         memcpy(&number, at, sizeof number);
         return number;
@@ -87,12 +100,19 @@ ALWAYS_INLINE float weight_at(int stored, const char *at, float scale) {
 }
 
 ALWAYS_INLINE void look_up(int stored, const packed_matrix *matrix, int64_t row, void *y) {
-    ptrdiff_t k = matrix->k;
+    ptrdiff_t k = matrix->k, size = stored_bits(stored) / 8;
     const char *panel = (const char *)matrix->panels + row / PANEL * panel_bytes(matrix),
-        *from = panel + row % PANEL * (in_pairs(stored) ? 2 : 1) * stored_size(stored);
-    float scale = stored == STORED_INT8 ? matrix->scales[row] : 1.0f;
+        *from = panel + row % PANEL * (in_pairs(stored) ? 2 : 1) * size;
     for (ptrdiff_t i = 0; i < k; i++) {
-        float number = weight_at(stored, from + place_in_panel(i, stored) * stored_size(stored), scale);
+        ptrdiff_t line = (row / PANEL * count_groups(matrix) + i / matrix->group) * PANEL + row % PANEL;
+        float number;
+        if (stored == STORED_INT4) {
+            uint32_t word = ((const uint32_t *)(const void *)panel)[word_in_panel(i) + row % PANEL];
+            number = (float)((int)(word >> shift_in_word(i) & 15) - matrix->zeros[line]);
+        } else
+            number = weight_at(stored, from + place_in_panel(i, stored) * size);
+        if (is_integer(stored))
+            number *= matrix->scales[line];
         if (matrix->floats)
             ((float *)y)[i] = number;
         else

@@ -1,7 +1,7 @@
-/* What products with weights of 8 bits do besides (matmul_words.h): rows of x become int16 by a scale of their own, and
-   sums become floats again. A sum of DEPTH words stays below 2**31: 512 * 32767 * 128. */
-#ifndef MATMUL_INT8_H
-#define MATMUL_INT8_H
+/* What products with weights of 8 or 4 bits do besides (matmul_words.h): rows of x become int16 by a scale of their own.
+   A sum of DEPTH words stays below 2**31: 512 * 32767 * 128. */
+#ifndef MATMUL_INTEGERS_H
+#define MATMUL_INTEGERS_H
 
 #include "lanes.h"
 #include "matmul.h"
@@ -48,11 +48,11 @@ static float quantize_row(const void *x, int floats, ptrdiff_t k, ptrdiff_t end,
     return floats ? quantize_numbers(x, 0, k, end, to) : quantize_numbers(x, 1, k, end, to);
 }
 
-/* sums [rows][PANEL] times the scales of rows and of columns. */
-static void scale_sums(float *sums, ptrdiff_t rows, const float *of_rows, const float *of_columns) {
+/* sums [rows][PANEL] times the scales of rows. */
+static void scale_sums(float *sums, ptrdiff_t rows, const float *scales) {
     for (ptrdiff_t i = 0; i < rows; i++, sums += PANEL)
         for (ptrdiff_t c = 0; c < PANEL; c += LANES)
-            store(sums + c, load(sums + c) * (load(of_columns + c) * of_rows[i]));
+            store(sums + c, load(sums + c) * scales[i]);
 }
 
 #endif

@@ -1,6 +1,8 @@
-"""Products with weights in int8 against sums of integers, over shapes that fill no panel, no tile
-and no depth of sums.
+"""Products with weights of 8 and 4 bits against sums of integers, over shapes that fill no panel,
+no tile, no group and no depth of sums.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.layers.activation import activation
 from workers.engine.layers.ops import TorchOps
-from workers.engine.layers.quantized import QuantizedWeight, quantize
+from workers.engine.layers.quantized import QuantizedWeight
 from workers.engine.native import packed
 from workers.engine.native.ops import NativeOps, PackedTable
 from workers.engine.native.packed import PackedMatrix, can_pack
@@ -31,27 +33,46 @@ SHAPES = [
     (30, 70, 6002),
 ]
 # rows, outputs, inputs: of the last but one there are several blocks of rows
+KINDS = {"int8": (8, None), "int8-24": (8, 24), "int4": (4, None), "int4-32": (4, 32), "int4-128": (4, 128)}
+SOME = ["int8", "int4-32"]
 
 
-def operands(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, QuantizedWeight, Tensor]:
+def operands(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, kind: str = "int8"
+) -> tuple[Tensor, QuantizedWeight, Tensor]:
     torch.manual_seed(rows + outputs + inputs)
-    weight = quantize((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype))
+    weight = random_weight(outputs, inputs, dtype, *KINDS[kind])
     return torch.randn(rows, inputs).to(dtype), weight, torch.randn(outputs).to(dtype)
+
+
+def random_weight(outputs: int, inputs: int, dtype: torch.dtype, bits: int, group_size: int | None) -> QuantizedWeight:
+    """Return numbers over the whole range of their kind; `group_size`: None for whole rows."""
+    size = group_size or inputs
+    groups = -(-inputs // size)
+    scales = (torch.rand(outputs, groups) + 0.5) * inputs**-0.5
+    if bits == 8:
+        values = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+        return QuantizedWeight(values, scales / 64, dtype, size)
+    values, zeros = (torch.randint(16, (outputs, count), dtype=torch.uint8) for count in (inputs, groups))
+    return QuantizedWeight(values, scales / 6, dtype, size, zeros)
 
 
 def expected_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """In float64: rows of x as integers of 16 bits by the scale of their largest number."""
     steps = x.double().abs().amax(1, keepdim=True) / 32767
     whole = (x.double() / steps).round()
-    return F.linear(whole, weight.values.double()) * steps * weight.scales.double()
+    return F.linear(whole, replace(weight, dtype=torch.float64).dequantize()) * steps
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_equals_sums_of_integers(rows: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> None:
+def test_equals_sums_of_integers(
+    rows: int, outputs: int, inputs: int, kind: str, dtype: torch.dtype, threads: int
+) -> None:
     torch.set_num_threads(threads)
-    x, weight, bias = operands(rows, outputs, inputs, dtype)
+    x, weight, bias = operands(rows, outputs, inputs, dtype, kind)
     expected = expected_product(x, weight) + bias.double()
     result = PackedMatrix(weight, bias, to_float=True)(x)
     # A number between two integers may become either
@@ -60,9 +81,10 @@ def test_equals_sums_of_integers(rows: int, outputs: int, inputs: int, dtype: to
     torch.testing.assert_close(PackedMatrix(weight, bias)(x), expected.to(dtype), **rounded)
 
 
+@pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_activations_and_padding(dtype: torch.dtype) -> None:
-    x, weight, bias = operands(13, 66, 64, dtype)
+def test_gates_activations_and_padding(dtype: torch.dtype, kind: str) -> None:
+    x, weight, bias = operands(13, 66, 64, dtype, kind)
     before = (expected_product(x, weight) + bias.double()).float()
     gate, up = before.chunk(2, -1)
     for name in ("silu", "gelu", "relu"):
@@ -72,9 +94,10 @@ def test_gates_activations_and_padding(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gated(x), activation(name)(gate) * up, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_whatever_is_computed_beside_it(dtype: torch.dtype) -> None:
-    x, weight, bias = operands(800, 100, 1026, dtype)
+def test_a_row_is_the_same_whatever_is_computed_beside_it(dtype: torch.dtype, kind: str) -> None:
+    x, weight, bias = operands(800, 100, 1026, dtype, kind)
     matrix = PackedMatrix(weight, bias, "gelu_new")
     together = matrix(x)
     for rows in (1, 2, 3, 4, 7, 12, 18, 19, 25, 50, 64, 193, 650):
@@ -89,9 +112,21 @@ def test_the_largest_sums_do_not_overflow(rows: int) -> None:
     inputs = 4096
     x = torch.full((rows, inputs), 3.0)
     for value in (127, -128):
-        weight = QuantizedWeight(torch.full((32, inputs), value, dtype=torch.int8), torch.ones(32), torch.float32)
+        weight = QuantizedWeight(
+            torch.full((32, inputs), value, dtype=torch.int8), torch.ones(32, 1), torch.float32, inputs
+        )
         expected = torch.full((rows, 32), 3.0 * inputs * value)
         torch.testing.assert_close(PackedMatrix(weight)(x), expected, rtol=1e-6, atol=0)
+
+
+def test_groups_that_the_kernels_cannot_take_are_left_to_torch() -> None:
+    for bits, group_size, taken in ((4, 8, True), (4, 12, False), (8, 12, True), (8, 6, False), (4, 1000, True)):
+        weight = random_weight(8, 64, torch.float32, bits, group_size)
+        assert can_pack(weight) is taken
+        x = torch.randn(3, 64)
+        torch.testing.assert_close(
+            NativeOps().linear(weight, None)(x), F.linear(x, weight.dequantize()), rtol=1e-3, atol=1e-3
+        )
 
 
 def test_rows_with_nan_and_infinities_change_no_others() -> None:
@@ -115,17 +150,19 @@ def test_rows_of_zeros_and_of_extreme_numbers() -> None:
     torch.testing.assert_close(matrix(large), F.linear(large, weight.dequantize()), rtol=1e-4, atol=1e26)
 
 
+@pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_table_gives_rows_and_logits(dtype: torch.dtype) -> None:
-    x, weight, _ = operands(12, 100, 64, dtype)
+def test_a_table_gives_rows_and_logits(dtype: torch.dtype, kind: str) -> None:
+    x, weight, _ = operands(12, 100, 64, dtype, kind)
     table, indices = PackedTable(weight), torch.randint(0, 100, (130,))
     assert table.rows(indices).equal(weight.dequantize()[indices])
     torch.testing.assert_close(table.logits(x).double(), expected_product(x, weight), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("make", ["linear", "gated_linear"])
-def test_projections_equal_those_of_plain_torch(make: str) -> None:
-    x, weight, bias = operands(21, 66, 256, torch.float32)
+def test_projections_equal_those_of_plain_torch(make: str, kind: str) -> None:
+    x, weight, bias = operands(21, 66, 256, torch.float32, kind)
     native, plain = (getattr(ops, make)(weight, bias, "silu") for ops in (NativeOps(), TorchOps()))
     assert isinstance(native, PackedMatrix)
     torch.testing.assert_close(native(x), plain(x), rtol=1e-3, atol=1e-3)
@@ -142,9 +179,9 @@ def test_torch_computes_products_in_int8_where_the_kernels_are_wrong(
     packed._matches_torch.cache_clear()
     monkeypatch.setattr(PackedMatrix, "__call__", wrong)
     try:
-        assert can_pack(torch.float32, 64)
-        assert not can_pack(torch.float32, 64, quantized=True)
         _, weight, bias = operands(1, 32, 64, torch.float32)
+        assert can_pack(weight.dequantize())
+        assert not can_pack(weight)
         assert not isinstance(NativeOps().linear(weight, bias), PackedMatrix)
     finally:
         packed._matches_torch.cache_clear()
