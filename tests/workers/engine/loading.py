@@ -3,10 +3,13 @@
 import torch
 
 from workers.engine.device.loader import load_weights, open_checkpoint, resolve_dtype
+from workers.engine.layers.base import Ops
 from workers.engine.models.base import DecoderModel
 
 
-def load_model(name: str, dtype: str, device: torch.device, max_model_len: int | None = None) -> DecoderModel:
+def load_model(
+    name: str, dtype: str, device: torch.device, max_model_len: int | None = None, ops: Ops | None = None
+) -> DecoderModel:
     """Return the model of a folder, ready to run."""
     checkpoint = open_checkpoint(name)
-    return load_weights(checkpoint, resolve_dtype(dtype, checkpoint.config, device), device, max_model_len)
+    return load_weights(checkpoint, resolve_dtype(dtype, checkpoint.config, device), device, max_model_len, ops)

@@ -66,10 +66,15 @@ class _Scheme:
     def layout(self) -> MatrixLayout:
         zeros = () if self.symmetric else ("weight_zero_point",)
         order = ("weight_g_idx",) if self.has_order else ()
+        stays = not self.floats and not self.has_order and self.strategy != "block"
         if self.packed:
             required = ("weight_packed", "weight_scale", "weight_shape", *zeros, *order)
-            return MatrixLayout("weight_packed", required, numbers_in(1, self.bits), partial(_read_packed, self))
-        return MatrixLayout("weight", ("weight", "weight_scale", *zeros, *order), 1, partial(_read_numbers, self))
+            bits = self.bits if stays and (self.bits == 4 or self.symmetric) else None
+            return MatrixLayout("weight_packed", required, numbers_in(1, self.bits), partial(_read_packed, self), bits)
+        required = ("weight", "weight_scale", *zeros, *order)
+        return MatrixLayout(
+            "weight", required, 1, partial(_read_numbers, self), 8 if stays and self.symmetric else None
+        )
 
 
 class CompressedTensorsFormat(CheckpointFormat):
@@ -192,7 +197,7 @@ def _matrix(scheme: _Scheme, parts: MatrixParts, values: Tensor) -> QuantizedMat
     groups = groups_in_order(columns, size)
     if "weight_g_idx" in parts and groups is not None and not _is_unset(parts, columns):
         groups = parts.groups("weight_g_idx", columns, scales.shape[1])
-    return QuantizedMatrix(values, scales, groups=groups)
+    return QuantizedMatrix(values, scales, groups=groups, bits=scheme.bits)
 
 
 def _is_unset(parts: MatrixParts, columns: int) -> bool:

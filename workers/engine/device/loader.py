@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from workers.engine.device.quantized_checkpoint import count_numbers, find_format, plain_readers
+from workers.engine.device.quantized_checkpoint import count_bytes, find_format, plain_readers
 from workers.engine.device.quantized_formats import CheckpointFormat
 from workers.engine.device.quantized_matrix import Reader
 from workers.engine.layers.base import Ops
@@ -231,20 +231,16 @@ def weight_bytes(
 ) -> int:
     """Return about how many bytes the weights take in a model that computes in `dtype`.
 
-    `widens`: the backend stores them in fewer bits where it can, and `quantization` is the flag;
-    neither counts for transformers' classes, of which some matrices stay as they are. Raises
-    ModelLoadError where there are none.
+    `widens`: the backend stores them in fewer bits where it can, and integers as the checkpoint
+    does; `quantization` is the flag. Neither counts for transformers' classes, of which some
+    matrices stay as they are. Raises ModelLoadError where there are none.
     """
     stored, size = _stored_dtype(checkpoint.config), dtype.itemsize
     if isinstance(checkpoint.family, Family):
         size = 1 if quantization else min(size, stored.itemsize) if widens else size
-    return _count_numbers(checkpoint, stored) * size
-
-
-def _count_numbers(checkpoint: ModelCheckpoint, stored: torch.dtype) -> int:
     if checkpoint.quantized is not None:
-        return count_numbers(_tensor_shapes(checkpoint.folder), checkpoint.quantized)
-    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) // stored.itemsize
+        return count_bytes(_tensor_shapes(checkpoint.folder), checkpoint.quantized, size, stays=widens)
+    return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) // stored.itemsize * size
 
 
 def _stored_dtype(config: ModelConfig) -> torch.dtype:

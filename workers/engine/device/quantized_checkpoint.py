@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from workers.engine.device.compressed_tensors import CompressedTensorsFormat
 from workers.engine.device.quantized_formats import AwqFormat, CheckpointFormat, Fp8Format, GptqFormat, unreadable
 from workers.engine.device.quantized_matrix import MatrixLayout, MatrixParts, Reader
+from workers.engine.layers.quantized import QuantizedWeight
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json
 
@@ -27,6 +28,8 @@ _FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
 # first versions of compressed-tensors
 _KEYS = {"quantization_config": "no known method", "compression_config": "compressed-tensors"}
 _WEIGHT = "weight"
+_SCALES = ("scales", "weight_scale")
+_GROUP_BYTES = 5  # of a scale and a zero point
 
 
 def find_format(raw: Json) -> CheckpointFormat | None:
@@ -64,20 +67,34 @@ def plain_readers(
         layout = checkpoint_format.layout(module, [_part(name) for name in names])
         if layout is not None:
             parts.require(layout.required)
-            plain[parts.name_of(_WEIGHT)] = partial(_read_quantized, parts, layout, dtype)
+            plain[parts.name_of(_WEIGHT)] = _MatrixReader(parts, layout, dtype)
     return plain
 
 
-def count_numbers(shapes: Mapping[str, Sequence[int]], checkpoint_format: CheckpointFormat) -> int:
-    """Return about how many numbers the plain checkpoint has, by the shapes of the stored tensors.
+def count_bytes(
+    shapes: Mapping[str, Sequence[int]], checkpoint_format: CheckpointFormat, item_size: int, stays: bool
+) -> int:
+    """Return about how many bytes the weights take by the shapes of the stored tensors: `item_size`
+    for each number of the plain checkpoint, or as many bits as it is stored in if it `stays` so.
 
     Raises ModelLoadError.
     """
-    count = sum(math.prod(shape) for name, shape in shapes.items() if _part(name) not in checkpoint_format.parts)
+    layouts = {}
     for module, names in _modules(shapes, checkpoint_format).items():
         layout = checkpoint_format.layout(module, [_part(name) for name in names])
-        if layout is not None and layout.stored != _WEIGHT:
-            count += math.prod(shapes.get(f"{module}.{layout.stored}", (0,))) * layout.packed
+        if layout is not None:
+            layouts[module] = layout
+    count = 0
+    for name, shape in shapes.items():
+        module, _, part = name.rpartition(".")
+        layout, numbers = layouts.get(module), math.prod(shape)
+        bits = layout.bits if layout is not None and stays else None
+        if layout is not None and part == layout.stored:
+            count += numbers * layout.packed * (bits or 8 * item_size) // 8
+        elif part in _SCALES and bits:
+            count += numbers * _GROUP_BYTES
+        elif part not in checkpoint_format.parts:
+            count += numbers * item_size
     return count
 
 
@@ -94,5 +111,16 @@ def _part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _read_quantized(parts: MatrixParts, layout: MatrixLayout, dtype: torch.dtype) -> Tensor:
-    return layout.read(parts).dequantize(dtype)
+@dataclass(frozen=True, slots=True)
+class _MatrixReader:
+    """A QuantizedReader."""
+
+    parts: MatrixParts
+    layout: MatrixLayout
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        return self.layout.read(self.parts).dequantize(self.dtype)
+
+    def quantized(self) -> QuantizedWeight | None:
+        return self.layout.read(self.parts).as_stored(self.dtype)

@@ -72,7 +72,8 @@ class GptqFormat(CheckpointFormat):
         ordered = bool(settings.get("desc_act")) and size is not None
         required = ("qweight", "qzeros", "scales", *(["g_idx"] if ordered else []))
         read = partial(_read_gptq, bits=bits, group_size=size, offset=self._offset)
-        return MatrixLayout("qweight", required, numbers_in(1, bits), read)
+        stays = not ordered and (bits == 4 or bool(settings.get("sym", True)))
+        return MatrixLayout("qweight", required, numbers_in(1, bits), read, bits if stays else None)
 
     def _settings_of(self, module: str) -> Json:
         """Return the settings of a module: the first pattern that matches may change them."""
@@ -96,7 +97,7 @@ def _read_gptq(parts: MatrixParts, bits: int, group_size: int | None, offset: in
     ones = sum(1 << shift for shift in range(0, 32, bits))
     zeros = (zeros.long() + offset * ones).to(torch.int32)
     return QuantizedMatrix(
-        unpack(packed.t(), bits), _by_row(scales), _by_row(unpack(zeros, bits)), order if groups > 1 else None
+        unpack(packed.t(), bits), _by_row(scales), _by_row(unpack(zeros, bits)), order if groups > 1 else None, bits
     )
 
 
@@ -125,7 +126,8 @@ class AwqFormat(CheckpointFormat):
     def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
         if not self.parts & set(parts):
             return None
-        return MatrixLayout("qweight", ("qweight", "qzeros", "scales"), numbers_in(1, _AWQ_BITS), self._read)
+        required = ("qweight", "qzeros", "scales")
+        return MatrixLayout("qweight", required, numbers_in(1, _AWQ_BITS), self._read, _AWQ_BITS)
 
     def _read(self, parts: MatrixParts) -> QuantizedMatrix:
         packed = parts.read("qweight", WORDS, (None, None))
@@ -135,7 +137,11 @@ class AwqFormat(CheckpointFormat):
         scales = parts.read("scales", SCALES, (groups, rows))
         zeros = parts.read("qzeros", WORDS, (groups, packed.shape[1]))
         return QuantizedMatrix(
-            _unpack_awq(packed), _by_row(scales), _unpack_awq(zeros).float(), groups_in_order(columns, size)
+            _unpack_awq(packed),
+            _by_row(scales),
+            _unpack_awq(zeros).float(),
+            groups_in_order(columns, size),
+            _AWQ_BITS,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.engine.layers.quantized import QuantizedWeight
 from workers.engine.messages.errors import ModelLoadError
 
 Reader = Callable[[], Tensor]
@@ -82,6 +83,7 @@ class QuantizedMatrix:
     scales: Tensor  # float32 [n, groups]
     zeros: Tensor | None = None  # float32 [n, groups]
     groups: Tensor | None = None  # int64 [k], the group of each column; None where there is but one
+    bits: int = 8
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers, computed in float32 and rounded once to `dtype`; contiguous."""
@@ -96,6 +98,31 @@ class QuantizedMatrix:
             plain[part] = numbers
         return plain
 
+    def as_stored(self, dtype: torch.dtype) -> QuantizedWeight | None:
+        """Return a weight of the same integers; None where there is no such kind of weights: of
+        floats, of columns not in the order of their groups, and of 8 bits with zero points.
+        """
+        size = self._group_size()
+        if size is None or self.values.dtype not in (torch.int8, torch.uint8):
+            return None
+        scales = self.scales.float().contiguous()
+        middle = 0 if self.values.dtype == torch.int8 else 128
+        if self.bits == 4 and self.values.dtype == torch.uint8:
+            if self.zeros is None or not self.zeros.to(torch.uint8).clamp_(max=15).equal(self.zeros):
+                return None
+            return QuantizedWeight(self.values, scales, dtype, size, self.zeros.to(torch.uint8))
+        if self.zeros is not None and not bool((self.zeros == middle).all()):
+            return None
+        return QuantizedWeight((self.values - middle).to(torch.int8), scales, dtype, size)
+
+    def _group_size(self) -> int | None:
+        """Return how many columns share a scale; None where groups do not follow one another."""
+        columns = self.values.shape[1]
+        if self.groups is None:
+            return columns
+        size = int((self.groups == 0).sum())
+        return size if size and self.groups.equal(torch.arange(columns) // size) else None
+
     def _by_column(self, by_group: Tensor) -> Tensor:
         return by_group if self.groups is None else by_group[:, self.groups]
 
@@ -108,6 +135,7 @@ class MatrixLayout:
     required: tuple[str, ...]
     packed: int  # numbers in one element of it
     read: Callable[[MatrixParts], QuantizedMatrix]
+    bits: int | None = None  # of a number, where `QuantizedMatrix.as_stored` leaves it as it is
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

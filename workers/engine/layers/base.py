@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from workers.engine.layers.quantized import Weight
+from workers.engine.layers.quantized import QuantizedWeight, Weight
 
 Projection = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out]."""
@@ -142,6 +142,10 @@ class Ops(Protocol):
         ...
 
     def table(self, weight: Weight) -> Table: ...
+
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        """Return whether products with a weight are computed without dequantizing it."""
+        ...
 
     def stack(
         self,

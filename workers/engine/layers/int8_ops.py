@@ -9,11 +9,12 @@ from workers.engine.layers.quantized import Weight, quantize
 
 
 class Int8Ops:
-    """Quantizes each matrix that it is given, and leaves the rest to `ops`."""
+    """Quantizes each plain matrix that it is given, and leaves the rest to `ops`."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.stack, self.norm, self.add_norm = ops.stack, ops.norm, ops.add_norm
+        self.multiplies = ops.multiplies
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
         return self._ops.linear(_quantized(weight), bias, activation)

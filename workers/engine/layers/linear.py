@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workers.engine.layers.base import Projection
 from workers.engine.layers.parallel import Parallel, Shard
+from workers.engine.layers.quantized import Weight
 from workers.engine.layers.weights import Weights
 
 
@@ -53,7 +54,7 @@ def load_row_parallel(
     weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False
 ) -> Projection:
     """Return the projection of what came of `load_fused` or `load_gated`, cut as that was."""
-    weight, parallel = weights.take_columns(f"{name}.weight", size_out, size_in, transposed), weights.parallel
+    weight, parallel = weights.take_matrix_columns(f"{name}.weight", size_out, size_in, transposed), weights.parallel
     biases = weights.take(f"{name}.bias", (size_out,)) if bias else None
     own = weights.ops.linear(weight, biases if parallel.rank == 0 else None)
     return own if parallel.size == 1 else RowParallel(own, parallel)
@@ -66,6 +67,6 @@ def _take_fused(
     sizes_out: Sequence[Shard],
     bias: bool,
     transposed: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    weight = weights.take_rows([f"{name}.weight" for name in names], sizes_out, size_in, transposed)
+) -> tuple[Weight, Tensor | None]:
+    weight = weights.take_matrix([f"{name}.weight" for name in names], sizes_out, size_in, transposed)
     return weight, weights.take_rows([f"{name}.bias" for name in names], sizes_out, None) if bias else None

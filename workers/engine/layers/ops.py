@@ -32,6 +32,9 @@ class TorchOps:
     def table(self, weight: Weight) -> Table:
         return PlainTable(weight) if isinstance(weight, Tensor) else QuantizedTable(weight)
 
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        return False
+
     def stack(
         self,
         layers: Sequence[DecoderLayer],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,10 +12,21 @@ from torch import Tensor
 from workers.engine.layers.base import Ops
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
+from workers.engine.layers.quantized import QuantizedWeight, Weight, stack_rows
 from workers.engine.messages.errors import ModelLoadError
 
 PLAIN_VERSION = "use the model's float16, bfloat16 or float32 version"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@runtime_checkable
+class QuantizedReader(Protocol):
+    """A function that reads a matrix, which the checkpoint has quantized."""
+
+    def __call__(self) -> Tensor: ...
+
+    def quantized(self) -> QuantizedWeight | None:
+        """Return it as it is stored; None where there is no such kind of weights."""
 
 
 class Weights:
@@ -71,6 +84,38 @@ class Weights:
                 self._read(name, (shard.total, *rest), (shard.where,), part)
         return target
 
+    def take_matrix(
+        self, names: Sequence[str], rows: Sequence[Shard], columns: int, transposed: bool = False
+    ) -> Weight:
+        """Return `take_rows` of a matrix, quantized where it is stored so and products with it are
+        computed so.
+        """
+        found = [] if transposed else [self._read_quantized(name) for name in names]
+        parts = [weight.rows(shard.where) for weight, shard in zip(found, rows, strict=False) if weight is not None]
+        whole = stack_rows(parts) if parts and len(parts) == len(names) else None
+        if whole is None:
+            return self.take_rows(names, rows, columns, transposed)
+        for name, weight, shard in zip(names, found, rows, strict=True):
+            assert weight is not None
+            self._take(name, weight.shape, (shard.total, columns))
+        return whole
+
+    def take_matrix_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Weight:
+        """Return `take_columns` likewise, if a shard begins with a group."""
+        weight = None if transposed else self._read_quantized(name)
+        if weight is None or (columns.start % weight.group_size and weight.group_size < columns.total):
+            return self.take_columns(name, rows, columns, transposed)
+        self._take(name, weight.shape, (rows, columns.total))
+        return weight.columns(columns.start, columns.start + columns.length)
+
+    def _read_quantized(self, name: str) -> QuantizedWeight | None:
+        reader = self._readers.get(self._resolve(name))
+        weight = reader.quantized() if isinstance(reader, QuantizedReader) else None
+        if weight is None:
+            return None
+        weight = replace(weight, dtype=self.dtype)
+        return weight if self.ops.multiplies(weight) else None
+
     def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
         """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if
         `transposed`.
@@ -92,17 +137,19 @@ class Weights:
                 f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?"
             )
         tensor = self._readers[resolved]()
-        if tuple(tensor.shape) != tuple(shape):
-            raise ModelLoadError(
-                f"tensor {resolved!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
-            )
         if tensor.dtype not in _FLOATS:
             raise ModelLoadError(
                 f"tensor {resolved!r} holds {str(tensor.dtype).removeprefix('torch.')}, and how it is scaled is not"
                 f" known; {PLAIN_VERSION}"
             )
-        self._taken.add(resolved)
+        self._take(name, tensor.shape, shape)
         target.copy_(tensor[where])
+
+    def _take(self, name: str, found: Sequence[int], shape: Sequence[int]) -> None:
+        resolved = self._resolve(name)
+        if tuple(found) != tuple(shape):
+            raise ModelLoadError(f"tensor {resolved!r} has shape {list(found)}, but config.json implies {list(shape)}")
+        self._taken.add(resolved)
 
     def unused(self) -> list[str]:
         """Names that no layer took."""

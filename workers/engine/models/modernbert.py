@@ -86,7 +86,7 @@ def _layer(raw: Json, config: ModelConfig, weights: Weights, layer: int, rotatio
         load_fused(weights, [f"{name}.attn.Wqkv"] * 3, hidden, [heads.within(part, 3) for part in range(3)], bias),
         load_row_parallel(weights, f"{name}.attn.Wo", heads, hidden, bias),
         _norm(raw, config, weights, f"{name}.mlp_norm"),
-        weights.ops.gated_linear(weights.take_rows(gated[0], halves, hidden), biases, config.activation),
+        weights.ops.gated_linear(weights.take_matrix(gated[0], halves, hidden), biases, config.activation),
         load_row_parallel(weights, f"{name}.mlp.Wo", width, hidden, mlp_bias),
         rotation=rotation,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Table
 from workers.engine.layers.ops import TorchOps
-from workers.engine.layers.quantized import Weight
+from workers.engine.layers.quantized import QuantizedWeight, Weight
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.library import load
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
@@ -32,6 +32,9 @@ class NativeOps(TorchOps):
         if _can_pack(weight, activation):
             return PackedMatrix(weight, bias, activation, gated=True)
         return super().gated_linear(weight, bias, activation)
+
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        return can_pack(weight)
 
     def table(self, weight: Weight) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)

@@ -25,6 +25,7 @@ from tests.workers.engine.device.quantizing import (
 )
 from tests.workers.engine.device.test_loader import logits
 from tests.workers.engine.loading import load_model
+from tests.workers.engine.native.available import needs_native
 from workers.engine.device.loader import (
     load_weights,
     open_checkpoint,
@@ -36,8 +37,10 @@ from workers.engine.device.pooling_loader import load_pooling_model
 from workers.engine.device.quantized_checkpoint import find_format, plain_readers
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel
+from workers.engine.layers.quantized import QuantizedWeight, stack_rows
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
+from workers.engine.native.ops import NativeOps
 
 CPU = torch.device("cpu")
 CASES = {
@@ -46,6 +49,7 @@ CASES = {
     "gptq-4-32-act-order-asymmetric": gptq(4, 32, act_order=True, sym=False),
     "gptq-4-rows": gptq(4, -1, sym=False),
     "gptq-8-32-v2": gptq(8, 32, sym=False, v2=True),
+    "gptq-8-32": gptq(8, 32),
     "gptq-8-48": gptq(8, 48, sym=False),
     "awq-32": awq(32),
     "awq-128": awq(128),
@@ -66,6 +70,20 @@ CASES = {
     "packed-4-128": packed(4, 128, symmetric=False, act_order=True),
     "packed-8-rows": packed(8, -1),
     "packed-8-rows-asymmetric": packed(8, -1, symmetric=False),
+}
+# With the bits of those that stay as they are stored
+INTEGERS = {
+    "gptq-4-32": 4,
+    "gptq-4-rows": 4,
+    "gptq-8-32": 8,
+    "awq-32": 4,
+    "awq-128": 4,
+    "awq-rows": 4,
+    "int-channel": 8,
+    "int-tensor": 8,
+    "packed-4-32": 4,
+    "packed-4-32-asymmetric": 4,
+    "packed-8-rows": 8,
 }
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 
@@ -110,10 +128,84 @@ def test_words_that_are_not_full(bits: int, symmetric: bool) -> None:
 
 def read(case: Case, parts: Parts) -> Tensor:
     """Return the matrix of one module that has those parts."""
+    return reader_of(case, parts)()
+
+
+def reader_of(case: Case, parts: Parts) -> Any:
     checkpoint_format = find_format({"quantization_config": case.settings})
     assert checkpoint_format is not None
     readers = {f"some.{part}": partial(lambda given: given, tensor) for part, tensor in parts.items()}
-    return plain_readers(readers, checkpoint_format, case.dtype)["some.weight"]()
+    return plain_readers(readers, checkpoint_format, case.dtype)["some.weight"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_some_integers_stay_as_they_are_stored(name: str) -> None:
+    case = CASES[name]
+    found = case.pack(32, 1032, torch.Generator().manual_seed(4))
+    weight, layout = reader_of(case, found.parts).quantized(), reader_of(case, found.parts).layout
+    assert layout.bits == INTEGERS.get(name)
+    if name not in INTEGERS:
+        assert weight is None
+        return
+    assert (weight.bits, weight.dequantize().equal(found.plain)) == (INTEGERS[name], True)
+    rows, size = torch.tensor([3, 31, 0]), weight.group_size
+    assert weight.rows(rows).dequantize().equal(found.plain[rows])
+    assert weight.columns(0, 17).dequantize().equal(found.plain[:, :17])
+    if size < 1032:
+        assert weight.columns(size, 3 * size).dequantize().equal(found.plain[:, size : 3 * size])
+    both = stack_rows([weight, weight.rows(rows)])
+    assert both is not None
+    assert both.dequantize().equal(torch.cat((found.plain, found.plain[rows])))
+
+
+def check_near(model: DecoderModel, exact: DecoderModel) -> None:
+    """The kernels round numbers that are multiplied with integers to 16 bits."""
+    expected = logits(exact)
+    assert (logits(model) - expected).norm() < 5e-4 * expected.norm()
+
+
+class DequantizingOps(TorchOps):
+    """Takes integers as they are stored, and makes floats of them for each product."""
+
+    def multiplies(self, weight: QuantizedWeight) -> bool:
+        return True
+
+
+@needs_native
+@pytest.mark.parametrize("name", CASES)
+def test_the_cpu_multiplies_integers_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    quantized, _ = checkpoints(CASES[name], tmp_path)
+    model: Any = load_model(str(quantized), "float32", CPU, ops=NativeOps())
+    stored = {part.stored for layer in model.stack.layers for part in (layer.qkv, layer.output, layer.up, layer.down)}
+    # Where all columns are of one group, their order is none
+    bits = INTEGERS.get(name, 4 if name in ("gptq-4-128-act-order", "packed-4-128") else None)
+    expected = {4: {torch.uint8}, 8: {torch.int8}, None: {torch.float16, torch.bfloat16}}[bits]
+    assert stored <= expected
+    exact = load_model(str(quantized), "float32", CPU, ops=DequantizingOps())
+    check_near(model, exact)
+
+
+@needs_native
+def test_ranks_take_their_parts_of_integers(tmp_path: Path) -> None:
+    quantized, plain = checkpoints(CASES["packed-4-32-asymmetric"], tmp_path)
+    found: list[Tensor] = []
+    for path, ops in ((quantized, NativeOps()), (plain, TorchOps())):
+        shared = shard_checkpoint(open_checkpoint(str(path)), 2)
+        ranks = [load_weights(shared, torch.float32, CPU, ops=ops, parallel=Parallel(rank, 2)) for rank in (0, 1)]
+        found.append(torch.cat([weight.flatten() for model in ranks for weight in weights_of(model)]))
+    torch.testing.assert_close(found[0], found[1], rtol=1 / 128, atol=1e-3)  # plain numbers were rounded to bfloat16
+
+
+@needs_native
+def test_projections_of_two_kinds_are_dequantized(tmp_path: Path) -> None:
+    """Queries, keys and values are one product; of the second layer one matrix of them is plain."""
+    case = packed(4, 32)
+    settings = case.settings | {"ignore": ["lm_head", Q_PROJ]}
+    quantized, _ = write(Case(settings, case.pack, case.dtype), tmp_path, (Q_PROJ,))
+    model, exact = (load_model(str(quantized), "float32", CPU, ops=ops) for ops in (NativeOps(), DequantizingOps()))
+    layers: Any = model.stack.layers
+    assert [layer.qkv.stored for layer in layers] == [torch.uint8, torch.bfloat16, torch.uint8]
+    check_near(model, exact)
 
 
 def load(path: Path) -> DecoderModel:
@@ -292,9 +384,12 @@ def replace(stored: Parts, name: str, new: Callable[[Tensor], Tensor]) -> None:
 def test_weights_are_counted_as_what_they_become(name: str, tmp_path: Path) -> None:
     quantized, plain = (open_checkpoint(str(path)) for path in checkpoints(CASES[name], tmp_path))
     for dtype in (torch.bfloat16, torch.float32):
-        for settings in ({}, {"widens": True}, {"quantization": "int8"}):
+        for settings in ({}, {"quantization": "int8"}):
             size, expected = (weight_bytes(checkpoint, dtype, **settings) for checkpoint in (quantized, plain))  # type: ignore[arg-type]
             assert size == pytest.approx(expected, rel=0.06)  # a plain file has a header, too
+        as_stored = sum(file.stat().st_size for file in quantized.folder.glob("*.safetensors"))
+        size = weight_bytes(quantized, dtype, widens=True)
+        assert size == pytest.approx(as_stored, rel=0.3) if name in INTEGERS else size > 1.5 * as_stored
 
 
 def refusal(path: Path) -> str:
