@@ -9,18 +9,23 @@
 #include "kernels.h"
 #include "matmul.h"
 
-enum { ROWS = 101, OUTPUTS = 70, INPUTS = 1030 };
+enum { ROWS = 101, OUTPUTS = 70, INPUTS = 1030, PANELS = 3, GROUP = 64, GROUPS = (INPUTS + GROUP - 1) / GROUP };
 
 int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
 
-static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[96], scales[96], y[ROWS][OUTPUTS], alone[OUTPUTS];
+static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[PANELS * PANEL], scales[PANELS][GROUPS][PANEL], y[ROWS][OUTPUTS], alone[OUTPUTS];
 static uint16_t narrow[OUTPUTS][INPUTS];
 static int8_t bytes[OUTPUTS][INPUTS];
-static _Alignas(64) char panels[96 * (INPUTS + 2) * 4];
+static uint8_t zeros[PANELS][GROUPS][PANEL];
+static _Alignas(64) char panels[PANELS * PANEL * (INPUTS + 2) * 4];
 
 /* Weights that are stored so. */
 static void draw(int stored) {
+    for (int i = 0; i < PANELS * GROUPS * PANEL; i++) {
+        zeros[0][0][i] = (uint8_t)(rand() % 16);
+        scales[0][0][i] = 1.0f / 64.0f;
+    }
     for (int i = 0; i < ROWS * INPUTS; i++)
         x[0][i] = (float)(rand() % 2001 - 1000) / 1000.0f;
     for (int i = 0; i < OUTPUTS * INPUTS; i++) {
@@ -32,26 +37,29 @@ static void draw(int stored) {
         if (stored == STORED_INT8) {
             bytes[0][i] = (int8_t)number;
             w[0][i] = (float)number / 64.0f;
+        } else if (stored == STORED_INT4) {
+            int output = i / INPUTS, input = i % INPUTS;
+            bytes[0][i] = (int8_t)(rand() % 16);
+            w[0][i] = (float)(bytes[0][i] - zeros[output / PANEL][input / GROUP][output % PANEL]) / 64.0f;
         }
     }
-    for (int i = 0; i < OUTPUTS; i++) {
+    for (int i = 0; i < OUTPUTS; i++)
         bias[i] = (float)i;
-        scales[i] = 1.0f / 64.0f;
-    }
 }
 
 static const void *weights(int stored) {
-    return stored == STORED_F32 ? (const void *)w : stored == STORED_INT8 ? (const void *)bytes : narrow;
+    return stored == STORED_F32 ? (const void *)w : is_integer(stored) ? (const void *)bytes : narrow;
 }
 
 static int product_is_right(int stored) {
     draw(stored);
-    if (stored != STORED_INT8 && narrowest(w[0], OUTPUTS * INPUTS) != stored)
+    if (!is_integer(stored) && narrowest(w[0], OUTPUTS * INPUTS) != stored)
         return 0;
     memset(panels, 0, sizeof panels);
     pack_rows(weights(stored), OUTPUTS, INPUTS, stored, 0, panels);
     packed_matrix matrix = {
-        .panels = panels, .scales = scales, .bias = bias, .n = OUTPUTS, .k = INPUTS, .stored = stored, .floats = 1,
+        .panels = panels, .scales = scales[0][0], .zeros = zeros[0][0], .bias = bias, .n = OUTPUTS, .k = INPUTS,
+        .group = stored == STORED_INT4 ? GROUP : INPUTS, .stored = stored, .floats = 1,
     };
     packed_matmul(&matrix, x, ROWS, y);
     for (int row = 0; row < ROWS; row++) {
@@ -59,8 +67,8 @@ static int product_is_right(int stored) {
         if (memcmp(alone, y[row], sizeof alone))
             return 0;
         for (int output = 0; output < OUTPUTS; output++) {
-            /* Of int16, to which x is rounded with int8: half a step for each product */
-            double sum = bias[output], size = 1, rounded = stored == STORED_INT8 ? 0.51 / 32767 : 0;
+            /* Of int16, to which x is rounded with integers: half a step for each product */
+            double sum = bias[output], size = 1, rounded = is_integer(stored) ? 0.51 / 32767 : 0;
             for (int i = 0; i < INPUTS; i++) {
                 sum += (double)x[row][i] * w[output][i];
                 size += fabs((double)x[row][i] * w[output][i]) + 1e6 * rounded * fabs(w[output][i]);
@@ -95,6 +103,8 @@ int main(int count, char **arguments) {
         puts("products with bf16 are wrong");
     else if (!product_is_right(STORED_INT8))
         puts("products with int8 are wrong");
+    else if (!product_is_right(STORED_INT4))
+        puts("products with int4 are wrong");
     else if (halves && !product_is_right(STORED_F16))
         puts("products with float16 are wrong");
     else
