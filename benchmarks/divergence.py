@@ -1,5 +1,5 @@
-"""How far next tokens of a model in int8 are from those of the model itself in float32: the mean
-Kullback-Leibler divergence over a text of random tokens.
+"""How far next tokens of a model in 8 or 4 bits are from those of the model itself in float32: the
+mean Kullback-Leibler divergence over a text of random tokens.
 """
 
 from typing import Any
@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.models import model_folder, settings_of
+from benchmarks.models import INT4, model_folder, settings_of
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import StepAttention
 from workers.engine.backends.registry import default_backend
 from workers.engine.device.loader import load_weights, open_checkpoint
+from workers.engine.layers.base import Ops
 from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.models.base import DecoderModel
 
@@ -20,19 +21,32 @@ _CPU, _BLOCK, _TOKENS = torch.device("cpu"), 16, 512
 
 
 def divergence_in_int8(model: str, seed: int) -> dict[str, Any]:
+    """Return the figures of `_divergence` for `--quantization int8`."""
+    return _divergence(model, _load(model, Int8Ops(_ops())), seed)
+
+
+def divergence_in_int4(model: str, seed: int) -> dict[str, Any]:
+    """Return those for the same model's checkpoint of 4 bits."""
+    return _divergence(model, _load(model + INT4, _ops()), seed)
+
+
+def _divergence(model: str, in_few_bits: DecoderModel, seed: int) -> dict[str, Any]:
     """Return `divergence` in nats, and the share of tokens whose most likely next one is the
     same.
     """
     prompt = torch.from_numpy(np.random.default_rng(seed).integers(0, settings_of(model)["vocab_size"], _TOKENS))
-    exact, quantized = (_log_probabilities(_load(model, in_int8), prompt) for in_int8 in (False, True))
+    exact, quantized = (_log_probabilities(each, prompt) for each in (_load(model, _ops()), in_few_bits))
     apart = (exact.exp() * (exact - quantized)).sum(-1)
     same = (exact.argmax(-1) == quantized.argmax(-1)).float().mean()
     return {"model": model, "divergence": float(f"{apart.mean():.3g}"), "same_token_share": round(float(same), 4)}
 
 
-def _load(model: str, in_int8: bool) -> DecoderModel:
-    checkpoint, ops = open_checkpoint(str(model_folder(model))), default_backend(_CPU, torch.float32).ops
-    return load_weights(checkpoint, torch.float32, _CPU, _TOKENS, Int8Ops(ops) if in_int8 else ops)
+def _ops() -> Ops:
+    return default_backend(_CPU, torch.float32).ops
+
+
+def _load(model: str, ops: Ops) -> DecoderModel:
+    return load_weights(open_checkpoint(str(model_folder(model))), torch.float32, _CPU, _TOKENS, ops)
 
 
 @torch.inference_mode()

@@ -22,6 +22,9 @@ CHAT_TEMPLATE = (
 FULL_VOCABULARIES = ("gpt2-124m-151936",)
 """Shapes whose every token has a text; the tokenizers of all others have `VOCABULARY_SIZE`."""
 
+INT4 = "-int4"
+"""Behind the name of a shape: its weights in 4 bits."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {  # of no use but to see that a benchmark runs
         "model_type": "llama",
@@ -108,7 +111,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of one of SHAPES in bf16, written under the cache on first use."""
+    """Return the folder of one of SHAPES in bf16 or in `INT4`, written under the cache on first
+    use.
+    """
     folder = Path(os.environ.get("BENCHMARK_CACHE", Path.home() / ".cache" / "pipeline-benchmarks")) / name
     if not (folder / "tokenizer.json").exists():
         _write(name, folder)
@@ -153,6 +158,11 @@ def gguf_file(name: str, kind: str) -> Path:
 
 
 def _write(name: str, folder: Path) -> None:
+    if name.endswith(INT4):
+        from benchmarks.quantizing import quantize_checkpoint
+
+        quantize_checkpoint(model_folder(name.removesuffix(INT4)), folder)
+        return
     write_checkpoint(settings_of(name), folder)
     _tokenizer(settings_of(name)["vocab_size"] if name in FULL_VOCABULARIES else VOCABULARY_SIZE).save_pretrained(
         folder

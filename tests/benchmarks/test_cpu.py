@@ -389,6 +389,7 @@ def test_the_plot_has_a_bar_for_each_comparison(tmp_path: Path) -> None:
         ["alone", "--requests", "1"],
         ["engine", "--requests", "3", "--turns", "1"],
         ["int8", "--turns", "1", "--divergence-of", "tiny"],
+        ["int4", "--turns", "1"],
         ["step_profile", "--lines", "4"],
         ["run_batch", "--requests", "4", "--turns", "1"],
         ["queue_cost", "--requests", "4", "--turns", "1"],

@@ -87,20 +87,23 @@ ALWAYS_INLINE words load_pairs(const int8_t *from) {
 #endif
 }
 
-typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
+typedef uint16_t unsigned_shorts __attribute__((vector_size(4 * LANES)));
 typedef uint8_t octets __attribute__((vector_size(LANES)));
 
-/* Numbers of 4 bits: part 0 to 3 of words that hold four pairs each, less both of another pair. */
-ALWAYS_INLINE words unpacked_pairs(words packed, int part, words zeros) {
-    return (words)((shorts)(packed >> 4 * part & 0x000f000fu) - (shorts)zeros);
+/* Pairs of numbers of 4 bits: part 0 to 3 of words that hold four of them each. */
+ALWAYS_INLINE words unpacked_pairs(words packed, int part) {
+    words shifted = (words)((unsigned_shorts)packed >> 4 * part);
+    return part == 3 ? shifted : shifted & 0x000f000fu;
 }
 
-/* Each of LANES numbers as a pair of twice the same. */
-ALWAYS_INLINE words load_doubled(const uint8_t *from) {
+ALWAYS_INLINE words pair_difference(words a, words b) {
+    return (words)((unsigned_shorts)a - (unsigned_shorts)b);
+}
+
+ALWAYS_INLINE words load_octets(const uint8_t *from) {
     octets numbers;
     memcpy(&numbers, from, sizeof numbers);
-    words wide = __builtin_convertvector(numbers, words);
-    return wide | wide << 16;
+    return __builtin_convertvector(numbers, words);
 }
 
 /* sum plus both products of two pairs of int16. */

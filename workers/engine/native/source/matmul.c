@@ -24,7 +24,7 @@ int multiplies_bf16(void);
    tile takes its time. */
 enum { RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
 #if LANES == 8
-static const int few_tiles[] = {8, 8, 2, 3, 3}; /* by what weights are stored as */
+static const int few_tiles[] = {8, 8, 2, 3, 1}; /* by what weights are stored as */
 #else
 static const int few_tiles[] = {2, 2, 2, 2, 2};
 #endif
@@ -37,6 +37,7 @@ typedef struct {
     const packed_matrix *matrix;
     const void *x;            /* in words unless it is multiplied in pairs of bf16 */
     const float *scales;      /* of rows of x, where words are pairs of int16 */
+    const int32_t *totals;    /* [m][sums_of_row]: what numbers of x add up to that are multiplied with int4 */
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
     ptrdiff_t blocks, runs;   /* of rows, and of each block; units are in the order of blocks */
@@ -57,6 +58,7 @@ typedef struct {
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
 static int multiplies_words(const packed_matrix *matrix);
+static ptrdiff_t sums_of_row(const packed_matrix *matrix);
 static size_t workspace_bytes(const product *p, ptrdiff_t threads);
 static workspace *take_workspace(size_t size);
 static void free_workspace(workspace *space);
@@ -98,10 +100,15 @@ static int multiplies_words(const packed_matrix *matrix) {
     return matrix->floats || is_integer(matrix->stored);
 }
 
-/* x as int16 and its scales; or each thread's block of rows of bf16. */
+/* Sums of whole numbers that each row of x has with a column; 0 where what x adds up to is of no use. */
+static ptrdiff_t sums_of_row(const packed_matrix *matrix) {
+    return matrix->stored == STORED_INT4 ? count_blocks(words_of(STORED_INT4, matrix->group), row_words(matrix)) : 0;
+}
+
+/* x as int16, its scales and totals; or each thread's block of rows of bf16. */
 static size_t workspace_bytes(const product *p, ptrdiff_t threads) {
     if (is_integer(p->matrix->stored))
-        return (size_t)(p->m * (row_words(p->matrix) + 1)) * sizeof(uint32_t);
+        return (size_t)(p->m * (row_words(p->matrix) + 1 + sums_of_row(p->matrix))) * sizeof(uint32_t);
     return p->few || p->matrix->floats ? 0 : (size_t)threads * BLOCK_BYTES;
 }
 
@@ -133,14 +140,20 @@ static void quantize_rows(product *p, workspace *space) {
     const char *x = p->x;
     int16_t *numbers = (int16_t *)space->bytes;
     float *scales = (float *)(numbers + p->m * words * 2);
+    int32_t *totals = (int32_t *)(scales + p->m);
+    ptrdiff_t sums = sums_of_row(p->matrix);
 #pragma omp parallel for if (p->m * k > PARALLEL_NUMBERS)
-    for (ptrdiff_t i = 0; i < p->m; i++)
-        scales[i] = quantize_row(x + i * row_bytes, (int)floats, k, 2 * words, numbers + i * words * 2);
-    p->x = numbers, p->scales = scales;
+    for (ptrdiff_t i = 0; i < p->m; i++) {
+        int16_t *row = numbers + i * words * 2;
+        scales[i] = quantize_row(x + i * row_bytes, (int)floats, k, 2 * words, row);
+        if (p->few && sums)
+            add_up(row, words_of(p->matrix->stored, p->matrix->group), words, totals + i * sums);
+    }
+    p->x = numbers, p->scales = scales, p->totals = totals;
 }
 
 /* How many blocks m rows make. */
-static ptrdiff_t count_blocks(const packed_matrix *matrix, ptrdiff_t m) {
+static ptrdiff_t count_row_blocks(const packed_matrix *matrix, ptrdiff_t m) {
     if (multiplies_words(matrix))
         return (m + WORD_BLOCK_ROWS - 1) / WORD_BLOCK_ROWS;
     ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)),
@@ -152,7 +165,7 @@ static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_
     ptrdiff_t bytes = panel_bytes(matrix), panels = (matrix->n + PANEL - 1) / PANEL;
     int few = m <= (multiplies_words(matrix) ? few_tiles[matrix->stored] * TILE_ROWS : MOST_ROWS);
     ptrdiff_t run = few && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
-    return (product){matrix, x, NULL, y, m, panels, run, count_blocks(matrix, m), (panels + run - 1) / run, few};
+    return (product){matrix, x, NULL, NULL, y, m, panels, run, count_row_blocks(matrix, m), (panels + run - 1) / run, few};
 }
 
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
@@ -222,7 +235,7 @@ static void multiply_widened(const packed_matrix *matrix, const row_block *block
     uint32_t strips[DEPTH * PANEL] __attribute__((aligned(64)));
     ptrdiff_t end = row_words(matrix), step = step_bytes(matrix->stored);
     for (ptrdiff_t first = 0, count; first < end; first += count) {
-        count = count_words(panel, first, end, DEPTH);
+        count = count_words(panel->group, first, end);
         ptrdiff_t fetched = ((count * step + block->tiles - 1) / block->tiles + 63) / 64 * 64;
         packed_panel rest = panel_from(matrix->stored, panel, first);
         const char *ahead = rest.weights + count * step;
@@ -252,7 +265,8 @@ static void multiply_panel_by_words(const product *p, const row_block *block, pt
         for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
             int rows = tile_rows(block, tile, row);
             multiply_few_rows[rows - 1](matrix->stored, (const uint32_t *)block->x + row * words, words,
-                                        &columns.panel, sums + row * PANEL);
+                                        &columns.panel, p->totals + (block->first + row) * sums_of_row(matrix),
+                                        sums + row * PANEL);
             row += rows;
         }
     if (is_integer(matrix->stored))

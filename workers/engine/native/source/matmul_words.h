@@ -29,7 +29,8 @@ enum {
 #endif
     STRIP = TILE_VECTORS * LANES,
     DEPTH = 256,     /* words of a row, as far as is widened at once */
-    STEPS_AHEAD = 32 /* words by which weights are prefetched where they are widened in registers */
+    STEPS_AHEAD = 32,    /* words by which weights are prefetched where they are widened in registers */
+    ROWS_WITH_TOTALS = 2 /* of a tile, up to which zero points are multiplied with totals of x */
 };
 
 /* A panel of weights, or what is left of it from some group on. */
@@ -69,16 +70,25 @@ ALWAYS_INLINE packed_panel panel_from(int stored, const packed_panel *panel, ptr
                           stored == STORED_INT4 ? panel->zeros + before : NULL, panel->group};
 }
 
-/* Words from `first` on that are multiplied before sums become floats: up to `most`, all of one group. */
-ALWAYS_INLINE ptrdiff_t count_words(const packed_panel *panel, ptrdiff_t first, ptrdiff_t end, ptrdiff_t most) {
-    ptrdiff_t of_group = panel->group - first % panel->group, left = end - first < most ? end - first : most;
+/* Words from `first` on that are multiplied before sums become floats: up to DEPTH, all of one group. */
+ALWAYS_INLINE ptrdiff_t count_words(ptrdiff_t group, ptrdiff_t first, ptrdiff_t end) {
+    ptrdiff_t of_group = group - first % group, left = end - first < DEPTH ? end - first : DEPTH;
     return of_group < left ? of_group : left;
 }
 
-/* Word j of LANES columns; `part`: the rest of j by `words_at_once`, `zeros`: pairs of their zero points. */
-ALWAYS_INLINE words widened(int stored, const void *panel, ptrdiff_t j, int part, ptrdiff_t column, words zeros) {
-    if (stored == STORED_INT4)
-        return unpacked_pairs(load_words((const uint32_t *)panel + (j - part) / 4 * PANEL + column), part, zeros);
+/* How often that is until `end`. */
+ALWAYS_INLINE ptrdiff_t count_blocks(ptrdiff_t group, ptrdiff_t end) {
+    ptrdiff_t whole = end / group, of_group = (group + DEPTH - 1) / DEPTH, rest = end % group;
+    return whole * of_group + (rest + DEPTH - 1) / DEPTH;
+}
+
+/* Word j of LANES columns; `part`: the rest of j by `words_at_once`. Less `zeros` unless these are taken off later. */
+ALWAYS_INLINE words widened(int stored, const void *panel, ptrdiff_t j, int part, ptrdiff_t column, int later,
+                            words zeros) {
+    if (stored == STORED_INT4) {
+        words numbers = unpacked_pairs(load_words((const uint32_t *)panel + (j - part) / 4 * PANEL + column), part);
+        return later ? numbers : pair_difference(numbers, zeros);
+    }
     if (stored == STORED_INT8)
         return load_pairs((const int8_t *)panel + (j * PANEL + column) * 2);
     if (stored == STORED_F32)
@@ -91,7 +101,7 @@ ALWAYS_INLINE words widened(int stored, const void *panel, ptrdiff_t j, int part
 
 /* Pairs of the zero points of LANES columns. */
 ALWAYS_INLINE words zero_pairs(int stored, const packed_panel *panel, ptrdiff_t column) {
-    return stored == STORED_INT4 ? load_doubled(panel->zeros + column) : (words){0};
+    return stored == STORED_INT4 ? load_octets(panel->zeros + column) * 0x10001u : (words){0};
 }
 
 /* The first `count` words as strips one behind the other, each [count][STRIP]. */
@@ -103,7 +113,7 @@ ALWAYS_INLINE void widen_panel(int stored, const packed_panel *panel, ptrdiff_t 
         for (ptrdiff_t j = 0; j < count; j += words_at_once(stored), to += words_at_once(stored) * STRIP)
 #pragma GCC unroll 4
             for (int part = 0; part < words_at_once(stored); part++)
-                store_words(to + part * STRIP, widened(stored, panel->weights, j + part, part, column, zeros));
+                store_words(to + part * STRIP, widened(stored, panel->weights, j + part, part, column, 0, zeros));
     }
 }
 
@@ -168,12 +178,14 @@ ALWAYS_INLINE void multiply_strip(int integer, int rows, int set, const uint32_t
             store_sum(integer, set, sum[i][v], scales, v * LANES, sums + i * PANEL + v * LANES);
 }
 
-/* The same with `vectors` vectors of a panel's columns, from `column` on. */
+/* The same with `vectors` vectors of a panel's columns, from `column` on. Zero points times the sum of the same
+   numbers of x, whose rows are `blocks` apart, are taken off at the end, where rows are so few that this is less work. */
 ALWAYS_INLINE void multiply_columns(int rows, int vectors, int stored, int set, const uint32_t *x, ptrdiff_t stride,
-                                    ptrdiff_t count, packed_panel panel, ptrdiff_t column, float *sums) {
+                                    ptrdiff_t count, packed_panel panel, ptrdiff_t column, const int32_t *totals,
+                                    ptrdiff_t blocks, float *sums) {
     accumulator sum[TILE_ROWS][PANEL / LANES];
     words zeros[PANEL / LANES];
-    int integer = is_integer(stored), at_once = words_at_once(stored);
+    int integer = is_integer(stored), at_once = words_at_once(stored), at_end = rows <= ROWS_WITH_TOTALS;
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; v++)
         zeros[v] = zero_pairs(stored, &panel, column + v * LANES);
@@ -193,7 +205,7 @@ ALWAYS_INLINE void multiply_columns(int rows, int vectors, int stored, int set, 
                 __asm__ volatile("" ::: "memory"); /* what is read early takes registers from sums */
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++)
-                weights[v] = widened(stored, panel.weights, j + part, part, column + v * LANES, zeros[v]);
+                weights[v] = widened(stored, panel.weights, j + part, part, column + v * LANES, at_end, zeros[v]);
 #pragma GCC unroll 12
             for (int i = 0; i < rows; i++) {
                 words number = repeated(x + i * stride + j + part);
@@ -206,20 +218,24 @@ ALWAYS_INLINE void multiply_columns(int rows, int vectors, int stored, int set, 
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
+        for (int v = 0; v < vectors; v++) {
+            if (stored == STORED_INT4 && at_end)
+                sum[i][v].whole -= (integers)load_octets(panel.zeros + column + v * LANES) * totals[i * blocks];
             store_sum(integer, set, sum[i][v], panel.scales, column + v * LANES,
                       sums + i * PANEL + column + v * LANES);
+        }
 }
 
 /* All of a panel's columns, as many at once as there are registers for: to sums [rows][PANEL], of x [rows][count]. */
 ALWAYS_INLINE void multiply_few(int stored, int rows, const uint32_t *x, ptrdiff_t count, const packed_panel *panel,
-                                float *sums) {
+                                const int32_t *totals, float *sums) {
+    ptrdiff_t blocks = stored == STORED_INT4 ? count_blocks(panel->group, count) : 0;
     int vectors = rows * (PANEL / LANES) < TILE_ROWS * TILE_VECTORS ? PANEL / LANES : TILE_VECTORS;
     for (ptrdiff_t column = 0; column < PANEL; column += vectors * LANES)
-        for (ptrdiff_t first = 0, added; first < count; first += added) {
-            added = is_integer(stored) ? count_words(panel, first, count, DEPTH) : count;
+        for (ptrdiff_t first = 0, block = 0, added; first < count; first += added, block++) {
+            added = is_integer(stored) ? count_words(panel->group, first, count) : count;
             multiply_columns(rows, vectors, stored, first == 0, x + first, count, added,
-                             panel_from(stored, panel, first), column, sums);
+                             panel_from(stored, panel, first), column, totals + block, blocks, sums);
         }
 }
 
@@ -233,8 +249,8 @@ ALWAYS_INLINE void multiply_few(int stored, int rows, const uint32_t *x, ptrdiff
             multiply_strip(0, rows, set, x, stride, count, strip, scales, sums);                                       \
     }                                                                                                                  \
     NEVER_INLINE void few_##rows(int stored, const uint32_t *x, ptrdiff_t count, const packed_panel *panel,            \
-                                 float *sums) {                                                                        \
-        WITH_STORED(multiply_few, stored, rows, x, count, panel, sums)                                                 \
+                                 const int32_t *totals, float *sums) {                                                 \
+        WITH_STORED(multiply_few, stored, rows, x, count, panel, totals, sums)                                         \
     }
 WORD_TILES(1)
 WORD_TILES(2)
@@ -257,7 +273,18 @@ WORD_TILES(12)
 
 typedef void strip_multiplier(int integer, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,
                               const uint32_t *strip, const float *scales, float *sums);
-typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, const packed_panel *panel, float *sums);
+/* What the numbers of a row add up to, of each of the blocks that `count_words` makes. */
+static void add_up(const int16_t *row, ptrdiff_t group, ptrdiff_t end, int32_t *totals) {
+    for (ptrdiff_t first = 0, count; first < end; first += count, totals++) {
+        count = count_words(group, first, end);
+        *totals = 0;
+        for (ptrdiff_t i = 2 * first; i < 2 * (first + count); i++)
+            *totals += row[i];
+    }
+}
+
+typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, const packed_panel *panel,
+                            const int32_t *totals, float *sums);
 static strip_multiplier *const multiply_strips[TILE_ROWS] = OF_EACH_HEIGHT(strip);
 static few_multiplier *const multiply_few_rows[TILE_ROWS] = OF_EACH_HEIGHT(few);
 
