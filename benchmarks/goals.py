@@ -12,7 +12,7 @@ from benchmarks.report import RESULTS, arguments
 
 _NONE = "–"
 _LIVE = "live-gpt2-124m"
-_INT8 = "int8-gpt2-124m"
+_INT8, _INT4 = "int8-gpt2-124m", "int4-llama-135m"
 _STRUCTURED = "structured-outputs-gpt2-124m-151936"
 
 
@@ -253,6 +253,17 @@ GOALS = (
         _INT8,
         "nats",
         _targets(0.01, 0.001),
+        lambda figures: float(figures["against_float32"]["divergence"]),
+        lambda figures: (
+            f"the most likely one is the same for {100 * figures['against_float32']['same_token_share']:.0f} %"
+        ),
+        less=True,
+    ),
+    Goal(
+        "the same of a checkpoint of 4 bits in groups of 64",
+        _INT4,
+        "nats",
+        _targets(0.05, 0.02),
         lambda figures: float(figures["against_float32"]["divergence"]),
         lambda figures: (
             f"the most likely one is the same for {100 * figures['against_float32']['same_token_share']:.0f} %"

@@ -1,6 +1,6 @@
-"""A checkpoint of 4 bits made from one in 16: each number is rounded to the nearest of 16, which are
-evenly spaced from the least to the largest of its group. The format is compressed-tensors'
-`pack-quantized`.
+"""A checkpoint of 4 bits made from one in 16 bits, in the format `pack-quantized` of
+compressed-tensors: each number is rounded to the nearest of 16, which are evenly spaced from the
+least to the largest of its group.
 """
 
 import json
@@ -63,7 +63,7 @@ def _packed(module: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """Return numbers [a, b] from 0 to 15 as int32 [a, ceil(b / 8)], the first one in the lowest bits."""
+    """Return numbers [a, b] from 0 to 15 as int32 [a, ceil(b / 8)], the first lowest."""
     filled = torch.nn.functional.pad(numbers.int(), (0, -numbers.shape[1] % _IN_WORD))
     shifts = torch.arange(0, 32, _BITS, dtype=torch.int32)
     return (filled.unflatten(1, (-1, _IN_WORD)) << shifts).sum(-1, dtype=torch.int32)
