@@ -20,8 +20,6 @@ _IN_WORD = 32 // _BITS
 def quantize_checkpoint(folder: Path, to: Path) -> None:
     """Write the checkpoint of one file in `folder` with its layers' projections in 4 bits."""
     to.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("*.json"):
-        shutil.copy(file, to)
     config = json.loads((folder / "config.json").read_text())
     (to / "config.json").write_text(json.dumps(config | {"quantization_config": _settings()}, indent=2))
     tensors: dict[str, Tensor] = {}
@@ -29,6 +27,8 @@ def quantize_checkpoint(folder: Path, to: Path) -> None:
         module = name.removesuffix(".weight")
         tensors |= _packed(module, tensor) if module.endswith("_proj") else {name: tensor}
     save_file(tensors, to / "model.safetensors")
+    for file in folder.glob("tokenizer*.json"):  # last, since they say that a folder is whole
+        shutil.copy(file, to)
 
 
 def _settings() -> dict[str, Any]:

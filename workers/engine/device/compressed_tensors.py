@@ -32,6 +32,7 @@ from workers.engine.device.quantized_matrix import (
     MatrixLayout,
     MatrixParts,
     QuantizedMatrix,
+    bits_as_stored,
     count_groups,
     groups_in_order,
     numbers_in,
@@ -69,12 +70,12 @@ class _Scheme:
         stays = not self.floats and not self.has_order and self.strategy != "block"
         if self.packed:
             required = ("weight_packed", "weight_scale", "weight_shape", *zeros, *order)
-            bits = self.bits if stays and (self.bits == 4 or self.symmetric) else None
+            stays = stays and (self.bits == 4 or self.symmetric)
+            bits = bits_as_stored(self.bits, self.group_size) if stays else None
             return MatrixLayout("weight_packed", required, numbers_in(1, self.bits), partial(_read_packed, self), bits)
         required = ("weight", "weight_scale", *zeros, *order)
-        return MatrixLayout(
-            "weight", required, 1, partial(_read_numbers, self), 8 if stays and self.symmetric else None
-        )
+        bits = bits_as_stored(8, self.group_size) if stays and self.symmetric else None
+        return MatrixLayout("weight", required, 1, partial(_read_numbers, self), bits)
 
 
 class CompressedTensorsFormat(CheckpointFormat):

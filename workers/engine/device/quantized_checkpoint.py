@@ -29,6 +29,8 @@ _FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
 _KEYS = {"quantization_config": "no known method", "compression_config": "compressed-tensors"}
 _WEIGHT = "weight"
 _SCALES = ("scales", "weight_scale")
+# How the names of modules end whose matrices are dequantized everywhere
+_TABLES = ("lm_head", "embed_tokens", "embeddings")
 _GROUP_BYTES = 5  # of a scale and a zero point
 
 
@@ -88,7 +90,7 @@ def count_bytes(
     for name, shape in shapes.items():
         module, _, part = name.rpartition(".")
         layout, numbers = layouts.get(module), math.prod(shape)
-        bits = layout.bits if layout is not None and stays else None
+        bits = layout.bits if layout is not None and stays and not module.endswith(_TABLES) else None
         if layout is not None and part == layout.stored:
             count += numbers * layout.packed * (bits or 8 * item_size) // 8
         elif part in _SCALES and bits:
@@ -122,5 +124,9 @@ class _MatrixReader:
     def __call__(self) -> Tensor:
         return self.layout.read(self.parts).dequantize(self.dtype)
 
+    @property
+    def bits(self) -> int | None:
+        return self.layout.bits
+
     def quantized(self) -> QuantizedWeight | None:
-        return self.layout.read(self.parts).as_stored(self.dtype)
+        return None if self.bits is None else self.layout.read(self.parts).as_stored(self.dtype)

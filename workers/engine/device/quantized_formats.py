@@ -17,6 +17,7 @@ from workers.engine.device.quantized_matrix import (
     MatrixLayout,
     MatrixParts,
     QuantizedMatrix,
+    bits_as_stored,
     count_groups,
     groups_in_order,
     numbers_in,
@@ -73,7 +74,9 @@ class GptqFormat(CheckpointFormat):
         required = ("qweight", "qzeros", "scales", *(["g_idx"] if ordered else []))
         read = partial(_read_gptq, bits=bits, group_size=size, offset=self._offset)
         stays = not ordered and (bits == 4 or bool(settings.get("sym", True)))
-        return MatrixLayout("qweight", required, numbers_in(1, bits), read, bits if stays else None)
+        return MatrixLayout(
+            "qweight", required, numbers_in(1, bits), read, bits_as_stored(bits, size) if stays else None
+        )
 
     def _settings_of(self, module: str) -> Json:
         """Return the settings of a module: the first pattern that matches may change them."""
@@ -127,7 +130,8 @@ class AwqFormat(CheckpointFormat):
         if not self.parts & set(parts):
             return None
         required = ("qweight", "qzeros", "scales")
-        return MatrixLayout("qweight", required, numbers_in(1, _AWQ_BITS), self._read, _AWQ_BITS)
+        bits = bits_as_stored(_AWQ_BITS, self._group_size)
+        return MatrixLayout("qweight", required, numbers_in(1, _AWQ_BITS), self._read, bits)
 
     def _read(self, parts: MatrixParts) -> QuantizedMatrix:
         packed = parts.read("qweight", WORDS, (None, None))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.engine.layers.quantized import QuantizedWeight
+from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedWeight
 from workers.engine.messages.errors import ModelLoadError
 
 Reader = Callable[[], Tensor]
@@ -136,6 +136,11 @@ class MatrixLayout:
     packed: int  # numbers in one element of it
     read: Callable[[MatrixParts], QuantizedMatrix]
     bits: int | None = None  # of a number, where `QuantizedMatrix.as_stored` leaves it as it is
+
+
+def bits_as_stored(bits: int, group_size: int | None) -> int | None:
+    """Return `MatrixLayout.bits` of integers by the columns of a group, None for whole rows."""
+    return bits if (group_size or 0) % GROUP_MULTIPLES[bits] == 0 else None
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from workers.engine.layers.quantized import QuantizedWeight, Weight
+from workers.engine.layers.quantized import Weight
 
 Projection = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out]."""
@@ -143,8 +144,10 @@ class Ops(Protocol):
 
     def table(self, weight: Weight) -> Table: ...
 
-    def multiplies(self, weight: QuantizedWeight) -> bool:
-        """Return whether products with a weight are computed without dequantizing it."""
+    def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
+        """Return whether products with a QuantizedWeight of so many bits are computed without
+        dequantizing it, for inputs in a dtype. None: of no kind.
+        """
         ...
 
     def stack(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class TorchOps:
     def table(self, weight: Weight) -> Table:
         return PlainTable(weight) if isinstance(weight, Tensor) else QuantizedTable(weight)
 
-    def multiplies(self, weight: QuantizedWeight) -> bool:
+    def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
         return False
 
     def stack(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+GROUP_MULTIPLES = {8: 4, 4: 8}
+"""Columns of a group are a multiple of this, by bits, unless it is the whole row."""
 _MAX = 127
 
 
@@ -46,10 +49,17 @@ class QuantizedWeight:
         return replace(self, values=self.values[indices], scales=self.scales[indices], zeros=zeros)
 
     def columns(self, first: int, end: int) -> QuantizedWeight:
-        """Return some of the columns; `first` is where a group begins."""
-        groups = slice(first // self.group_size, -(-end // self.group_size))
-        zeros = None if self.zeros is None else self.zeros[:, groups]
-        return replace(self, values=self.values[:, first:end], scales=self.scales[:, groups], zeros=zeros)
+        """Return some of the columns, in smaller groups where `first` is within one."""
+        if self.scales.shape[1] == 1:
+            return replace(self, values=self.values[:, first:end])
+        size = math.gcd(first, self.group_size)
+        groups = slice(first // size, -(-end // size))
+        scales, zeros = (
+            None if part is None else part.repeat_interleave(self.group_size // size, 1)[:, groups]
+            for part in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return replace(self, values=self.values[:, first:end], scales=scales, zeros=zeros, group_size=size)
 
     def _by_column(self, by_group: Tensor) -> Tensor:
         if by_group.shape[1] == 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.engine.layers.base import Ops
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
-from workers.engine.layers.quantized import QuantizedWeight, Weight, stack_rows
+from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedWeight, Weight, stack_rows
 from workers.engine.messages.errors import ModelLoadError
 
 PLAIN_VERSION = "use the model's float16, bfloat16 or float32 version"
@@ -23,10 +23,14 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class QuantizedReader(Protocol):
     """A function that reads a matrix, which the checkpoint has quantized."""
 
+    @property
+    def bits(self) -> int | None:
+        """Of its numbers; None where there is no such kind of weights."""
+
     def __call__(self) -> Tensor: ...
 
     def quantized(self) -> QuantizedWeight | None:
-        """Return it as it is stored; None where there is no such kind of weights."""
+        """Return it as it is stored; None without `bits`, or where its numbers are not such."""
 
 
 class Weights:
@@ -90,31 +94,41 @@ class Weights:
         """Return `take_rows` of a matrix, quantized where it is stored so and products with it are
         computed so.
         """
-        found = [] if transposed else [self._read_quantized(name) for name in names]
-        parts = [weight.rows(shard.where) for weight, shard in zip(found, rows, strict=False) if weight is not None]
-        whole = stack_rows(parts) if parts and len(parts) == len(names) else None
+        found = {
+            name: self._read_quantized(name, (shard.total, columns)) for name, shard in zip(names, rows, strict=True)
+        }
+        parts = []
+        for name, shard in zip(names, rows, strict=True):
+            weight = found[name]
+            if weight is not None:
+                parts.append(weight.rows(shard.where))
+        whole = stack_rows(parts) if len(parts) == len(names) else None
         if whole is None:
+            del found, parts
             return self.take_rows(names, rows, columns, transposed)
-        for name, weight, shard in zip(names, found, rows, strict=True):
-            assert weight is not None
-            self._take(name, weight.shape, (shard.total, columns))
+        self._taken.update(map(self._resolve, names))
         return whole
 
     def take_matrix_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Weight:
-        """Return `take_columns` likewise, if a shard begins with a group."""
-        weight = None if transposed else self._read_quantized(name)
-        if weight is None or (columns.start % weight.group_size and weight.group_size < columns.total):
-            return self.take_columns(name, rows, columns, transposed)
-        self._take(name, weight.shape, (rows, columns.total))
-        return weight.columns(columns.start, columns.start + columns.length)
+        """Return `take_columns` likewise."""
+        weight = self._read_quantized(name, (rows, columns.total))
+        if weight is not None:
+            weight = weight.columns(columns.start, columns.start + columns.length)
+            if weight.group_size % GROUP_MULTIPLES[weight.bits] == 0 or weight.scales.shape[1] == 1:
+                self._taken.add(self._resolve(name))
+                return weight
+        return self.take_columns(name, rows, columns, transposed)
 
-    def _read_quantized(self, name: str) -> QuantizedWeight | None:
-        reader = self._readers.get(self._resolve(name))
-        weight = reader.quantized() if isinstance(reader, QuantizedReader) else None
+    def _read_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
+        resolved = self._resolve(name)
+        reader = self._readers.get(resolved)
+        if not isinstance(reader, QuantizedReader) or not self.ops.multiplies(reader.bits, self.dtype):
+            return None
+        weight = reader.quantized()
         if weight is None:
             return None
-        weight = replace(weight, dtype=self.dtype)
-        return weight if self.ops.multiplies(weight) else None
+        _check_shape(resolved, weight.shape, shape)
+        return replace(weight, dtype=self.dtype)
 
     def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
         """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if
@@ -137,19 +151,14 @@ class Weights:
                 f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?"
             )
         tensor = self._readers[resolved]()
+        _check_shape(resolved, tensor.shape, shape)
         if tensor.dtype not in _FLOATS:
             raise ModelLoadError(
                 f"tensor {resolved!r} holds {str(tensor.dtype).removeprefix('torch.')}, and how it is scaled is not"
                 f" known; {PLAIN_VERSION}"
             )
-        self._take(name, tensor.shape, shape)
-        target.copy_(tensor[where])
-
-    def _take(self, name: str, found: Sequence[int], shape: Sequence[int]) -> None:
-        resolved = self._resolve(name)
-        if tuple(found) != tuple(shape):
-            raise ModelLoadError(f"tensor {resolved!r} has shape {list(found)}, but config.json implies {list(shape)}")
         self._taken.add(resolved)
+        target.copy_(tensor[where])
 
     def unused(self) -> list[str]:
         """Names that no layer took."""
@@ -159,3 +168,8 @@ class Weights:
         if name in self._readers or not name.startswith("*."):
             return name
         return self._prefix + name[2:]
+
+
+def _check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(found) != tuple(expected):
+        raise ModelLoadError(f"tensor {name!r} has shape {list(found)}, but config.json implies {list(expected)}")

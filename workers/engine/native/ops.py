@@ -11,10 +11,10 @@ from torch import Tensor
 
 from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Table
 from workers.engine.layers.ops import TorchOps
-from workers.engine.layers.quantized import QuantizedWeight, Weight
+from workers.engine.layers.quantized import Weight
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.library import load
-from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
+from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack, multiplies_integers
 from workers.engine.native.stack import NativeStack, can_stack
 
 
@@ -33,8 +33,8 @@ class NativeOps(TorchOps):
             return PackedMatrix(weight, bias, activation, gated=True)
         return super().gated_linear(weight, bias, activation)
 
-    def multiplies(self, weight: QuantizedWeight) -> bool:
-        return can_pack(weight)
+    def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
+        return bits is not None and multiplies_integers(bits, dtype)
 
     def table(self, weight: Weight) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)

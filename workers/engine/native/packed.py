@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engine.layers.quantized import QuantizedWeight, Weight, quantize
+from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedWeight, Weight, quantize
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 PANEL = 32
 # By the numbers of matmul.h; uint8 are numbers of 4 bits, two of which are stored in one
 _STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
-# Numbers of a row of integers, whose count is filled up to a multiple of this, and of its groups
-_AT_ONCE = {torch.int8: 4, torch.uint8: 8}
+_INTEGERS = {8: torch.int8, 4: torch.uint8}
+# Numbers of a row of integers, whose count is filled up to a multiple of this
+_AT_ONCE = {dtype: GROUP_MULTIPLES[bits] for bits, dtype in _INTEGERS.items()}
 _MAX_INT16 = 32767  # as large as a number of a row becomes where it is multiplied with integers
 _NAMES = {torch.int8: "int8", torch.uint8: "int4"}
 _MANY = 101  # rows; no processor counts as many as few (matmul.c)
@@ -54,8 +55,16 @@ def can_pack(weight: Weight) -> bool:
     size_in = weight.shape[1]
     if not isinstance(weight, QuantizedWeight):
         return size_in > 0 and size_in % 2 == 0 and _matches_torch(weight.dtype)
-    whole = weight.group_size >= size_in or weight.group_size % _AT_ONCE[weight.values.dtype] == 0
-    return whole and size_in > 0 and size_in % 2 == 0 and _matches_torch(weight.dtype, weight.values.dtype)
+    whole = weight.group_size >= size_in or weight.group_size % GROUP_MULTIPLES[weight.bits] == 0
+    return whole and size_in > 0 and size_in % 2 == 0 and multiplies_integers(weight.bits, weight.dtype)
+
+
+def multiplies_integers(bits: int, dtype: torch.dtype) -> bool:
+    """Return whether this processor multiplies inputs in a dtype with integers of so many bits.
+
+    Raises NativeUnavailable.
+    """
+    return _matches_torch(dtype, _INTEGERS[bits])
 
 
 class PackedMatrix:
@@ -98,7 +107,9 @@ class PackedMatrix:
         group = self._size_in
         if isinstance(weight, QuantizedWeight):
             self._panels, self._scales = _pack(weight.values, gated), _pack(weight.scales, gated)
-            self._zeros = None if weight.zeros is None else _pack(weight.zeros.float(), gated).to(torch.uint8)
+            self._zeros = (
+                None if weight.zeros is None else _pack(weight.zeros.float(), gated, kept=False).to(torch.uint8)
+            )
             group = min(group, weight.group_size)
         else:
             weight = weight.contiguous()
@@ -149,13 +160,16 @@ def _stored_dtype(weight: Tensor) -> torch.dtype:
     return _STORED[_functions().narrowest(weight.data_ptr(), weight.numel())]
 
 
-def _pack(weight: Tensor, gated: bool) -> Tensor:
-    """Return the panels of a matrix [n, k] in the dtype that it is stored as."""
+def _pack(weight: Tensor, gated: bool, kept: bool = True) -> Tensor:
+    """Return the panels of a matrix [n, k] in the dtype that it is stored as. Those that are kept
+    lie in large pages, together.
+    """
     n, k = weight.shape
     count = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
     at_once = _AT_ONCE.get(weight.dtype, 1)
     depth = -(-k // at_once) * at_once // (2 if weight.dtype == torch.uint8 else 1)
-    panels, weight = huge_zeros((count, depth, PANEL), weight.dtype), weight.contiguous()
+    panels = (huge_zeros if kept else torch.zeros)((count, depth, PANEL), dtype=weight.dtype)
+    weight = weight.contiguous()
     _functions().pack_rows(weight.data_ptr(), n, k, _STORED.index(weight.dtype), gated, panels.data_ptr())
     return panels
 
@@ -194,7 +208,9 @@ def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
         multiplied = (multiplied / steps).round() * steps
     gate, up = F.linear(multiplied, plain.double(), bias.double()).chunk(2, -1)
     expected, matrix = gate.relu() * up, PackedMatrix(weight, bias, "relu", gated=True, to_float=True)
-    return all(torch.allclose(matrix(x[:rows]).double(), expected[:rows], rtol=1e-4, atol=1e-2) for rows in (1, _MANY))
+    return all(
+        torch.allclose(matrix(x[:rows]).double(), expected[:rows], rtol=1e-4, atol=1e-2) for rows in (1, 3, _MANY)
+    )
 
 
 def _example(plain: Tensor) -> QuantizedWeight:

@@ -37,11 +37,12 @@ typedef struct {
     const packed_matrix *matrix;
     const void *x;            /* in words unless it is multiplied in pairs of bf16 */
     const float *scales;      /* of rows of x, where words are pairs of int16 */
-    const int32_t *totals;    /* [m][sums_of_row]: what numbers of x add up to that are multiplied with int4 */
+    const int32_t *totals;    /* [m][sums_of_row]: what numbers of x add up to, where there are such sums */
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
     ptrdiff_t blocks, runs;   /* of rows, and of each block; units are in the order of blocks */
     int few;
+    ptrdiff_t sums_of_row; /* of whole numbers, of few rows with int4 */
 } product;
 
 typedef struct {
@@ -58,7 +59,6 @@ typedef struct {
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
 static int multiplies_words(const packed_matrix *matrix);
-static ptrdiff_t sums_of_row(const packed_matrix *matrix);
 static size_t workspace_bytes(const product *p, ptrdiff_t threads);
 static workspace *take_workspace(size_t size);
 static void free_workspace(workspace *space);
@@ -100,15 +100,10 @@ static int multiplies_words(const packed_matrix *matrix) {
     return matrix->floats || is_integer(matrix->stored);
 }
 
-/* Sums of whole numbers that each row of x has with a column; 0 where what x adds up to is of no use. */
-static ptrdiff_t sums_of_row(const packed_matrix *matrix) {
-    return matrix->stored == STORED_INT4 ? count_blocks(words_of(STORED_INT4, matrix->group), row_words(matrix)) : 0;
-}
-
 /* x as int16, its scales and totals; or each thread's block of rows of bf16. */
 static size_t workspace_bytes(const product *p, ptrdiff_t threads) {
     if (is_integer(p->matrix->stored))
-        return (size_t)(p->m * (row_words(p->matrix) + 1 + sums_of_row(p->matrix))) * sizeof(uint32_t);
+        return (size_t)(p->m * (row_words(p->matrix) + 1 + p->sums_of_row)) * sizeof(uint32_t);
     return p->few || p->matrix->floats ? 0 : (size_t)threads * BLOCK_BYTES;
 }
 
@@ -141,15 +136,14 @@ static void quantize_rows(product *p, workspace *space) {
     int16_t *numbers = (int16_t *)space->bytes;
     float *scales = (float *)(numbers + p->m * words * 2);
     int32_t *totals = (int32_t *)(scales + p->m);
-    ptrdiff_t sums = sums_of_row(p->matrix);
 #pragma omp parallel for if (p->m * k > PARALLEL_NUMBERS)
     for (ptrdiff_t i = 0; i < p->m; i++) {
         int16_t *row = numbers + i * words * 2;
         scales[i] = quantize_row(x + i * row_bytes, (int)floats, k, 2 * words, row);
-        if (p->few && sums)
-            add_up(row, words_of(p->matrix->stored, p->matrix->group), words, totals + i * sums);
+        if (p->sums_of_row)
+            add_up(row, words_of(STORED_INT4, p->matrix->group), words, totals + i * p->sums_of_row);
     }
-    p->x = numbers, p->scales = scales, p->totals = totals;
+    p->x = numbers, p->scales = scales, p->totals = p->sums_of_row ? totals : NULL;
 }
 
 /* How many blocks m rows make. */
@@ -165,7 +159,12 @@ static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_
     ptrdiff_t bytes = panel_bytes(matrix), panels = (matrix->n + PANEL - 1) / PANEL;
     int few = m <= (multiplies_words(matrix) ? few_tiles[matrix->stored] * TILE_ROWS : MOST_ROWS);
     ptrdiff_t run = few && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
-    return (product){matrix, x, NULL, NULL, y, m, panels, run, count_row_blocks(matrix, m), (panels + run - 1) / run, few};
+    ptrdiff_t sums = 0;
+    if (few && matrix->stored == STORED_INT4)
+        sums = count_blocks(words_of(STORED_INT4, matrix->group), row_words(matrix));
+    return (product){
+        matrix, x, NULL, NULL, y, m, panels, run, count_row_blocks(matrix, m), (panels + run - 1) / run, few, sums,
+    };
 }
 
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
@@ -265,7 +264,8 @@ static void multiply_panel_by_words(const product *p, const row_block *block, pt
         for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
             int rows = tile_rows(block, tile, row);
             multiply_few_rows[rows - 1](matrix->stored, (const uint32_t *)block->x + row * words, words,
-                                        &columns.panel, p->totals + (block->first + row) * sums_of_row(matrix),
+                                        &columns.panel,
+                                        p->totals ? p->totals + (block->first + row) * p->sums_of_row : NULL,
                                         sums + row * PANEL);
             row += rows;
         }

@@ -145,7 +145,8 @@ ALWAYS_INLINE void store_sum(int integer, int set, accumulator sum, const float 
     if (!integer)
         store(sums, sum.floats);
     else
-        store(sums, fused(set ? all(0.0f) : load(sums), __builtin_convertvector(sum.whole, lanes), load(scales + column)));
+        store(sums,
+              fused(set ? all(0.0f) : load(sums), __builtin_convertvector(sum.whole, lanes), load(scales + column)));
 }
 
 /* Adds to sums [rows][PANEL], or sets them, the products of `count` words of x, whose rows are `stride` apart, with a
@@ -235,7 +236,8 @@ ALWAYS_INLINE void multiply_few(int stored, int rows, const uint32_t *x, ptrdiff
         for (ptrdiff_t first = 0, block = 0, added; first < count; first += added, block++) {
             added = is_integer(stored) ? count_words(panel->group, first, count) : count;
             multiply_columns(rows, vectors, stored, first == 0, x + first, count, added,
-                             panel_from(stored, panel, first), column, totals + block, blocks, sums);
+                             panel_from(stored, panel, first), column,
+                             stored == STORED_INT4 ? totals + block : NULL, blocks, sums);
         }
 }
 
@@ -273,6 +275,11 @@ WORD_TILES(12)
 
 typedef void strip_multiplier(int integer, int set, const uint32_t *x, ptrdiff_t stride, ptrdiff_t count,
                               const uint32_t *strip, const float *scales, float *sums);
+typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, const packed_panel *panel,
+                            const int32_t *totals, float *sums);
+static strip_multiplier *const multiply_strips[TILE_ROWS] = OF_EACH_HEIGHT(strip);
+static few_multiplier *const multiply_few_rows[TILE_ROWS] = OF_EACH_HEIGHT(few);
+
 /* What the numbers of a row add up to, of each of the blocks that `count_words` makes. */
 static void add_up(const int16_t *row, ptrdiff_t group, ptrdiff_t end, int32_t *totals) {
     for (ptrdiff_t first = 0, count; first < end; first += count, totals++) {
@@ -282,11 +289,6 @@ static void add_up(const int16_t *row, ptrdiff_t group, ptrdiff_t end, int32_t *
             *totals += row[i];
     }
 }
-
-typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, const packed_panel *panel,
-                            const int32_t *totals, float *sums);
-static strip_multiplier *const multiply_strips[TILE_ROWS] = OF_EACH_HEIGHT(strip);
-static few_multiplier *const multiply_few_rows[TILE_ROWS] = OF_EACH_HEIGHT(few);
 
 /* bias [32], or NULL. To y, whose rows are `width` apart, the first `filled` columns; a gated panel has 16. */
 ALWAYS_INLINE void finish_activated(int activation, int gated, int to_bf16, const float *bias, ptrdiff_t rows,

@@ -49,8 +49,8 @@ ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdif
                 ((uint32_t *)(void *)to)[word_in_panel(i) + lane] |= (uint32_t)(uint8_t)w[row * k + i]
                                                                      << shift_in_word(i);
             else
-            memcpy(to + (size_t)(place_in_panel(i, stored) + lane * beside) * size, w + (size_t)(row * k + i) * size,
-                   size);
+                memcpy(to + (size_t)(place_in_panel(i, stored) + lane * beside) * size,
+                       w + (size_t)(row * k + i) * size, size);
     }
 }
 
