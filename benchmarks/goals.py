@@ -93,6 +93,20 @@ def _run_batch(lines: int, targets: Targets) -> Goal:
     return Goal(title, f"run-batch-gpt2-124m-shared-{lines}-vllm", "x", targets, _ratio, _seconds)
 
 
+def _divergence(title: str, file: str, targets: Targets) -> Goal:
+    return Goal(
+        title,
+        file,
+        "nats",
+        targets,
+        lambda figures: float(figures["against_float32"]["divergence"]),
+        lambda figures: (
+            f"the most likely one is the same for {100 * figures['against_float32']['same_token_share']:.0f} %"
+        ),
+        less=True,
+    )
+
+
 def _against(figures: Figures, name: str, first: str, second: str) -> str:
     return f"{figures[first][name]:,.0f} against {figures[second][name]:,.0f}"
 
@@ -248,28 +262,12 @@ GOALS = (
         _ratio,
         lambda figures: _against(figures, "output_tokens_per_second", "int8", "engine") + " tok/s",
     ),
-    Goal(
+    _divergence(
         "mean divergence of its next tokens from float32's, `llama-135m` with random weights",
         _INT8,
-        "nats",
         _targets(0.01, 0.001),
-        lambda figures: float(figures["against_float32"]["divergence"]),
-        lambda figures: (
-            f"the most likely one is the same for {100 * figures['against_float32']['same_token_share']:.0f} %"
-        ),
-        less=True,
     ),
-    Goal(
-        "the same of a checkpoint of 4 bits in groups of 64",
-        _INT4,
-        "nats",
-        _targets(0.05, 0.02),
-        lambda figures: float(figures["against_float32"]["divergence"]),
-        lambda figures: (
-            f"the most likely one is the same for {100 * figures['against_float32']['same_token_share']:.0f} %"
-        ),
-        less=True,
-    ),
+    _divergence("the same of a checkpoint of 4 bits in groups of 64", _INT4, _targets(0.05, 0.02)),
     Goal(
         "share of the matrix peak, engine, 64 random prompts",
         "engine-gpt2-124m-random-64-vllm",

@@ -4,14 +4,14 @@
     python -m benchmarks.int4
 """
 
-import asyncio
+from functools import partial
 from typing import Any
 
 from benchmarks.divergence import divergence_in_int4
-from benchmarks.driving import engine_dtype, run_pass, running_engine, workload
-from benchmarks.engine import summary
+from benchmarks.driving import engine_dtype, workload
+from benchmarks.int8 import measure, turn
 from benchmarks.models import INT4, model_folder
-from benchmarks.report import arguments, by_turns, write_report
+from benchmarks.report import arguments, write_report
 from workers.engine.messages.core import EngineRequest
 
 _REQUESTS = 64
@@ -23,29 +23,19 @@ def main() -> None:
     parser.add_argument("--model", choices=_SHAPES, default="llama-135m")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
+    model_folder(args.model + INT4)
     requests = workload(args.model, "random", _REQUESTS, args.seed)
     figures = {
         "dtype": engine_dtype(),
-        "together": measure(args.model, requests, args.turns),
-        "alone": measure(args.model, requests[:1], args.turns),
+        "together": _measure(args.model, requests, args.turns),
+        "alone": _measure(args.model, requests[:1], args.turns),
         "against_float32": divergence_in_int4(args.model, args.seed),
     }
     write_report(f"int4-{args.model}", figures, args.out, args.seed)
 
 
-def measure(model: str, requests: list[EngineRequest], turns: int) -> dict[str, Any]:
-    model_folder(model + INT4)
-    quantized, plain = [], []
-    for _ in range(turns):
-        quantized.append(asyncio.run(_turn(model + INT4, requests)))
-        plain.append(asyncio.run(_turn(model, requests)))
-    figures = {"int4": summary(quantized), "engine": summary(plain)}
-    return figures | by_turns([one["seconds"] for one in quantized], [one["seconds"] for one in plain])
-
-
-async def _turn(model: str, requests: list[EngineRequest]) -> dict[str, Any]:
-    async with running_engine(model) as engine:
-        return (await run_pass(engine, requests)).figures()
+def _measure(model: str, requests: list[EngineRequest], turns: int) -> dict[str, Any]:
+    return measure("int4", partial(turn, model + INT4, requests), partial(turn, model, requests), turns)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ turns, and how far its next tokens are from those in float32.
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from benchmarks.divergence import divergence_in_int8
@@ -15,6 +17,7 @@ from benchmarks.report import arguments, by_turns, write_report
 from workers.engine.messages.core import EngineRequest
 
 _INT8, _REQUESTS = "int8", 64
+Turn = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
 
 
 def main() -> None:
@@ -25,22 +28,25 @@ def main() -> None:
     args = parser.parse_args()
     model_folder(args.model)
     requests = workload(args.model, "random", _REQUESTS, args.seed)
-    figures = measure(args.model, requests, args.turns)
+    quantized, plain = (partial(turn, args.model, requests, quantization=flag) for flag in (_INT8, None))
+    figures = {"dtype": engine_dtype()} | measure("int8", quantized, plain, args.turns)
     figures["against_float32"] = divergence_in_int8(args.divergence_of, args.seed)
     write_report(f"int8-{args.model}", figures, args.out, args.seed)
 
 
-def measure(model: str, requests: list[EngineRequest], turns: int) -> dict[str, Any]:
+def measure(name: str, in_few_bits: Turn, in_16_bits: Turn, turns: int) -> dict[str, Any]:
+    """Return the figures of both by turns, the first under `name`."""
     quantized, plain = [], []
     for _ in range(turns):
-        quantized.append(asyncio.run(_turn(model, requests, _INT8)))
-        plain.append(asyncio.run(_turn(model, requests, None)))
-    figures = {"dtype": engine_dtype(), "int8": summary(quantized), "engine": summary(plain)}
+        quantized.append(asyncio.run(in_few_bits()))
+        plain.append(asyncio.run(in_16_bits()))
+    figures = {name: summary(quantized), "engine": summary(plain)}
     return figures | by_turns([one["seconds"] for one in quantized], [one["seconds"] for one in plain])
 
 
-async def _turn(model: str, requests: list[EngineRequest], quantization: str | None) -> dict[str, Any]:
-    async with running_engine(model, quantization=quantization) as engine:
+async def turn(model: str, requests: list[EngineRequest], **settings: Any) -> dict[str, Any]:
+    """Return the figures of one pass over all requests through an engine of its own."""
+    async with running_engine(model, **settings) as engine:
         return (await run_pass(engine, requests)).figures()
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _BITS, _GROUP_SIZE = 4, 64
-_MOST, _HALF = 15, 8
+_MOST = 15
 _IN_WORD = 32 // _BITS
 
 

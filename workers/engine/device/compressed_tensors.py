@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.device.quantized_formats import (
+    EMBEDDINGS,
     FLOAT8,
     CheckpointFormat,
     block_shape,
@@ -46,8 +47,6 @@ _METHOD = "compressed-tensors"
 _PACKED = "pack-quantized"
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED)
 _ZERO_POINTS = (torch.int8, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float32)
-# How the names of modules end that a target "Embedding" is for; "Linear" is for all others
-_EMBEDDINGS = ("embed_tokens", "embeddings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,4 +240,4 @@ def _is_match(target: str, module: str) -> bool:
 
 
 def _is_class(target: str, module: str) -> bool:
-    return target == ("Embedding" if module.endswith(_EMBEDDINGS) else "Linear")
+    return target == ("Embedding" if module.endswith(EMBEDDINGS) else "Linear")

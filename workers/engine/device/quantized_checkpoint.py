@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from workers.engine.device.compressed_tensors import CompressedTensorsFormat
-from workers.engine.device.quantized_formats import AwqFormat, CheckpointFormat, Fp8Format, GptqFormat, unreadable
+from workers.engine.device.quantized_formats import (
+    EMBEDDINGS,
+    AwqFormat,
+    CheckpointFormat,
+    Fp8Format,
+    GptqFormat,
+    unreadable,
+)
 from workers.engine.device.quantized_matrix import MatrixLayout, MatrixParts, Reader
 from workers.engine.layers.quantized import QuantizedWeight
 from workers.engine.messages.errors import ModelLoadError
@@ -30,7 +37,7 @@ _KEYS = {"quantization_config": "no known method", "compression_config": "compre
 _WEIGHT = "weight"
 _SCALES = ("scales", "weight_scale")
 # How the names of modules end whose matrices are dequantized everywhere
-_TABLES = ("lm_head", "embed_tokens", "embeddings")
+_TABLES = ("lm_head", *EMBEDDINGS)
 _GROUP_BYTES = 5  # of a scale and a zero point
 
 

@@ -30,6 +30,8 @@ from workers.engine.models.config import Json
 _READ = "compressed-tensors (int-, float-, naive- or pack-quantized), gptq, awq (gemm) or fp8"
 
 FLOAT8 = (torch.float8_e4m3fn,)
+EMBEDDINGS = ("embed_tokens", "embeddings")
+"""How the names of embeddings end; all other matrices are of linear layers."""
 _AWQ_BITS = 4
 # Where AWQ has the number of each output among the eight of a word
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

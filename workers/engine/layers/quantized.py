@@ -36,6 +36,11 @@ class QuantizedWeight:
     def bits(self) -> int:
         return 8 if self.zeros is None else 4
 
+    @property
+    def has_whole_groups(self) -> bool:
+        """Whether products take its groups as they are: one, or `GROUP_MULTIPLES` of columns."""
+        return self.scales.shape[1] == 1 or self.group_size % GROUP_MULTIPLES[self.bits] == 0
+
     def dequantize(self) -> Tensor:
         """Return the matrix in `dtype`."""
         numbers = self.values.float()

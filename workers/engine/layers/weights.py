@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.engine.layers.base import Ops
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.parallel import Parallel, Shard
-from workers.engine.layers.quantized import GROUP_MULTIPLES, QuantizedWeight, Weight, stack_rows
+from workers.engine.layers.quantized import QuantizedWeight, Weight, stack_rows
 from workers.engine.messages.errors import ModelLoadError
 
 PLAIN_VERSION = "use the model's float16, bfloat16 or float32 version"
@@ -97,14 +97,11 @@ class Weights:
         found = {
             name: self._read_quantized(name, (shard.total, columns)) for name, shard in zip(names, rows, strict=True)
         }
-        parts = []
-        for name, shard in zip(names, rows, strict=True):
-            weight = found[name]
-            if weight is not None:
-                parts.append(weight.rows(shard.where))
+        pairs = [(found[name], shard) for name, shard in zip(names, rows, strict=True)]
+        parts = [weight.rows(shard.where) for weight, shard in pairs if weight is not None]
         whole = stack_rows(parts) if len(parts) == len(names) else None
         if whole is None:
-            del found, parts
+            del found, pairs, parts
             return self.take_rows(names, rows, columns, transposed)
         self._taken.update(map(self._resolve, names))
         return whole
@@ -114,7 +111,7 @@ class Weights:
         weight = self._read_quantized(name, (rows, columns.total))
         if weight is not None:
             weight = weight.columns(columns.start, columns.start + columns.length)
-            if weight.group_size % GROUP_MULTIPLES[weight.bits] == 0 or weight.scales.shape[1] == 1:
+            if weight.has_whole_groups:
                 self._taken.add(self._resolve(name))
                 return weight
         return self.take_columns(name, rows, columns, transposed)

@@ -55,8 +55,8 @@ def can_pack(weight: Weight) -> bool:
     size_in = weight.shape[1]
     if not isinstance(weight, QuantizedWeight):
         return size_in > 0 and size_in % 2 == 0 and _matches_torch(weight.dtype)
-    whole = weight.group_size >= size_in or weight.group_size % GROUP_MULTIPLES[weight.bits] == 0
-    return whole and size_in > 0 and size_in % 2 == 0 and multiplies_integers(weight.bits, weight.dtype)
+    even = size_in > 0 and size_in % 2 == 0
+    return even and weight.has_whole_groups and multiplies_integers(weight.bits, weight.dtype)
 
 
 def multiplies_integers(bits: int, dtype: torch.dtype) -> bool:

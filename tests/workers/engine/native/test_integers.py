@@ -64,7 +64,7 @@ def expected_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     return F.linear(whole, replace(weight, dtype=torch.float64).dequantize()) * steps
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
