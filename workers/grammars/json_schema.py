@@ -5,6 +5,7 @@ exact, and no way in from which there is no end.
 from __future__ import annotations
 
 import json
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
 from workers.grammars.closed_objects import close_objects
@@ -45,6 +46,13 @@ _NARROWER = {
 }
 """Formats whose texts include all of another one."""
 
+_BOUNDS = {
+    "minimum": ROUND_CEILING,
+    "exclusiveMinimum": ROUND_CEILING,
+    "maximum": ROUND_FLOOR,
+    "exclusiveMaximum": ROUND_FLOOR,
+}
+_BOUND_DECIMALS = 15
 _KNOWN_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 
 
@@ -64,6 +72,7 @@ def prepare_parsed(schema: Schema, whitespace: str | None = None) -> dict[str, A
     for node in subschemas(root):
         rewrite(node)
         _make_formats_exact(node)
+        _round_bounds_inward(node)
     nodes = subschemas(root)
     pointed = targets(nodes, root)
     close_objects(nodes, pointed)
@@ -111,6 +120,16 @@ def _make_formats_exact(node: dict[str, Any]) -> None:
         node["format"] = _NARROWER[name]
     elif name not in _KNOWN_FORMATS:
         del node["format"]
+
+
+def _round_bounds_inward(node: dict[str, Any]) -> None:
+    """Round bounds to as many decimals as llguidance has, which takes the nearest: one that lets
+    too much pass.
+    """
+    for name, rounding in _BOUNDS.items():
+        bound = node.get(name)
+        if isinstance(bound, float) and round(bound, _BOUND_DECIMALS) != bound:
+            node[name] = float(Decimal(repr(bound)).quantize(Decimal(1).scaleb(-_BOUND_DECIMALS), rounding))
 
 
 def _list(value: Any) -> list[Any]:
