@@ -143,8 +143,13 @@ class RecordingQueue(Queue):
         return super().commit(worker, finished, generated)
 
 
-def test_what_comes_while_tokens_are_sent_goes_together(redis_client: redis.Redis) -> None:
-    """Tokens of a live call are not held back otherwise; results of batches are."""
+def test_what_comes_while_tokens_are_sent_goes_together(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of a live call are not held back otherwise; results of batches are, here until they
+    are asked for.
+    """
+    monkeypatch.setattr("workers.replica.outbox.COALESCE_SECONDS", 3600.0)
     queue = RecordingQueue(redis_client)
     queue.submit("live_a", request())
     start_batch(queue, "batch_a", 2)
@@ -179,8 +184,9 @@ def test_what_comes_while_tokens_are_sent_goes_together(redis_client: redis.Redi
         await sent(queue, 4)
         outbox.finish(finished(of_batch[1]))
         step(4)
-        while len(queue.committed) < 2:
-            await asyncio.sleep(0.001)
+        await sent(queue, 5)
+        assert len(queue.committed) == 1
+        await outbox.deliver([])
         running.cancel()
         outbox.close()
 
