@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import signal
+from functools import partial
 from types import FrameType
 
 from api.app import create_app
@@ -26,11 +27,14 @@ def main(settings: ApiSettings) -> None:
         listener, counts = given or (stack.enter_context(listening(settings)), None)
         server = HttpServer(create_app(settings), settings, _STOP_SECONDS, counts)
         logger.info("listening on %s", address(listener, "https" if settings.ssl_certfile else "http"))
-        signal.signal(signal.SIGTERM, _exit)  # which uvicorn raises again when it has stopped
+        signal.signal(signal.SIGTERM, partial(_stop, server))
         gc.collect()
         gc.freeze()  # what the imports made stays; collecting it again would hold up every stream
         server.run(sockets=[listener])
 
 
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
+def _stop(server: HttpServer, number: int, frame: FrameType | None) -> None:
+    """Have a server end that does not serve yet, or that has stopped: uvicorn raises the signal
+    again then. An exception would be lost where it comes up in a destructor.
+    """
+    server.should_exit = True
