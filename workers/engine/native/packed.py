@@ -25,7 +25,7 @@ _STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8
 _INTEGERS = {8: torch.int8, 4: torch.uint8}
 # Numbers of a row of integers, whose count is filled up to a multiple of this
 _AT_ONCE = {dtype: GROUP_MULTIPLES[bits] for bits, dtype in _INTEGERS.items()}
-_MAX_INT16 = 32767  # as large as a number of a row becomes where it is multiplied with integers
+_QUAD_BLOCK = 128  # numbers of a row that have a scale where integers are multiplied in quads (matmul_quads.h)
 _NAMES = {torch.int8: "int8", torch.uint8: "int4"}
 _MANY = 101  # rows; no processor counts as many as few (matmul.c)
 ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
@@ -72,8 +72,7 @@ class PackedMatrix:
     [n], float32 or bfloat16; in float32 if `to_float`.
 
     Weights in float32 are stored in 16 bits where these hold each of them exactly, and quantized
-    ones as they are: then each row of x is multiplied as integers of 16 bits with a scale. If
-    `gated`, the first n / 2 rows of weight are gates and the others the values that they multiply,
+    ones as they are: then x is multiplied as integers, too (`as_integers`). If `gated`, the first n / 2 rows of weight are gates and the others the values that they multiply,
     and the result [..., n / 2] is activation(gate) * up.
     """
 
@@ -153,6 +152,24 @@ class PackedMatrix:
         return y
 
 
+def as_integers(x: Tensor, group_size: int) -> Tensor:
+    """Return x [rows, k] as it is multiplied with integers whose groups have so many numbers, in
+    float64: rounded to 16 bits by a scale for each row or, where the processor adds four products
+    at once, to 8 bits by a scale for each part of a group.
+    """
+    if not _functions().multiplies_quads():
+        return _rounded(x, 32767)
+    groups = (part.split(_QUAD_BLOCK, 1) for part in x.split(group_size, 1))
+    return torch.cat([_rounded(block, 127) for blocks in groups for block in blocks], 1)
+
+
+def _rounded(x: Tensor, largest: int) -> Tensor:
+    """Round each row to multiples of a step, of which its largest number has `largest`."""
+    most = x.float().abs().amax(1, keepdim=True).clamp_min(1e-30)
+    steps = torch.full_like(most, largest) / most  # of a number instead of a tensor, that is rounded twice
+    return (x.float() * steps).round().double() * most.double() / largest
+
+
 def _stored_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of fewest bits that holds each number of a contiguous weight exactly."""
     if weight.dtype != torch.float32:
@@ -204,8 +221,8 @@ def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
     multiplied = x.double()
     if stored in _AT_ONCE:
         weight = quantize(plain) if stored == torch.int8 else _example(plain)
-        plain, steps = replace(weight, dtype=torch.float64).dequantize(), multiplied.abs().amax(1, True) / _MAX_INT16
-        multiplied = (multiplied / steps).round() * steps
+        plain = replace(weight, dtype=torch.float64).dequantize()
+        multiplied = as_integers(multiplied, weight.group_size)
     gate, up = F.linear(multiplied, plain.double(), bias.double()).chunk(2, -1)
     expected, matrix = gate.relu() * up, PackedMatrix(weight, bias, "relu", gated=True, to_float=True)
     return all(

@@ -12,6 +12,7 @@
 enum { ROWS = 101, FEW = 3, OUTPUTS = 70, INPUTS = 1030 };
 enum { PANELS = 3, GROUP = 64, GROUPS = (INPUTS + GROUP - 1) / GROUP };
 
+int multiplies_quads(void);
 int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
 
@@ -72,8 +73,9 @@ static int product_is_right(int stored) {
         if (memcmp(alone, y[row], sizeof alone))
             return 0;
         for (int output = 0; output < OUTPUTS; output++) {
-            /* Of int16, to which x is rounded with integers: half a step for each product */
-            double sum = bias[output], size = 1, rounded = is_integer(stored) ? 0.51 / 32767 : 0;
+            /* Of the integers that x is rounded to: half a step for each product */
+            double steps = multiplies_quads() ? 127 : 32767, sum = bias[output], size = 1,
+                   rounded = is_integer(stored) ? 0.51 / steps : 0;
             for (int i = 0; i < INPUTS; i++) {
                 sum += (double)x[row][i] * w[output][i];
                 size += fabs((double)x[row][i] * w[output][i]) + 1e6 * rounded * fabs(w[output][i]);

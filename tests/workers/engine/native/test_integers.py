@@ -15,7 +15,7 @@ from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.quantized import QuantizedWeight
 from workers.engine.native import packed
 from workers.engine.native.ops import NativeOps, PackedTable
-from workers.engine.native.packed import PackedMatrix, can_pack
+from workers.engine.native.packed import PackedMatrix, as_integers, can_pack
 
 pytestmark = needs_native
 
@@ -58,10 +58,9 @@ def random_weight(outputs: int, inputs: int, dtype: torch.dtype, bits: int, grou
 
 
 def expected_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """In float64: rows of x as integers of 16 bits by the scale of their largest number."""
-    steps = x.double().abs().amax(1, keepdim=True) / 32767
-    whole = (x.double() / steps).round()
-    return F.linear(whole, replace(weight, dtype=torch.float64).dequantize()) * steps
+    """Return it in float64."""
+    rounded = as_integers(x, weight.group_size)
+    return F.linear(rounded, replace(weight, dtype=torch.float64).dequantize())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -124,8 +123,9 @@ def test_groups_that_the_kernels_cannot_take_are_left_to_torch() -> None:
         weight = random_weight(8, 64, torch.float32, bits, group_size)
         assert can_pack(weight) is taken
         x = torch.randn(3, 64)
+        rounded = as_integers(x, weight.group_size).float() if taken else x
         torch.testing.assert_close(
-            NativeOps().linear(weight, None)(x), F.linear(x, weight.dequantize()), rtol=1e-3, atol=1e-3
+            NativeOps().linear(weight, None)(x), F.linear(rounded, weight.dequantize()), rtol=1e-3, atol=1e-3
         )
 
 
@@ -165,7 +165,8 @@ def test_projections_equal_those_of_plain_torch(make: str, kind: str) -> None:
     x, weight, bias = operands(21, 66, 256, torch.float32, kind)
     native, plain = (getattr(ops, make)(weight, bias, "silu") for ops in (NativeOps(), TorchOps()))
     assert isinstance(native, PackedMatrix)
-    torch.testing.assert_close(native(x), plain(x), rtol=1e-3, atol=1e-3)
+    rounded = as_integers(x, weight.group_size).float()
+    torch.testing.assert_close(native(x), plain(rounded), rtol=1e-3, atol=1e-3)
 
 
 def test_torch_computes_products_in_int8_where_the_kernels_are_wrong(

@@ -6,8 +6,9 @@
    rows of a panel are gates and the other 16 the values that they multiply.
 
    There are three kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, of floats
-   (matmul_words.h), with weights that may be stored in 16 bits and are widened on the way, and of pairs of int16, where
-   weights are stored in 8 or 4 bits (matmul_integers.h). */
+   (matmul_words.h), with weights that may be stored in 16 bits and are widened on the way, and of integers, where
+   weights are stored in 8 or 4 bits: of quads of int8 where the processor has it (matmul_quads.h), else of pairs of
+   int16 (matmul_integers.h). */
 
 #include <omp.h>
 #include <stdatomic.h>
@@ -15,10 +16,15 @@
 
 #include "kernels.h"
 #include "matmul_bf16.h"
-#include "matmul_integers.h"
 #include "matmul_words.h"
+#if MULTIPLIES_QUADS
+#include "matmul_quads.h"
+#else
+#include "matmul_integers.h"
+#endif
 
 int multiplies_bf16(void);
+int multiplies_quads(void);
 
 /* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a
    tile takes its time. */
@@ -35,20 +41,21 @@ enum { PARALLEL_NUMBERS = 1 << 14 }; /* numbers of x, from which on all threads 
 
 typedef struct {
     const packed_matrix *matrix;
-    const void *x;            /* in words unless it is multiplied in pairs of bf16 */
-    const float *scales;      /* of rows of x, where words are pairs of int16 */
+    const void *x;            /* in words unless it is multiplied in pairs of bf16, or in quads */
+    const float *scales;      /* of x, where it is multiplied as integers: [m][scales_of_row] */
     const int32_t *totals;    /* [m][sums_of_row]: what numbers of x add up to, where there are such sums */
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
     ptrdiff_t blocks, runs;   /* of rows, and of each block; units are in the order of blocks */
     int few;
-    ptrdiff_t sums_of_row; /* of whole numbers, of few rows with int4 */
+    ptrdiff_t scales_of_row;
+    ptrdiff_t sums_of_row; /* of whole numbers: of quads, and of few rows with int4 */
 } product;
 
 typedef struct {
     ptrdiff_t first, rows, tiles;
     const void *x;
-    int gathered; /* each tile of x as matmul_bf16.h says */
+    int gathered; /* each tile of x as matmul_gather.h says */
 } row_block;
 
 /* Holds x in the order or in the numbers in which it is multiplied: no thread's stack has to be as large. */
@@ -59,13 +66,14 @@ typedef struct {
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
 static int multiplies_words(const packed_matrix *matrix);
-static size_t workspace_bytes(const product *p, ptrdiff_t threads);
+static size_t room_bytes(const product *p, ptrdiff_t threads);
+static size_t integer_bytes(const product *p);
 static workspace *take_workspace(size_t size);
 static void free_workspace(workspace *space);
-static void quantize_rows(product *p, workspace *space);
-static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
+static void quantize_rows(product *p, char *room);
+static void multiply_units(const product *p, uint32_t *room, ptrdiff_t first, ptrdiff_t end, int backward,
                            ptrdiff_t *taken);
-static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block);
+static void enter_block(const product *p, ptrdiff_t index, uint32_t *room, row_block *block);
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next);
 
 /* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few
@@ -74,18 +82,18 @@ static void multiply_panel(const product *p, const row_block *block, ptrdiff_t p
 int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
     product p = make_product(matrix, x, m, y);
     ptrdiff_t most = omp_get_max_threads(), units = p.blocks * p.runs, pairs = (most + 1) / 2, taken[pairs];
-    size_t size = workspace_bytes(&p, most);
+    size_t rooms = room_bytes(&p, most), size = rooms + integer_bytes(&p);
     workspace *space = size ? take_workspace(size) : NULL;
     memset(taken, 0, sizeof taken);
     if (is_integer(matrix->stored) && m) {
         if (!space)
             return 1;
-        quantize_rows(&p, space);
+        quantize_rows(&p, space->bytes + rooms);
     }
 #pragma omp parallel
     {
         ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
-        bf16 *room = space && !multiplies_words(matrix) ? (bf16 *)(space->bytes + thread * BLOCK_BYTES) : NULL;
+        uint32_t *room = space && rooms ? (uint32_t *)(void *)(space->bytes + thread * BLOCK_BYTES) : NULL;
         ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
         if (p.few)
             multiply_units(&p, room, 0, units, 0, &taken[0]);
@@ -97,14 +105,25 @@ int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void 
 }
 
 static int multiplies_words(const packed_matrix *matrix) {
-    return matrix->floats || is_integer(matrix->stored);
+    return is_integer(matrix->stored) ? !MULTIPLIES_QUADS : matrix->floats;
 }
 
-/* x as int16, its scales and totals; or each thread's block of rows of bf16. */
-static size_t workspace_bytes(const product *p, ptrdiff_t threads) {
-    if (is_integer(p->matrix->stored))
-        return (size_t)(p->m * (row_words(p->matrix) + 1 + p->sums_of_row)) * sizeof(uint32_t);
-    return p->few || p->matrix->floats ? 0 : (size_t)threads * BLOCK_BYTES;
+/* Of a row of x as it is multiplied. */
+static ptrdiff_t row_bytes(const packed_matrix *matrix) {
+    return is_integer(matrix->stored) ? integer_row_bytes(matrix)
+                                      : matrix->k * (ptrdiff_t)(matrix->floats ? sizeof(float) : sizeof(bf16));
+}
+
+/* Each thread's block of rows, where it is gathered. */
+static size_t room_bytes(const product *p, ptrdiff_t threads) {
+    return p->few || multiplies_words(p->matrix) ? 0 : (size_t)threads * BLOCK_BYTES;
+}
+
+/* x as integers, its scales and totals. */
+static size_t integer_bytes(const product *p) {
+    if (!is_integer(p->matrix->stored))
+        return 0;
+    return (size_t)(p->m * (row_bytes(p->matrix) + 4 * (p->scales_of_row + p->sums_of_row)));
 }
 
 /* Kept from call to call. Calls at the same time have workspaces of their own, of which the last to end leaves its. NULL
@@ -128,29 +147,25 @@ static void free_workspace(workspace *space) {
         free(atomic_exchange(&kept_workspace, space));
 }
 
-/* The product's x becomes one of pairs of int16. */
-static void quantize_rows(product *p, workspace *space) {
-    ptrdiff_t k = p->matrix->k, words = row_words(p->matrix), floats = p->matrix->floats;
-    ptrdiff_t row_bytes = k * (ptrdiff_t)(floats ? sizeof(float) : sizeof(bf16));
+/* The product's x becomes one of integers. */
+static void quantize_rows(product *p, char *room) {
+    ptrdiff_t k = p->matrix->k, from = k * (ptrdiff_t)(p->matrix->floats ? sizeof(float) : sizeof(bf16)),
+              to = row_bytes(p->matrix);
     const char *x = p->x;
-    int16_t *numbers = (int16_t *)space->bytes;
-    float *scales = (float *)(numbers + p->m * words * 2);
-    int32_t *totals = (int32_t *)(scales + p->m);
+    float *scales = (float *)(void *)(room + p->m * to);
+    int32_t *totals = p->sums_of_row ? (int32_t *)(scales + p->m * p->scales_of_row) : NULL;
 #pragma omp parallel for if (p->m * k > PARALLEL_NUMBERS)
-    for (ptrdiff_t i = 0; i < p->m; i++) {
-        int16_t *row = numbers + i * words * 2;
-        scales[i] = quantize_row(x + i * row_bytes, (int)floats, k, 2 * words, row);
-        if (p->sums_of_row)
-            add_up(row, words_of(STORED_INT4, p->matrix->group), words, totals + i * p->sums_of_row);
-    }
-    p->x = numbers, p->scales = scales, p->totals = p->sums_of_row ? totals : NULL;
+    for (ptrdiff_t i = 0; i < p->m; i++)
+        quantize_integers(p->matrix, x + i * from, room + i * to, scales + i * p->scales_of_row,
+                          totals ? totals + i * p->sums_of_row : NULL);
+    p->x = room, p->scales = scales, p->totals = totals;
 }
 
 /* How many blocks m rows make. */
 static ptrdiff_t count_row_blocks(const packed_matrix *matrix, ptrdiff_t m) {
     if (multiplies_words(matrix))
         return (m + WORD_BLOCK_ROWS - 1) / WORD_BLOCK_ROWS;
-    ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)),
+    ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * row_bytes(matrix)),
         tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
     return most < LEAST_TILES ? tiles > 0 : (tiles + most - 1) / most;
 }
@@ -159,15 +174,16 @@ static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_
     ptrdiff_t bytes = panel_bytes(matrix), panels = (matrix->n + PANEL - 1) / PANEL;
     int few = m <= (multiplies_words(matrix) ? few_tiles[matrix->stored] * TILE_ROWS : MOST_ROWS);
     ptrdiff_t run = few && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
-    ptrdiff_t sums = 0;
-    if (few && matrix->stored == STORED_INT4)
-        sums = count_blocks(words_of(STORED_INT4, matrix->group), row_words(matrix));
+    ptrdiff_t scales = 0, sums = 0;
+    if (is_integer(matrix->stored))
+        scales = count_scales(matrix), sums = count_sums(matrix, few);
     return (product){
-        matrix, x, NULL, NULL, y, m, panels, run, count_row_blocks(matrix, m), (panels + run - 1) / run, few, sums,
+        matrix, x, NULL, NULL, y, m, panels, run, count_row_blocks(matrix, m), (panels + run - 1) / run, few, scales,
+        sums,
     };
 }
 
-static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
+static void multiply_units(const product *p, uint32_t *room, ptrdiff_t first, ptrdiff_t end, int backward,
                            ptrdiff_t *taken) {
     row_block block = {0};
     for (ptrdiff_t own = 0, held = -1;; own++) {
@@ -189,19 +205,19 @@ static int tile_rows(const row_block *block, ptrdiff_t tile, ptrdiff_t done) {
     return (int)((block->rows - done + block->tiles - tile - 1) / (block->tiles - tile));
 }
 
-static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block) {
-    ptrdiff_t k = p->matrix->k, first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first;
+static void enter_block(const product *p, ptrdiff_t index, uint32_t *room, row_block *block) {
+    ptrdiff_t first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first;
     int by_words = multiplies_words(p->matrix);
-    ptrdiff_t most = by_words ? TILE_ROWS : MOST_ROWS;
-    ptrdiff_t row_bytes = by_words ? row_words(p->matrix) * (ptrdiff_t)sizeof(uint32_t) : k * (ptrdiff_t)sizeof(bf16);
-    const char *x = (const char *)p->x + first * row_bytes;
+    ptrdiff_t most = by_words ? TILE_ROWS : MOST_ROWS, bytes = row_bytes(p->matrix);
+    const char *x = (const char *)p->x + first * bytes;
     *block = (row_block){first, rows, (rows + most - 1) / most, x, 0};
-#ifdef __AVX512BF16__
-    if (!room || by_words || block->tiles == 1 || rows * k > BLOCK_BYTES / (ptrdiff_t)sizeof(bf16))
+#ifdef __AVX512F__
+    ptrdiff_t words = bytes / (ptrdiff_t)sizeof(uint32_t);
+    if (!room || block->tiles == 1 || rows * bytes > BLOCK_BYTES)
         return;
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
         int count = tile_rows(block, tile, row);
-        gather_rows((const bf16 *)block->x + row * k, k, count, room + row * k);
+        gather_rows((const uint32_t *)block->x + row * words, words, count, room + row * words);
         row += count;
     }
     block->x = room, block->gathered = 1;
@@ -253,22 +269,35 @@ static void multiply_widened(const packed_matrix *matrix, const row_block *block
     }
 }
 
+/* A block of rows with a panel, to sums [rows][PANEL]. */
+static void multiply_block(const product *p, const row_block *block, const packed_panel *panel, float *sums) {
+    const packed_matrix *matrix = p->matrix;
+    ptrdiff_t words = row_words(matrix);
+    if (!p->few) {
+        multiply_widened(matrix, block, panel, sums);
+        return;
+    }
+    for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
+        int rows = tile_rows(block, tile, row);
+        multiply_few_rows[rows - 1](matrix->stored, (const uint32_t *)block->x + row * words, words, panel,
+                                    p->totals ? p->totals + (block->first + row) * p->sums_of_row : NULL,
+                                    sums + row * PANEL);
+        row += rows;
+    }
+}
+
+/* sums [rows][PANEL] times the scales of rows. */
+static void scale_sums(float *sums, ptrdiff_t rows, const float *scales) {
+    for (ptrdiff_t i = 0; i < rows; i++, sums += PANEL)
+        for (ptrdiff_t c = 0; c < PANEL; c += LANES)
+            store(sums + c, load(sums + c) * scales[i]);
+}
+
 static void multiply_panel_by_words(const product *p, const row_block *block, ptrdiff_t panel) {
     float sums[WORD_BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
     const packed_matrix *matrix = p->matrix;
-    ptrdiff_t words = row_words(matrix);
     panel_columns columns = columns_of(matrix, panel);
-    if (!p->few)
-        multiply_widened(matrix, block, &columns.panel, sums);
-    else
-        for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
-            int rows = tile_rows(block, tile, row);
-            multiply_few_rows[rows - 1](matrix->stored, (const uint32_t *)block->x + row * words, words,
-                                        &columns.panel,
-                                        p->totals ? p->totals + (block->first + row) * p->sums_of_row : NULL,
-                                        sums + row * PANEL);
-            row += rows;
-        }
+    multiply_block(p, block, &columns.panel, sums);
     if (is_integer(matrix->stored))
         scale_sums(sums, block->rows, p->scales + block->first);
     int to_bf16 = !matrix->floats && !matrix->to_float;
@@ -278,27 +307,71 @@ static void multiply_panel_by_words(const product *p, const row_block *block, pt
                 columns.filled);
 }
 
+#if MULTIPLIES_QUADS || defined(__AVX512BF16__)
+
+/* What tiles of a block prefetch, a part of k at a time of which a panel has so many lines: `next` is the panel that the
+   thread will come to behind this one, if it is one of the matrix. */
+static prefetching prefetched(const product *p, const row_block *block, const panel_columns *columns, ptrdiff_t next,
+                              int lines) {
+    if (block->tiles > 1 && next >= 0 && next < p->panels)
+        return (prefetching){columns_of(p->matrix, next).panel.weights, (int)((lines + block->tiles - 1) / block->tiles)};
+    if (block->tiles == 1 && block->rows >= ROWS_READ_AHEAD)
+        return (prefetching){columns->panel.weights + BYTES_AHEAD, lines};
+    return (prefetching){NULL, 0};
+}
+
+#endif
+#if MULTIPLIES_QUADS
+
+int multiplies_quads(void) {
+    return 1;
+}
+
+static void multiply_quads_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
+    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
+    const packed_matrix *matrix = p->matrix;
+    ptrdiff_t bytes = row_bytes(matrix), blocks = p->scales_of_row;
+    panel_columns columns = columns_of(matrix, panel);
+    int to_bf16 = !matrix->floats && !matrix->to_float;
+    size_t size = to_bf16 ? sizeof(bf16) : sizeof(float);
+    prefetching ahead = prefetched(p, block, &columns, next, BLOCK * PANEL * (int)stored_bits(matrix->stored) / 512);
+    for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
+        int rows = tile_rows(block, tile, row);
+        ptrdiff_t before = (block->first + row) * blocks;
+        quad_rows x = {(const char *)block->x + row * bytes, p->scales + before, p->totals + before, bytes, blocks};
+        multiply_quad_rows[rows - 1](matrix->stored, block->gathered, x, &columns.panel, ahead, sums);
+        finish_sums(matrix->activation, matrix->gated, to_bf16, columns.bias, rows, sums,
+                    (char *)p->y + (size_t)((block->first + row) * columns.width + columns.first) * size,
+                    columns.width, columns.filled);
+        ahead.at += blocks * ahead.lines * 64;
+        row += rows;
+    }
+}
+
+#else
+
+int multiplies_quads(void) {
+    return 0;
+}
+
+#endif
 #ifdef __AVX512BF16__
 
 int multiplies_bf16(void) {
     return 1;
 }
 
-/* `next` is the panel that the thread will come to behind this one, if it is one of the matrix. */
 static void multiply_bf16_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
     const packed_matrix *matrix = p->matrix;
     ptrdiff_t k = matrix->k;
     panel_columns columns = columns_of(matrix, panel);
     size_t size = matrix->to_float ? sizeof(float) : sizeof(bf16);
-    prefetching ahead = {NULL, 0};
-    if (block->tiles > 1 && next >= 0 && next < p->panels)
-        ahead = (prefetching){columns_of(matrix, next).panel.weights, (int)((PANEL + block->tiles - 1) / block->tiles)};
-    else if (block->tiles == 1 && block->rows >= ROWS_READ_AHEAD)
-        ahead = (prefetching){columns.panel.weights + BYTES_AHEAD, PANEL};
+    prefetching ahead = prefetched(p, block, &columns, next, PANEL);
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
         int rows = tile_rows(block, tile, row);
-        multiply_rows[rows - 1](block->gathered, (const bf16 *)block->x + row * k, k, columns.panel.weights, ahead, sums);
+        multiply_rows[rows - 1](block->gathered, (const bf16 *)block->x + row * k, k,
+                                (const bf16 *)(const void *)columns.panel.weights, ahead, sums);
         void *to = (char *)p->y + (size_t)((block->first + row) * columns.width + columns.first) * size;
         finish(matrix->activation, matrix->gated, matrix->to_float, columns.bias, rows, sums, to, columns.width,
                (int)columns.filled);
@@ -307,22 +380,24 @@ static void multiply_bf16_panel(const product *p, const row_block *block, ptrdif
     }
 }
 
-static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
-    if (multiplies_words(p->matrix))
-        multiply_panel_by_words(p, block, panel);
-    else
-        multiply_bf16_panel(p, block, panel, next);
-}
-
 #else
 
 int multiplies_bf16(void) {
     return 0;
 }
 
+#endif
+
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
     (void)next;
-    multiply_panel_by_words(p, block, panel);
-}
-
+    if (multiplies_words(p->matrix))
+        multiply_panel_by_words(p, block, panel);
+#if MULTIPLIES_QUADS
+    else if (is_integer(p->matrix->stored))
+        multiply_quads_panel(p, block, panel, next);
 #endif
+#ifdef __AVX512BF16__
+    else
+        multiply_bf16_panel(p, block, panel, next);
+#endif
+}

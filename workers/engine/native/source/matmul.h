@@ -33,8 +33,9 @@ enum { STORED_BF16, STORED_F16, STORED_F32, STORED_INT8, STORED_INT4 };
     }
 
 struct packed_matrix {
-    /* [ceil(n / 32)][k][32] or, of bf16 and int8, [ceil(n / 32)][k / 2][32][2]; k as in `padded`. Of int4
-       [ceil(n / 32)][k / 8][32] words of 32 bits, whose lower halves have the even numbers along k. */
+    /* [ceil(n / 32)][k][32] or, of bf16 and int8, [ceil(n / 32)][k / 2][32][2], of int8 in quads
+       [ceil(n / 32)][k / 4][32][4]; k as in `padded`. Of int4 [ceil(n / 32)][k / 8][32] words of 32 bits, whose lower
+       halves have the even numbers along k. */
     const void *panels;
     /* These in the order of the panels' rows, padded as they are. */
     const float *scales;  /* of integers [ceil(n / 32)][groups][32] */
@@ -48,6 +49,13 @@ struct packed_matrix {
     int floats;           /* x and y in float, else both in bf16 */
     int to_float;         /* y in float instead of bf16 */
 };
+
+/* Whether integers are multiplied four at a time (matmul_quads.h): those of 8 bits are stored so, and unsigned. */
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MULTIPLIES_QUADS 1
+#else
+#define MULTIPLIES_QUADS 0
+#endif
 
 /* Whether x is multiplied as integers, too. */
 static inline int is_integer(int stored) {

@@ -4,20 +4,13 @@
 #define MATMUL_BF16_H
 
 #include "activation.h"
-#include "matmul.h"
+#include "matmul_gather.h"
 
-enum { MOST_ROWS = 12 };
 enum { CHUNK = 32 }; /* elements of k: a line of the cache in a row of x, PANEL of them in a panel */
 
 #ifdef __AVX512BF16__
 
-/* What a tile prefetches while it computes: so many lines of the cache for each CHUNK, from `at` on. */
-typedef struct {
-    const char *at;
-    int lines;
-} prefetching;
-
-/* x [rows][k], or gathered: [k / 2][rows][2]. To sums [rows][32]. */
+/* x [rows][k], or gathered in pairs (matmul_gather.h). To sums [rows][32]. */
 ALWAYS_INLINE void multiply(int rows, int gathered, const bf16 *x, ptrdiff_t k, const bf16 *panel, prefetching next,
                             float *sums) {
     __m512 sum[MOST_ROWS][2];
@@ -72,47 +65,6 @@ static void (*const multiply_rows[MOST_ROWS])(int, const bf16 *, ptrdiff_t, cons
     multiply_1, multiply_2, multiply_3, multiply_4,  multiply_5,  multiply_6,
     multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12,
 };
-
-/* The first `pairs` of 16 pairs of each row. */
-ALWAYS_INLINE void gather_pairs(const bf16 *x, ptrdiff_t k, int rows, int pairs, bf16 *to) {
-    __m512i a[16], b[16];
-    __mmask16 there = (__mmask16)((1u << pairs) - 1);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        a[i] = i < rows ? _mm512_maskz_loadu_epi32(there, x + i * k) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
-        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
-    }
-    __m512i out[16]; /* a[4 i + c] has pair 4 lane + c of the rows from 4 i */
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        __m512i p = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), q = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
-        __m512i r = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd), s = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
-        out[c] = _mm512_shuffle_i32x4(p, q, 0x88), out[8 + c] = _mm512_shuffle_i32x4(p, q, 0xdd);
-        out[4 + c] = _mm512_shuffle_i32x4(r, s, 0x88), out[12 + c] = _mm512_shuffle_i32x4(r, s, 0xdd);
-    }
-    __mmask16 kept = (__mmask16)((1u << rows) - 1);
-#pragma GCC unroll 16
-    for (int c = 0; c < 16; c++)
-        if (c < pairs)
-            _mm512_mask_storeu_epi32(to + 2 * c * rows, kept, out[c]);
-}
-
-/* x [rows][k] as [k / 2][rows][2], for one tile: one stream of memory instead of twelve, whose distance may be one that
-   a cache bears badly. */
-static void gather_rows(const bf16 *x, ptrdiff_t k, int rows, bf16 *to) {
-    for (ptrdiff_t j = 0; j < k; j += CHUNK)
-        gather_pairs(x + j, k, rows, k - j < CHUNK ? (int)(k - j) / 2 : CHUNK / 2, to + j * rows);
-}
 
 /* bias [32], or NULL. To y, whose rows are `width` apart, the first `filled` columns; a gated panel has 16. */
 ALWAYS_INLINE void finish_tile(

@@ -1,12 +1,30 @@
-/* What products with weights of 8 or 4 bits do besides (matmul_words.h): rows of x become int16 by a scale of their own.
-   A sum of DEPTH words stays below 2**31: 512 * 32767 * 128. */
+/* Rows of x for products with weights of 8 or 4 bits by words (matmul_words.h), where the processor has no quads
+   (matmul_quads.h): they become int16 by a scale of their own. A sum of DEPTH words stays below 2**31:
+   512 * 32767 * 128. */
 #ifndef MATMUL_INTEGERS_H
 #define MATMUL_INTEGERS_H
 
 #include "lanes.h"
 #include "matmul.h"
+#include "matmul_words.h"
 
 enum { MAX_INT16 = 32767, PIECE = 256 /* numbers that are converted at once */ };
+
+static ptrdiff_t integer_row_bytes(const struct packed_matrix *matrix) {
+    return row_words(matrix) * (ptrdiff_t)sizeof(uint32_t);
+}
+
+static ptrdiff_t count_scales(const struct packed_matrix *matrix) {
+    (void)matrix;
+    return 1;
+}
+
+/* Sums of a row's numbers. */
+static ptrdiff_t count_sums(const struct packed_matrix *matrix, int few) {
+    return few && matrix->stored == STORED_INT4
+               ? count_blocks(words_of(STORED_INT4, matrix->group), row_words(matrix))
+               : 0;
+}
 
 /* Numbers of x [k], in float or bf16, from `first` on, with zeros behind the last. Returns how many there are. */
 ALWAYS_INLINE ptrdiff_t read_piece(const void *x, int is_bf16, ptrdiff_t first, ptrdiff_t k, float *piece) {
@@ -44,15 +62,24 @@ ALWAYS_INLINE float quantize_numbers(const void *x, int is_bf16, ptrdiff_t k, pt
     return most / MAX_INT16;
 }
 
-static float quantize_row(const void *x, int floats, ptrdiff_t k, ptrdiff_t end, int16_t *to) {
-    return floats ? quantize_numbers(x, 0, k, end, to) : quantize_numbers(x, 1, k, end, to);
+/* What the numbers of a row add up to, of each of the blocks that `count_words` makes. */
+static void add_up(const int16_t *row, ptrdiff_t group, ptrdiff_t end, int32_t *totals) {
+    for (ptrdiff_t first = 0, count; first < end; first += count, totals++) {
+        count = count_words(group, first, end);
+        *totals = 0;
+        for (ptrdiff_t i = 2 * first; i < 2 * (first + count); i++)
+            *totals += row[i];
+    }
 }
 
-/* sums [rows][PANEL] times the scales of rows. */
-static void scale_sums(float *sums, ptrdiff_t rows, const float *scales) {
-    for (ptrdiff_t i = 0; i < rows; i++, sums += PANEL)
-        for (ptrdiff_t c = 0; c < PANEL; c += LANES)
-            store(sums + c, load(sums + c) * scales[i]);
+/* x [k] as int16, with a scale for all and, where there is room for them, a sum for each block of `count_words`. */
+static void quantize_integers(const struct packed_matrix *matrix, const char *x, char *numbers, float *scale,
+                              int32_t *totals) {
+    ptrdiff_t k = matrix->k, words = row_words(matrix);
+    int16_t *to = (int16_t *)(void *)numbers;
+    *scale = matrix->floats ? quantize_numbers(x, 0, k, 2 * words, to) : quantize_numbers(x, 1, k, 2 * words, to);
+    if (totals)
+        add_up(to, words_of(STORED_INT4, matrix->group), words, totals);
 }
 
 #endif

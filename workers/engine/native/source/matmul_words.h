@@ -280,16 +280,6 @@ typedef void few_multiplier(int stored, const uint32_t *x, ptrdiff_t count, cons
 static strip_multiplier *const multiply_strips[TILE_ROWS] = OF_EACH_HEIGHT(strip);
 static few_multiplier *const multiply_few_rows[TILE_ROWS] = OF_EACH_HEIGHT(few);
 
-/* What the numbers of a row add up to, of each of the blocks that `count_words` makes. */
-static void add_up(const int16_t *row, ptrdiff_t group, ptrdiff_t end, int32_t *totals) {
-    for (ptrdiff_t first = 0, count; first < end; first += count, totals++) {
-        count = count_words(group, first, end);
-        *totals = 0;
-        for (ptrdiff_t i = 2 * first; i < 2 * (first + count); i++)
-            *totals += row[i];
-    }
-}
-
 /* bias [32], or NULL. To y, whose rows are `width` apart, the first `filled` columns; a gated panel has 16. */
 ALWAYS_INLINE void finish_activated(int activation, int gated, int to_bf16, const float *bias, ptrdiff_t rows,
                                     const float *sums, char *y, ptrdiff_t width, ptrdiff_t filled) {

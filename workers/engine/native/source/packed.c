@@ -10,6 +10,9 @@ int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
 void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y);
 
+/* By which int8 becomes what is stored: 128 more, without a sign, in quads. */
+enum { INT8_FLIPPED = MULTIPLIES_QUADS ? 0x80 : 0 };
+
 /* Which row of w is row `lane` of a panel; n or more for padding. */
 static inline ptrdiff_t source_row(ptrdiff_t panel, ptrdiff_t lane, ptrdiff_t n, int gated) {
     if (!gated)
@@ -20,13 +23,15 @@ static inline ptrdiff_t source_row(ptrdiff_t panel, ptrdiff_t lane, ptrdiff_t n,
     return lane < HALF ? row : n / 2 + row;
 }
 
-static inline int in_pairs(int stored) {
-    return stored == STORED_BF16 || stored == STORED_INT8;
+/* Numbers of a row that lie beside each other. */
+static inline ptrdiff_t count_beside(int stored) {
+    return stored == STORED_BF16 ? 2 : stored == STORED_INT8 ? (MULTIPLIES_QUADS ? 4 : 2) : 1;
 }
 
 /* The index in a panel of number i of its first row; not of int4. */
 static inline ptrdiff_t place_in_panel(ptrdiff_t i, int stored) {
-    return in_pairs(stored) ? i / 2 * 2 * PANEL + i % 2 : i * PANEL;
+    ptrdiff_t beside = count_beside(stored);
+    return i / beside * beside * PANEL + i % beside;
 }
 
 /* The same of the word of int4 that number i is in, and by how many bits it is shifted. */
@@ -41,13 +46,15 @@ static inline int shift_in_word(ptrdiff_t i) {
 ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdiff_t n, ptrdiff_t k, int gated,
                               char *to) {
     size_t size = (size_t)stored_bits(stored) / 8;
-    ptrdiff_t beside = in_pairs(stored) ? 2 : 1;
+    ptrdiff_t beside = count_beside(stored);
     for (ptrdiff_t lane = 0; lane < PANEL; lane++) {
         ptrdiff_t row = source_row(panel, lane, n, gated);
         for (ptrdiff_t i = 0; row < n && i < k; i++)
             if (stored == STORED_INT4)
                 ((uint32_t *)(void *)to)[word_in_panel(i) + lane] |= (uint32_t)(uint8_t)w[row * k + i]
                                                                      << shift_in_word(i);
+            else if (stored == STORED_INT8)
+                to[place_in_panel(i, stored) + lane * beside] = (char)(w[row * k + i] ^ INT8_FLIPPED);
             else
                 memcpy(to + (size_t)(place_in_panel(i, stored) + lane * beside) * size,
                        w + (size_t)(row * k + i) * size, size);
@@ -90,7 +97,7 @@ ALWAYS_INLINE float weight_at(int stored, const char *at) {
     float number;
     uint16_t half;
     if (stored == STORED_INT8)
-        return (float)*(const int8_t *)at;
+        return (float)(int8_t)(*at ^ INT8_FLIPPED);
     if (stored == STORED_F32) {
         memcpy(&number, at, sizeof number);
         return number;
@@ -102,7 +109,7 @@ ALWAYS_INLINE float weight_at(int stored, const char *at) {
 ALWAYS_INLINE void look_up(int stored, const packed_matrix *matrix, int64_t row, void *y) {
     ptrdiff_t k = matrix->k, size = stored_bits(stored) / 8;
     const char *panel = (const char *)matrix->panels + row / PANEL * panel_bytes(matrix),
-        *from = panel + row % PANEL * (in_pairs(stored) ? 2 : 1) * size;
+        *from = panel + row % PANEL * count_beside(stored) * size;
     for (ptrdiff_t i = 0; i < k; i++) {
         ptrdiff_t line = (row / PANEL * count_groups(matrix) + i / matrix->group) * PANEL + row % PANEL;
         float number;

@@ -1,0 +1,194 @@
+/* Products with weights of 8 or 4 bits where the processor adds four products at once (AVX512-VNNI). Rows of x become
+   int8, each BLOCK of their numbers by a scale of its own; weights are unsigned, and what their zero points add, 128 with
+   8 bits, is taken off each block's sum, which is exact.
+
+   Blocks and their order do not depend on the number of rows: what comes of a row does not depend on the rows beside
+   it. */
+#ifndef MATMUL_QUADS_H
+#define MATMUL_QUADS_H
+
+#include "matmul_gather.h"
+#include "matmul_words.h"
+
+enum {
+    BLOCK = 128, /* numbers along k that have a scale */
+    QUAD_VECTORS = PANEL / LANES,
+    MAX_INT8 = 127
+};
+
+/* Numbers from `first` on that have one scale: up to BLOCK of a group. */
+ALWAYS_INLINE ptrdiff_t block_numbers(ptrdiff_t group, ptrdiff_t first, ptrdiff_t end) {
+    ptrdiff_t of_group = group - first % group, left = end - first < BLOCK ? end - first : BLOCK;
+    return of_group < left ? of_group : left;
+}
+
+static ptrdiff_t integer_row_bytes(const struct packed_matrix *matrix) {
+    return padded(matrix->k, matrix->stored);
+}
+
+/* Blocks of a row. */
+static ptrdiff_t count_scales(const struct packed_matrix *matrix) {
+    ptrdiff_t group = padded(matrix->group, matrix->stored), end = padded(matrix->k, matrix->stored);
+    ptrdiff_t of_group = (group + BLOCK - 1) / BLOCK, rest = end % group;
+    return end / group * of_group + (rest + BLOCK - 1) / BLOCK;
+}
+
+static ptrdiff_t count_sums(const struct packed_matrix *matrix, int few) {
+    (void)few;
+    return count_scales(matrix);
+}
+
+/* 16 numbers of x, zeros behind the first `count`. */
+ALWAYS_INLINE lanes load_numbers(const char *x, int is_bf16, ptrdiff_t count) {
+    __mmask16 there = count >= LANES ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
+    if (!is_bf16)
+        return (lanes)_mm512_maskz_loadu_ps(there, x);
+    return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, x)), 16);
+}
+
+/* A block of x, of which `count` numbers are there, as `filled` numbers of int8, in the order in which `unpacked_quads`
+   gives weights of 4 bits if `by_eight`. Returns their scale, NaN where one is not finite; *total: their sum. */
+ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, ptrdiff_t filled, int by_eight,
+                                   int8_t *to, int32_t *total) {
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    lanes numbers[BLOCK / LANES];
+    __m512i most = _mm512_setzero_si512(); /* of magnitudes, whose bits are ordered as they are, and NaN last */
+    integers sum = {0};
+#pragma GCC unroll 8
+    for (ptrdiff_t i = 0; i < BLOCK / LANES; i++) {
+        numbers[i] = load_numbers(x + i * LANES * (is_bf16 ? 2 : 4), is_bf16, count - i * LANES);
+        most = _mm512_max_epu32(most, (__m512i)((words)numbers[i] & 0x7fffffffu));
+    }
+    float magnitude = float_of_bits(_mm512_reduce_max_epu32(most)),
+          inverse = magnitude > 1e-30f ? MAX_INT8 / magnitude : 0.0f;
+#pragma GCC unroll 8
+    for (ptrdiff_t i = 0; i < BLOCK / LANES; i++) {
+        ptrdiff_t left = filled - i * LANES;
+        __m512i rounded = _mm512_cvtps_epi32((__m512)(numbers[i] * inverse));
+        __m128i narrowed = _mm512_cvtepi32_epi8(rounded);
+        sum += (integers)rounded;
+        if (left > 0)
+            _mm_mask_storeu_epi8(to + i * LANES, left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1),
+                                 by_eight ? _mm_shuffle_epi8(narrowed, order) : narrowed);
+    }
+    *total = _mm512_reduce_add_epi32((__m512i)sum);
+    return magnitude * 0.0f == 0.0f ? magnitude / MAX_INT8 : NAN;
+}
+
+/* x [k] as int8 [padded k], with a scale and a sum for each block. */
+static void quantize_integers(const struct packed_matrix *matrix, const char *x, char *to, float *scales,
+                              int32_t *totals) {
+    ptrdiff_t k = matrix->k, end = padded(k, matrix->stored), group = padded(matrix->group, matrix->stored);
+    int by_eight = matrix->stored == STORED_INT4;
+    for (ptrdiff_t first = 0, count; first < end; first += count, to += count, scales++, totals++) {
+        count = block_numbers(group, first, end);
+        ptrdiff_t there = k - first < count ? k - first : count;
+        *scales = matrix->floats ? quantize_block(x + first * 4, 0, there, count, by_eight, (int8_t *)to, totals)
+                                 : quantize_block(x + first * 2, 1, there, count, by_eight, (int8_t *)to, totals);
+    }
+}
+
+/* Rows of x as `quantize_integers` makes them, [end], or gathered in quads; each with [blocks] scales and sums. */
+typedef struct {
+    const char *numbers;
+    const float *scales;
+    const int32_t *totals;
+    ptrdiff_t end, blocks;
+} quad_rows;
+
+/* Quads of numbers of 4 bits: the first of words that hold two of them, or the second. */
+ALWAYS_INLINE words unpacked_quads(words packed, int part) {
+    return (part ? packed >> 4 : packed) & 0x0f0f0f0fu;
+}
+
+ALWAYS_INLINE integers add_quads(integers sum, words of_bytes, words of_signed_bytes) {
+    return (integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)of_bytes, (__m512i)of_signed_bytes);
+}
+
+/* What is added to a sum for the zero points of its weights; `zeros`: pairs of them, of int4. */
+ALWAYS_INLINE integers less_zeros(int stored, int32_t total, words zeros) {
+    if (stored == STORED_INT8)
+        return (integers){0} - 128 * total;
+    return add_products((integers){0}, zeros & 0xffffu, (words){0} + ((uint32_t)-total & 0xffffu));
+}
+
+/* To sums [rows][PANEL] the products of rows of x with a panel, whose groups are in words. */
+ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows x, const packed_panel *panel,
+                                  prefetching next, float *sums) {
+    ptrdiff_t group = 2 * panel->group, at_once = stored == STORED_INT4 ? 8 : 4;
+    const char *from = panel->weights;
+    for (ptrdiff_t first = 0, block = 0, count; first < x.end; first += count, block++) {
+        ptrdiff_t line = first / group * PANEL;
+        integers whole[MOST_ROWS][QUAD_VECTORS];
+        for (int i = 0; i < next.lines; i++, next.at += 64)
+            _mm_prefetch(next.at, _MM_HINT_T1);
+#pragma GCC unroll 2
+        for (int v = 0; v < QUAD_VECTORS; v++) {
+            words zeros = stored == STORED_INT4 ? load_octets(panel->zeros + line + v * LANES) : (words){0};
+#pragma GCC unroll 12
+            for (int i = 0; i < rows; i++)
+                whole[i][v] = less_zeros(stored, x.totals[i * x.blocks + block], zeros);
+        }
+        count = block_numbers(group, first, x.end);
+        for (ptrdiff_t j = first; j < first + count; j += at_once, from += PANEL * 4) {
+            words packed[QUAD_VECTORS] = {load_words(from), load_words(from + 4 * LANES)};
+#pragma GCC unroll 2
+            for (int part = 0; part < at_once / 4; part++) {
+                words weights[QUAD_VECTORS];
+#pragma GCC unroll 2
+                for (int v = 0; v < QUAD_VECTORS; v++)
+                    weights[v] = stored == STORED_INT4 ? unpacked_quads(packed[v], part) : packed[v];
+#pragma GCC unroll 12
+                for (int i = 0; i < rows; i++) {
+                    const char *at = gathered ? x.numbers + (j + 4 * part) * rows + 4 * i
+                                              : x.numbers + i * x.end + j + 4 * part;
+                    words numbers = repeated((const void *)at);
+#pragma GCC unroll 2
+                    for (int v = 0; v < QUAD_VECTORS; v++)
+                        whole[i][v] = add_quads(whole[i][v], weights[v], numbers);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < QUAD_VECTORS; v++) {
+            lanes scales = load(panel->scales + line + v * LANES);
+#pragma GCC unroll 12
+            for (int i = 0; i < rows; i++) {
+                float *sum = sums + i * PANEL + v * LANES;
+                lanes scaled = __builtin_convertvector(whole[i][v], lanes) * x.scales[i * x.blocks + block];
+                store(sum, fused(first ? load(sum) : all(0.0f), scaled, scales));
+            }
+        }
+    }
+}
+
+#define QUAD_TILE(rows)                                                                                                \
+    NEVER_INLINE void quads_##rows(int stored, int gathered, quad_rows x, const packed_panel *panel, prefetching next,  \
+                                   float *sums) {                                                                      \
+        if (stored == STORED_INT8 && gathered)                                                                         \
+            multiply_quads(STORED_INT8, 1, rows, x, panel, next, sums);                                                \
+        else if (stored == STORED_INT8)                                                                                \
+            multiply_quads(STORED_INT8, 0, rows, x, panel, next, sums);                                                \
+        else if (gathered)                                                                                             \
+            multiply_quads(STORED_INT4, 1, rows, x, panel, next, sums);                                                \
+        else                                                                                                           \
+            multiply_quads(STORED_INT4, 0, rows, x, panel, next, sums);                                                \
+    }
+QUAD_TILE(1)
+QUAD_TILE(2)
+QUAD_TILE(3)
+QUAD_TILE(4)
+QUAD_TILE(5)
+QUAD_TILE(6)
+QUAD_TILE(7)
+QUAD_TILE(8)
+QUAD_TILE(9)
+QUAD_TILE(10)
+QUAD_TILE(11)
+QUAD_TILE(12)
+
+static void (*const multiply_quad_rows[MOST_ROWS])(int, int, quad_rows, const packed_panel *, prefetching, float *) = {
+    quads_1, quads_2, quads_3, quads_4, quads_5, quads_6, quads_7, quads_8, quads_9, quads_10, quads_11, quads_12,
+};
+
+#endif
