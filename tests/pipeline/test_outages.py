@@ -360,13 +360,15 @@ def cut_off(fleet: LocalFleet, number: int) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def stopped_worker(fleet: LocalFleet, number: int) -> Iterator[list[int]]:
-    """The worker and its core do nothing at all; gives their process ids."""
-    pids = [fleet.workers[number].pid, *descendants(fleet.workers[number].pid)]
-    send_all(pids, signal.SIGSTOP)
+    """The worker does nothing at all; gives its core, which is stopped too and stays so: it must
+    have no result when the worker goes on.
+    """
+    worker = fleet.workers[number]
+    send_all([worker.pid], signal.SIGSTOP)
     try:
-        yield pids
+        yield worker.below("core_process")
     finally:
-        send_all(pids, signal.SIGCONT)
+        send_all([worker.pid], signal.SIGCONT)
 
 
 @pytest.mark.proof
@@ -385,6 +387,7 @@ def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
     # One that is only cut off may have finished them all, and has nothing left to let go of.
     if absence is stopped_worker:
         fleet.wait(lambda: let_go_of(fleet, number) > let_go, END_SECONDS, "it to let go of them")
+    work.go_on()
     work.check_end(undisturbed)
 
 
