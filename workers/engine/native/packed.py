@@ -72,8 +72,9 @@ class PackedMatrix:
     [n], float32 or bfloat16; in float32 if `to_float`.
 
     Weights in float32 are stored in 16 bits where these hold each of them exactly, and quantized
-    ones as they are: then x is multiplied as integers, too (`as_integers`). If `gated`, the first n / 2 rows of weight are gates and the others the values that they multiply,
-    and the result [..., n / 2] is activation(gate) * up.
+    ones as they are: then x is multiplied as integers, too (`as_integers`). If `gated`, the first n
+    / 2 rows of weight are gates and the others the values that they multiply, and the result [...,
+    n / 2] is activation(gate) * up.
     """
 
     __slots__ = (
