@@ -160,8 +160,9 @@ def as_integers(x: Tensor, group_size: int) -> Tensor:
     """
     if not _functions().multiplies_quads():
         return _rounded(x, 32767)
-    groups = (part.split(_QUAD_BLOCK, 1) for part in x.split(group_size, 1))
-    return torch.cat([_rounded(block, 127) for blocks in groups for block in blocks], 1)
+    k, groups = x.shape[1], range(0, x.shape[1], group_size)
+    starts = [start for first in groups for start in range(first, min(first + group_size, k), _QUAD_BLOCK)]
+    return torch.cat([_rounded(block, 127) for block in x.tensor_split(starts[1:], 1)], 1)
 
 
 def _rounded(x: Tensor, largest: int) -> Tensor:
