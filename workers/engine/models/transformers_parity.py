@@ -20,6 +20,7 @@ from workers.engine.attention.reference import TorchAttention
 from workers.engine.cuda.graphs import CudaRecorder, Work
 from workers.engine.cuda.out_of_memory import one_line
 from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.layers.weights import Weights
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
@@ -60,7 +61,8 @@ def load_checked(
         )  # fmt: skip
     model = TransformersModel(module, found.body, config, weights, max_model_len)
     model.config = replace(config, attention_patterns=patterns_by_masks(model))
-    check_parity(model)
+    # Products with int8 may round their inputs to 8 bits, too, as many as bfloat16 has
+    check_parity(model, torch.bfloat16 if isinstance(weights.ops, Int8Ops) else model.dtype)
     if weights.device.type == "cuda":
         model.recordable = found.model_class._can_compile_fullgraph and replays(model, CudaRecorder())
     return model
@@ -88,9 +90,9 @@ def patterns_by_masks(model: TransformersModel) -> tuple[AttentionPattern, ...]:
 
 
 @torch.inference_mode()
-def check_parity(model: TransformersModel) -> None:
+def check_parity(model: TransformersModel, dtype: torch.dtype) -> None:
     """Raise ModelLoadError where a step's logits are further from those of the class itself than
-    rounding accounts for.
+    rounding to `dtype` accounts for.
     """
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, model.config.vocab_size, (sum(_STEPS),), generator=generator).to(model.device)
@@ -98,7 +100,7 @@ def check_parity(model: TransformersModel) -> None:
         expected = torch.split(model.own_logits(prompt, "eager"), _STEPS)
         found = torch.split(_paged_logits(model, prompt), _STEPS)
     apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    if not apart <= _TOLERANCES.get(model.dtype, _TOLERANCES[torch.bfloat16]):
+    if not apart <= _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]):
         raise refusal(
             model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own"
         )

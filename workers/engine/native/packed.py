@@ -154,20 +154,20 @@ class PackedMatrix:
 
 
 def as_integers(x: Tensor, group_size: int) -> Tensor:
-    """Return x [rows, k] as it is multiplied with integers whose groups have so many numbers, in
+    """Return x [..., k] as it is multiplied with integers whose groups have so many numbers, in
     float64: rounded to 16 bits by a scale for each row or, where the processor adds four products
     at once, to 8 bits by a scale for each part of a group.
     """
     if not _functions().multiplies_quads():
         return _rounded(x, 32767)
-    k, groups = x.shape[1], range(0, x.shape[1], group_size)
+    k, groups = x.shape[-1], range(0, x.shape[-1], group_size)
     starts = [start for first in groups for start in range(first, min(first + group_size, k), _QUAD_BLOCK)]
-    return torch.cat([_rounded(block, 127) for block in x.tensor_split(starts[1:], 1)], 1)
+    return torch.cat([_rounded(block, 127) for block in x.tensor_split(starts[1:], -1)], -1)
 
 
 def _rounded(x: Tensor, largest: int) -> Tensor:
     """Round each row to multiples of a step, of which its largest number has `largest`."""
-    most = x.float().abs().amax(1, keepdim=True).clamp_min(1e-30)
+    most = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
     steps = torch.full_like(most, largest) / most  # of a number instead of a tensor, that is rounded twice
     return (x.float() * steps).round().double() * most.double() / largest
 

@@ -26,6 +26,7 @@ from tests.workers.engine.device.quantizing import (
 from tests.workers.engine.device.test_loader import logits
 from tests.workers.engine.loading import load_model
 from tests.workers.engine.native.available import needs_native
+from tests.workers.engine.native.rounding import RoundingOps
 from workers.engine.device.loader import (
     load_weights,
     open_checkpoint,
@@ -160,16 +161,9 @@ def test_some_integers_stay_as_they_are_stored(name: str) -> None:
 
 
 def check_near(model: DecoderModel, exact: DecoderModel) -> None:
-    """The kernels round numbers that are multiplied with integers to 16 bits."""
+    """A number between two integers may become either."""
     expected = logits(exact)
     assert (logits(model) - expected).norm() < 5e-4 * expected.norm()
-
-
-class DequantizingOps(TorchOps):
-    """Takes integers as they are stored, and makes floats of them for each product."""
-
-    def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
-        return bits is not None
 
 
 @needs_native
@@ -180,7 +174,7 @@ def test_the_cpu_multiplies_integers_as_they_are_stored(name: str, tmp_path: Pat
     stored = {part.stored for layer in model.stack.layers for part in (layer.qkv, layer.output, layer.up, layer.down)}
     expected = {4: {torch.uint8}, 8: {torch.int8}, None: {torch.float16, torch.bfloat16}}[INTEGERS.get(name)]
     assert stored <= expected
-    exact = load_model(str(quantized), "float32", CPU, ops=DequantizingOps())
+    exact = load_model(str(quantized), "float32", CPU, ops=RoundingOps())
     check_near(model, exact)
 
 
@@ -201,7 +195,7 @@ def test_projections_of_two_kinds_are_dequantized(tmp_path: Path) -> None:
     case = packed(4, 32)
     settings = case.settings | {"ignore": ["lm_head", Q_PROJ]}
     quantized, _ = write(Case(settings, case.pack, case.dtype), tmp_path, (Q_PROJ,))
-    model, exact = (load_model(str(quantized), "float32", CPU, ops=ops) for ops in (NativeOps(), DequantizingOps()))
+    model, exact = (load_model(str(quantized), "float32", CPU, ops=ops) for ops in (NativeOps(), RoundingOps()))
     layers: Any = model.stack.layers
     assert [layer.qkv.stored for layer in layers] == [torch.uint8, torch.bfloat16, torch.uint8]
     check_near(model, exact)

@@ -290,12 +290,12 @@ def test_what_a_mask_lets_a_query_see(visible: Callable[[torch.Tensor, torch.Ten
 def test_other_logits_than_the_class_gives_are_refused() -> None:
     model = load_model(str(folder("granite")), "float32", CPU)
     assert isinstance(model, TransformersModel)
-    check_parity(model)
+    check_parity(model, model.dtype)
     model.config = replace(model.config, attention_scales=(0.1, 0.1, 0.11))
     with pytest.raises(
         ModelLoadError, match=r"cannot run on this engine: its logits on a paged cache are 0\.\d+ of their size away"
     ):
-        check_parity(model)
+        check_parity(model, model.dtype)
 
 
 def test_a_recording_counts_only_where_it_repeats_for_other_tokens() -> None:
