@@ -43,7 +43,9 @@ def show_live(queue: Queue, interval: float, server: str) -> None:
     to stop.
     """
     state = _State(server, interval, take_sample(queue))
-    console = Console(markup=False, highlight=False)
+    # By COLUMNS and LINES rich would keep to the size that the window had at first
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    console = Console(markup=False, highlight=False, _environ=environment)
     with (
         Signals() as signals,
         _resizes(),

@@ -1,13 +1,15 @@
 """A frame: one line about the fleet, then its batches, queues and workers, as many as fit."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from jobs.queue.gauges import GpuGauges, WorkerGauges
+from jobs.queue.gauges import Depths, GpuGauges, WorkerGauges
 from jobs.queue.registry import WorkerRecord
 from pipeline.plain_text import plain
 from pipeline.progress import duration
@@ -67,7 +69,8 @@ class Section(NamedTuple):
     """A table of a frame."""
 
     columns: tuple[Column, ...]
-    rows: list[list[Cell]]
+    items: Sequence[Any]
+    row: Callable[[Any], list[Cell]]  # of an item
     empty: str  # in place of rows where there are none
 
 
@@ -86,16 +89,16 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         sections = self._sections()
-        wanted = [len(section.rows) or 1 for section in sections]
+        wanted = [len(section.items) or 1 for section in sections]
         room = console.height - 1 - _LINES_BESIDE_ROWS * len(sections)
         yield self._header(options.max_width)
         for section, count in zip(sections, shared(room, wanted) if self._in_window else wanted, strict=True):
+            left_out = 0 if count >= len(section.items) else len(section.items) - max(0, count - 1)
+            rows = [section.row(item) for item in section.items[: len(section.items) - left_out]]
             yield Text()
-            yield fitted(section.columns, section.rows[: _shown(section, count)], options.max_width)
-            if not section.rows:
-                yield Text(section.empty, "dim")
-            elif count < len(section.rows):
-                yield Text(f"… {len(section.rows) - _shown(section, count)} more", "dim")
+            yield fitted(section.columns, rows, options.max_width)
+            if left_out or not rows:
+                yield Text(f"… {left_out} more" if left_out else section.empty, "dim")
 
     def _header(self, width: int) -> Text:
         """Return one line, of which the server's address is cut first."""
@@ -120,62 +123,60 @@ class Frame:
         fleet = self._sample.fleet
         with_gpus = any(gauges.gpus for _, gauges in fleet.reported)
         reported = {worker.id: gauges for worker, gauges in fleet.reported}
-        workers = [_worker_row(worker, reported.get(worker.id), with_gpus) for worker in fleet.workers]
-        batches = [self._batch_row(batch) for batch in self._sample.batches]
+        columns = (*_WORKERS, *(_GPUS if with_gpus else ()))
+
+        def worker_row(worker: WorkerRecord) -> list[Cell]:
+            return _worker_row(worker, reported.get(worker.id), with_gpus)
+
         return [
-            Section(_BATCHES, batches, "no batch is at work or has ended"),
-            Section(_QUEUES, [_queue_row(model, self._sample) for model in _models(self._sample)], "no model is known"),
-            Section((*_WORKERS, *(_GPUS if with_gpus else ())), workers, "no worker is alive"),
+            Section(_BATCHES, self._sample.batches, self._batch_row, "no batch is at work or has ended"),
+            Section(_QUEUES, _models(fleet.depths), partial(_queue_row, fleet.depths), "no model is known"),
+            Section(columns, fleet.workers, worker_row, "no worker is alive"),
         ]
 
     def _batch_row(self, batch: BatchSample) -> list[Cell]:
         status, at_work = batch.status, batch.ended_ago is None
-        left = self._rates.seconds_left(batch.id)
-        ended_ago = "" if batch.ended_ago is None else f"{_coarse(batch.ended_ago)} ago"
-        if at_work and not status.all_done:
-            ended_ago = _UNKNOWN if left is None else duration(left)
         return [
             Text(plain(batch.id), "" if at_work else "dim"),
             _state(status.state),
-            ProgressBar(total=max(1, status.total), completed=status.finished),
+            ProgressBar(
+                total=max(1, status.total), completed=status.finished, complete_style="cyan", finished_style="green"
+            ),
             Text(str(status.completed)),
             Text(str(status.failed), "red" if status.failed else ""),
             Text(str(status.total)),
             Text(_number(self._rates.lines_per_second(batch.id)) if at_work else ""),
-            Text(ended_ago),
+            Text(self._time_left(batch)),
             Text(plain(", ".join(status.line_models))),
         ]
 
+    def _time_left(self, batch: BatchSample) -> str:
+        if batch.ended_ago is not None:
+            return f"{_coarse(batch.ended_ago)} ago"
+        left = self._rates.seconds_left(batch.id)
+        return _UNKNOWN if left is None else duration(left)
 
-def shared(room: int, wanted: Iterable[int]) -> list[int]:
+
+def shared(room: int, wanted: list[int]) -> list[int]:
     """Return how many rows each of several gets: all alike, but none more than it wants."""
-    wants = list(wanted)
-    given = [0] * len(wants)
-    while room > 0 and given != wants:
-        for place, want in enumerate(wants):
+    given = [0] * len(wanted)
+    while room > 0 and given != wanted:
+        for place, want in enumerate(wanted):
             if room > 0 and given[place] < want:
                 given[place] += 1
                 room -= 1
     return given
 
 
-def _shown(section: Section, count: int) -> int:
-    """Return how many rows are shown in so many lines: one of them says how many are not."""
-    return count if count >= len(section.rows) else max(0, count - 1)
-
-
-def _models(sample: Sample) -> list[str]:
+def _models(depths: Depths) -> list[str]:
     """Return the models, those that most requests wait for first."""
-    depths = sample.fleet.depths
-    waiting: dict[str, int] = {}
+    waiting: Counter[str] = Counter()
     for by_model in (depths.live, depths.batch, depths.quarantined):
-        for model, count in by_model.items():
-            waiting[model] = waiting.get(model, 0) + count
+        waiting.update(by_model)
     return sorted(waiting, key=lambda model: (-waiting[model], model))
 
 
-def _queue_row(model: str, sample: Sample) -> list[Cell]:
-    depths = sample.fleet.depths
+def _queue_row(depths: Depths, model: str) -> list[Cell]:
     quarantined = depths.quarantined.get(model, 0)
     return [
         Text(plain(model)),

@@ -51,7 +51,7 @@ def check_restored(terminal: Terminal) -> None:
 
 
 def test_frames_follow_the_fleet_and_the_size_of_the_window(queue: Queue, redis_url: str) -> None:
-    with top(redis_url) as terminal:
+    with top(redis_url, COLUMNS="100", LINES="40") as terminal:
         frame = terminal.wait_for("Redis answers", "no batch", "no worker is alive")
         assert len(frame) == 24
         assert max(map(len, frame)) <= 80

@@ -105,6 +105,13 @@ def test_a_frame_fits_its_window(queue: Queue, width: int, height: int) -> None:
     assert sum(bool(re.fullmatch(r"… \d+ more", line)) for line in lines) == 3
 
 
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (10, 4), (40, 8)])
+def test_a_window_without_room_is_drawn_as_far_as_it_goes(queue: Queue, width: int, height: int) -> None:
+    add_worker(queue, "w1")
+    add_work(queue)
+    assert max(map(cell_len, render(queue, width, height))) <= width
+
+
 def test_at_80_columns_no_number_is_cut(queue: Queue) -> None:
     add_worker(queue, "a-host-with-a-long-name-17-a1b2c3", GpuGauges("H200", "GPU", 1.0, 60 << 30, 140 << 30))
     queue.create_batch("batch_66120041c39a979f3af80b25", 10_000_000, state="in_progress", fields={"completed": 999_999})
