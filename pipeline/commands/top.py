@@ -26,7 +26,7 @@ def _no_nan(_ctx: click.Context, _param: click.Parameter, seconds: float) -> flo
     "--once",
     env="PIPELINE_TOP_ONCE",
     is_flag=True,
-    help="Print one frame as plain text; so it is where stdout is no terminal.",
+    help="Print one frame as plain text, as is also done where stdout is no terminal.",
 )
 @fleet_redis_option
 @common_options
