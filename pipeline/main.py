@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "Serve one model over HTTP, with all that belongs to it.",
     "status": "Show the workers, models and batches of a fleet.",
     "tail": "Show the text of a running request or batch.",
+    "top": "Show a fleet at work, again every second.",
     "wait": "Wait for a batch that was submitted with `run-batch --detach`.",
     "worker": "Answer the requests of a queue with one model.",
 }

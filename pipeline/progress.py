@@ -34,14 +34,16 @@ class Rate:
     """Compute tokens per second over the last ten seconds, and the seconds left at the rate of the
     requests.
 
-    The time before the first request runs does not count.
+    The time before the first request runs does not count, nor what came before counts that fell,
+    as they do where Redis lost some.
     """
 
     def __init__(self) -> None:
         self._readings: list[tuple[float, Counts]] = []
 
     def add(self, counts: Counts, now: float) -> None:
-        if self._readings and not (counts.running or counts.done or counts.tokens):
+        idle = not (counts.running or counts.done or counts.tokens)
+        if self._readings and (idle or counts.done < self._readings[-1][1].done):
             self._readings.clear()
         self._readings.append((now, counts))
         while len(self._readings) > 2 and now - self._readings[1][0] > _RATE_WINDOW:
@@ -51,6 +53,12 @@ class Rate:
     def tokens_per_second(self) -> float:
         seconds, counts = self._span()
         return max(0, counts.tokens) / seconds if seconds > 0 else 0.0
+
+    @property
+    def done_per_second(self) -> float | None:
+        """Requests per second; None before the second reading."""
+        seconds, counts = self._span()
+        return counts.done / seconds if seconds > 0 else None
 
     @property
     def seconds_left(self) -> float | None:

@@ -1,6 +1,7 @@
 """Tables as commands print them."""
 
 import sys
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -26,4 +27,10 @@ def new_listing(*columns: str) -> Table:
 
 def print_table(table: Table) -> None:
     """Print on stdout, as wide as the terminal."""
-    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, markup=False, highlight=False).print(table)
+    new_console().print(table)
+
+
+def new_console(color_system: Literal["auto"] | None = "auto") -> Console:
+    """Return stdout, as wide as the terminal; None for `color_system` gives plain text."""
+    width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
+    return Console(width=width, color_system=color_system, markup=False, highlight=False)

@@ -19,9 +19,10 @@ from prometheus_client.utils import floatToGoString
 
 from api.state import state_of
 from api.threads import LIVE, run_in
-from jobs.queue.gauges import Depths, MetricDescriptor, MetricSample, WorkerGauges
+from jobs.queue.gauges import MetricDescriptor, MetricSample, WorkerGauges
+from jobs.queue.reading import QueueReading, read_fleet
 from jobs.queue.registry import WorkerRecord
-from jobs.queue.request_queue import Queue, TokenTotals
+from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 
 router = APIRouter()
@@ -52,15 +53,6 @@ async def metrics(request: Request) -> Response:
         return PlainTextResponse("the queue does not answer\n", 503, {"retry-after": "1"})
 
 
-class QueueReading(NamedTuple):
-    """What one scrape found in Redis."""
-
-    depths: Depths
-    totals: TokenTotals
-    workers: list[WorkerRecord]
-    reported: list[tuple[WorkerRecord, WorkerGauges]]
-
-
 class QueueMetric(NamedTuple):
     """A metric of the API's own, and how its samples (values of the labels, number) are read."""
 
@@ -78,18 +70,14 @@ class QueueCollector(Collector):
         self._queue = queue
 
     def collect(self) -> Iterator[Family]:
-        queue = self._queue
-        workers, models = queue.workers(), [record.name for record in queue.models()]
-        gauges = queue.gauges([worker.id for worker in workers])
-        reported = [(worker, gauges[worker.id]) for worker in workers if worker.id in gauges]
-        reading = QueueReading(queue.depths(models), queue.token_totals(), workers, reported)
+        reading = read_fleet(self._queue)
         for metric in QUEUE_METRICS:
             family = _OWN[metric.kind](metric.name, metric.help, labels=metric.labels)
             for labels, value in metric.samples(reading):
                 family.add_metric(labels, value)
             if family.samples:
                 yield family
-        yield from _of_engines(reported)
+        yield from _of_engines(reading.reported)
 
 
 def _of_engines(reported: Iterable[tuple[WorkerRecord, WorkerGauges]]) -> Iterable[Family]:
@@ -131,6 +119,13 @@ def _by_model(reading: QueueReading) -> Iterator[tuple[Sequence[str], float]]:
             yield (model, kind), count
 
 
+def _oldest(reading: QueueReading) -> Iterator[tuple[Sequence[str], float]]:
+    depths = reading.depths
+    for kind, ages, models in (("live", depths.oldest_live, depths.live), ("batch", depths.oldest_batch, depths.batch)):
+        for model in sorted(models):
+            yield (model, kind), ages.get(model, 0.0)
+
+
 def _by_state(counts: Mapping[str, int]) -> list[tuple[Sequence[str], float]]:
     return [((state,), count) for state, count in sorted(counts.items())]
 
@@ -154,6 +149,21 @@ QUEUE_METRICS = (
         "Requests waiting for a worker: live calls, batch lines in the ready lists, those in quarantine (suspect).",
         ("model_name", "kind"),
         _by_model,
+    ),
+    QueueMetric(
+        "pipeline_oldest_request_age_seconds",
+        "gauge",
+        "Age of the oldest request that waits for a worker: of a live call since it was submitted, of a batch line"
+        " since its batch was created; 0 where none waits.",
+        ("model_name", "kind"),
+        _oldest,
+    ),
+    QueueMetric(
+        "pipeline_requests_ended",
+        "counter",
+        "Live calls and batch lines that ended with a result, also those that failed.",
+        (),
+        lambda reading: [((), reading.requests_ended)],
     ),
     QueueMetric(
         "pipeline_batches",

@@ -98,6 +98,13 @@ class BatchQueue(QueueBase):
         rows = self.commands(("HMGET", keys.batch(batch), *names) for batch in batches)
         return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
 
+    def ended_batches(self, count: int) -> dict[str, float]:
+        """Return when each of the batches that ended last was cleaned, by id, unix seconds, the
+        latest first; at most 100 are noted.
+        """
+        rows = self._command("ZREVRANGE", keys.ENDED, 0, count - 1, "WITHSCORES")
+        return {text(batch): float(score) / 1000 for batch, score in zip(rows[::2], rows[1::2], strict=True)}
+
     def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
         """Add lines to the ready list (at most 500) and move the batch's cursor from `start` to
         `cursor`.
@@ -272,5 +279,6 @@ class BatchQueue(QueueBase):
         self._command("UNLINK", *(name(batch) for name in names))
         self._command("ZREM", keys.WATCHED, batch)
         self._command("ZREM", keys.WAITING_BATCHES, batch)
+        self._command("ZREM", keys.ENDED, batch)
         self._command("SREM", keys.BATCHES, batch)
         self._command("SREM", keys.ACTIVE, batch)

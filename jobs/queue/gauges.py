@@ -4,7 +4,7 @@ behind `GET /metrics`.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -73,6 +73,10 @@ class Depths:
     quarantined: dict[str, int]  # by model
     batches: dict[str, int]  # those that the control plane has work on, by state
     ended: dict[str, int]  # how many batches came to each end, since Redis was empty
+    # By model, of those for which one waits: seconds since the oldest live call was submitted, and
+    # since the oldest batch with lines in the ready lists was created
+    oldest_live: dict[str, float]
+    oldest_batch: dict[str, float]
 
 
 class Gauges(QueueBase):
@@ -93,38 +97,72 @@ class Gauges(QueueBase):
     def depths(self, models: list[str]) -> Depths:
         """How much waits, of live calls and quarantined requests for these models.
 
-        Three round trips, and nothing is asked for a batch that ended.
+        Up to five round trips, and nothing is asked for a batch that ended.
         """
         ends = sorted(END_STATES)
         of_models = [command for model in models for command in _of_model(model)]
         active, ended, *counts = self.commands([["SMEMBERS", keys.ACTIVE], ["HMGET", keys.ENTERED, *ends], *of_models])
         batches = sorted(map(text, active))
         replies = self.commands([command for batch in batches for command in _of_batch(batch)])
-        states = Counter(text(state) for state in replies[::2])
+        states = Counter(text(state) for state, _ in replies[::2])
         lists = [
-            (batch, model)
-            for batch, members in zip(batches, replies[1::2], strict=True)
+            _WaitingList("batch", model, keys.ready(batch, model), created)
+            for batch, (_, created), members in zip(batches, replies[::2], replies[1::2], strict=True)
             for model in map(text, members)
         ]
-        waiting: Counter[str] = Counter()
-        live = Counter(dict(zip(models, counts[::3], strict=True)))
-        in_turns = zip(models, counts[2::3], strict=True)
-        places = [(waiting, model, keys.ready(batch, model)) for batch, model in lists]
-        places += [(live, model, keys.live_of(model, text(one))) for model, tenants in in_turns for one in tenants]
-        for (count, model, _), length in zip(places, self.commands(["LLEN", name] for *_, name in places), strict=True):
-            count[model] += length
+        lists += [_WaitingList("live", model, keys.live(model)) for model in models]
+        in_turns = zip(models, counts[1::2], strict=True)
+        lists += [
+            _WaitingList("live", model, keys.live_of(model, text(one)))
+            for model, tenants in in_turns
+            for one in tenants
+        ]
+        lengths = self.commands(["LLEN", one.key] for one in lists)
+        waiting = {kind: Counter(dict.fromkeys(models, 0)) for kind in ("live", "batch")}
+        for one, length in zip(lists, lengths, strict=True):
+            waiting[one.kind][one.model] += length
+        ages = self._ages([one for one, length in zip(lists, lengths, strict=True) if length])
         return Depths(
-            live=dict(live),
-            batch={model: waiting[model] for model in {*models, *waiting}},
-            quarantined=dict(zip(models, counts[1::3], strict=True)),
+            live=dict(waiting["live"]),
+            batch=dict(waiting["batch"]),
+            quarantined=dict(zip(models, counts[::2], strict=True)),
             batches={state: count for state, count in states.items() if state},
             ended={state: int(count or 0) for state, count in zip(ends, ended, strict=True)},
+            oldest_live=ages["live"],
+            oldest_batch=ages["batch"],
         )
+
+    def _ages(self, lists: list["_WaitingList"]) -> dict[str, dict[str, float]]:
+        """By kind and model the age of the oldest request of these lists, in seconds.
+
+        A list is in the order of arrival, so its head is asked. A call of an API of the version
+        before, which does not note when it came, is left out, and so is one that was just taken.
+        """
+        live = [one for one in lists if one.kind == "live"]
+        (seconds, micros), *heads = self.commands([["TIME"], *(["LINDEX", one.key, 0] for one in live)])
+        found = [(one, text(head).rpartition("/")[0]) for one, head in zip(live, heads, strict=True) if head]
+        since = self.commands(["HGET", keys.bodies(call), "since"] for _, call in found)
+        begun = [(one, int(moment) / 1000) for (one, _), moment in zip(found, since, strict=True) if moment]
+        begun += [(one, float(one.created)) for one in lists if one.created]
+        ages: dict[str, dict[str, float]] = {"live": {}, "batch": {}}
+        for one, moment in begun:
+            age = max(0.0, int(seconds) + int(micros) / 1e6 - moment)
+            ages[one.kind][one.model] = max(ages[one.kind].get(one.model, 0.0), age)
+        return ages
+
+
+class _WaitingList(NamedTuple):
+    """A list of requests that wait for a worker."""
+
+    kind: str
+    model: str
+    key: str
+    created: bytes | None = None  # when its batch was, unix seconds
 
 
 def _of_model(model: str) -> list[list[Any]]:
-    return [["LLEN", keys.live(model)], ["ZCARD", keys.quarantined(model)], ["ZRANGE", keys.live_tenants(model), 0, -1]]
+    return [["ZCARD", keys.quarantined(model)], ["ZRANGE", keys.live_tenants(model), 0, -1]]
 
 
 def _of_batch(batch: str) -> list[list[str]]:
-    return [["HGET", keys.batch(batch), "state"], ["SMEMBERS", keys.batch_models(batch)]]
+    return [["HMGET", keys.batch(batch), "state", "created_at"], ["SMEMBERS", keys.batch_models(batch)]]

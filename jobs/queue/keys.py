@@ -17,7 +17,8 @@ TICK = "{q}:tick"  # hash: time, run_id, reap_after
 # Hash: model -> since when its quarantined requests have waited without one being taken, ms of
 # Redis TIME
 QUARANTINE_WAITS = "{q}:trials"
-TOTALS = "{q}:totals"  # hash: generated, delivered (tokens, since Redis was empty)
+# Hash: generated, delivered (tokens), ended (requests), since Redis was empty
+TOTALS = "{q}:totals"
 # Hash: state -> how many times a batch came to it from another one, since Redis was empty
 ENTERED = "{q}:entered"
 CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
@@ -26,6 +27,7 @@ RETAINED = "{q}:retained"  # zset: live call that ended and whose stream is reta
 RETAINED_BYTES = "{q}:retained_bytes"  # hash: such a call -> bytes of its stream; "" -> those of all
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
+ENDED = "{q}:ended"  # zset: each of the batches that ended last -> when it was cleaned, ms of Redis TIME
 WAITING_BATCHES = "{q}:waiting_batches"  # zset: batch that no process has taken -> since when, unix seconds
 LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
@@ -40,7 +42,7 @@ STORE = "{q}:store"  # id of the file store, as its marker file has it
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
-PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, FILE_EXPIRY, STORE})
+PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, ENDED, FILE_EXPIRY, STORE})
 """What stays in an idle queue."""
 
 
@@ -59,8 +61,8 @@ def ready(batch_id: str, model: str) -> str:
 
 
 def bodies(batch_id: str) -> str:
-    """Hash: line -> Request, from ingest to commit; of a live call line 0, and its model and
-    reply_to.
+    """Hash: line -> Request, from ingest to commit; of a live call line 0, its model and reply_to,
+    and since when it waits, ms of Redis TIME.
     """
     return f"{{q}}:body:{batch_id}"
 

@@ -235,6 +235,10 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         generated, delivered = self._command("HMGET", keys.TOTALS, "generated", "delivered")
         return TokenTotals(int(generated or 0), int(delivered or 0))
 
+    def requests_ended(self) -> int:
+        """Live calls and lines that ever ended with a result, since Redis was empty."""
+        return int(self._command("HGET", keys.TOTALS, "ended") or 0)
+
     def tokens_in_flight(self) -> int:
         """Return the output tokens that unfinished requests have published; the next worker
         continues from there.

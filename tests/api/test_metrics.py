@@ -69,6 +69,8 @@ def test_every_metric_of_the_queue_is_reported(http: httpx.Client, queue: Queue,
         'pipeline_requests_waiting{kind="live",model_name="m"} 1.0',
         'pipeline_requests_waiting{kind="batch",model_name="m"} 3.0',
         'pipeline_requests_waiting{kind="suspect",model_name="m"} 0.0',
+        'pipeline_oldest_request_age_seconds{kind="batch",model_name="m"} 0.0',  # of a batch without a date
+        "pipeline_requests_ended_total 0.0",
         'pipeline_batches{state="in_progress"} 1.0',
         'pipeline_batches_ended_total{state="completed"} 0.0',
         "pipeline_generated_tokens_total 0.0",

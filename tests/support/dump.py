@@ -9,8 +9,8 @@ import redis
 from jobs.queue import keys
 
 _SEED = 1_000_000  # a fence is this times the second in which the counting began, and a number
-_TIMES = {keys.LEASES, keys.ALIVE, keys.WATCHED, keys.RETAINED}  # zsets whose scores are times
-_OF_ONE_CALL = (b"token", b"heartbeat")
+_TIMES = {keys.LEASES, keys.ALIVE, keys.WATCHED, keys.RETAINED, keys.ENDED}  # zsets whose scores are times
+_OF_ONE_CALL = (b"token", b"heartbeat", b"since")
 
 
 _READ_ALL = """
@@ -59,7 +59,7 @@ class Dump:
             return value[b"seq"], [(request, int(fence) % _SEED) for request, fence in given]
         if name.startswith(keys.rate("")):
             return None  # a time and a random token
-        if name.startswith(keys.batch("")):
+        if name.startswith((keys.batch(""), keys.bodies("live_"))):
             return {field: text for field, text in value.items() if field not in _OF_ONE_CALL}
         if name in (keys.QUARANTINE_WAITS, keys.TICK) or name in _TIMES:
             return sorted(value) if isinstance(value, dict) else sorted(member for member, _ in value)

@@ -533,10 +533,10 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
 end
 
 -- Results and counts of requests of one batch; both change only where the done bit flips. Returns
--- how many tokens that delivered.
+-- how many tokens that delivered, and of how many requests.
 local function record_results(batch, items)
   if redis.call('EXISTS', key.batch(batch)) == 0 then
-    return 0
+    return 0, 0
   end
   local lines, sets, results = {}, {}, {}
   local delivered = 0
@@ -574,7 +574,7 @@ local function record_results(batch, items)
       notify(key.JOBS_CONTROL, 'batch', batch)
     end
   end
-  return delivered
+  return delivered, moves.used_lines
 end
 
 local function may_go(age, total, keep)
@@ -630,7 +630,7 @@ local function finish(items, keep)
   if #items == 0 then
     return
   end
-  local names, batches, delivered = {}, {}, 0
+  local names, batches, delivered, ended = {}, {}, 0, 0
   for i, item in ipairs(items) do
     names[i] = item.name
     item.batch, item.line = split(item.name)
@@ -639,12 +639,16 @@ local function finish(items, keep)
   end
   redis.call('HDEL', key.TRIES, unpack(names))
   for batch, of_batch in pairs(batches) do
+    local tokens, requests = of_batch[1].tokens, 1
     if is_live(batch) then
       remove_live(of_batch[1].name)
-      delivered = delivered + of_batch[1].tokens
     else
-      delivered = delivered + record_results(batch, of_batch)
+      tokens, requests = record_results(batch, of_batch)
     end
+    delivered, ended = delivered + tokens, ended + requests
+  end
+  if ended > 0 then
+    redis.call('HINCRBY', key.TOTALS, 'ended', ended)
   end
   if delivered > 0 then
     redis.call('HINCRBY', key.TOTALS, 'delivered', delivered)

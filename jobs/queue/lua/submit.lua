@@ -38,7 +38,7 @@ if in_turns then
   redis.call('HSET', key.LIVE_CALLS, name, #request .. ' ' .. api .. ' ' .. model)
   count_live(model, name, 1, #request)
 end
-redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to)
+redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to, 'since', digits(now_ms()))
 if in_turns then
   redis.call('RPUSH', key.live_of(model, tenant_of(name)), name)
   add_to_ring(key.live_tenants(model), tenant_of(name))

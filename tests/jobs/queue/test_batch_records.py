@@ -220,6 +220,17 @@ def test_an_ended_batch_is_cleaned_unless_it_was_begun_again(
     assert (redis_client.ttl(keys.batch("batch_a")) > 0) is not moved_on
 
 
+def test_the_batches_that_ended_last_are_noted(queue: Queue, redis_client: redis.Redis) -> None:
+    for number in range(103):
+        queue.create_batch(f"batch_{number}", 0, state="completed")
+        queue.clean(f"batch_{number}", queue.batch_fields(f"batch_{number}"))
+        redis_client.zadd(keys.ENDED, {f"batch_{number}": number})  # long ago, each later than the one before
+    assert list(queue.ended_batches(3)) == ["batch_102", "batch_101", "batch_100"]
+    assert len(queue.ended_batches(1000)) == 100
+    queue.forget("batch_102")
+    assert list(queue.ended_batches(1)) == ["batch_101"]
+
+
 def test_forget_leaves_nothing(queue: Queue, redis_client: redis.Redis) -> None:
     start_batch(queue, "batch_a", 1200)
     claims = queue.claim("w1", 1, 30, models=[MODEL])

@@ -51,6 +51,31 @@ def test_what_waits_is_counted_by_model(queue: Queue, redis_client: redis.Redis)
     assert depths.batches == {"in_progress": 2, "validating": 1}
 
 
+def test_the_oldest_request_that_waits_has_its_age(queue: Queue, redis_client: redis.Redis) -> None:
+    assert (queue.depths([MODEL]).oldest_live, queue.depths([MODEL]).oldest_batch) == ({}, {})
+    for call in ("live_0", "live_1", "live_2"):
+        queue.submit(call, request())
+        redis_client.hset(keys.bodies(call), "since", int(1000 * (queue.now() - 60 + 10 * int(call[-1]))))
+    for batch, age in (("batch_a", 300), ("batch_b", 900), ("batch_c", 5000)):
+        queue.create_batch(batch, 1, state="in_progress", fields={"timestamps": {"created": queue.now() - age}})
+        redis_client.sadd(keys.ACTIVE, batch)
+    for batch in ("batch_a", "batch_b"):
+        queue.ingest(batch, [(0, request())], 0, 1)
+    depths = queue.depths([MODEL, "other"])
+    assert (list(depths.oldest_live), list(depths.oldest_batch)) == ([MODEL], [MODEL])
+    assert 60 <= depths.oldest_live[MODEL] < 3000
+    assert 900 <= depths.oldest_batch[MODEL] < 5000  # of batch_c no line waits
+    queue.claim("w", 1, 500, models=[MODEL])
+    assert (queue.depths([MODEL]).oldest_live, queue.depths([MODEL]).oldest_batch) == ({}, {})
+
+
+def test_a_call_that_does_not_say_since_when_it_waits_has_no_age(queue: Queue, redis_client: redis.Redis) -> None:
+    queue.submit("live_1", request())
+    redis_client.hdel(keys.bodies("live_1"), "since")  # as the version before submits it
+    depths = queue.depths([MODEL])
+    assert (depths.live, depths.oldest_live) == ({MODEL: 1}, {})
+
+
 def test_each_end_of_a_batch_counts_once(queue: Queue) -> None:
     queue.create_batch("rebuilt", 1, state="completed")
     for batch, end in (("batch_a", "completed"), ("batch_b", "completed"), ("batch_c", "cancelled")):

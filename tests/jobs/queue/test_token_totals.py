@@ -84,6 +84,18 @@ class TestDelivered:
         assert queue.token_totals() == (0, 0)
 
 
+def test_a_request_that_ended_counts_once(queue: Queue) -> None:
+    start_batch(queue, "batch_a", 3)
+    queue.submit("live_a", request())
+    queue.submit("live_b", request())
+    claims = claim(queue, "w1")
+    cancelled = [one.key for one in claims if one.key.batch == "live_b"]
+    queue.cancel(cancelled)
+    for _ in range(2):
+        queue.commit("w1", [finished(one, status=500 if one.key.live else 200) for one in claims])
+    assert queue.requests_ended() == 4
+
+
 def test_in_flight_is_what_unfinished_requests_have_published(queue: Queue) -> None:
     start_batch(queue, "batch_a", 4)
     first, second, third, _ = claim(queue, "w1")

@@ -1,0 +1,25 @@
+"""One reading of a fleet, for `GET /metrics` and `pipeline top`."""
+
+from typing import NamedTuple
+
+from jobs.queue.gauges import Depths, WorkerGauges
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue, TokenTotals
+
+
+class QueueReading(NamedTuple):
+    """What is in Redis of the workers and of the requests that wait and that ended."""
+
+    depths: Depths
+    totals: TokenTotals
+    requests_ended: int
+    workers: list[WorkerRecord]
+    reported: list[tuple[WorkerRecord, WorkerGauges]]  # of the workers those that reported lately
+
+
+def read_fleet(queue: Queue) -> QueueReading:
+    """Read it in a few round trips. Raise `QueueUnavailable`."""
+    workers, models = queue.workers(), [record.name for record in queue.models()]
+    gauges = queue.gauges([worker.id for worker in workers])
+    reported = [(worker, gauges[worker.id]) for worker in workers if worker.id in gauges]
+    return QueueReading(queue.depths(models), queue.token_totals(), queue.requests_ended(), workers, reported)
