@@ -3,18 +3,22 @@ be, however it comes.
 """
 
 import asyncio
+import hashlib
+import json
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
+from api.file_objects import file_object
 from api.forms import Form, on_disk
 from api.http.errors import MayExist
 from api.http.multipart import FormPart
+from api.idempotency import Answer, hold_key, key_of
 from api.settings import ApiSettings
 from jobs.protocol import fields
+from jobs.protocol.ids import FILE
 from jobs.protocol.lines import decode_json
 from jobs.protocol.results import ApiError
 from jobs.queue.scripts import QueueUnavailable
@@ -22,9 +26,10 @@ from jobs.store.file_store import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
     PURPOSES,
-    FileRecord,
+    FileStore,
     Upload,
 )
+from jobs.store.idempotency import HeldKey
 from jobs.store.input_formats import content_problem, name_problem
 
 _OTHER_FILE_BYTES = 512 * 1024 * 1024
@@ -44,7 +49,47 @@ EXPIRY_SCHEMA = {
 """What `read_expiry` takes."""
 
 
-class FileForm(Form[Upload, FileRecord]):
+class FileWriter:
+    """A file on its way into the store, under the client's idempotency key if it gave one."""
+
+    def __init__(self, files: FileStore, upload: Upload, key: HeldKey | None) -> None:
+        self.upload = upload
+        self._files = files
+        self._key = key
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        """Appends."""
+        self.upload.write(data)
+        if self._key is not None:
+            self._digest.update(data)
+
+    def commit(self) -> Answer:
+        """Store the file, unless an earlier call with the same key did, and close this."""
+        try:
+            if self._key is None:
+                return file_object(self.upload.commit()), False
+            upload = self.upload
+            self._digest.update(json.dumps([upload.filename, upload.purpose, upload.expires_seconds]).encode())
+            return self._key.make_once(self._digest.hexdigest(), upload.id, self._find, lambda _: self._make())
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Remove what was not committed, and let the key go."""
+        self.upload.close()
+        if self._key is not None:
+            self._key.close()
+
+    def _make(self) -> dict[str, Any]:
+        return file_object(self.upload.commit())
+
+    def _find(self, file_id: str) -> dict[str, Any] | None:
+        record = self._files.finish(file_id)
+        return None if record is None else file_object(record)
+
+
+class FileForm(Form[FileWriter, Answer]):
     """The form of a file."""
 
     content, noun = "file", "file"
@@ -61,32 +106,45 @@ class FileForm(Form[Upload, FileRecord]):
             fields.fail(f"Unknown parameter: '{fields.shown(part.name)}'.", EXPIRY, "unknown_parameter")
         await super().begin(part)
 
-    def opener(self, part: FormPart) -> Callable[[], Upload]:
+    def opener(self, part: FormPart) -> Callable[[], FileWriter]:
         """Return what begins the file."""
         self._filename = base_name(part.filename, "file")
         self._check_fields()
-        return partial(self.state.files.begin, filename=self._filename, purpose="", tenant=self._tenant)
+        return self._open
 
-    async def commit(self) -> FileRecord:
+    async def commit(self) -> Answer:
         """The file as it is stored, once the form is whole."""
-        if (upload := self.writer) is None:
+        if (writer := self.writer) is None:
             fields.missing("file")
         self._check_fields()
         if "purpose" not in self.given:
             fields.missing("purpose")
         self.check_size()
         await self.write()
-        upload.purpose = self._text("purpose")
-        check_content(upload)
-        upload.expires_seconds = self._expires_seconds()
+        writer.upload.purpose = self._text("purpose")
+        check_content(writer.upload)
+        writer.upload.expires_seconds = self._expires_seconds()
         self.writer = None  # its thread closes it, also where that is not waited for
-        committing = asyncio.ensure_future(on_disk(_commit, upload))
+        committing = asyncio.ensure_future(on_disk(writer.commit))
         try:
             return await self.state.fleet.unless_away(asyncio.shield(committing))
         except QueueUnavailable as error:
             if committing.done():
                 return committing.result()
+            if key_of(self.request) is not None:
+                raise
             raise MayExist(str(error)) from error
+
+    def _open(self) -> FileWriter:
+        key = hold_key(self.request, FILE)
+        try:
+            files = self.state.files
+            upload = files.begin(filename=self._filename, purpose="", tenant=self._tenant)
+        except BaseException:
+            if key is not None:
+                key.close()
+            raise
+        return FileWriter(files, upload, key)
 
     def limit(self) -> int:
         """What the file may have; the most that any may, while its purpose is unknown."""
@@ -165,11 +223,6 @@ def read_expiry(value: Any, param: str) -> int:
     fields.choice(fields.required(expiry, "anchor", f"{param}."), f"{param}.anchor", ("created_at",))
     seconds = fields.required(expiry, "seconds", f"{param}.")
     return fields.integer(seconds, f"{param}.seconds", MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS)
-
-
-def _commit(upload: Upload) -> FileRecord:
-    with upload:
-        return upload.commit()
 
 
 def _check_format(problem: str | None) -> None:

@@ -18,6 +18,7 @@ from api.http.errors import error_response
 from api.http.openapi import query
 from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
 from api.http.responses import json_response
+from api.idempotency import PARAMETER, answers, respond
 from api.state import BlockingRoute, queue_reachable, state_of
 from api.uploads import ANCHOR, EXPIRY, EXPIRY_SCHEMA, SECONDS, FileForm
 from jobs.batch.completion_log import read_log
@@ -93,13 +94,13 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 
 @router.post(
     "/v1/files",
-    responses={200: {"model": FileObject}},
-    openapi_extra={"requestBody": _FORM},
+    responses=answers(FileObject),
+    openapi_extra={"requestBody": _FORM, "parameters": [PARAMETER]},
     dependencies=_IN_QUEUE,
 )
 async def upload_file(request: Request) -> Response:
     """Store a file; its parts may come in any order."""
-    return json_response(file_object(await receive(request, FileForm(request, _tenant(request)))))
+    return respond(await receive(request, FileForm(request, _tenant(request))))
 
 
 @router.get(

@@ -17,10 +17,11 @@ from api.http.multipart import FormPart
 from api.http.openapi import json_body
 from api.http.request_body import read_body
 from api.http.responses import json_response
+from api.idempotency import PARAMETER, answers, make_once, respond
 from api.state import queue_reachable, state_of
 from api.uploads import EXPIRY_SCHEMA, base_name, check_content, check_purpose, most_bytes, read_expiry
 from jobs.protocol import fields
-from jobs.protocol.ids import PART, micros_of
+from jobs.protocol.ids import PART, UPLOAD, micros_of
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import decode_body
 from jobs.protocol.value_types import or_null
@@ -72,7 +73,7 @@ _COMPLETION = json_body(
 router = APIRouter(dependencies=[Depends(queue_reachable)])
 
 
-@router.post("/v1/uploads", responses={200: {"model": Upload}}, openapi_extra=_NEW)
+@router.post("/v1/uploads", responses=answers(Upload), openapi_extra={**_NEW, "parameters": [PARAMETER]})
 async def create_upload(request: Request) -> Response:
     """Begin an upload, which can be completed within an hour."""
     body = fields.mapping(decode_body(await read_body(request, _MAX_BODY)), "body")
@@ -80,20 +81,30 @@ async def create_upload(request: Request) -> Response:
     filename = base_name(fields.text(fields.required(body, "filename"), "filename"), "filename")
     check_purpose(purpose, filename)
     size = fields.integer(fields.required(body, "bytes"), "bytes", 1, 2**63 - 1)
-    limit = most_bytes(state_of(request).settings, purpose)
+    state, tenant = state_of(request), caller_of(request).tenant
+    limit = most_bytes(state.settings, purpose)
     if size > limit:
         message = f"The file is too large: files may have up to {limit} bytes."
         raise ApiError(413, message, param="bytes", code="request_too_large")
     fields.text(fields.required(body, "mime_type"), "mime_type", _MAX_TYPE)
-    create = partial(
-        state_of(request).uploads.create,
-        filename=filename,
-        purpose=purpose,
-        size=size,
-        tenant=caller_of(request).tenant,
-        file_expires_seconds=fields.optional(body, "expires_after", read_expiry, None),
-    )
-    return await _answer(request, create)
+    expires_seconds = fields.optional(body, "expires_after", read_expiry, None)
+
+    def find(upload_id: str) -> dict[str, Any] | None:
+        record = state.uploads.find(tenant, upload_id)
+        return None if record is None else upload_object(record)
+
+    def make(upload_id: str | None) -> dict[str, Any]:
+        record = state.uploads.create(
+            filename=filename,
+            purpose=purpose,
+            size=size,
+            tenant=tenant,
+            file_expires_seconds=expires_seconds,
+            upload_id=upload_id,
+        )
+        return upload_object(record)
+
+    return respond(await state.fleet.unless_away(on_disk(make_once, request, UPLOAD, body, find, make)))
 
 
 @router.post("/v1/uploads/{upload_id}/parts", responses={200: {"model": UploadPart}}, openapi_extra=_PART)

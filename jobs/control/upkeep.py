@@ -14,6 +14,7 @@ from jobs.batch.retention import forget_output, remove_ended
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
+from jobs.store.idempotency import IdempotencyKeys
 from jobs.store.storage import StoreError
 from jobs.store.upload_store import UploadStore
 
@@ -86,6 +87,7 @@ class Upkeep:
         try:
             swept = files.sweep(now, MOMENT_SECONDS)
             uploads = UploadStore(self._queue, files).sweep(now, MOMENT_SECONDS)
+            IdempotencyKeys(self._queue, files).sweep(now, MOMENT_SECONDS)
             ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))

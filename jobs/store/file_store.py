@@ -158,6 +158,17 @@ class FileStore:
             sync_folder(self._folder)
         self._queue.commands(_index(record))
 
+    def finish(self, file_id: str) -> FileRecord | None:
+        """Bring an upload that was cut off to its end: return the file as listed, or None where
+        there is none, of which then nothing is left.
+        """
+        record = self._read(file_id)
+        if record is None:
+            self.drop(file_id)
+        else:
+            self.put(record)  # lists it
+        return record
+
     def drop(self, file_id: str) -> None:
         """Remove what an upload that ended early has left; what cannot be removed now, the sweep
         removes.

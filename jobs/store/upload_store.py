@@ -104,10 +104,15 @@ class UploadStore:
 
     def get(self, tenant: str, upload_id: str) -> UploadRecord:
         """Return an upload."""
-        record = self._read(upload_id) if is_id(UPLOAD, upload_id) else None
-        if record is None or record.tenant != tenant:
+        record = self.find(tenant, upload_id)
+        if record is None:
             raise ApiError(404, f"No such Upload object: {fields.shown(upload_id)}", param="upload_id")
         return record
+
+    def find(self, tenant: str, upload_id: str) -> UploadRecord | None:
+        """Return an upload, None for one that is unknown or another tenant's."""
+        record = self._read(upload_id) if is_id(UPLOAD, upload_id) else None
+        return record if record is not None and record.tenant == tenant else None
 
     def begin_part(self, tenant: str, upload_id: str) -> "PartWriter":
         """Return a part, which leaves nothing unless it is committed."""
@@ -210,8 +215,6 @@ class UploadStore:
     def _join(
         self, record: UploadRecord, paths: list[Path], check: Callable[[Upload], None], md5: str | None
     ) -> UploadRecord:
-        if record.file_id is not None:
-            self._files.drop(record.file_id)  # what a completion that was killed has left
         with self._files.begin(
             filename=record.filename,
             purpose=record.purpose,
@@ -235,12 +238,8 @@ class UploadStore:
         """
         if record.status != "pending" or record.file_id is None:
             return record
-        try:
-            file = self._files.get(record.tenant, record.file_id)
-        except KeyError:
-            return record
-        self._files.put(file)  # lists it, which the completion may not have come to
-        return self._completed(record, file)
+        file = self._files.finish(record.file_id)
+        return record if file is None else self._completed(record, file)
 
     def _completed(self, record: UploadRecord, file: FileRecord) -> UploadRecord:
         record = self._save(msgspec.structs.replace(record, status="completed", file=file))
