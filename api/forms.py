@@ -42,7 +42,7 @@ class Writer(Protocol):
 W = TypeVar("W", bound=Writer)
 
 
-class Form(ABC, Generic[W, T]):
+class MultipartForm(ABC, Generic[W, T]):
     """The parts that came so far."""
 
     content: str  # the name of the part that goes to disk
@@ -135,7 +135,7 @@ class Form(ABC, Generic[W, T]):
             self.writer.close()
 
 
-async def receive(request: Request, form: Form[W, T]) -> T:
+async def receive(request: Request, form: MultipartForm[W, T]) -> T:
     """Store the content of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, and
     `ClientDisconnect`.
     """

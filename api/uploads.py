@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from api.file_objects import file_object
-from api.forms import Form, on_disk
+from api.forms import MultipartForm, on_disk
 from api.http.errors import MayExist
 from api.http.multipart import FormPart
 from api.idempotency import Answer, hold_key, key_of
@@ -70,8 +70,9 @@ class FileWriter:
             if self._key is None:
                 return file_object(self.upload.commit()), False
             upload = self.upload
-            self._digest.update(json.dumps([upload.filename, upload.purpose, upload.expires_seconds]).encode())
-            return self._key.make_once(self._digest.hexdigest(), upload.id, self._find, lambda _: self._make())
+            told = [upload.filename, upload.purpose, upload.expires_seconds, self._digest.hexdigest()]
+            digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+            return self._key.make_once(digest, upload.id, self._find, lambda _: self._make())
         finally:
             self.close()
 
@@ -89,7 +90,7 @@ class FileWriter:
         return None if record is None else file_object(record)
 
 
-class FileForm(Form[FileWriter, Answer]):
+class FileForm(MultipartForm[FileWriter, Answer]):
     """The form of a file."""
 
     content, noun = "file", "file"

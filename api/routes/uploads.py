@@ -12,7 +12,7 @@ from openai.types.uploads import UploadPart
 
 from api.auth import caller_of
 from api.file_objects import upload_object
-from api.forms import Form, on_disk, receive
+from api.forms import MultipartForm, on_disk, receive
 from api.http.multipart import FormPart
 from api.http.openapi import json_body
 from api.http.request_body import read_body
@@ -130,7 +130,7 @@ async def cancel_upload(request: Request, upload_id: str) -> Response:
     return await _answer(request, partial(state_of(request).uploads.cancel, caller_of(request).tenant, upload_id))
 
 
-class _PartForm(Form[PartWriter, dict[str, Any]]):
+class _PartForm(MultipartForm[PartWriter, dict[str, Any]]):
     """The form of a part."""
 
     content, noun = "data", "part"

@@ -86,11 +86,11 @@ class Upkeep:
         now = min(self._queue.now(), time.time())
         try:
             swept = files.sweep(now, MOMENT_SECONDS)
-            uploads = UploadStore(self._queue, files).sweep(now, MOMENT_SECONDS)
-            IdempotencyKeys(self._queue, files).sweep(now, MOMENT_SECONDS)
             ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))
+            uploads = UploadStore(self._queue, files).sweep(now, MOMENT_SECONDS)
+            IdempotencyKeys(self._queue, files).sweep(now, MOMENT_SECONDS)
         except StoreError as error:
             logger.error("failed to remove expired files; retrying in %d s: %s", SWEEP_SECONDS, error)
             return

@@ -151,6 +151,16 @@ def test_bad_input_takes_no_key(http: httpx.Client, client: openai.OpenAI) -> No
     assert send(http, "/v1/uploads", "k", UPLOAD).status_code == 200
 
 
+def test_a_body_of_odd_values_is_compared_like_any(http: httpx.Client) -> None:
+    headers = {"idempotency-key": "k", "content-type": "application/json"}
+    odd = '"half": "\\ud800", "large": %s, "nothing": NaN, "deep": %s%s' % ("9" * 5000, "[" * 50, "]" * 50)  # noqa: UP031
+    for new, replayed in ((f'{{"bytes": 9, {odd}', False), (f'{{{odd}, "bytes": 9', True)):
+        body = f'{new}, "filename": "in.jsonl", "mime_type": "", "purpose": "batch"}}'
+        answer = http.post("/v1/uploads", content=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert ("idempotent-replayed" in answer.headers) == replayed
+
+
 def test_a_key_is_in_use_while_its_file_comes(
     api_url: str, http: httpx.Client, client: openai.OpenAI, tmp_path: Path
 ) -> None:

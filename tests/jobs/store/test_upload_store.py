@@ -22,7 +22,7 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.store import upload_store
 from jobs.store.file_store import FileStore, Upload
-from jobs.store.storage import exclusive
+from jobs.store.storage import StoreFull, exclusive
 from jobs.store.upload_store import PART_BYTES, UploadRecord, UploadStore
 from tests.support.integrity import faults
 from tests.support.killed_steps import killed_before_each_step
@@ -154,6 +154,31 @@ def test_a_part_is_dropped_where_its_upload_ended_meanwhile(uploads: UploadStore
     part.close()
     assert left(uploads, upload) == set()
     refused(400, "upload_cancelled", complete, uploads, upload, [part.id])
+
+
+def test_a_full_disk_is_named_and_leaves_the_upload_pending(uploads: UploadStore, files: FileStore) -> None:
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("needs /dev/full")
+    upload = begin(uploads)
+    part = uploads.begin_part("t", upload.id)
+    part._file.close()
+    part._file = open("/dev/full", "wb")  # type: ignore[assignment]  # noqa: SIM115
+    with pytest.raises(StoreFull, match="No space left on device"):
+        part.write(b"x" * 100_000)
+    part.close()
+    assert left(uploads, upload) == set()
+
+    def fill(joined: Upload) -> None:
+        joined._file.close()
+        joined._file = open("/dev/full", "wb")  # type: ignore[assignment]  # noqa: SIM115
+        joined.write(b"x" * 1_000_000)
+
+    ids = [add(uploads, upload, piece) for piece in PIECES]
+    with pytest.raises(StoreFull):
+        complete(uploads, upload, ids, check=fill)
+    assert os.listdir(files.root / "files") == []
+    complete(uploads, upload, ids)
+    assert listed(files) == [WHOLE]
 
 
 def test_parts_have_no_room_without_end(uploads: UploadStore, monkeypatch: pytest.MonkeyPatch) -> None:
