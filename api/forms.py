@@ -47,7 +47,7 @@ class MultipartForm(ABC, Generic[W, T]):
 
     content: str  # the name of the part that goes to disk
     noun: str  # what that is
-    fields: tuple[str, ...] = ()  # the names of those that are kept; others are ignored
+    field_names: tuple[str, ...] = ()  # the names of those that are kept; others are ignored
 
     def __init__(self, request: Request) -> None:
         self.received = 0  # of the body, in bytes
@@ -82,7 +82,7 @@ class MultipartForm(ABC, Generic[W, T]):
             if len(self._buffer) >= _WRITE_BYTES:
                 self.check_size()
                 await self.write()
-        elif self.part.name in self.fields:
+        elif self.part.name in self.field_names:
             self.given[self.part.name] += piece
             if len(self.given[self.part.name]) > _FIELD_BYTES:
                 fields.fail(
@@ -94,7 +94,7 @@ class MultipartForm(ABC, Generic[W, T]):
     async def begin(self, part: FormPart) -> None:
         """The beginning of a part."""
         self.part = part
-        if part.name in self.fields:
+        if part.name in self.field_names:
             if part.name in self.given:
                 fields.fail(f"'{part.name}' is given twice.", part.name, "invalid_value")
             self.given[part.name] = b""

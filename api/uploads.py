@@ -94,7 +94,7 @@ class FileForm(MultipartForm[FileWriter, Answer]):
     """The form of a file."""
 
     content, noun = "file", "file"
-    fields = ("purpose", EXPIRY, ANCHOR, SECONDS)
+    field_names = ("purpose", EXPIRY, ANCHOR, SECONDS)
 
     def __init__(self, request: Request, tenant: str) -> None:
         super().__init__(request)
@@ -103,7 +103,7 @@ class FileForm(MultipartForm[FileWriter, Answer]):
 
     async def begin(self, part: FormPart) -> None:
         """The beginning of a part."""
-        if part.name.startswith(EXPIRY) and part.name not in self.fields:
+        if part.name.startswith(EXPIRY) and part.name not in self.field_names:
             fields.fail(f"Unknown parameter: '{fields.shown(part.name)}'.", EXPIRY, "unknown_parameter")
         await super().begin(part)
 

@@ -18,12 +18,13 @@ import pytest
 import redis
 
 from api.settings import ApiSettings
+from api.uploads import FileWriter
 from jobs.batch.retention import forget_output
 from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
 from jobs.protocol.chat import CHAT
-from jobs.protocol.ids import BATCH, new_id
+from jobs.protocol.ids import BATCH, FILE, new_id
 from jobs.queue.connection import connect
-from jobs.queue.request_queue import Queue
+from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.store.api_keys import create_key
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
@@ -210,6 +211,51 @@ def test_kills_between_any_two_steps_make_one_batch(redis_client: redis.Redis, r
         assert Queue(redis_client).listed_batches("", None, 1000) == made[::-1], number
     assert number > 20
     assert faults(redis_client) == []
+
+
+def test_kills_between_any_two_steps_store_one_file(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "store")
+    stored: list[str] = []
+
+    def call(queue: Queue) -> dict[str, Any]:
+        files = FileStore(queue, root, forget_output)
+        held = IdempotencyKeys(queue, files).hold("", FILE, f"key {len(stored)}")
+        writer = FileWriter(files, files.begin(filename="in.jsonl", purpose="batch", tenant=""), held)
+        writer.write(LINES)
+        return writer.commit()[0]
+
+    files = FileStore(Queue(redis_client), root, forget_output)
+    for number in killed_before_each_step(lambda: call(Queue(connect(redis_url)))):
+        answer = call(Queue(redis_client))
+        assert call(Queue(redis_client)) == answer
+        stored.append(answer["id"])
+        page = files.list("", after=None, limit=1000, order="asc", purpose=None)
+        assert sorted(record.id for record in page.items) == sorted(stored), number
+        assert {files.content_path(record).read_bytes() for record in page.items} == {LINES}
+    assert number > 15
+    assert faults(redis_client) == []
+
+
+def test_a_batch_whose_answer_redis_kept_back_is_found_again(
+    http: httpx.Client, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client may ask again, which without a key would make a second one."""
+    body = new_batch(client.files.create(file=("in.jsonl", LINES), purpose="batch").id)
+
+    def away(queue: Queue, *arguments: Any, **options: Any) -> bool:
+        raise QueueUnavailable("Redis is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "create_batch", away)
+        for _ in range(2):
+            answer = send(http, "/v1/batches", "k", body)
+            check_error(answer, 503, "queue_unavailable", None)
+            assert (answer.headers["retry-after"], answer.headers.get("x-should-retry")) == ("1", None)
+    [manifest] = (tmp_path / "store").glob("batches/*/manifest.json")
+    found = send(http, "/v1/batches", "k", body)
+    assert (found.status_code, found.json()["id"]) == (200, manifest.parent.name)
+    assert send(http, "/v1/batches", "k", body).content == found.content
+    assert [batch.id for batch in client.batches.list()] == [manifest.parent.name]
 
 
 @pytest.mark.proof

@@ -81,6 +81,17 @@ test("a file comes in parts, in the order that is named at the end", async () =>
   await assert.rejects(client.uploads.cancel(upload.id), OpenAI.BadRequestError);
 });
 
+test("a create that is repeated with its idempotency key gives the same object", async () => {
+  const file = await client.files.create({ file: await toFile(Buffer.from(line("c1", "one")), "input.jsonl"), purpose: "batch" });
+  const body = { input_file_id: file.id, endpoint: CHAT, completion_window: "24h" };
+  const options = { headers: { "Idempotency-Key": crypto.randomUUID() } };
+  const first = await client.batches.create(body, options);
+  const { data, response } = await client.batches.create(body, options).withResponse();
+  assert.deepEqual([data, response.headers.get("idempotent-replayed")], [first, "true"]);
+  await assert.rejects(client.batches.create({ ...body, metadata: { a: "b" } }, options), OpenAI.UnprocessableEntityError);
+  assert.notEqual((await client.batches.create(body)).id, first.id);
+});
+
 test("pages follow each other by themselves", async () => {
   const mine = [];
   for (let number = 0; number < 5; number += 1) {
