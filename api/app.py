@@ -30,6 +30,7 @@ from api.routes import (
     server,
     streams,
     tokenization,
+    uploads,
 )
 from api.settings import ApiSettings
 from api.state import ApiState
@@ -91,7 +92,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     if tracing is not None:
         app.add_middleware(Traced, tracing)
     install_error_handlers(app, settings)
-    for module in (live_calls, pooling, tokenization, streams, models, files, batches, batch_stream, server):
+    for module in (live_calls, pooling, tokenization, streams, models, files, uploads, batches, batch_stream, server):
         app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)
     for router in (health.router, metrics.router, server.open_router):
         app.include_router(router)

@@ -20,6 +20,8 @@ from jobs.queue.following import traces
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
+from jobs.store.idempotency import IdempotencyKeys
+from jobs.store.upload_store import UploadStore
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class ApiState:
     def followers(self) -> Followers:
         """The clients that read with `stream_client`."""
         return Followers(self.stream_client)
+
+    @cached_property
+    def uploads(self) -> UploadStore:
+        """The uploads in parts."""
+        return UploadStore(self.queue, self.files)
+
+    @cached_property
+    def idempotency_keys(self) -> IdempotencyKeys:
+        """The keys by which clients repeat what creates something."""
+        return IdempotencyKeys(self.queue, self.files)
 
     async def knows(self, key: RequestKey) -> bool:
         """Return whether the request waits, runs, or left a stream."""

@@ -1,23 +1,24 @@
-"""A file on its way from a client into the store: the parts of the form in any order, the content
-straight to disk.
-
-An upload that ends early, for whatever reason, leaves nothing.
+"""A file on its way from a client into the store: the fields of its form, and what any file must
+be, however it comes.
 """
 
 import asyncio
+import hashlib
+import json
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 
+from api.file_objects import file_object
+from api.forms import MultipartForm, on_disk
 from api.http.errors import MayExist
-from api.http.multipart import FormPart, MultipartReader
-from api.http.request_body import chunks_of
-from api.state import ApiState
+from api.http.multipart import FormPart
+from api.idempotency import Answer, hold_key, key_of
+from api.settings import ApiSettings
 from jobs.protocol import fields
+from jobs.protocol.ids import FILE
 from jobs.protocol.lines import decode_json
 from jobs.protocol.results import ApiError
 from jobs.queue.scripts import QueueUnavailable
@@ -25,18 +26,13 @@ from jobs.store.file_store import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
     PURPOSES,
-    FileRecord,
+    FileStore,
     Upload,
 )
+from jobs.store.idempotency import HeldKey
 from jobs.store.input_formats import content_problem, name_problem
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _OTHER_FILE_BYTES = 512 * 1024 * 1024
-_FORM_BYTES = 256 * 1024  # of a body beside the file
-_FIELD_BYTES = 4096
-_WRITE_BYTES = 1 << 20  # at once, off the event loop
 _NAME_LENGTH = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -52,165 +48,129 @@ EXPIRY_SCHEMA = {
 }
 """What `read_expiry` takes."""
 
-# Of their own, so that no live call waits for a slow disk
-_WRITERS = ThreadPoolExecutor(8, "upload")
-_FIELDS = ("purpose", EXPIRY, ANCHOR, SECONDS)
+
+class FileWriter:
+    """A file on its way into the store, under the client's idempotency key if it gave one."""
+
+    def __init__(self, files: FileStore, upload: Upload, key: HeldKey | None) -> None:
+        self.upload = upload
+        self._files = files
+        self._key = key
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        """Appends."""
+        self.upload.write(data)
+        if self._key is not None:
+            self._digest.update(data)
+
+    def commit(self) -> Answer:
+        """Store the file, unless an earlier call with the same key did, and close this."""
+        try:
+            if self._key is None:
+                return file_object(self.upload.commit()), False
+            upload = self.upload
+            told = [upload.filename, upload.purpose, upload.expires_seconds, self._digest.hexdigest()]
+            digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+            return self._key.make_once(digest, upload.id, self._find, lambda _: self._make())
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Remove what was not committed, and let the key go."""
+        self.upload.close()
+        if self._key is not None:
+            self._key.close()
+
+    def _make(self) -> dict[str, Any]:
+        return file_object(self.upload.commit())
+
+    def _find(self, file_id: str) -> dict[str, Any] | None:
+        record = self._files.finish(file_id)
+        return None if record is None else file_object(record)
 
 
-async def receive_file(request: Request, state: ApiState, tenant: str) -> FileRecord:
-    """Store the file of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, and
-    `ClientDisconnect`.
-    """
-    reader = MultipartReader(request.headers.get("content-type", ""))
-    form = _Form(state, tenant, _announced(request))
-    try:
-        form.check_size()
-        async for chunk in chunks_of(request):
-            form.received += len(chunk)
-            for piece in reader.feed(chunk):
-                await form.take(piece)
-            form.check_size()
-        reader.finish()
-        return await form.commit()
-    except asyncio.CancelledError:
-        form.close()  # here: of a server that stops, a thread that was asked now may never run
-        raise
-    finally:
-        if form.upload is not None:
-            await _on_disk(form.close)
+class FileForm(MultipartForm[FileWriter, Answer]):
+    """The form of a file."""
 
+    content, noun = "file", "file"
+    field_names = ("purpose", EXPIRY, ANCHOR, SECONDS)
 
-class _Form:
-    """The parts that came so far."""
-
-    def __init__(self, state: ApiState, tenant: str, announced: int) -> None:
-        self.received = 0  # of the body, in bytes
-        self.upload: Upload | None = None
-        self._files = state.files
-        self._settings = state.settings
-        self._unless_away = state.fleet.unless_away
+    def __init__(self, request: Request, tenant: str) -> None:
+        super().__init__(request)
         self._tenant = tenant
-        self._announced = announced
-        self._fields: dict[str, bytes] = {}
-        self._part = FormPart("", None)
         self._filename = ""
-        self._buffer = bytearray()
-        self._size = 0
 
-    async def take(self, piece: FormPart | bytes) -> None:
-        """The next piece of the body."""
-        if isinstance(piece, FormPart):
-            await self._begin(piece)
-        elif self._part.name == "file":
-            self._size += len(piece)
-            self._buffer += piece
-            if len(self._buffer) >= _WRITE_BYTES:
-                self.check_size()
-                await self._write()
-        elif self._part.name in _FIELDS:
-            self._fields[self._part.name] += piece
-            if len(self._fields[self._part.name]) > _FIELD_BYTES:
-                fields.fail(
-                    f"Invalid '{self._part.name}': longer than {_FIELD_BYTES} bytes.",
-                    self._part.name,
-                    "string_above_max_length",
-                )
+    async def begin(self, part: FormPart) -> None:
+        """The beginning of a part."""
+        if part.name.startswith(EXPIRY) and part.name not in self.field_names:
+            fields.fail(f"Unknown parameter: '{fields.shown(part.name)}'.", EXPIRY, "unknown_parameter")
+        await super().begin(part)
 
-    def check_size(self) -> None:
-        """Raise the 413 as soon as it is certain: by what the client announced, or by what came."""
-        limit = self._limit()
-        if max(self._announced, self.received) > limit + _FORM_BYTES or self._size > limit:
-            raise ApiError(
-                413,
-                f"The file is too large: files may have up to {limit} bytes.",
-                param="file",
-                code="request_too_large",
-            )
+    def opener(self, part: FormPart) -> Callable[[], FileWriter]:
+        """Return what begins the file."""
+        self._filename = base_name(part.filename, "file")
+        self._check_fields()
+        return self._open
 
-    async def commit(self) -> FileRecord:
+    async def commit(self) -> Answer:
         """The file as it is stored, once the form is whole."""
-        self._part = FormPart("", None)
-        if (upload := self.upload) is None:
+        if (writer := self.writer) is None:
             fields.missing("file")
         self._check_fields()
-        if "purpose" not in self._fields:
+        if "purpose" not in self.given:
             fields.missing("purpose")
         self.check_size()
-        await self._write()
-        upload.purpose = self._text("purpose")
-        if upload.purpose == "batch":
-            _check_format(content_problem(self._filename, upload.head, self._size))
-        elif not self._size:
-            fields.fail("Invalid 'file': the file is empty.", "file", "empty_file")
-        upload.expires_seconds = self._expires_seconds()
-        self.upload = None  # its thread closes it, also where that is not waited for
-        committing = asyncio.ensure_future(_on_disk(_commit, upload))
+        await self.write()
+        writer.upload.purpose = self._text("purpose")
+        check_content(writer.upload)
+        writer.upload.expires_seconds = self._expires_seconds()
+        self.writer = None  # its thread closes it, also where that is not waited for
+        committing = asyncio.ensure_future(on_disk(writer.commit))
         try:
-            return await self._unless_away(asyncio.shield(committing))
+            return await self.state.fleet.unless_away(asyncio.shield(committing))
         except QueueUnavailable as error:
             if committing.done():
                 return committing.result()
+            if key_of(self.request) is not None:
+                raise
             raise MayExist(str(error)) from error
 
-    def close(self) -> None:
-        """Drop what was not committed."""
-        if self.upload is not None:
-            self.upload.close()
-
-    async def _begin(self, part: FormPart) -> None:
-        self._part = part
-        if part.name.startswith(EXPIRY) and part.name not in _FIELDS:
-            fields.fail(f"Unknown parameter: '{fields.shown(part.name)}'.", EXPIRY, "unknown_parameter")
-        if part.name in _FIELDS:
-            if part.name in self._fields:
-                fields.fail(f"'{part.name}' is given twice.", part.name, "invalid_value")
-            self._fields[part.name] = b""
-        if part.name != "file":
-            return
-        if self.upload is not None:
-            fields.fail("'file' is given twice: one upload is one file.", "file", "invalid_value")
-        self._filename = _base_name(part.filename)
-        self._check_fields()
-        self.check_size()
-        begin = partial(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
-        beginning = asyncio.ensure_future(_on_disk(begin))
+    def _open(self) -> FileWriter:
+        key = hold_key(self.request, FILE)
         try:
-            self.upload = await self._unless_away(asyncio.shield(beginning))
+            files = self.state.files
+            upload = files.begin(filename=self._filename, purpose="", tenant=self._tenant)
         except BaseException:
-            beginning.add_done_callback(_abandon)  # its thread goes on
+            if key is not None:
+                key.close()
             raise
+        return FileWriter(files, upload, key)
 
-    async def _write(self) -> None:
-        data, self._buffer = bytes(self._buffer), bytearray()
-        if self.upload is not None:
-            await _on_disk(self.upload.write, data)
-
-    def _limit(self) -> int:
+    def limit(self) -> int:
         """What the file may have; the most that any may, while its purpose is unknown."""
-        purpose = self._fields.get("purpose")
-        if purpose is None or self._part.name == "purpose":  # of which there may come more
-            return max(self._settings.max_file_bytes, _OTHER_FILE_BYTES)
-        return self._settings.max_file_bytes if purpose == b"batch" else _OTHER_FILE_BYTES
+        purpose = self.given.get("purpose")
+        if purpose is None or self.part.name == "purpose":  # of which there may come more
+            return max(self.state.settings.max_file_bytes, _OTHER_FILE_BYTES)
+        return most_bytes(self.state.settings, purpose.decode("utf-8", "replace"))
 
     def _check_fields(self) -> None:
         """What can be known to be wrong from the fields that came whole."""
-        if "purpose" in self._fields:
-            purpose = fields.choice(self._text("purpose"), "purpose", PURPOSES)
-            if purpose == "batch":
-                _check_format(name_problem(self._filename))
-        if ANCHOR in self._fields:
+        if "purpose" in self.given:
+            check_purpose(self._text("purpose"), self._filename)
+        if ANCHOR in self.given:
             fields.choice(self._text(ANCHOR), ANCHOR, ("created_at",))
-        if SECONDS in self._fields:
+        if SECONDS in self.given:
             seconds = self._text(SECONDS)
             if not re.fullmatch(r"[+-]?[0-9]{1,30}", seconds):
                 fields.wrong_type(seconds, "an integer", SECONDS)
             fields.integer(int(seconds), SECONDS, MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS)
-        if EXPIRY in self._fields:
+        if EXPIRY in self.given:
             self._expiry()
 
     def _expires_seconds(self) -> int | None:
         """After how many seconds the file expires, once the form is whole."""
-        given = [name for name in (EXPIRY, ANCHOR, SECONDS) if name in self._fields]
+        given = [name for name in (EXPIRY, ANCHOR, SECONDS) if name in self.given]
         if given == [EXPIRY]:
             return self._expiry()
         if EXPIRY in given:
@@ -221,26 +181,41 @@ class _Form:
 
     def _expiry(self) -> int:
         try:
-            return read_expiry(decode_json(self._fields[EXPIRY]), EXPIRY)
+            return read_expiry(decode_json(self.given[EXPIRY]), EXPIRY)
         except ValueError as error:
             fields.fail(f"Invalid '{EXPIRY}': it is not valid JSON: {error}.", EXPIRY, "invalid_value")
 
     def _text(self, name: str) -> str:
-        return self._fields[name].decode("utf-8", "replace")
+        return self.given[name].decode("utf-8", "replace")
 
 
-def _abandon(beginning: asyncio.Future[Upload]) -> None:
-    if not beginning.cancelled() and beginning.exception() is None:
-        _WRITERS.submit(beginning.result().close)
+def most_bytes(settings: ApiSettings, purpose: str) -> int:
+    """Return how large a file of this purpose may be."""
+    return settings.max_file_bytes if purpose == "batch" else _OTHER_FILE_BYTES
 
 
-def _commit(upload: Upload) -> FileRecord:
-    with upload:
-        return upload.commit()
+def check_purpose(purpose: str, filename: str) -> None:
+    """Raise `ApiError` for an unknown purpose, and for a name that no file of it may have."""
+    if fields.choice(purpose, "purpose", PURPOSES) == "batch":
+        _check_format(name_problem(filename))
 
 
-async def _on_disk(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_WRITERS, partial(action, *arguments, **options))
+def check_content(upload: Upload) -> None:
+    """Raise `ApiError` for a content that no file of its purpose may have."""
+    if upload.purpose == "batch":
+        _check_format(content_problem(upload.filename, upload.head, upload.bytes))
+    elif not upload.bytes:
+        fields.fail("Invalid 'file': the file is empty.", "file", "empty_file")
+
+
+def base_name(filename: str | None, param: str) -> str:
+    """Return the last component of a file's name, whichever system's path it was."""
+    if not filename:
+        fields.missing(param)
+    name = re.split(r"[/\\]", filename)[-1]
+    if name in ("", ".", "..") or _CONTROL.search(name):
+        fields.fail(f"Invalid '{param}': '{fields.shown(filename)}' is no name for a file.", param, "invalid_value")
+    return fields.text(name, param, _NAME_LENGTH)
 
 
 def read_expiry(value: Any, param: str) -> int:
@@ -256,19 +231,3 @@ def _check_format(problem: str | None) -> None:
     if problem is not None:
         may_be = "Must be .jsonl, .jsonl.gz, .jsonl.zst or .parquet."
         raise ApiError(400, f"Invalid file format for Batch API. {may_be} {problem}")
-
-
-def _announced(request: Request) -> int:
-    """Bytes of the body by its Content-Length; 0 for one that says none."""
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() else 0
-
-
-def _base_name(filename: str | None) -> str:
-    """The last component of a file's name, whichever system's path it was."""
-    if not filename:
-        fields.missing("file")
-    name = re.split(r"[/\\]", filename)[-1]
-    if name in ("", ".", "..") or _CONTROL.search(name):
-        fields.fail(f"Invalid 'file': '{fields.shown(filename)}' is no name for a file.", "file", "invalid_value")
-    return fields.text(name, "file", _NAME_LENGTH)

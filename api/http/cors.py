@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 from api.http_settings import ANY, HttpSettings
 
 _EXPOSED = (
+    "idempotent-replayed",
     "openai-processing-ms",
     "openai-version",
     "retry-after",

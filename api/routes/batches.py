@@ -15,11 +15,12 @@ from api.http.openapi import json_body, query
 from api.http.pages import PageOf, envelope, not_after, query_integer
 from api.http.request_body import read_body
 from api.http.responses import json_response
+from api.idempotency import PARAMETER, Answer, answers, key_of, make_once, respond
 from api.settings import ApiSettings
 from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.uploads import EXPIRY_SCHEMA, read_expiry
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
-from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
+from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch, submitted_batch
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.ids import BATCH, is_id
@@ -65,7 +66,7 @@ _PAGE = [
 router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
 
 
-@router.post("/v1/batches", responses={200: {"model": Batch}}, openapi_extra=_BODY)
+@router.post("/v1/batches", responses=answers(Batch), openapi_extra={**_BODY, "parameters": [PARAMETER]})
 async def create_batch(request: Request) -> Response:
     """Make a batch of an uploaded file; what is wrong with that file, the batch says once it was
     validated.
@@ -74,12 +75,12 @@ async def create_batch(request: Request) -> Response:
     state = state_of(request)
     begun = threading.Event()
     try:
-        creating = run_in_threadpool(_create, state, caller_of(request), raw, begun)
-        return json_response(await state.fleet.unless_away(creating))
+        creating = run_in_threadpool(_create, request, raw, begun)
+        return respond(await state.fleet.unless_away(creating))
     except QueueFull:
         raise
     except QueueUnavailable as error:
-        if not begun.is_set():
+        if not begun.is_set() or key_of(request) is not None:
             raise
         raise MayExist(str(error)) from error
 
@@ -137,11 +138,22 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
     )
 
 
-def _create(state: ApiState, caller: Caller, raw: bytes, begun: threading.Event) -> dict[str, Any]:
+def _create(request: Request, raw: bytes, begun: threading.Event) -> Answer:
     begun.set()
-    new = read_new_batch(decode_body(raw), caller, state.settings)
+    state, caller = state_of(request), caller_of(request)
+    body = decode_body(raw)
+    new = read_new_batch(body, caller, state.settings)
+
+    def find(batch_id: str) -> dict[str, Any] | None:
+        record = submitted_batch(state.queue, state.files, new.tenant, batch_id)
+        return None if record is None else batch_object(record)
+
+    return make_once(request, BATCH, body, find, lambda batch_id: _submit(state, caller, new, batch_id))
+
+
+def _submit(state: ApiState, caller: Caller, new: BatchSubmission, batch_id: str | None) -> dict[str, Any]:
     try:
-        return batch_object(submit_batch(state.queue, state.files, new))
+        return batch_object(submit_batch(state.queue, state.files, new, batch_id))
     except TooManyBatches as error:
         most = caller.open_batches
         batches = "1 batch that has" if most == 1 else f"{most} batches that have"

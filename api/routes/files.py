@@ -12,12 +12,15 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from api.auth import caller_of
+from api.file_objects import file_object
+from api.forms import receive
 from api.http.errors import error_response
 from api.http.openapi import query
 from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
 from api.http.responses import json_response
+from api.idempotency import PARAMETER, answers, respond
 from api.state import BlockingRoute, queue_reachable, state_of
-from api.uploads import ANCHOR, EXPIRY, EXPIRY_SCHEMA, SECONDS, receive_file
+from api.uploads import ANCHOR, EXPIRY, EXPIRY_SCHEMA, SECONDS, FileForm
 from jobs.batch.completion_log import read_log
 from jobs.batch.manifest import Manifest, load_manifest
 from jobs.protocol import fields
@@ -91,14 +94,13 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 
 @router.post(
     "/v1/files",
-    responses={200: {"model": FileObject}},
-    openapi_extra={"requestBody": _FORM},
+    responses=answers(FileObject),
+    openapi_extra={"requestBody": _FORM, "parameters": [PARAMETER]},
     dependencies=_IN_QUEUE,
 )
 async def upload_file(request: Request) -> Response:
     """Store a file; its parts may come in any order."""
-    state = state_of(request)
-    return json_response(_as_openai(await receive_file(request, state, _tenant(request))))
+    return respond(await receive(request, FileForm(request, _tenant(request))))
 
 
 @router.get(
@@ -117,7 +119,7 @@ def list_files(request: Request) -> Response:
         page = _files(request).list(_tenant(request), after=after, limit=limit, order=order, purpose=purpose)
     except KeyError:
         raise not_after(after or "") from None
-    return json_response(envelope([_as_openai(record) for record in page.items], page.has_more))
+    return json_response(envelope([file_object(record) for record in page.items], page.has_more))
 
 
 @router.get("/v1/files/{file_id}", responses={200: {"model": FileObject}})
@@ -126,7 +128,7 @@ def retrieve_file(request: Request, file_id: str) -> Response:
     record = _found(request, file_id)
     if not record.complete and (manifest := _manifest(_files(request), record)) is not None:
         record = msgspec.structs.replace(record, bytes=manifest.logged_bytes)
-    return json_response(_as_openai(record))
+    return json_response(file_object(record))
 
 
 @router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}}, dependencies=_IN_QUEUE)
@@ -225,22 +227,6 @@ class _StoredFile(FileResponse):
         if refusal is not None and refusal != 416:
             rest = [header for header in scope["headers"] if header[0] != b"range"]
             await super().__call__({**scope, "headers": rest}, receive, send)
-
-
-def _as_openai(record: FileRecord) -> dict[str, Any]:
-    # Not validated: "evals" is a purpose of uploads that the package's type does not list.
-    shaped = FileObject.model_construct(
-        id=record.id,
-        bytes=record.bytes,
-        created_at=record.created_at,
-        filename=record.filename,
-        object="file",
-        purpose=record.purpose,
-        status="processed",
-        expires_at=record.expires_at,
-        status_details=None,
-    )
-    return shaped.model_dump(warnings=False)
 
 
 def _found(request: Request, file_id: str) -> FileRecord:

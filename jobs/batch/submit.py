@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, record_of
-from jobs.batch.manifest import Manifest
+from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch, record_of
+from jobs.batch.manifest import Manifest, load_manifest
+from jobs.batch.rebuild import rebuild
 from jobs.batch.register import register
 from jobs.batch.result_files import result_locations
 from jobs.errors import JobsError
@@ -18,7 +19,6 @@ from jobs.protocol.ids import BATCH, FILE, new_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.store.file_store import FileStore
-from jobs.store.marker import BATCHES_FOLDER
 from jobs.store.storage import Busy, StoreError, exclusive, link, make_folder, named, sync_folder
 
 _PATIENCE_SECONDS = 5.0
@@ -48,8 +48,8 @@ class TooManyBatches(JobsError):
     retry = True
 
 
-def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission) -> BatchRecord:
-    """Make a batch, which is durable when this returns.
+def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str | None = None) -> BatchRecord:
+    """Make a batch, of an unused id, which is durable when this returns.
 
     One whose input file cannot be used is made too, and fails in validation.
 
@@ -58,20 +58,43 @@ def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission) -> BatchR
     """
     files.check()
     now = queue.now()
-    batch = new_id(BATCH, now)
+    batch = batch_id or new_id(BATCH, now)
     if not _open(queue, batch, new):
         raise TooManyBatches(new.tenant)
-    root = files.root / BATCHES_FOLDER / batch
+    root = files.batch_root(batch)
     try:
         return _make(
             queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root)))
         )
     except (StoreError, QueueFull):
-        shutil.rmtree(root, ignore_errors=True)
-        queue.forget(batch)
-        queue.unlist_batch(new.tenant, batch)
-        queue.dismiss(new.tenant, batch)
+        _remove(queue, new.tenant, batch, root)
         raise
+
+
+def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> BatchRecord | None:
+    """Return the batch of a submission that is over, however it ended; None where there is none, of
+    which then nothing is left.
+
+    Raise `StoreError` and `QueueUnavailable`.
+    """
+    files.check()
+    root = files.batch_root(batch)
+    if load_manifest(str(root)) is None:
+        _remove(queue, tenant, batch, root)
+        return None
+    try:
+        if not queue.batch_fields(batch).exists:
+            rebuild(queue, str(root))
+    except Busy as error:
+        raise StoreError(str(error)) from error
+    return get_batch(queue.redis, batch)
+
+
+def _remove(queue: Queue, tenant: str, batch: str, root: Path) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    queue.forget(batch)
+    queue.unlist_batch(tenant, batch)
+    queue.dismiss(tenant, batch)
 
 
 def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manifest) -> BatchRecord:

@@ -14,7 +14,9 @@ from jobs.batch.retention import forget_output, remove_ended
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
+from jobs.store.idempotency import IdempotencyKeys
 from jobs.store.storage import StoreError
+from jobs.store.upload_store import UploadStore
 
 SWEEP_SECONDS = 60.0
 MOMENT_SECONDS = 0.5
@@ -87,8 +89,10 @@ class Upkeep:
             ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))
+            uploads = UploadStore(self._queue, files).sweep(now, MOMENT_SECONDS)
+            IdempotencyKeys(self._queue, files).sweep(now, MOMENT_SECONDS)
         except StoreError as error:
             logger.error("failed to remove expired files; retrying in %d s: %s", SWEEP_SECONDS, error)
             return
-        if swept or ended:
-            logger.info("removed %d expired files and %d expired batches", swept, ended)
+        if swept or uploads or ended:
+            logger.info("removed %d expired files, %d uploads and %d expired batches", swept, uploads, ended)

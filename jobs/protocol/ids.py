@@ -1,11 +1,13 @@
-"""Ids of files, batches and keys: a prefix and 24 hex digits, of which 13 are microseconds since
-the epoch, so that ids sort by time.
+"""Ids of files, uploads, batches and keys: a prefix and 24 hex digits, of which 13 are microseconds
+since the epoch, so that ids sort by time.
 """
 
 import re
 import secrets
 
 FILE = "file-"
+UPLOAD = "upload_"
+PART = "part_"  # of an upload
 BATCH = "batch_"
 KEY = "key_"
 
@@ -26,7 +28,7 @@ def is_id(prefix: str, text: str) -> bool:
 
 def time_of(text: str) -> float | None:
     """When an id was made, in unix seconds; None if it is none."""
-    prefix = next((prefix for prefix in (FILE, BATCH, KEY) if is_id(prefix, text)), None)
+    prefix = next((prefix for prefix in (FILE, UPLOAD, PART, BATCH, KEY) if is_id(prefix, text)), None)
     return None if prefix is None else micros_of(prefix, text) / 1e6
 
 

@@ -158,6 +158,17 @@ class FileStore:
             sync_folder(self._folder)
         self._queue.commands(_index(record))
 
+    def finish(self, file_id: str) -> FileRecord | None:
+        """Bring an upload that was cut off to its end: return the file as listed, or None where
+        there is none, of which then nothing is left.
+        """
+        record = self._read(file_id)
+        if record is None:
+            self.drop(file_id)
+        else:
+            self.put(record)  # lists it
+        return record
+
     def drop(self, file_id: str) -> None:
         """Remove what an upload that ended early has left; what cannot be removed now, the sweep
         removes.
@@ -352,9 +363,9 @@ class Upload:
         self.expires_seconds = expires_seconds
         self.bytes = 0
         self.head = b""  # of the content, at most `HEAD_BYTES`
+        self.id = file_id
+        self.filename = filename
         self._store = store
-        self._id = file_id
-        self._filename = filename
         self._tenant = tenant
         self._folder = store.folder(file_id)
         self._committed = False
@@ -390,20 +401,20 @@ class Upload:
         with contextlib.suppress(OSError):
             self._file.close()
         if not self._committed:
-            self._store.drop(self._id)
+            self._store.drop(self.id)
 
     def _record(self) -> FileRecord:
-        created = micros_of(FILE, self._id) // 1_000_000
+        created = micros_of(FILE, self.id) // 1_000_000
         of_batch = self.purpose == "batch"
-        suffix = format_of_upload(self._filename, self.head) if of_batch else ""
+        suffix = format_of_upload(self.filename, self.head) if of_batch else ""
         if suffix is None:
-            raise ValueError(f"{self._filename} is no input file of batches")
+            raise ValueError(f"{self.filename} is no input file of batches")
         kept = BATCH_FILE_SECONDS if of_batch and self.expires_seconds is None else self.expires_seconds
         return FileRecord(
-            id=self._id,
+            id=self.id,
             bytes=self.bytes,
             created_at=created,
-            filename=self._filename,
+            filename=self.filename,
             purpose=self.purpose,
             expires_at=None if kept is None else created + kept,
             tenant=self._tenant,

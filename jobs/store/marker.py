@@ -16,7 +16,8 @@ from jobs.store.storage import StoreError, exclusive, make_folder, named, write_
 
 MARKER = "store_id"
 _PATIENCE_SECONDS = 10.0
-BATCHES_FOLDER, FILES_FOLDER = "batches", "files"
+BATCHES_FOLDER, FILES_FOLDER, UPLOADS_FOLDER = "batches", "files", "uploads"
+IDEMPOTENCY_FOLDER = "idempotency"
 
 
 class StoreAway(StoreError):
@@ -90,8 +91,8 @@ def _knows_files(queue: QueueBase) -> bool:
 
 
 def _is_used(root: Path) -> bool:
-    """Return whether files or batches were ever put into the folder."""
-    return any((root / name).is_dir() for name in (BATCHES_FOLDER, FILES_FOLDER))
+    """Return whether files, uploads or batches were ever put into the folder."""
+    return any((root / name).is_dir() for name in (BATCHES_FOLDER, FILES_FOLDER, UPLOADS_FOLDER))
 
 
 def _mark(root: Path) -> None:

@@ -24,7 +24,11 @@ from tests.support.redis_machine import running_redis_machine
 from tests.support.requests import start_batch
 
 PASSWORD = "correct-horse-battery"
-ABSENT = {"file": "file-00000000000000000000000000000000", "batch": "batch_00000000000000000000000000000000"}
+ABSENT = {
+    "file": "file-00000000000000000000000000000000",
+    "batch": "batch_00000000000000000000000000000000",
+    "upload": "upload_00000000000000000000000000000000",
+}
 BODY = {"model": MODEL, "prompt": "x"}
 
 
@@ -101,6 +105,8 @@ def test_what_belongs_to_another_tenant_is_answered_as_what_never_was(
     start_batch(queue, "batch_of_red", 1, tenant="red-tenant")
     with plain_client(url, headers=bearer(secrets["red-tenant"])) as http:
         file = http.post("/v1/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"}).json()["id"]
+        new = {"bytes": 9, "filename": "a.jsonl", "mime_type": "text/plain", "purpose": "batch"}
+        upload = http.post("/v1/uploads", json=new, headers={"idempotency-key": "red"}).json()["id"]
         stream = http.post("/v1/completions", json=BODY | {"stream": True}).headers["x-stream-id"]
     foreign = stream[:-20] + "0" * 20
     with plain_client(url, headers=bearer(secrets["blue-tenant"])) as http:
@@ -108,6 +114,7 @@ def test_what_belongs_to_another_tenant_is_answered_as_what_never_was(
             ("GET", "/v1/files/{}", file, ABSENT["file"]),
             ("GET", "/v1/files/{}/content", file, ABSENT["file"]),
             ("DELETE", "/v1/files/{}", file, ABSENT["file"]),
+            ("POST", "/v1/uploads/{}/cancel", upload, ABSENT["upload"]),
             ("GET", "/v1/batches/{}", "batch_of_red", ABSENT["batch"]),
             ("GET", "/v1/batches/{}/stream", "batch_of_red", ABSENT["batch"]),
             ("POST", "/v1/batches/{}/cancel", "batch_of_red", ABSENT["batch"]),

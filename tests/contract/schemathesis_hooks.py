@@ -1,5 +1,5 @@
-"""Read by schemathesis: half of the calls name a file, a batch or a model that exist, so that they
-come further than to a 404.
+"""Read by schemathesis: half of the calls name a file, an upload, a batch or a model that exist, so
+that they come further than to a 404.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import schemathesis
 
-KNOWN: dict[str, list[str]] = json.loads(os.environ["KNOWN_IDS"])  # by "file", "batch", "model"
+KNOWN: dict[str, list[str]] = json.loads(os.environ["KNOWN_IDS"])  # by "file", "upload", "batch", "model"
 STREAM_SECONDS = 3.0  # for the tokens of a batch that waits and has none
 
 
@@ -18,7 +18,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """By the call's own content, so that the same call is always changed alike."""
     if "/stream" in case.operation.path:
         kwargs["timeout"] = STREAM_SECONDS
-    for kind in ("file", "batch"):
+    for kind in ("file", "upload", "batch"):
         _set(case.path_parameters, f"{kind}_id", kind)
     if isinstance(case.body, dict):
         _set(case.body, "input_file_id", "file")
@@ -35,7 +35,7 @@ def filter_failure(context: Any, failure: Any, case: Any, response: Any) -> bool
 
 def _set(values: dict[str, Any] | None, name: str, kind: str) -> None:
     """An id that an earlier answer gave stays: the check that it is there is for that one."""
-    if values and str(values.get(name)).startswith(("file-", "batch_")):
+    if values and str(values.get(name)).startswith(("file-", "upload_", "batch_")):
         return
     chosen = zlib.crc32(repr(values).encode("utf-8", "surrogatepass"))
     if values and name in values and chosen % 2:

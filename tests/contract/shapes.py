@@ -10,16 +10,21 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from openai.types import Batch, FileDeleted, FileObject
+from openai.types import Batch, FileDeleted, FileObject, Upload
+from openai.types.uploads import UploadPart
 from pydantic import BaseModel, ValidationError
 
 FILE, BATCH = r"file-[0-9A-Za-z_]+", r"batch_[0-9A-Za-z_]+"
+UPLOAD = r"/v1/uploads/upload_[0-9A-Za-z_]+"
 # Method, path, what answers, whether in pages
 ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [
     ("POST", r"/v1/files", FileObject, False),
     ("GET", r"/v1/files", FileObject, True),
     ("GET", rf"/v1/files/{FILE}", FileObject, False),
     ("DELETE", rf"/v1/files/{FILE}", FileDeleted, False),
+    ("POST", r"/v1/uploads", Upload, False),
+    ("POST", rf"{UPLOAD}/parts", UploadPart, False),
+    ("POST", rf"{UPLOAD}/(complete|cancel)", Upload, False),
     ("POST", r"/v1/batches", Batch, False),
     ("GET", r"/v1/batches", Batch, True),
     ("GET", rf"/v1/batches/{BATCH}", Batch, False),

@@ -74,6 +74,10 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
             continue
         if route in WAITING:
             known["BATCH"] = waiting_batch(stack, client)
+        if route == "POST /v1/uploads/{upload_id}/cancel":
+            known["UPLOAD"] = client.uploads.create(
+                bytes=1, filename="a", mime_type="text/plain", purpose="user_data"
+            ).id
         with finishing(stack, route, known.get("BATCH", "")):
             printed = run_shell(text, known, tmp_path)
         assert printed.strip() or "-o " in text, text
@@ -81,6 +85,10 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
         outputs[route] += printed
         if route == "POST /v1/files":
             known["FILE"] = json.loads(printed)["id"]
+        if route == "POST /v1/uploads":
+            known["UPLOAD"] = json.loads(printed)["id"]
+        if route == "POST /v1/uploads/{upload_id}/parts":
+            known["PART"] = json.loads(printed)["id"]
         if route == "POST /v1/batches":
             known["BATCH"] = json.loads(printed)["id"]
             known["OUTPUT_FILE"] = wait(client, known["BATCH"]).output_file_id or ""
@@ -92,6 +100,8 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
     assert outputs["GET /v1/batches/{batch_id}/stream"].rstrip().endswith("data: [DONE]")
     assert '"custom_id":"late"' in outputs["GET /v1/batches/{batch_id}/stream"].replace(" ", "")
     assert json.loads(outputs["DELETE /v1/files/{file_id}"])["deleted"] is True
+    assert json.loads(outputs["POST /v1/uploads/{upload_id}/complete"])["status"] == "completed"
+    assert json.loads(outputs["POST /v1/uploads/{upload_id}/cancel"])["status"] == "cancelled"
 
 
 def test_the_python_examples_run(
@@ -112,6 +122,7 @@ def test_the_python_examples_run(
             exec(compile(text, f"docs/api.md, {route}", "exec"), names)
         outputs[route] += printed()
     assert outputs["GET /v1/files/{file_id}/content"].splitlines()[:2] == ["a one", "b two"]
+    assert outputs["POST /v1/uploads/{upload_id}/complete"].startswith("completed file-")
     assert "'late'" in outputs["GET /v1/batches/{batch_id}/stream"]
     assert names["batch"].status in ("cancelling", "cancelled")
     with pytest.raises(openai.NotFoundError):

@@ -5,6 +5,7 @@ create can do wrong.
 import json
 import re
 import time
+import uuid
 from typing import Any
 
 import httpx
@@ -51,6 +52,18 @@ def test_a_batch_begins_with_all_its_fields(client: openai.OpenAI) -> None:
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (0, 0, 0)
     assert (batch.output_file_id, batch.error_file_id, batch.errors) == (None, None, None)
     assert client.batches.retrieve(batch.id).metadata == metadata
+
+
+def test_a_create_that_is_repeated_gives_the_same_batch(client: openai.OpenAI) -> None:
+    body: Any = {"input_file_id": upload(client, lines("one")), "endpoint": CHAT, "completion_window": WINDOW}
+    headers = {"Idempotency-Key": str(uuid.uuid4())}
+    first = client.batches.create(**body, extra_headers=headers)
+    again = client.batches.with_raw_response.create(**body, extra_headers=headers)
+    assert again.parse() == first
+    assert again.headers["idempotent-replayed"] == "true"
+    with pytest.raises(openai.UnprocessableEntityError):
+        client.batches.create(**body, metadata={"team": "blue"}, extra_headers=headers)
+    assert client.batches.create(**body).id != first.id
 
 
 def test_it_moves_forward_to_its_end(client: openai.OpenAI, recorder: Recorder) -> None:

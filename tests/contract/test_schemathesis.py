@@ -84,7 +84,12 @@ def known(client: openai.OpenAI) -> dict[str, list[str]]:
     ended = [wait(client, submit(client, content).id) for content in (lines("one", "fail 400"), lines("one") + b"{\n")]
     running = [submit(client, lines("one", model=AWAY)).id for _ in range(5)]
     files = [upload(client, lines("one", "two")) for _ in range(20)]
+    uploads = [
+        client.uploads.create(bytes=9, filename="in.jsonl", mime_type="application/jsonl", purpose="batch")
+        for _ in range(10)
+    ]
     return {
+        "upload": [upload.id for upload in uploads],
         "file": [*files, *(file for batch in ended for file in (batch.output_file_id, batch.error_file_id) if file)],
         "batch": [batch.id for batch in ended] + running,
         "model": ["m"],

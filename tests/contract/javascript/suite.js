@@ -12,6 +12,7 @@ const client = new OpenAI({ baseURL: process.env.OPENAI_BASE_URL, apiKey: "none"
 const CHAT = "/v1/chat/completions";
 const DAY = 24 * 3600;
 const FILE_FIELDS = ["bytes", "created_at", "expires_at", "filename", "id", "object", "purpose", "status", "status_details"];
+const UPLOAD_FIELDS = ["bytes", "created_at", "expires_at", "file", "filename", "id", "object", "purpose", "status"];
 const BATCH_FIELDS = [
   "cancelled_at", "cancelling_at", "completed_at", "completion_window", "created_at", "endpoint", "error_file_id", "errors", "expired_at",
   "expires_at", "failed_at", "finalizing_at", "id", "in_progress_at", "input_file_id", "metadata", "model", "object", "output_file_id",
@@ -62,6 +63,33 @@ test("a file from memory needs no name of its own", async () => {
     const file = await client.files.create({ file: given, purpose: "batch" });
     assert.equal(await (await client.files.content(file.id)).text(), line("c1", "one"));
   }
+});
+
+test("a file comes in parts, in the order that is named at the end", async () => {
+  const content = line("c1", "one") + line("c2", "two");
+  const upload = await client.uploads.create({ bytes: content.length, filename: "in.jsonl", mime_type: "application/jsonl", purpose: "batch" });
+  assert.deepEqual(Object.keys(upload).sort(), UPLOAD_FIELDS);
+  assert.deepEqual([upload.status, upload.expires_at], ["pending", upload.created_at + 3600]);
+  const pieces = [content.slice(50), content.slice(0, 50)];
+  const [second, first] = await Promise.all(
+    pieces.map(async (piece) => client.uploads.parts.create(upload.id, { data: await toFile(Buffer.from(piece), "piece") })),
+  );
+  assert.deepEqual([first.object, first.upload_id], ["upload.part", upload.id]);
+  const done = await client.uploads.complete(upload.id, { part_ids: [first.id, second.id] });
+  assert.deepEqual(Object.keys(done.file).sort(), FILE_FIELDS);
+  assert.equal(await (await client.files.content(done.file.id)).text(), content);
+  await assert.rejects(client.uploads.cancel(upload.id), OpenAI.BadRequestError);
+});
+
+test("a create that is repeated with its idempotency key gives the same object", async () => {
+  const file = await client.files.create({ file: await toFile(Buffer.from(line("c1", "one")), "input.jsonl"), purpose: "batch" });
+  const body = { input_file_id: file.id, endpoint: CHAT, completion_window: "24h" };
+  const options = { headers: { "Idempotency-Key": crypto.randomUUID() } };
+  const first = await client.batches.create(body, options);
+  const { data, response } = await client.batches.create(body, options).withResponse();
+  assert.deepEqual([data, response.headers.get("idempotent-replayed")], [first, "true"]);
+  await assert.rejects(client.batches.create({ ...body, metadata: { a: "b" } }, options), OpenAI.UnprocessableEntityError);
+  assert.notEqual((await client.batches.create(body)).id, first.id);
 });
 
 test("pages follow each other by themselves", async () => {

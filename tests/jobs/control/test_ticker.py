@@ -3,6 +3,7 @@ close, a lost Redis comes back.
 """
 
 import contextlib
+import os
 import random
 import signal
 import threading
@@ -18,11 +19,14 @@ from jobs.control import runner, ticker, upkeep
 from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
+from jobs.protocol.ids import PART, UPLOAD, new_id
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
 from jobs.queue.tasks import take_batches, waiting_batches
 from jobs.store.file_store import FileStore
+from jobs.store.idempotency import IdempotencyKeys
+from jobs.store.upload_store import UploadStore
 from tests.support.batch_steps import answer_all, begin, run_to_end, step, tick, wait_for_batch
 from tests.support.control_plane import (
     Answering,
@@ -305,6 +309,23 @@ def test_files_are_indexed_again_and_removed_in_time(redis_client: redis.Redis, 
     tick(Ticker(queue, str(tmp_path)))
     assert files.list("", after=None, limit=10, order="asc", purpose=None).items == [kept]
     assert [path.name for path in (tmp_path / "files").iterdir()] == [kept.id]
+
+
+@pytest.mark.parametrize(("hours", "left"), [(0, 4), (2, 3), (26, 0)])
+def test_uploads_and_idempotency_keys_are_removed_in_time(
+    redis_client: redis.Redis, queue: Queue, tmp_path: Path, hours: int, left: int
+) -> None:
+    files, made = FileStore(queue, str(tmp_path), forget_output), time.time() - 3600 * hours
+    uploads, idempotency_keys = UploadStore(queue, files), IdempotencyKeys(queue, files)
+    upload = uploads.create(filename="a", purpose="vision", size=1, tenant="", upload_id=new_id(UPLOAD, made))
+    (uploads.folder(upload.id) / new_id(PART, made)).write_bytes(b"x")
+    with idempotency_keys.hold("", UPLOAD, "key") as held:
+        held.make_once("digest", upload.id, lambda _: None, lambda _: {})
+    for path in (tmp_path / "idempotency").iterdir():
+        os.utime(path, (made, made))
+    tick(Ticker(queue, str(tmp_path)))
+    found = [*tmp_path.glob("uploads/*"), *tmp_path.glob("uploads/*/[pu]*"), *tmp_path.glob("idempotency/*")]
+    assert len(found) == left, found
 
 
 @pytest.mark.proof

@@ -1,0 +1,180 @@
+"""Idempotency keys: what the first request with a key has made, for those that repeat it.
+
+A key has a file, to which lines are appended: what is about to be made, and then the answer. Who
+makes something holds the lock of that file, which the kernel takes from a process that dies. So
+there is one at a time, and one that comes after a killed one first looks for what that has made.
+The files are in the file store: they outlive an empty Redis, as what was made does.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jobs.protocol.results import ApiError
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import FileStore
+from jobs.store.marker import IDEMPOTENCY_FOLDER
+from jobs.store.storage import StoreError, make_folder, named, sync_folder
+
+HEADER = "Idempotency-Key"
+
+_KEPT_SECONDS = 24 * 3600
+_SWEPT_SECONDS = _KEPT_SECONDS + 3600  # by the time of the file, of another clock
+
+
+class FirstRequest(msgspec.Struct, frozen=True):
+    """A line of a key's file, of which the last one counts."""
+
+    came_at: float  # unix seconds by the clock of Redis
+    digest: str  # of its body
+    made: str  # id of what it makes
+    answer: dict[str, Any] | None = None  # once that is made
+
+
+class IdempotencyKeys:
+    """Synchronous and thread-safe. Methods raise `StoreError` and `QueueUnavailable`."""
+
+    def __init__(self, queue: Queue, files: FileStore) -> None:
+        self._queue = queue
+        self._files = files
+        self._folder = files.root / IDEMPOTENCY_FOLDER
+
+    def hold(self, tenant: str, kind: str, key: str) -> "HeldKey":
+        """Take a tenant's key for a kind of things. Raise `ApiError` 409 while a call has it."""
+        self._files.check()
+        make_folder(str(self._folder))
+        name = hashlib.sha256("\0".join((tenant, kind, key)).encode()).hexdigest()
+        held = None
+        while held is None:
+            held = HeldKey.take(self._folder / name, self._queue.now())
+        return held
+
+    def sweep(self, now: float, seconds: float = math.inf) -> int:
+        """Remove keys whose time is over, for about `seconds`. Return how many."""
+        self._files.check()
+        removed, deadline = 0, time.monotonic() + seconds
+        with named("cannot list", str(self._folder)), contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self._folder):
+                if time.monotonic() >= deadline:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    if _is_over(entry.stat(), now):
+                        removed += _remove_if_free(entry.path, now)
+        return removed
+
+
+class HeldKey:
+    """A key that no other call has until this is closed. Methods raise `StoreError`."""
+
+    def __init__(self, path: Path, file: Any, now: float) -> None:
+        self.now = now
+        self._path = path
+        self._file = file
+        self.first = self._read()
+        if self.first is not None and now >= self.first.came_at + _KEPT_SECONDS:
+            self._file.truncate(0)
+            self.first = None
+
+    @classmethod
+    def take(cls, path: Path, now: float) -> "HeldKey | None":
+        """Return a key; None where its file was just removed. Raise `ApiError` 409."""
+        with named("cannot write", str(path)), contextlib.ExitStack() as closing:
+            file = closing.enter_context(open(path, "ab+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"The first request with this {HEADER} is still running; try again in a moment."
+                raise ApiError(409, message, param=HEADER, code="idempotency_key_in_use") from None
+            if os.fstat(file.fileno()).st_nlink == 0:
+                return None
+            held = cls(path, file, now)
+            closing.pop_all()
+        return held
+
+    def make_once(
+        self,
+        digest: str,
+        new_id: str,
+        find: Callable[[str], dict[str, Any] | None],
+        make: Callable[[str], dict[str, Any]],
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the first request's answer, and whether that was another one than this.
+
+        `make` makes something under the given id, `find` the answer for an id of which something
+        was begun, or None where that came to nothing. Raise `ApiError` 422 for a body of another
+        digest than the first.
+        """
+        first = self.first
+        if first is not None and first.digest != digest:
+            message = f"This {HEADER} was used for another request; take a new one for each."
+            raise ApiError(422, message, param=HEADER, code="idempotency_key_reused")
+        if first is not None and first.answer is not None:
+            return first.answer, True
+        answer = None if first is None else find(first.made)
+        if first is None or answer is None:
+            first = FirstRequest(self.now, digest, new_id)
+            self._append(first)
+            made = make(new_id)
+            self._append(msgspec.structs.replace(first, answer=made))
+            return made, False
+        self._append(msgspec.structs.replace(first, answer=answer))
+        return answer, True
+
+    def close(self) -> None:
+        """Let the key go, without a trace where nothing was begun under it."""
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):
+            if self.first is None:
+                self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _append(self, first: FirstRequest) -> None:
+        with named("cannot write", str(self._path)):
+            self._file.write(msgspec.json.encode(first) + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            if self.first is None:
+                sync_folder(self._path.parent)
+        self.first = first
+
+    def _read(self) -> FirstRequest | None:
+        """Return the last line; of one that a kill has cut off, nothing stays."""
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            self._file.truncate(len(whole))
+        try:
+            return msgspec.json.decode(whole.splitlines()[-1], type=FirstRequest) if whole else None
+        except msgspec.DecodeError as error:
+            raise StoreError(f"{self._path} is no record of an {HEADER} ({error}); remove it") from error
+
+    def __enter__(self) -> "HeldKey":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _is_over(status: os.stat_result, now: float) -> bool:
+    return now >= status.st_mtime + _SWEPT_SECONDS
+
+
+def _remove_if_free(path: str, now: float) -> bool:
+    with open(path, "rb") as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(file.fileno())  # as it is now that no call can change it
+        if status.st_nlink and _is_over(status, now):
+            os.unlink(path)
+            return True
+    return False

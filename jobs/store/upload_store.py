@@ -1,0 +1,361 @@
+"""Uploads in parts: each has a folder in the file store, from its creation until a day later.
+
+The disk alone knows them. The folder holds a record, upload.json, and each whole part under its id.
+Who changes the record, or adds a part, holds the folder's lock. A completion notes the id of the
+file that it is about to make: after a kill the next one finds that file, or makes another.
+"""
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from jobs.protocol import fields
+from jobs.protocol.ids import PART, UPLOAD, is_id, new_id, time_of
+from jobs.protocol.results import ApiError
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import FileRecord, FileStore, Upload
+from jobs.store.marker import UPLOADS_FOLDER
+from jobs.store.storage import Busy, StoreError, exclusive, list_names, make_folder, named, sync_folder, write_bytes
+
+PART_BYTES = 64 * 1024 * 1024
+"""The largest part."""
+MOST_PARTS = 10_000
+"""Parts of one upload."""
+
+UploadStatus = Literal["pending", "completed", "cancelled", "expired"]
+
+_RECORD, _LOCK = "upload.json", ".lock"
+_OPEN_SECONDS = 3600  # in which an upload can be completed
+_KEPT_SECONDS = 24 * 3600  # in which a completion may be repeated, and an error says what became of it
+_PATIENCE_SECONDS = 5.0
+_COPY_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of upload.json. Times are unix seconds."""
+
+    id: str
+    bytes: int  # as the client announced them
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    tenant: str
+    file_expires_seconds: int | None = None
+    status: Literal["pending", "completed", "cancelled"] = "pending"
+    # This and the next: of the completion that was begun last
+    file_id: str | None = None
+    parts_sha256: str | None = None  # of the ids of its parts
+    file: FileRecord | None = None  # of a completed upload
+
+    def status_at(self, now: float) -> UploadStatus:
+        """Return the status, which nothing but time makes `expired`."""
+        return "expired" if self.status == "pending" and self.expires_at <= now else self.status
+
+
+class UploadStore:
+    """Synchronous and thread-safe.
+
+    Methods raise `ApiError`, 404 for an upload that is unknown or another tenant's; `StoreError`
+    and `QueueUnavailable`.
+    """
+
+    def __init__(self, queue: Queue, files: FileStore) -> None:
+        self._queue = queue
+        self._files = files
+        self._folder = files.root / UPLOADS_FOLDER
+
+    def create(
+        self,
+        *,
+        filename: str,
+        purpose: str,
+        size: int,
+        tenant: str,
+        file_expires_seconds: int | None = None,
+        upload_id: str | None = None,
+    ) -> UploadRecord:
+        """Begin an upload of `size` bytes, which is durable when this returns."""
+        self._files.check()
+        now = self._queue.now()
+        record = UploadRecord(
+            id=upload_id or new_id(UPLOAD, now),
+            bytes=size,
+            created_at=int(now),
+            expires_at=int(now) + _OPEN_SECONDS,
+            filename=filename,
+            purpose=purpose,
+            tenant=tenant,
+            file_expires_seconds=file_expires_seconds,
+        )
+        make_folder(str(self._folder / record.id))
+        return self._save(record)
+
+    def get(self, tenant: str, upload_id: str) -> UploadRecord:
+        """Return an upload."""
+        record = self.find(tenant, upload_id)
+        if record is None:
+            raise ApiError(404, f"No such Upload object: {fields.shown(upload_id)}", param="upload_id")
+        return record
+
+    def find(self, tenant: str, upload_id: str) -> UploadRecord | None:
+        """Return an upload, None for one that is unknown or another tenant's."""
+        record = self._read(upload_id) if is_id(UPLOAD, upload_id) else None
+        return record if record is not None and record.tenant == tenant else None
+
+    def begin_part(self, tenant: str, upload_id: str) -> "PartWriter":
+        """Return a part, which leaves nothing unless it is committed."""
+        record = self.get(tenant, upload_id)
+        _check_pending(record)
+        return PartWriter(self, record, new_id(PART, self._queue.now()))
+
+    def complete(
+        self,
+        tenant: str,
+        upload_id: str,
+        part_ids: Sequence[str],
+        check: Callable[[Upload], None],
+        md5: str | None = None,
+    ) -> UploadRecord:
+        """Make a file of the parts, in this order; repeated, give the same file again.
+
+        `check` raises `ApiError` for a content that no file of its purpose may have. An upload that
+        was refused stays pending.
+        """
+        parts_sha256 = hashlib.sha256("\n".join(part_ids).encode()).hexdigest()
+        with self.held(tenant, upload_id) as record:
+            record = self._settled(record)
+            if record.status == "completed" and record.parts_sha256 == parts_sha256:
+                return record
+            _check_pending(record)
+            paths = self._paths(record, part_ids)
+            return self._join(msgspec.structs.replace(record, parts_sha256=parts_sha256), paths, check, md5)
+
+    def cancel(self, tenant: str, upload_id: str) -> UploadRecord:
+        """End a pending upload without a file; changes nothing in one that is cancelled."""
+        with self.held(tenant, upload_id) as record:
+            record = self._settled(record)
+            if record.status == "cancelled":
+                return record
+            _check_pending(record)
+            record = self._save(msgspec.structs.replace(record, status="cancelled"))
+            self._remove_parts(record.id)
+            return record
+
+    def sweep(self, now: float, seconds: float = math.inf) -> int:
+        """Remove the parts of uploads that are no longer pending, and after a day all of them, for
+        about `seconds`, the oldest first. Return how many uploads had something to remove.
+        """
+        self._files.check()
+        removed, deadline = 0, time.monotonic() + seconds
+        for name in list_names(str(self._folder)):
+            made = time_of(name) if is_id(UPLOAD, name) else None
+            if made is None or now < made + _OPEN_SECONDS or time.monotonic() >= deadline:
+                continue
+            try:
+                removed += self._sweep_one(name, now >= made + _KEPT_SECONDS)
+            except Busy:
+                continue
+            except StoreError as error:
+                logger.error("failed to clean up upload %s; retrying later: %s", name, error)
+        return removed
+
+    @contextlib.contextmanager
+    def held(self, tenant: str, upload_id: str) -> Iterator[UploadRecord]:
+        """Keep all others from changing an upload, and give it as it is."""
+        self.get(tenant, upload_id)
+        try:
+            with exclusive(str(self._folder / upload_id), _PATIENCE_SECONDS, lock=_LOCK):
+                yield self.get(tenant, upload_id)
+        except Busy:
+            message = f"Another call is completing the upload {upload_id}; try again in a moment."
+            raise ApiError(409, message, param="upload_id", code="upload_busy") from None
+
+    def folder(self, upload_id: str) -> Path:
+        """Return the folder of an upload."""
+        return self._folder / upload_id
+
+    def parts(self, upload_id: str) -> dict[str, int]:
+        """Return the bytes of each whole part."""
+        with named("cannot list", str(self._folder / upload_id)), os.scandir(self._folder / upload_id) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if is_id(PART, entry.name)}
+
+    def _paths(self, record: UploadRecord, part_ids: Sequence[str]) -> list[Path]:
+        """Return the files of the parts, each of which is there and named once."""
+        sizes = self.parts(record.id)
+        for place, part_id in enumerate(part_ids):
+            if part_id not in sizes:
+                fields.fail(
+                    f"No such part of the upload {record.id}: {fields.shown(part_id)}",
+                    f"part_ids[{place}]",
+                    "invalid_value",
+                )
+        if len(set(part_ids)) < len(part_ids):
+            fields.fail("Invalid 'part_ids': a part is named twice.", "part_ids", "invalid_value")
+        size = sum(sizes[part_id] for part_id in part_ids)
+        if size != record.bytes:
+            fields.fail(
+                f"The parts have {size} bytes, and the upload was created for {record.bytes}.",
+                "part_ids",
+                "invalid_value",
+            )
+        return [self._folder / record.id / part_id for part_id in part_ids]
+
+    def _join(
+        self, record: UploadRecord, paths: list[Path], check: Callable[[Upload], None], md5: str | None
+    ) -> UploadRecord:
+        with self._files.begin(
+            filename=record.filename,
+            purpose=record.purpose,
+            tenant=record.tenant,
+            expires_seconds=record.file_expires_seconds,
+        ) as upload:
+            record = self._save(msgspec.structs.replace(record, file_id=upload.id))
+            digest = hashlib.md5(usedforsecurity=False)
+            for chunk in _content(paths):
+                upload.write(chunk)
+                if md5 is not None:
+                    digest.update(chunk)
+            if md5 is not None and digest.hexdigest() != md5.lower():
+                fields.fail(f"The content has the md5 {digest.hexdigest()}, not that given.", "md5", "invalid_value")
+            check(upload)
+            return self._completed(record, upload.commit())
+
+    def _settled(self, record: UploadRecord) -> UploadRecord:
+        """Return an upload whose completion was killed behind its file as the completed one that it
+        is.
+        """
+        if record.status != "pending" or record.file_id is None:
+            return record
+        file = self._files.finish(record.file_id)
+        return record if file is None else self._completed(record, file)
+
+    def _completed(self, record: UploadRecord, file: FileRecord) -> UploadRecord:
+        record = self._save(msgspec.structs.replace(record, status="completed", file=file))
+        self._remove_parts(record.id)
+        return record
+
+    def _sweep_one(self, upload_id: str, wholly: bool) -> bool:
+        folder = self._folder / upload_id
+        with named("cannot list", str(folder)):
+            if not wholly and not set(os.listdir(folder)) - {_RECORD, _LOCK}:
+                return False
+        with exclusive(str(folder), 0, lock=_LOCK):
+            record = self._read(upload_id)
+            if record is not None:
+                self._settled(record)
+            self._remove_parts(upload_id)
+            if wholly:
+                shutil.rmtree(folder, ignore_errors=True)
+        return True
+
+    def _remove_parts(self, upload_id: str) -> None:
+        """What cannot be removed now, the sweep removes."""
+        with contextlib.suppress(OSError):
+            for path in (self._folder / upload_id).iterdir():
+                if path.name not in (_RECORD, _LOCK):
+                    path.unlink(missing_ok=True)
+
+    def _save(self, record: UploadRecord) -> UploadRecord:
+        write_bytes(str(self._folder / record.id / _RECORD), msgspec.json.encode(record))
+        return record
+
+    def _read(self, upload_id: str) -> UploadRecord | None:
+        """Return a record; None for one that is missing while the store is there."""
+        record = self._record(upload_id)
+        if record is None:
+            self._files.check()
+            record = self._record(upload_id)
+        return record
+
+    def _record(self, upload_id: str) -> UploadRecord | None:
+        path = self._folder / upload_id / _RECORD
+        try:
+            with named("cannot read", str(path)):
+                return msgspec.json.decode(path.read_bytes(), type=UploadRecord)
+        except msgspec.DecodeError as error:
+            logger.error("%s is not a valid upload record: %s", path, error)
+        except StoreError as error:
+            if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                raise
+        return None
+
+
+class PartWriter:
+    """A part on its way in.
+
+    Not thread-safe. Methods raise `ApiError` and `StoreError`, for a full disk `StoreFull`.
+    """
+
+    def __init__(self, store: UploadStore, upload: UploadRecord, part_id: str) -> None:
+        self.id = part_id
+        self.upload_id = upload.id
+        self._store = store
+        self._upload = upload
+        self._path = store.folder(upload.id) / part_id
+        self._temporary = self._path.with_name(f".{part_id}.tmp")
+        self._bytes = 0
+        with named("cannot write", str(self._path)):
+            self._file = open(self._temporary, "xb")  # noqa: SIM115 - closed by `close`
+
+    def write(self, data: bytes) -> None:
+        """Appends."""
+        with named("cannot write", str(self._path)):
+            self._file.write(data)
+        self._bytes += len(data)
+
+    def commit(self) -> None:
+        """Make the part durable, then a part of its upload, unless that has ended meanwhile."""
+        with named("cannot write", str(self._path)):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        with self._store.held(self._upload.tenant, self.upload_id) as upload:
+            _check_pending(upload)
+            self._check_room(upload)
+            with named("cannot write", str(self._path)):
+                self._temporary.rename(self._path)
+                sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Remove what was not committed."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
+
+    def _check_room(self, upload: UploadRecord) -> None:
+        """Parts may be sent again where an answer was lost, and not without end."""
+        sizes = self._store.parts(upload.id)
+        most = 2 * upload.bytes + PART_BYTES
+        if len(sizes) >= MOST_PARTS or sum(sizes.values()) + self._bytes > most:
+            fields.fail(
+                f"The upload {upload.id} has {len(sizes)} parts of {sum(sizes.values())} bytes, and may have"
+                f" {MOST_PARTS} of {most}.",
+                "data",
+                "upload_full",
+            )
+
+
+def _check_pending(record: UploadRecord) -> None:
+    """Raise `ApiError` for an upload that has ended."""
+    status = record.status_at(time.time())
+    if status != "pending":
+        fields.fail(f"The upload {record.id} is {status}; create another one.", "upload_id", f"upload_{status}")
+
+
+def _content(paths: list[Path]) -> Iterator[bytes]:
+    for path in paths:
+        with named("cannot read", str(path)), open(path, "rb") as file:
+            while chunk := file.read(_COPY_BYTES):
+                yield chunk

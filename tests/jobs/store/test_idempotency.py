@@ -1,0 +1,189 @@
+"""Under one key one thing is made, whoever is killed where; a key is kept for a day."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.batch.retention import forget_output
+from jobs.protocol.results import ApiError
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import FileStore
+from jobs.store.idempotency import HeldKey, IdempotencyKeys
+from tests.support.control_plane import ROOT
+from tests.support.killed_steps import killed_before_each_step
+
+DAY = 24 * 3600
+
+
+@pytest.fixture
+def idempotency_keys(queue: Queue, tmp_path: Path) -> IdempotencyKeys:
+    return IdempotencyKeys(queue, FileStore(queue, str(tmp_path / "store"), forget_output))
+
+
+class Things:
+    """A folder of what was made, each a file under its id."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers = itertools.count()
+        folder.mkdir()
+
+    def once(self, held: HeldKey, digest: str = "digest") -> tuple[dict[str, Any], bool]:
+        with held:
+            return held.make_once(digest, f"id{next(self._numbers)}-{os.getpid()}", self.find, self.make)
+
+    def make(self, thing: str) -> dict[str, Any]:
+        os.mkdir(self.folder / thing)
+        return {"id": thing}
+
+    def find(self, thing: str) -> dict[str, Any] | None:
+        return {"id": thing} if (self.folder / thing).exists() else None
+
+    @property
+    def names(self) -> list[str]:
+        return os.listdir(self.folder)
+
+
+@pytest.fixture
+def things(tmp_path: Path) -> Things:
+    return Things(tmp_path / "things")
+
+
+def files_in(tmp_path: Path) -> list[str]:
+    return os.listdir(tmp_path / "store" / "idempotency")
+
+
+def refused(status: int, code: str, held: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        held()
+    assert (caught.value.status, caught.value.code, caught.value.param) == (status, code, "Idempotency-Key")
+
+
+def test_a_repeated_call_gets_the_first_answer(idempotency_keys: IdempotencyKeys, things: Things) -> None:
+    first, replayed = things.once(idempotency_keys.hold("t", "batch_", "k"))
+    assert not replayed
+    for _ in range(3):
+        assert things.once(idempotency_keys.hold("t", "batch_", "k")) == (first, True)
+    refused(422, "idempotency_key_reused", lambda: things.once(idempotency_keys.hold("t", "batch_", "k"), "other"))
+    assert things.names == [first["id"]]
+    for other in (("u", "batch_", "k"), ("t", "file-", "k"), ("t", "batch_", "K"), ("", "t\0batch_", "k")):
+        assert things.once(idempotency_keys.hold(*other), "other")[1] is False
+    assert len(things.names) == 5
+
+
+def test_of_calls_at_once_one_makes_something(idempotency_keys: IdempotencyKeys, things: Things) -> None:
+    def call(_: int) -> str:
+        try:
+            return things.once(idempotency_keys.hold("t", "batch_", "k"))[0]["id"]
+        except ApiError as error:
+            return f"{error.status}"
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = set(threads.map(call, range(200)))
+    assert answers - {"409"} == set(things.names)
+    assert len(things.names) == 1
+
+
+def test_a_key_is_in_use_until_its_process_dies(
+    idempotency_keys: IdempotencyKeys, redis_url: str, things: Things, tmp_path: Path
+) -> None:
+    script = f"""
+from jobs.queue.connection import connect
+from jobs.batch.retention import forget_output
+from jobs.store.file_store import FileStore
+from jobs.store.idempotency import IdempotencyKeys
+from jobs.queue.request_queue import Queue
+queue = Queue(connect({redis_url!r}))
+held = IdempotencyKeys(queue, FileStore(queue, {str(tmp_path / "store")!r}, forget_output)).hold("t", "batch_", "k")
+print("held", flush=True)
+input()
+"""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        refused(409, "idempotency_key_in_use", lambda: idempotency_keys.hold("t", "batch_", "k"))
+        process.kill()
+    assert things.once(idempotency_keys.hold("t", "batch_", "k"))[1] is False
+
+
+def test_a_call_that_begins_nothing_leaves_nothing(idempotency_keys: IdempotencyKeys, tmp_path: Path) -> None:
+    held = idempotency_keys.hold("t", "batch_", "k")
+    held.close()
+    assert files_in(tmp_path) == []
+    with idempotency_keys.hold("t", "batch_", "k"):
+        held.close()  # again, which takes nothing from the other
+        assert len(files_in(tmp_path)) == 1
+        refused(409, "idempotency_key_in_use", lambda: idempotency_keys.hold("t", "batch_", "k"))
+
+
+def test_a_failed_call_may_be_repeated(idempotency_keys: IdempotencyKeys, things: Things) -> None:
+    things.folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        things.once(idempotency_keys.hold("t", "batch_", "k"))
+    things.folder.mkdir()
+    refused(422, "idempotency_key_reused", lambda: things.once(idempotency_keys.hold("t", "batch_", "k"), "other"))
+    first, replayed = things.once(idempotency_keys.hold("t", "batch_", "k"))
+    assert (replayed, things.names) == (False, [first["id"]])
+
+
+def test_a_key_is_kept_for_a_day(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = things.once(idempotency_keys.hold("t", "batch_", "k"))
+    now = time.time()
+    assert idempotency_keys.sweep(now + DAY) == 0
+    monkeypatch.setattr(Queue, "now", lambda queue: now + DAY - 60)
+    assert things.once(idempotency_keys.hold("t", "batch_", "k")) == (first, True)
+    monkeypatch.setattr(Queue, "now", lambda queue: now + DAY + 60)
+    second, replayed = things.once(idempotency_keys.hold("t", "batch_", "k"), "other")
+    assert not replayed
+    assert second != first
+    with idempotency_keys.hold("t", "batch_", "k"):
+        assert idempotency_keys.sweep(now + 2 * DAY) == 0
+    assert idempotency_keys.sweep(now + 2 * DAY) == 1
+    assert files_in(tmp_path) == []
+
+
+def test_a_line_that_was_cut_off_does_not_count(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path
+) -> None:
+    first, _ = things.once(idempotency_keys.hold("t", "batch_", "k"))
+    [path] = (tmp_path / "store" / "idempotency").iterdir()
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        before = set(things.names)
+        answer, replayed = things.once(idempotency_keys.hold("t", "batch_", "k"))
+        begun = b"\n" in whole[:length]
+        assert replayed == begun, length
+        assert (answer == first) == begun
+        assert len(set(things.names) - before) == int(not begun)
+        assert path.read_bytes().count(b"\n") == 2
+
+
+def test_kills_between_any_two_steps_make_one_thing(
+    redis_url: str, idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path
+) -> None:
+    def call() -> None:
+        queue = Queue(connect(redis_url))
+        keys = IdempotencyKeys(queue, FileStore(queue, str(tmp_path / "store"), forget_output))
+        things.once(keys.hold("t", "batch_", f"key {len(things.names)}"))
+
+    number = 0
+    for number in killed_before_each_step(call):
+        made = set(things.names)
+        assert len(made) in (number - 1, number)
+        answer, replayed = things.once(idempotency_keys.hold("t", "batch_", f"key {number - 1}"))
+        assert replayed == (len(made) == number), "a call that is repeated makes nothing more"
+        assert answer["id"] in things.names
+        assert len(things.names) == number
+    assert number > 5
