@@ -1,10 +1,11 @@
 """Batches in OpenAI's shape, and how a caller's batch is found."""
 
-from typing import Any
+from typing import Any, Literal
 
 from openai.types import Batch, BatchError, BatchRequestCounts, BatchUsage
 from openai.types.batch import Errors
 from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import BaseModel
 
 from api.state import ApiState
 from jobs.batch.client import BatchRecord, get_batch
@@ -14,6 +15,14 @@ from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError, Usage
 from jobs.protocol.states import END_STATES, KEPT_IN_SIGHT, MAY_EXPIRE
 from jobs.queue.scripts import QueueUnavailable
+
+
+class BatchDeleted(BaseModel):
+    """The answer to the deletion of a batch, in the shape of OpenAI's other ones."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    deleted: Literal[True] = True
 
 
 def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:

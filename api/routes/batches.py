@@ -1,4 +1,4 @@
-"""`/v1/batches`: create, list, look at, cancel."""
+"""`/v1/batches`: create, list, look at, cancel, delete."""
 
 import threading
 from typing import Any
@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from openai.types import Batch
 
 from api.auth import Caller, caller_of
-from api.batch_objects import batch_object, find_batch
+from api.batch_objects import BatchDeleted, batch_object, find_batch
 from api.http.errors import MayExist, error_response
 from api.http.openapi import json_body, query
 from api.http.pages import PageOf, envelope, not_after, query_integer
@@ -19,6 +19,7 @@ from api.settings import ApiSettings
 from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.uploads import EXPIRY_SCHEMA, read_expiry
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
+from jobs.batch.forgetting import delete_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
@@ -33,6 +34,7 @@ _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MAX_ID = 256
+_NO_RETRY = {"x-should-retry": "false"}
 
 _METADATA = {
     "type": ["object", "null"],
@@ -113,8 +115,24 @@ def cancel(request: Request, batch_id: str) -> Response:
     except KeyError:
         record = _find(request, batch_id)
     if record.state not in ("cancelling", "cancelled"):
-        return error_response(_too_late(record), {"x-should-retry": "false"})
+        return error_response(_too_late(record), _NO_RETRY)
     return json_response(batch_object(record))
+
+
+@router.delete("/v1/batches/{batch_id}", responses={200: {"model": BatchDeleted}})
+def delete(request: Request, batch_id: str) -> Response:
+    """Remove a batch that has ended. Its input file and its result files stay."""
+    _find(request, batch_id)
+    state = state_of(request)
+    try:
+        record = delete_batch(state.queue, state.files, batch_id)
+    except KeyError:
+        _find(request, batch_id)
+        raise QueueUnavailable(f"{batch_id} had no record for a moment") from None
+    if not record.ended:
+        message = f"Cannot delete a batch with status '{record.state}'; cancel it first, and wait until it has ended."
+        return error_response(ApiError(409, message), _NO_RETRY)
+    return json_response(BatchDeleted(id=batch_id).model_dump())
 
 
 def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSubmission:

@@ -178,6 +178,9 @@ def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | No
     manifest = _manifest(files, record)
     if manifest is None and record.batch_id is not None:
         files.check()
+        if record.complete:
+            message = "This file is no longer read by lines, since its batch was deleted: read all of it."
+            fields.fail(message, "limit" if limit is not None else "offset", "invalid_value")
         raise _unknown(record.id)
     if manifest is None or manifest.spec.output_file_id != record.id:
         fields.fail(

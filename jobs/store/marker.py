@@ -16,7 +16,7 @@ from jobs.store.storage import StoreError, exclusive, make_folder, named, write_
 
 MARKER = "store_id"
 _PATIENCE_SECONDS = 10.0
-BATCHES_FOLDER, FILES_FOLDER = "batches", "files"
+BATCHES_FOLDER, FILES_FOLDER, DELETED_FOLDER = "batches", "files", "deleted"
 
 
 class StoreAway(StoreError):

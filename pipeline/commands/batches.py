@@ -17,7 +17,7 @@ fail_option = flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line'
 
 @click.group()
 def batches() -> None:
-    """Create, show, wait for and cancel batches of a server, over HTTP.
+    """Create, show, wait for, cancel and delete batches of a server, over HTTP.
 
     `pipeline status`, `wait` and `tail` read a fleet's Redis instead, which also holds the batches
     of `run-batch` and of every tenant; so does `forget`.
@@ -145,6 +145,19 @@ def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
         for batch_id in batch_ids:
             batch = client.batches.cancel(batch_id)
             show(batch, f"{batch.id} is {batch.status}", as_json)
+
+
+@batches.command()
+@object_id("batch_ids", "BATCH_ID...", nargs=-1, required=True)
+@client_options
+def delete(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
+    """Delete batches that have ended. Their input and result files stay."""
+    from pipeline import remote_batches
+
+    with api_client(base_url) as client:
+        for batch_id in batch_ids:
+            gone = remote_batches.delete(client, batch_id)
+            print_json(gone) if as_json else click.echo(f"{gone['id']} is deleted")
 
 
 @batches.command()

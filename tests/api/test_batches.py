@@ -4,6 +4,8 @@ are not theirs, late cancels.
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,10 @@ def api_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
 def create(client: openai.OpenAI, data: bytes) -> Batch:
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+
+def delete(client: openai.OpenAI, batch_id: str) -> Any:
+    return client.delete(f"/batches/{batch_id}", cast_to=object)
 
 
 def test_states_and_counts_go_forward_through_the_loss_of_redis(
@@ -161,7 +167,7 @@ def test_a_batch_of_another_tenant_is_unknown(redis_client: redis.Redis, api_url
     for emptied in (False, True):
         if emptied:
             redis_client.flushall()
-        for call in (stranger.batches.retrieve, stranger.batches.cancel):
+        for call in (stranger.batches.retrieve, stranger.batches.cancel, partial(delete, stranger)):
             with pytest.raises(openai.NotFoundError, match="No batch found"):
                 call(batch.id)
     assert stranger.batches.list().data == []
@@ -238,3 +244,63 @@ def test_a_batch_that_is_over_for_long_is_unknown(
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve(batch.id)
     assert client.batches.list().data == []
+
+
+def test_a_deleted_batch_is_unknown_and_its_files_are_read_as_a_whole(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch, other = (run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(3)).id).id for _ in range(2))
+    output = client.batches.retrieve(batch).output_file_id or ""
+    path = f"/v1/files/{output}/content"
+    content = http.get(path).content
+    assert http.get(f"{path}?offset=0").content == content
+    assert delete(client, batch) == {"id": batch, "object": "batch", "deleted": True}
+    for call in (client.batches.retrieve, client.batches.cancel, partial(delete, client)):
+        with pytest.raises(openai.NotFoundError, match="No batch found"):
+            call(batch)
+    assert [one.id for one in client.batches.list()] == [other]
+    assert http.get(path).content == content
+    assert client.files.retrieve(output).bytes == len(content)
+    refused = http.get(f"{path}?limit=1")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+    assert "its batch was deleted" in refused.json()["error"]["message"]
+    assert client.files.delete(output).deleted
+
+
+def test_a_batch_that_has_not_ended_is_not_deleted(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client
+) -> None:
+    serve(redis_client, "m")
+    batch = create(client, lines_of(1)).id
+    for state in ("validating", "in_progress", "cancelling"):
+        answer = http.delete(f"/v1/batches/{batch}")
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+        why = f"Cannot delete a batch with status '{state}'; cancel it first, and wait until it has ended."
+        assert answer.json()["error"]["message"] == why
+        step(redis_client, batch) if state == "validating" else client.batches.cancel(batch)
+    assert run_to_end(redis_client, batch).state == "cancelled"
+    assert delete(client, batch)["deleted"]
+
+
+def test_a_batch_that_an_emptied_redis_does_not_know_yet_is_deleted_later(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(1)).id).id
+    redis_client.flushall()
+    answer = http.delete(f"/v1/batches/{batch}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_unavailable")
+    rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+    assert delete(client, batch)["deleted"]
+    assert rebuild_all(Queue(redis_client), str(tmp_path / "store")) == (0, [])
+    assert http.get(f"/v1/batches/{batch}").status_code == 404
+
+
+def test_many_deletions_at_once_remove_a_batch_once(
+    redis_client: redis.Redis, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(1)).id).id
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: http.delete(f"/v1/batches/{batch}").status_code, range(8)))
+    assert sorted(answers)[0] == 200
+    assert set(answers) <= {200, 404}
+    assert http.get(f"/v1/batches/{batch}").status_code == 404

@@ -238,7 +238,7 @@ def test_a_create_that_is_no_object_is_refused(http: httpx.Client, body: bytes) 
         "é",
     ],
 )
-@pytest.mark.parametrize(("method", "end"), [("GET", ""), ("POST", "/cancel")])
+@pytest.mark.parametrize(("method", "end"), [("GET", ""), ("POST", "/cancel"), ("DELETE", "")])
 def test_ids_of_no_batch_are_unknown(http: httpx.Client, batch_id: str, method: str, end: str) -> None:
     answer = http.request(method, f"/v1/batches/{batch_id}{end}")
     assert answer.status_code in (404, 405), answer.text
@@ -253,7 +253,7 @@ def test_an_unknown_batch_gets_the_error_of_the_hosted_service(client: openai.Op
 
 def test_other_methods_are_not_allowed(http: httpx.Client, ended: dict[str, Batch]) -> None:
     batch = f"/v1/batches/{ended['good'].id}"
-    for method, path in (("DELETE", batch), ("PUT", "/v1/files"), ("GET", f"{batch}/cancel")):
+    for method, path in (("PATCH", batch), ("PUT", "/v1/files"), ("GET", f"{batch}/cancel")):
         answer = http.request(method, path)
         assert answer.status_code == 405, path
         assert answer.json()["error"]["code"] == "method_not_allowed"
