@@ -78,6 +78,13 @@ def delete(client: "openai.OpenAI", batch_id: str) -> dict[str, Any]:
     return cast(dict[str, Any], client.delete(_path(batch_id), cast_to=object))
 
 
+def retry(client: "openai.OpenAI", batch_id: str) -> "Batch":
+    """Create a batch of the lines of an ended one that have no answer; as `delete`."""
+    from openai.types import Batch
+
+    return client.post(f"{_path(batch_id)}/retry", cast_to=Batch)
+
+
 def _path(batch_id: str) -> str:
     return f"/batches/{quote(batch_id, safe='')}"
 

@@ -1,6 +1,8 @@
-"""`/v1/batches`: create, list, look at, cancel, delete."""
+"""`/v1/batches`: create, list, look at, cancel, retry, delete."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -17,9 +19,11 @@ from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.settings import ApiSettings
 from api.state import ApiState, BlockingRoute, queue_reachable, state_of
+from api.threads import COPIES, run_in
 from api.uploads import EXPIRY_SCHEMA, read_expiry
-from jobs.batch.client import BatchRecord, cancel_batch, list_batches
+from jobs.batch.client import BatchRecord, BatchRefused, cancel_batch, list_batches
 from jobs.batch.forgetting import delete_batch
+from jobs.batch.retry import retry_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
@@ -75,15 +79,9 @@ async def create_batch(request: Request) -> Response:
     raw = await read_body(request, _MAX_BODY)
     state = state_of(request)
     begun = threading.Event()
-    try:
+    with _may_exist(begun):
         creating = run_in_threadpool(_create, state, caller_of(request), raw, begun)
         return json_response(await state.fleet.unless_away(creating))
-    except QueueFull:
-        raise
-    except QueueUnavailable as error:
-        if not begun.is_set():
-            raise
-        raise MayExist(str(error)) from error
 
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
@@ -117,6 +115,18 @@ def cancel(request: Request, batch_id: str) -> Response:
     if record.state not in ("cancelling", "cancelled"):
         return error_response(_too_late(record), _NO_RETRY)
     return json_response(batch_object(record))
+
+
+@router.post("/v1/batches/{batch_id}/retry", responses={200: {"model": Batch}})
+async def retry(request: Request, batch_id: str) -> Response:
+    """Make a batch of those lines of an ended one that have no answer in its output file.
+
+    Its input file is a new file with these lines, and `metadata.retry_of` names the ended batch.
+    """
+    state, begun = state_of(request), threading.Event()
+    with _may_exist(begun):
+        retrying = run_in(COPIES, _retry, state, caller_of(request), batch_id, begun)
+        return await state.fleet.unless_away(retrying)
 
 
 @router.delete("/v1/batches/{batch_id}", responses={200: {"model": BatchDeleted}})
@@ -158,8 +168,62 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
 def _create(state: ApiState, caller: Caller, raw: bytes, begun: threading.Event) -> dict[str, Any]:
     begun.set()
     new = read_new_batch(decode_body(raw), caller, state.settings)
-    try:
+    with _too_many_told(caller):
         return batch_object(submit_batch(state.queue, state.files, new))
+
+
+def _retry(state: ApiState, caller: Caller, batch_id: str, begun: threading.Event) -> Response:
+    record = find_batch(state, caller.tenant, batch_id)
+    if not record.ended:
+        message = f"Cannot retry a batch with status '{record.state}'; wait until it has ended, or cancel it first."
+        return error_response(ApiError(409, message), _NO_RETRY)
+    begun.set()
+    try:
+        with _too_many_told(caller):
+            made = retry_batch(state.queue, state.files, record, _again(record, caller, state.settings))
+    except BatchRefused as error:
+        raise ApiError(400, str(error), param="batch_id") from None
+    return json_response(batch_object(made))
+
+
+def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchSubmission:
+    """Return what a retry of the batch asks for. Where there are as many pairs of metadata as may
+    be, they stay as they are.
+    """
+    spec = record.spec
+    metadata = {**(spec.metadata or {}), "retry_of": record.id}
+    return BatchSubmission(
+        input_file_id="",
+        endpoint=spec.endpoint or "",
+        completion_window=spec.completion_window or "",
+        seconds=spec.completion_window_seconds or 0.0,
+        metadata=metadata if len(metadata) <= _MAX_PAIRS else spec.metadata,
+        tenant=caller.tenant,
+        output_expires_seconds=spec.output_expires_seconds,
+        max_lines=settings.max_batch_lines,
+        queued_tokens=caller.queued_tokens,
+        open_batches=caller.open_batches,
+    )
+
+
+@contextlib.contextmanager
+def _may_exist(begun: threading.Event) -> Iterator[None]:
+    """Raise `MayExist` where the queue goes out of reach after the batch was begun."""
+    try:
+        yield
+    except QueueFull:
+        raise
+    except QueueUnavailable as error:
+        if not begun.is_set():
+            raise
+        raise MayExist(str(error)) from error
+
+
+@contextlib.contextmanager
+def _too_many_told(caller: Caller) -> Iterator[None]:
+    """Raise `ApiError` 429 where the tenant has as many open batches as it may have."""
+    try:
+        yield
     except TooManyBatches as error:
         most = caller.open_batches
         batches = "1 batch that has" if most == 1 else f"{most} batches that have"

@@ -351,21 +351,21 @@ class Upload:
         self.purpose = purpose
         self.expires_seconds = expires_seconds
         self.bytes = 0
+        self.folder = store.folder(file_id)
         self.head = b""  # of the content, at most `HEAD_BYTES`
         self._store = store
         self._id = file_id
         self._filename = filename
         self._tenant = tenant
-        self._folder = store.folder(file_id)
         self._committed = False
-        with named("cannot write", str(self._folder)):
-            make_folder(str(self._folder.parent))
-            self._folder.mkdir()
-            self._file = open(self._folder / _PART, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by `close`
+        with named("cannot write", str(self.folder)):
+            make_folder(str(self.folder.parent))
+            self.folder.mkdir()
+            self._file = open(self.folder / _PART, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by `close`
 
     def write(self, data: bytes) -> None:
         """Appends."""
-        with named("cannot write", str(self._folder)):
+        with named("cannot write", str(self.folder)):
             self._file.write(data)
         self.bytes += len(data)
         self.head += data[: HEAD_BYTES - len(self.head)]
@@ -376,10 +376,10 @@ class Upload:
         Raise ValueError for a batch's file whose name and content no batch can read.
         """
         record = self._record()
-        with named("cannot write", str(self._folder)):
+        with named("cannot write", str(self.folder)):
             self._file.flush()
             os.fsync(self._file.fileno())
-            (self._folder / _PART).rename(self._store.content_path(record))
+            (self.folder / _PART).rename(self._store.content_path(record))
         self._store.put(record)
         self._committed = True
         return record

@@ -13,11 +13,12 @@ save_option = flag(
     "-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Save the answers there."
 )
 fail_option = flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
+wait_option = flag("--wait", is_flag=True, help="Wait until it has ended; exit as `pipeline batches wait` does.")
 
 
 @click.group()
 def batches() -> None:
-    """Create, show, wait for, cancel and delete batches of a server, over HTTP.
+    """Create, show, wait for, cancel, retry and delete batches of a server, over HTTP.
 
     `pipeline status`, `wait` and `tail` read a fleet's Redis instead, which also holds the batches
     of `run-batch` and of every tenant; so does `forget`.
@@ -33,6 +34,11 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
     return dict(pair.split("=", 1) for pair in pairs)
 
 
+def _check_wait(wait: bool, output_file: Path | None, fail_on_error: bool) -> None:
+    if (output_file is not None or fail_on_error) and not wait:
+        raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
+
+
 @batches.command()
 @click.argument("source", metavar="FILE_OR_ID")
 @flag(
@@ -44,7 +50,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
 @flag(
     "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"
 )
-@flag("--wait", is_flag=True, help="Wait until it has ended; exit as `pipeline batches wait` does.")
+@wait_option
 @save_option
 @fail_option
 @client_options
@@ -63,8 +69,7 @@ def submit(
     """Upload a local file, or take the id of an uploaded one, create a batch and print its id."""
     from pipeline import remote_batches
 
-    if (output_file is not None or fail_on_error) and not wait:
-        raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
+    _check_wait(wait, output_file, fail_on_error)
     new = remote_batches.NewRemoteBatch(
         source=source,
         endpoint=endpoint,
@@ -145,6 +150,28 @@ def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
         for batch_id in batch_ids:
             batch = client.batches.cancel(batch_id)
             show(batch, f"{batch.id} is {batch.status}", as_json)
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@wait_option
+@save_option
+@fail_option
+@client_options
+def retry(
+    batch_id: str, wait: bool, output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool
+) -> None:
+    """Create a batch of the lines of an ended one that failed or never ran, and print its id."""
+    from pipeline import remote_batches
+
+    _check_wait(wait, output_file, fail_on_error)
+    with api_client(base_url) as client:
+        batch = remote_batches.retry(client, batch_id)
+        if wait:
+            click.echo(f"{batch.id} is made", err=True)
+            remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json)
+            return
+    show(batch, batch.id, as_json)
 
 
 @batches.command()
