@@ -23,6 +23,7 @@ from jobs.batch.rebuild import rebuild_all
 from jobs.control import advance, finalize, runner
 from jobs.control.ticker import Ticker
 from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
 from jobs.store.api_keys import create_key
 from tests.support.api_server import official_client, running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
@@ -167,7 +168,12 @@ def test_a_batch_of_another_tenant_is_unknown(redis_client: redis.Redis, api_url
     for emptied in (False, True):
         if emptied:
             redis_client.flushall()
-        for call in (stranger.batches.retrieve, stranger.batches.cancel, partial(delete, stranger)):
+        for call in (
+            stranger.batches.retrieve,
+            stranger.batches.cancel,
+            partial(delete, stranger),
+            partial(retry, stranger),
+        ):
             with pytest.raises(openai.NotFoundError, match="No batch found"):
                 call(batch.id)
     assert stranger.batches.list().data == []
@@ -304,3 +310,83 @@ def test_many_deletions_at_once_remove_a_batch_once(
     assert sorted(answers)[0] == 200
     assert set(answers) <= {200, 404}
     assert http.get(f"/v1/batches/{batch}").status_code == 404
+
+
+def retry(client: openai.OpenAI, batch_id: str) -> Batch:
+    return client.post(f"/batches/{batch_id}/retry", cast_to=Batch)
+
+
+def test_a_retry_asks_for_what_the_batch_asked_for(
+    redis_client: redis.Redis, api_url: str, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    pairs = {f"k{number}": "v" for number in range(15)}
+    expiry = {"output_expires_seconds": 7200}
+    first = run_to_end(
+        redis_client, submit(redis_client, tmp_path, lines_of(3), metadata=pairs, **expiry).id, failing(2)
+    )
+    made = retry(client, first.id)
+    assert (made.status, made.endpoint, made.completion_window) == ("validating", "/v1/chat/completions", "24h")
+    assert made.metadata == {**pairs, "retry_of": first.id}
+    assert client.files.content(made.input_file_id).content == lines_of(3).splitlines(keepends=True)[1]
+    assert client.files.retrieve(made.input_file_id).purpose == "batch"
+    assert get_batch(redis_client, made.id).spec.output_expires_seconds == 7200
+    again = run_to_end(redis_client, made.id, failing(1))
+    twice = retry(client, again.id)
+    assert twice.metadata == {**pairs, "retry_of": made.id}
+    assert {one.id for one in client.batches.list()} == {first.id, made.id, twice.id}
+
+
+def test_a_batch_with_as_many_pairs_as_may_be_is_retried_with_these(
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    pairs = {f"k{number}": "v" for number in range(16)}
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2), metadata=pairs).id, failing(2))
+    assert retry(client, batch.id).metadata == pairs
+
+
+def test_retries_that_cannot_be_are_refused(redis_client: redis.Redis, http: httpx.Client, tmp_path: Path) -> None:
+    batch = submit(redis_client, tmp_path, lines_of(2)).id
+    path = f"/v1/batches/{batch}/retry"
+    answer = http.post(path)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+    assert answer.json()["error"]["message"].startswith("Cannot retry a batch with status 'validating'; wait until")
+    run_to_end(redis_client, batch)
+    answer = http.post(path)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "batch_id")
+    assert "there is nothing to retry" in answer.json()["error"]["message"]
+    other = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2))
+    assert http.delete(f"/v1/files/{other.spec.input_file_id}").status_code == 200
+    answer = http.post(f"/v1/batches/{other.id}/retry")
+    assert answer.status_code == 400
+    assert f"The input file {other.spec.input_file_id}" in answer.json()["error"]["message"]
+
+
+def test_a_retry_keeps_to_the_limits_of_its_key(redis_client: redis.Redis, api_url: str, tmp_path: Path) -> None:
+    serve(redis_client, "m")
+    _, secret = create_key(str(tmp_path / "store"), tenant="a", open_batches=1)
+    tenant = official_client(api_url, secret)
+    ended = run_to_end(redis_client, create(tenant, lines_of(2)).id, failing(1, 2))
+    create(tenant, lines_of(1))
+    before = [file.id for file in tenant.files.list()]
+    with pytest.raises(openai.RateLimitError, match="You have 1 batch that has not ended"):
+        retry(tenant, ended.id)
+    assert [file.id for file in tenant.files.list()] == before
+
+
+def test_a_retry_whose_queue_goes_away_is_not_repeated_by_itself(
+    redis_client: redis.Redis,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2)).id
+
+    def lose(*_: Any) -> None:
+        raise QueueUnavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submit_module, "register", lose)
+        answer = http.post(f"/v1/batches/{batch}/retry")
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+    assert "look for it in a minute" in answer.json()["error"]["message"]
