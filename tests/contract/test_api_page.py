@@ -30,6 +30,8 @@ from tests.support.waiting import wait_until
 PAGE = (ROOT / "docs" / "api.md").read_text()
 WAITING = ("GET /v1/batches/{batch_id}/stream", "GET /v1/streams/{name}", "POST /v1/batches/{batch_id}/cancel")
 """Routes whose example is of a batch that has not ended."""
+ENDED = ("POST /v1/batches/{batch_id}/retry", "DELETE /v1/batches/{batch_id}")
+"""Routes whose example is of the same batch, once it has ended."""
 
 
 class Example(NamedTuple):
@@ -74,6 +76,8 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
             continue
         if route in WAITING:
             known["BATCH"] = waiting_batch(stack, client)
+        if route in ENDED:
+            wait(client, known["BATCH"])
         with finishing(stack, route, known.get("BATCH", "")):
             printed = run_shell(text, known, tmp_path)
         assert printed.strip() or "-o " in text, text
@@ -91,7 +95,8 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
     assert "x-last-line: 1" in outputs["GET /v1/files/{file_id}/content"].lower()
     assert outputs["GET /v1/batches/{batch_id}/stream"].rstrip().endswith("data: [DONE]")
     assert '"custom_id":"late"' in outputs["GET /v1/batches/{batch_id}/stream"].replace(" ", "")
-    assert json.loads(outputs["DELETE /v1/files/{file_id}"])["deleted"] is True
+    for route in ("DELETE /v1/files/{file_id}", "DELETE /v1/batches/{batch_id}"):
+        assert json.loads(outputs[route])["deleted"] is True
 
 
 def test_the_python_examples_run(
@@ -108,12 +113,15 @@ def test_the_python_examples_run(
             continue
         if route in WAITING:
             names["batch"] = client.batches.retrieve(waiting_batch(stack, client))
+        if route in ENDED:
+            wait(client, names["batch"].id)
         with finishing(stack, route, names["batch"].id if "batch" in names else ""), captured() as printed:
             exec(compile(text, f"docs/api.md, {route}", "exec"), names)
         outputs[route] += printed()
     assert outputs["GET /v1/files/{file_id}/content"].splitlines()[:2] == ["a one", "b two"]
     assert "'late'" in outputs["GET /v1/batches/{batch_id}/stream"]
     assert names["batch"].status in ("cancelling", "cancelled")
+    assert names["retried"].metadata == {"retry_of": names["batch"].id}
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(names["file"].id)
 
