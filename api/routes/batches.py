@@ -14,7 +14,7 @@ from api.auth import Caller, caller_of
 from api.batch_objects import BatchDeleted, batch_object, find_batch
 from api.http.errors import MayExist, error_response
 from api.http.openapi import json_body, query
-from api.http.pages import PageOf, envelope, not_after, query_integer
+from api.http.pages import PERIOD, PageOf, envelope, not_after, query_choices, query_integer, query_period
 from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.settings import ApiSettings
@@ -29,6 +29,7 @@ from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError
+from jobs.protocol.states import STATES
 from jobs.protocol.validation import decode_body
 from jobs.protocol.value_types import or_null
 from jobs.protocol.windows import window_seconds
@@ -66,6 +67,12 @@ _PAGE = [
         "batches of one page",
         {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _USUAL_LIMIT},
     ),
+    query(
+        "status",
+        "only batches with one of these",
+        {"type": "array", "items": {"type": "string", "enum": list(STATES)}},
+    ),
+    *PERIOD,
 ]
 
 router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
@@ -86,13 +93,18 @@ async def create_batch(request: Request) -> Response:
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
 def list_page(request: Request) -> Response:
-    """A page of the caller's batches, newest first."""
+    """A page of the caller's batches, newest first.
+
+    It may be shorter than `limit` while `has_more` is true: then the next one begins behind
+    `last_id`.
+    """
     after = request.query_params.get("after") or None
     if after is not None and not is_id(BATCH, after):
         raise not_after(after)
     limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _USUAL_LIMIT
-    page = list_batches(state_of(request).queue, caller_of(request).tenant, after, limit)
-    return json_response(envelope([batch_object(record) for record in page.items], page.has_more))
+    states, created = query_choices(request, "status", tuple(STATES)), query_period(request)
+    page = list_batches(state_of(request).queue, caller_of(request).tenant, after, limit, states, created)
+    return json_response(envelope([batch_object(record) for record in page.items], page.has_more, page.last))
 
 
 @router.get("/v1/batches/{batch_id}", responses={200: {"model": Batch}})

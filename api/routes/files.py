@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from api.auth import caller_of
 from api.http.errors import error_response
 from api.http.openapi import query
-from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
+from api.http.pages import PERIOD, PageOf, envelope, not_after, query_choice, query_integer, query_period
 from api.http.responses import json_response
 from api.state import BlockingRoute, queue_reachable, state_of
 from api.uploads import ANCHOR, EXPIRY, EXPIRY_SCHEMA, SECONDS, receive_file
@@ -57,6 +57,7 @@ _LIST = [
     ),
     query("order", "by creation", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
     query("purpose", "only files of this one", {"type": "string"}),
+    *PERIOD,
 ]
 _EXTENT = [
     query(
@@ -113,8 +114,11 @@ def list_files(request: Request) -> Response:
     limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _MAX_LIMIT
     order = cast(Literal["asc", "desc"], query_choice(request, "order", ("asc", "desc")) or "desc")
     purpose = request.query_params.get("purpose") or None
+    created = query_period(request)
     try:
-        page = _files(request).list(_tenant(request), after=after, limit=limit, order=order, purpose=purpose)
+        page = _files(request).list(
+            _tenant(request), after=after, limit=limit, order=order, purpose=purpose, created=created
+        )
     except KeyError:
         raise not_after(after or "") from None
     return json_response(envelope([_as_openai(record) for record in page.items], page.has_more))

@@ -83,8 +83,8 @@ def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float 
     noted = list_names(str(files.root / DELETED_FOLDER))
     folders = set(list_names(str(files.root / BATCHES_FOLDER))) if noted else set()
     for start in range(0, len(noted), _GROUP):
-        for batch, status in queue.statuses(noted[start : start + _GROUP]).items():
-            if batch in folders or status.state:
+        for batch, state in queue.states_of(noted[start : start + _GROUP]).items():
+            if batch in folders or state:
                 with contextlib.suppress(Busy):
                     _finish(queue, files.batch_root(batch))
             else:

@@ -19,6 +19,7 @@ import msgspec
 import redis
 
 from jobs.protocol.ids import FILE, is_id, micros_of, new_id
+from jobs.protocol.period import ALWAYS, Period
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store.input_formats import HEAD_BYTES, format_of_upload
@@ -39,6 +40,7 @@ _SCHEMA_FILE, _SCHEMA = "schema", "1"
 _PART = "content.part"
 _RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
 _UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is abandoned
+_PLACE_DIGITS = 16  # of a member of a listing
 _PLACE_SECONDS = 6 * 3600
 _BUFFER = 1 << 18
 _GROUP = 500  # records, or files to sweep, at once
@@ -228,9 +230,17 @@ class FileStore:
         return [("ZADD", keys.FILE_EXPIRY, "NX", now + _UPLOAD_SECONDS, file_id)] if record is None else _index(record)
 
     def list(
-        self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
+        self,
+        tenant: str,
+        *,
+        after: str | None,
+        limit: int,
+        order: Literal["asc", "desc"],
+        purpose: str | None,
+        created: Period = ALWAYS,
     ) -> FilePage:
-        """Complete files by creation, those behind `after`, which may be deleted by now.
+        """Complete files by creation, those created then, behind `after`, which may be deleted by
+        now.
 
         Raises KeyError if `after` is no file's id.
         """
@@ -239,16 +249,22 @@ class FileStore:
         place = None if after is None else self._place(tenant, after)
         found: Any = []
         while len(found) <= limit:
-            members = self._members(name, place, order, limit + 1 - len(found))
+            members = self._members(name, place, order, limit + 1 - len(found), created)
             if not members:
                 break
             place = members[-1]
             found += self._present(name, members)
         return FilePage(found[:limit], len(found) > limit)
 
-    def _members(self, name: str, behind: str | None, order: str, count: int) -> Any:
+    def _members(self, name: str, behind: str | None, order: str, count: int, created: Period) -> Any:
         """Members of a listing, in its order."""
-        bounds = ["(" + behind if behind else "-", "+"] if order == "asc" else ["(" + behind if behind else "+", "-"]
+        first, end = created.names("", _PLACE_DIGITS)
+        low, high = "-" if first is None else f"[{first}", "+" if end is None else f"({end}"
+        if behind and order == "asc" and behind >= (first or ""):
+            low = f"({behind}"
+        elif behind and order == "desc" and (end is None or behind < end):
+            high = f"({behind}"
+        bounds = [low, high] if order == "asc" else [high, low]
         direction = [] if order == "asc" else ["REV"]
         [members] = self._queue.commands([("ZRANGE", name, *bounds, "BYLEX", *direction, "LIMIT", 0, count)])
         return [member.decode() for member in members]
@@ -454,4 +470,4 @@ def _member(record: FileRecord) -> str:
 
 
 def _named_member(micros: int, file_id: str) -> str:
-    return f"{micros:016x}:{file_id}"
+    return f"{micros:0{_PLACE_DIGITS}x}:{file_id}"

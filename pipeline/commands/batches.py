@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from jobs.protocol.states import STATES
 from pipeline.api_client import api_client, client_options, object_id, output_option, print_json, server_option, show
 from pipeline.errors import Refused
 from pipeline.options import Size, flag, fleet_redis_option, store_option
@@ -88,12 +89,14 @@ def submit(
 
 
 @batches.command("list")
+@flag("--status", multiple=True, type=click.Choice(list(STATES)), help="Only those with it; may be repeated.")
 @flag("--limit", type=Size(), default=20, help="How many, the newest first.")
 @client_options
-def list_(limit: int, base_url: str, as_json: bool) -> None:
+def list_(status: tuple[str, ...], limit: int, base_url: str, as_json: bool) -> None:
     """Show batches, the newest first."""
+    asked = {"status": ",".join(status)} if status else None
     with api_client(base_url) as client:
-        found = list(islice(client.batches.list(limit=min(limit, 100)), limit))
+        found = list(islice(client.batches.list(limit=min(limit, 100), extra_query=asked), limit))
     if as_json:
         print_json([batch.to_dict() for batch in found])
         return

@@ -16,12 +16,14 @@ import redis
 from openai.types import Batch
 
 from api.settings import ApiSettings
+from jobs.batch import client as client_module
 from jobs.batch import submit as submit_module
 from jobs.batch.client import cancel_batch, get_batch
 from jobs.batch.manifest import Manifest
 from jobs.batch.rebuild import rebuild_all
 from jobs.control import advance, finalize, runner
 from jobs.control.ticker import Ticker
+from jobs.protocol.states import STATES
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.api_keys import create_key
@@ -390,3 +392,50 @@ def test_a_retry_whose_queue_goes_away_is_not_repeated_by_itself(
         answer = http.post(f"/v1/batches/{batch}/retry")
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
     assert "look for it in a minute" in answer.json()["error"]["message"]
+
+
+def test_a_page_looks_at_so_many_batches_and_says_where_to_go_on(
+    redis_client: redis.Redis,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "MOST_LISTED", 4)
+    monkeypatch.setattr(client_module, "_GROUP", 2)
+    oldest = submit(redis_client, tmp_path, lines_of(1)).id
+    ended = [run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(1)).id).id for _ in range(9)]
+    newest = submit(redis_client, tmp_path, lines_of(1)).id
+    pages, after = [], ""
+    while not pages or pages[-1]["has_more"]:
+        pages.append(http.get(f"/v1/batches?status=validating&limit=1{after}").json())
+        after = f"&after={pages[-1]['last_id']}"
+    assert [[one["id"] for one in page["data"]] for page in pages] == [[newest], [], [oldest]]
+    assert [page["last_id"] for page in pages] == [ended[6], ended[2], oldest]
+    assert pages[1]["first_id"] is None
+
+
+def test_batches_are_listed_by_the_status_that_they_are_shown_with(
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """As one that is made again in an empty Redis, or whose window has ended."""
+
+    def listed() -> dict[str, list[str]]:
+        found = {name: [one.id for one in client.batches.list(extra_query={"status": name})] for name in STATES}
+        return {name: batches for name, batches in found.items() if batches}
+
+    serve(redis_client, "m")
+    rebuilt = create(client, lines_of(1)).id
+    step(redis_client, rebuilt)
+    redis_client.flushall()
+    rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+    assert get_batch(redis_client, rebuilt).state == "validating"
+    assert listed() == {"in_progress": [rebuilt]}
+    serve(redis_client, "m")
+    step(redis_client, rebuilt)
+    redis_client.hset("{q}:batch:" + rebuilt, "expires_at", 1)
+    tick(Ticker(Queue(redis_client)))
+    assert get_batch(redis_client, rebuilt).state == "finalizing"
+    assert listed() == {"in_progress": [rebuilt]}
+    run_to_end(redis_client, rebuilt)
+    assert listed() == {"expired": [rebuilt]}

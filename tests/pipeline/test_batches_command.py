@@ -192,6 +192,10 @@ def test_failed_lines_are_retried_and_batches_deleted(batches: Batches, tmp_path
     third = batches("retry", first).out.strip()
     assert batches("wait", third).code == 0
     assert json.loads(batches("get", third, "--json").out)["metadata"] == {"retry_of": first}
+    completed = json.loads(batches("list", "--status", "completed", "--status", "failed", "--json").out)
+    assert [one["id"] for one in completed][:3] == [third, second[0].split()[0], first]
+    assert third not in batches("list", "--status", "failed").out
+    assert batches("list", "--status", "done").code == 2
     assert batches("delete", first, third).out.splitlines() == [f"{first} is deleted", f"{third} is deleted"]
     assert batches("get", first).code == batches("delete", first).code == 2
     running = batches("submit", write_input(tmp_path / "slow.jsonl", 1, model="slow")).out.strip()
