@@ -135,10 +135,14 @@ async def retry(request: Request, batch_id: str) -> Response:
 
     Its input file is a new file with these lines, and `metadata.retry_of` names the ended batch.
     """
-    state, begun = state_of(request), threading.Event()
+    state, caller, begun = state_of(request), caller_of(request), threading.Event()
+    record = await state.fleet.unless_away(run_in_threadpool(find_batch, state, caller.tenant, batch_id))
+    if not record.ended:
+        message = f"Cannot retry a batch with status '{record.shown_state}'; cancel it, or wait until it has ended."
+        return error_response(ApiError(409, message), _NO_RETRY)
     with _may_exist(begun):
-        retrying = run_in(COPIES, _retry, state, caller_of(request), batch_id, begun)
-        return await state.fleet.unless_away(retrying)
+        retrying = run_in(COPIES, _retry, state, caller, record, begun)
+        return json_response(await state.fleet.unless_away(retrying))
 
 
 @router.delete("/v1/batches/{batch_id}", responses={200: {"model": BatchDeleted}})
@@ -152,7 +156,9 @@ def delete(request: Request, batch_id: str) -> Response:
         _find(request, batch_id)
         raise QueueUnavailable(f"{batch_id} had no record for a moment") from None
     if not record.ended:
-        message = f"Cannot delete a batch with status '{record.state}'; cancel it first, and wait until it has ended."
+        message = (
+            f"Cannot delete a batch with status '{record.shown_state}'; cancel it first, and wait until it has ended."
+        )
         return error_response(ApiError(409, message), _NO_RETRY)
     return json_response(BatchDeleted(id=batch_id).model_dump())
 
@@ -184,18 +190,14 @@ def _create(state: ApiState, caller: Caller, raw: bytes, begun: threading.Event)
         return batch_object(submit_batch(state.queue, state.files, new))
 
 
-def _retry(state: ApiState, caller: Caller, batch_id: str, begun: threading.Event) -> Response:
-    record = find_batch(state, caller.tenant, batch_id)
-    if not record.ended:
-        message = f"Cannot retry a batch with status '{record.state}'; wait until it has ended, or cancel it first."
-        return error_response(ApiError(409, message), _NO_RETRY)
+def _retry(state: ApiState, caller: Caller, record: BatchRecord, begun: threading.Event) -> dict[str, Any]:
     begun.set()
     try:
         with _too_many_told(caller):
-            made = retry_batch(state.queue, state.files, record, _again(record, caller, state.settings))
+            new = _again(record, caller, state.settings)
+            return batch_object(retry_batch(state.queue, state.files, record, new))
     except BatchRefused as error:
         raise ApiError(400, str(error), param="batch_id") from None
-    return json_response(batch_object(made))
 
 
 def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchSubmission:

@@ -5,6 +5,7 @@ upkeep if not by who began it.
 """
 
 import contextlib
+import logging
 import math
 import shutil
 import time
@@ -28,6 +29,8 @@ from jobs.store.storage import Busy, StoreError, delete, exclusive, join, list_n
 
 _PATIENCE_SECONDS = 5.0
 _GROUP = 500  # states that are read at once
+
+logger = logging.getLogger(__name__)
 
 
 def delete_batch(queue: Queue, files: FileStore, batch: str) -> BatchRecord:
@@ -77,7 +80,7 @@ def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float 
     """Remove what is left of deleted batches, since a kill cut that off or Redis went back, for
     about `seconds`; and notes that are older than all that may come back.
 
-    Raise `StoreError`.
+    For a store that was checked. Raise `StoreError`.
     """
     deadline = time.monotonic() + seconds
     noted = list_names(str(files.root / DELETED_FOLDER))
@@ -85,8 +88,7 @@ def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float 
     for start in range(0, len(noted), _GROUP):
         for batch, state in queue.states_of(noted[start : start + _GROUP]).items():
             if batch in folders or state:
-                with contextlib.suppress(Busy):
-                    _finish(queue, files.batch_root(batch))
+                _finish(queue, files.batch_root(batch))
             else:
                 _drop_old_note(files.batch_root(batch), now - queue.settings.ended_batch_seconds)
             if time.monotonic() >= deadline:
@@ -94,8 +96,12 @@ def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float 
 
 
 def _finish(queue: Queue, folder: Path) -> None:
-    with _held(str(folder), 0):
-        _remove(queue, folder.name, queue.batch_fields(folder.name), folder)
+    """What cannot be removed now is tried again with the next sweep."""
+    try:
+        with _held(str(folder), 0):
+            _remove(queue, folder.name, queue.batch_fields(folder.name), folder)
+    except (Busy, StoreError) as error:
+        logger.warning("failed to remove what is left of the deleted batch %s; retrying: %s", folder.name, error)
 
 
 def _drop_old_note(folder: Path, before: float) -> None:

@@ -5,20 +5,19 @@ input file in one pass that holds one line at a time, and a bit for each.
 """
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.client import BatchRecord, BatchRefused
-from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
+from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, read_lines, write_spool
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol.results import line_of
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.file_store import FileRecord, FileStore, Upload
-from jobs.store.input_formats import JSONL
+from jobs.store.input_formats import HEAD_BYTES, JSONL, format_of_content
 from jobs.store.storage import StoreError, delete, open_input
 
 _COPY_BYTES = 1 << 20
@@ -45,21 +44,19 @@ def retry_batch(queue: Queue, files: FileStore, record: BatchRecord, new: BatchS
 
 
 def _copy_unanswered(files: FileStore, record: BatchRecord) -> FileRecord:
-    """Make the new input file.
+    """Make the new input file, which is listed once it is whole.
 
     What a kill leaves of it is removed as of any upload.
     """
-    source, lines = _input(files, record), _unanswered(files, record)
-    suffix = source.suffix if lines is None else ".jsonl"
+    lines, source = _unanswered(files, record), _input(files, record)
+    location = str(files.content_path(source))
     kept = None if source.expires_at is None else source.expires_at - source.created_at
-    with files.begin(
-        filename=f"{record.id}_retry{suffix}", purpose="batch", tenant=source.tenant, expires_seconds=kept
-    ) as upload:
-        try:
-            for piece in _content(upload, str(files.content_path(source)), lines, record.spec.max_lines):
-                upload.write(piece)
-        except InputError as error:
-            raise StoreError(str(error)) from error
+    name = f"{record.id}_retry{_format(location) if lines is None else JSONL}"
+    with files.begin(filename=name, purpose="batch", tenant=source.tenant, expires_seconds=kept) as upload:
+        if lines is None:
+            _copy_whole(location, upload)
+        else:
+            _copy_lines(location, lines, record.spec.max_lines, upload)
         return upload.commit()
 
 
@@ -106,23 +103,33 @@ def _numbers(location: Path) -> Bitmap:
     return numbers
 
 
-def _content(upload: Upload, location: str, lines: Bitmap | None, max_lines: int | None) -> Iterator[bytes]:
-    """Yield the file, or the lines of it, as they are; those of a packed file as JSONL."""
-    if lines is None:
-        yield from _whole(location)
+def _format(location: str) -> str:
+    with open_input(location) as file:
+        return format_of_content(file.read(HEAD_BYTES))
+
+
+def _copy_whole(location: str, upload: Upload) -> None:
+    with open_input(location) as file:
+        while data := file.read(_COPY_BYTES):
+            upload.write(data)
+
+
+def _copy_lines(location: str, lines: Bitmap, max_lines: int | None, upload: Upload) -> None:
+    """Copy lines as they are; those of a packed file as JSONL."""
+    if _format(location) == JSONL:
+        _copy_jsonl(location, lines, upload)
         return
-    packed = format_of(location) != JSONL
-    source = str(upload.folder / SPOOL_NAME) if packed else location
-    if packed:
-        write_spool(location, source, api_bounds(location, max_lines))
-    with open_input(source) as file:
+    spool = str(upload.folder / SPOOL_NAME)
+    try:
+        write_spool(location, spool, api_bounds(location, max_lines))
+    except InputError as error:  # the batch could read it
+        raise StoreError(str(error)) from error
+    _copy_jsonl(spool, lines, upload)
+    delete(spool)
+
+
+def _copy_jsonl(location: str, lines: Bitmap, upload: Upload) -> None:
+    with open_input(location) as file:
         for line in read_lines(file):
             if line.number in lines:
-                yield (line.raw or b"").removesuffix(b"\n") + b"\n"
-    if packed:
-        delete(source)
-
-
-def _whole(location: str) -> Iterator[bytes]:
-    with open_input(location) as file:
-        yield from iter(lambda: file.read(_COPY_BYTES), b"")
+                upload.write((line.raw or b"").removesuffix(b"\n") + b"\n")

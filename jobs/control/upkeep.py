@@ -88,8 +88,8 @@ class Upkeep:
     def _sweep(self, files: FileStore) -> None:
         now = self._now()
         try:
-            finish_deletions(self._queue, files, now, MOMENT_SECONDS)
             swept = files.sweep(now, MOMENT_SECONDS)
+            finish_deletions(self._queue, files, now, MOMENT_SECONDS)
             ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))

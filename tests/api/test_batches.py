@@ -351,7 +351,7 @@ def test_retries_that_cannot_be_are_refused(redis_client: redis.Redis, http: htt
     path = f"/v1/batches/{batch}/retry"
     answer = http.post(path)
     assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
-    assert answer.json()["error"]["message"].startswith("Cannot retry a batch with status 'validating'; wait until")
+    assert answer.json()["error"]["message"].startswith("Cannot retry a batch with status 'validating'; cancel it, or")
     run_to_end(redis_client, batch)
     answer = http.post(path)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "batch_id")

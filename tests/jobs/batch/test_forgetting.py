@@ -11,7 +11,7 @@ import redis
 
 from jobs.batch import forgetting
 from jobs.batch.client import BatchRecord, BatchRefused, get_batch
-from jobs.batch.deleted import note_of
+from jobs.batch.deleted import note_deleted, note_of
 from jobs.batch.forgetting import delete_batch, finish_deletions, forget_batch
 from jobs.batch.manifest import load_manifest
 from jobs.batch.rebuild import rebuild
@@ -203,3 +203,21 @@ def test_a_batch_that_a_job_holds_is_deleted_later(
         assert is_whole(redis_client, record)
     delete_batch(queue, files, record.id)
     assert not is_whole(redis_client, record)
+
+
+def test_a_deletion_that_cannot_be_finished_holds_up_no_other(redis_client: redis.Redis, tmp_path: Path) -> None:
+    stuck, other = (ended(redis_client, tmp_path) for _ in range(2))
+    for record in (stuck, other):
+        note_deleted(record.spec.root)
+    manifest = Path(stuck.spec.root) / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    manifest.mkdir()
+    leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
+    tick(leader)
+    assert not is_whole(redis_client, other)
+    assert Path(stuck.spec.root).exists()
+    manifest.rmdir()
+    manifest.write_bytes(content)
+    tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
+    assert not is_whole(redis_client, stuck)

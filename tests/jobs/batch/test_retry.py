@@ -27,7 +27,16 @@ from jobs.store.storage import StoreError
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
 from tests.support.control_plane import chat_line, failing
 from tests.support.kills import killed_before_step
-from tests.support.store_batches import check_every_line_once, lines_of, serve, store_of, submit, submit_file, under_way
+from tests.support.store_batches import (
+    check_every_line_once,
+    lines_of,
+    put,
+    serve,
+    store_of,
+    submit,
+    submit_file,
+    under_way,
+)
 
 # What JSON allows, and a writer of JSON would write in another way
 ODD = [
@@ -265,3 +274,18 @@ def test_a_retry_holds_little_of_a_large_file(redis_client: redis.Redis, tmp_pat
     tracemalloc.stop()
     assert input_of(redis_client, tmp_path, made)[1].count(b"\n") == 25_000
     assert most < 2_000_000
+
+
+def test_a_file_stored_under_a_suffix_that_it_does_not_have_is_retried(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """As a version stored it that looked at names only."""
+    serve(redis_client, "m")
+    store = store_of(redis_client, tmp_path)
+    for failed in ((2,), (1, 2, 3)):
+        file = store.get("", put(store, lines_of(3)))
+        store.content_path(file).write_bytes(gzip.compress(lines_of(3)))
+        record = run_to_end(redis_client, submit_file(redis_client, tmp_path, file.id).id, failing(*failed))
+        made = retry(redis_client, tmp_path, record)
+        assert input_of(redis_client, tmp_path, made)[0].suffix == (".jsonl" if len(failed) == 1 else ".jsonl.gz")
+        assert run_to_end(redis_client, made.id).completed == len(failed)
