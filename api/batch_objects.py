@@ -1,10 +1,11 @@
 """Batches in OpenAI's shape, and how a caller's batch is found."""
 
-from typing import Any
+from typing import Any, Literal
 
 from openai.types import Batch, BatchError, BatchRequestCounts, BatchUsage
 from openai.types.batch import Errors
 from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import BaseModel
 
 from api.state import ApiState
 from jobs.batch.client import BatchRecord, get_batch
@@ -12,8 +13,16 @@ from jobs.batch.retention import is_kept
 from jobs.protocol import fields
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError, Usage
-from jobs.protocol.states import END_STATES, KEPT_IN_SIGHT, MAY_EXPIRE
+from jobs.protocol.states import END_STATES
 from jobs.queue.scripts import QueueUnavailable
+
+
+class BatchDeleted(BaseModel):
+    """The answer to the deletion of a batch, in the shape of OpenAI's other ones."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    deleted: Literal[True] = True
 
 
 def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
@@ -39,7 +48,7 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
 
     Counts are of lines on disk, which nothing takes back; so states only move forward.
     """
-    spec, state = record.spec, _state(record)
+    spec = record.spec
     times = _times(record)
     shown = Batch(
         id=record.id,
@@ -49,7 +58,7 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         errors=_errors(record),
         input_file_id=spec.input_file_id or "",
         completion_window=spec.completion_window or "",
-        status=state,
+        status=record.shown_state,
         output_file_id=record.output_file_id,
         error_file_id=record.error_file_id,
         created_at=times["created"],
@@ -68,19 +77,6 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         metadata=spec.metadata,
     )
     return shown.model_dump()
-
-
-def _state(record: BatchRecord) -> Any:
-    """The state as far as it ever came: a batch that is made again in an empty Redis is checked
-    again, which clients need not see.
-
-    One whose window has ended is in progress until its files are written: OpenAI's go from there to
-    `expired`.
-    """
-    if record.state not in KEPT_IN_SIGHT:
-        return record.state
-    states = MAY_EXPIRE if record.outcome == "expired" else KEPT_IN_SIGHT
-    return next(state for state in reversed(states) if state == record.state or state in record.timestamps)
 
 
 def _times(record: BatchRecord) -> dict[str, int]:

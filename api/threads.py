@@ -1,7 +1,7 @@
 """Threads for calls that block, apart by what they wait for: none of these keeps another waiting.
 
 Work on files and batches has the threads of the framework (`run_in_threadpool`, and routes that are
-plain functions), uploads have theirs.
+plain functions), uploads have theirs, and so have copies of large files.
 """
 
 import asyncio
@@ -18,6 +18,9 @@ LIVE = ThreadPoolExecutor(32, "live")
 
 SUBMISSIONS = ThreadPoolExecutor(32, "submit")
 """Submits live calls, which Redis may have no room for while it still has answers."""
+
+COPIES = ThreadPoolExecutor(4, "copy")
+"""Copies lines of input files, for batches that are retried."""
 
 KEYS = ThreadPoolExecutor(1, "keys")
 """Reads the API keys on disk; requests that wait together share one reading."""

@@ -6,7 +6,8 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import click
 
@@ -70,6 +71,22 @@ def _create(client: "openai.OpenAI", new: NewRemoteBatch, file_id: str, endpoint
         options["output_expires_after"] = {"anchor": "created_at", "seconds": new.output_expires_after}
     wanted: Any = {"endpoint": endpoint or CHAT, "completion_window": new.completion_window}
     return client.batches.create(input_file_id=file_id, **wanted, **options)
+
+
+def delete(client: "openai.OpenAI", batch_id: str) -> dict[str, Any]:
+    """Delete a batch that has ended, for which the client has no method."""
+    return cast(dict[str, Any], client.delete(_path(batch_id), cast_to=object))
+
+
+def retry(client: "openai.OpenAI", batch_id: str) -> "Batch":
+    """Create a batch of the lines of an ended one that have no answer; as `delete`."""
+    from openai.types import Batch
+
+    return client.post(f"{_path(batch_id)}/retry", cast_to=Batch)
+
+
+def _path(batch_id: str) -> str:
+    return f"/batches/{quote(batch_id, safe='')}"
 
 
 def endpoint_of(path: Path) -> str | None:

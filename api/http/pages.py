@@ -8,10 +8,19 @@ from typing import Any, Generic, Literal, TypeVar
 from fastapi import Request
 from pydantic import BaseModel
 
+from api.http.openapi import query
 from jobs.protocol import fields
+from jobs.protocol.period import MOST_SECONDS, Period
 from jobs.protocol.results import ApiError
 
 Item = TypeVar("Item")
+
+_SECONDS = {"type": "integer", "minimum": 0, "maximum": MOST_SECONDS}
+PERIOD = [
+    query("created_after", "unix seconds; only what was created then or later", _SECONDS),
+    query("created_before", "unix seconds; only what was created earlier", _SECONDS),
+]
+"""The parameters that `query_period` reads."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 
@@ -46,13 +55,26 @@ def query_choice(request: Request, name: str, choices: tuple[str, ...]) -> str |
     return None if text is None else fields.choice(text, name, choices)
 
 
+def query_choices(request: Request, name: str, choices: tuple[str, ...]) -> list[str]:
+    """Words that the query may give several of, with commas, as parameters of that name, or as
+    OpenAI's clients write lists (`name[]`). Raises `ApiError`.
+    """
+    given = [*request.query_params.getlist(name), *request.query_params.getlist(f"{name}[]")]
+    return [fields.choice(word, name, choices) for text in given for word in text.split(",")]
+
+
+def query_period(request: Request) -> Period:
+    """When what is listed was created. Raises `ApiError`."""
+    return Period(*(query_integer(request, name, 0, MOST_SECONDS) for name in ("created_after", "created_before")))
+
+
 def not_after(name: str) -> ApiError:
     """The error of a listing that is to go on behind what is no object."""
     message = f"Invalid value for 'after': '{fields.shown(name)}' is no id of the objects listed here."
     return ApiError(400, message, param="after", code="invalid_value")
 
 
-def envelope(objects: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """The page that holds these objects."""
+def envelope(objects: list[dict[str, Any]], has_more: bool, last_id: str | None = None) -> dict[str, Any]:
+    """The page that holds these objects; `last_id` is that of the last one, unless it is given."""
     first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
-    return {"object": "list", "data": objects, "first_id": first, "last_id": last, "has_more": has_more}
+    return {"object": "list", "data": objects, "first_id": first, "last_id": last_id or last, "has_more": has_more}

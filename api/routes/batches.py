@@ -1,6 +1,8 @@
-"""`/v1/batches`: create, list, look at, cancel."""
+"""`/v1/batches`: create, list, look at, cancel, retry, delete."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -9,22 +11,26 @@ from fastapi.responses import Response
 from openai.types import Batch
 
 from api.auth import Caller, caller_of
-from api.batch_objects import batch_object, find_batch
+from api.batch_objects import BatchDeleted, batch_object, find_batch
 from api.http.errors import MayExist, error_response
 from api.http.openapi import json_body, query
-from api.http.pages import PageOf, envelope, not_after, query_integer
+from api.http.pages import PERIOD, PageOf, envelope, not_after, query_choices, query_integer, query_period
 from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.idempotency import PARAMETER, Answer, answers, key_of, make_once, respond
 from api.settings import ApiSettings
 from api.state import ApiState, BlockingRoute, queue_reachable, state_of
+from api.threads import COPIES, run_in
 from api.uploads import EXPIRY_SCHEMA, read_expiry
-from jobs.batch.client import BatchRecord, cancel_batch, list_batches
+from jobs.batch.client import BatchRecord, BatchRefused, cancel_batch, list_batches
+from jobs.batch.forgetting import delete_batch
+from jobs.batch.retry import retry_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch, submitted_batch
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError
+from jobs.protocol.states import STATES
 from jobs.protocol.validation import decode_body
 from jobs.protocol.value_types import or_null
 from jobs.protocol.windows import window_seconds
@@ -34,6 +40,7 @@ _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MAX_ID = 256
+_NO_RETRY = {"x-should-retry": "false"}
 
 _METADATA = {
     "type": ["object", "null"],
@@ -61,6 +68,12 @@ _PAGE = [
         "batches of one page",
         {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _USUAL_LIMIT},
     ),
+    query(
+        "status",
+        "only batches with one of these",
+        {"type": "array", "items": {"type": "string", "enum": list(STATES)}},
+    ),
+    *PERIOD,
 ]
 
 router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
@@ -74,26 +87,25 @@ async def create_batch(request: Request) -> Response:
     raw = await read_body(request, _MAX_BODY)
     state = state_of(request)
     begun = threading.Event()
-    try:
+    with _may_exist(begun, key_of(request) is not None):
         creating = run_in_threadpool(_create, request, raw, begun)
         return respond(await state.fleet.unless_away(creating))
-    except QueueFull:
-        raise
-    except QueueUnavailable as error:
-        if not begun.is_set() or key_of(request) is not None:
-            raise
-        raise MayExist(str(error)) from error
 
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
 def list_page(request: Request) -> Response:
-    """A page of the caller's batches, newest first."""
+    """A page of the caller's batches, newest first.
+
+    It may be shorter than `limit` while `has_more` is true: then the next one begins behind
+    `last_id`.
+    """
     after = request.query_params.get("after") or None
     if after is not None and not is_id(BATCH, after):
         raise not_after(after)
     limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _USUAL_LIMIT
-    page = list_batches(state_of(request).queue, caller_of(request).tenant, after, limit)
-    return json_response(envelope([batch_object(record) for record in page.items], page.has_more))
+    states, created = query_choices(request, "status", tuple(STATES)), query_period(request)
+    page = list_batches(state_of(request).queue, caller_of(request).tenant, after, limit, states, created)
+    return json_response(envelope([batch_object(record) for record in page.items], page.has_more, page.last))
 
 
 @router.get("/v1/batches/{batch_id}", responses={200: {"model": Batch}})
@@ -114,8 +126,42 @@ def cancel(request: Request, batch_id: str) -> Response:
     except KeyError:
         record = _find(request, batch_id)
     if record.state not in ("cancelling", "cancelled"):
-        return error_response(_too_late(record), {"x-should-retry": "false"})
+        return error_response(_too_late(record), _NO_RETRY)
     return json_response(batch_object(record))
+
+
+@router.post("/v1/batches/{batch_id}/retry", responses={200: {"model": Batch}})
+async def retry(request: Request, batch_id: str) -> Response:
+    """Make a batch of those lines of an ended one that have no answer in its output file.
+
+    Its input file is a new file with these lines, and `metadata.retry_of` names the ended batch.
+    """
+    state, caller, begun = state_of(request), caller_of(request), threading.Event()
+    record = await state.fleet.unless_away(run_in_threadpool(find_batch, state, caller.tenant, batch_id))
+    if not record.ended:
+        message = f"Cannot retry a batch with status '{record.shown_state}'; cancel it, or wait until it has ended."
+        return error_response(ApiError(409, message), _NO_RETRY)
+    with _may_exist(begun):
+        retrying = run_in(COPIES, _retry, state, caller, record, begun)
+        return json_response(await state.fleet.unless_away(retrying))
+
+
+@router.delete("/v1/batches/{batch_id}", responses={200: {"model": BatchDeleted}})
+def delete(request: Request, batch_id: str) -> Response:
+    """Remove a batch that has ended. Its input file and its result files stay."""
+    _find(request, batch_id)
+    state = state_of(request)
+    try:
+        record = delete_batch(state.queue, state.files, batch_id)
+    except KeyError:
+        _find(request, batch_id)
+        raise QueueUnavailable(f"{batch_id} had no record for a moment") from None
+    if not record.ended:
+        message = (
+            f"Cannot delete a batch with status '{record.shown_state}'; cancel it first, and wait until it has ended."
+        )
+        return error_response(ApiError(409, message), _NO_RETRY)
+    return json_response(BatchDeleted(id=batch_id).model_dump())
 
 
 def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSubmission:
@@ -152,8 +198,60 @@ def _create(request: Request, raw: bytes, begun: threading.Event) -> Answer:
 
 
 def _submit(state: ApiState, caller: Caller, new: BatchSubmission, batch_id: str | None) -> dict[str, Any]:
-    try:
+    with _too_many_told(caller):
         return batch_object(submit_batch(state.queue, state.files, new, batch_id))
+
+
+def _retry(state: ApiState, caller: Caller, record: BatchRecord, begun: threading.Event) -> dict[str, Any]:
+    begun.set()
+    try:
+        with _too_many_told(caller):
+            new = _again(record, caller, state.settings)
+            return batch_object(retry_batch(state.queue, state.files, record, new))
+    except BatchRefused as error:
+        raise ApiError(400, str(error), param="batch_id") from None
+
+
+def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchSubmission:
+    """Return what a retry of the batch asks for. Where there are as many pairs of metadata as may
+    be, they stay as they are.
+    """
+    spec = record.spec
+    metadata = {**(spec.metadata or {}), "retry_of": record.id}
+    return BatchSubmission(
+        input_file_id="",
+        endpoint=spec.endpoint or "",
+        completion_window=spec.completion_window or "",
+        seconds=spec.completion_window_seconds or 0.0,
+        metadata=metadata if len(metadata) <= _MAX_PAIRS else spec.metadata,
+        tenant=caller.tenant,
+        output_expires_seconds=spec.output_expires_seconds,
+        max_lines=settings.max_batch_lines,
+        queued_tokens=caller.queued_tokens,
+        open_batches=caller.open_batches,
+    )
+
+
+@contextlib.contextmanager
+def _may_exist(begun: threading.Event, repeatable: bool = False) -> Iterator[None]:
+    """Raise `MayExist` where the queue goes out of reach after the batch was begun, unless the call
+    is `repeatable`.
+    """
+    try:
+        yield
+    except QueueFull:
+        raise
+    except QueueUnavailable as error:
+        if not begun.is_set() or repeatable:
+            raise
+        raise MayExist(str(error)) from error
+
+
+@contextlib.contextmanager
+def _too_many_told(caller: Caller) -> Iterator[None]:
+    """Raise `ApiError` 429 where the tenant has as many open batches as it may have."""
+    try:
+        yield
     except TooManyBatches as error:
         most = caller.open_batches
         batches = "1 batch that has" if most == 1 else f"{most} batches that have"

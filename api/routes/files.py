@@ -16,7 +16,7 @@ from api.file_objects import file_object
 from api.forms import receive
 from api.http.errors import error_response
 from api.http.openapi import query
-from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
+from api.http.pages import PERIOD, PageOf, envelope, not_after, query_choice, query_integer, query_period
 from api.http.responses import json_response
 from api.idempotency import PARAMETER, answers, respond
 from api.state import BlockingRoute, queue_reachable, state_of
@@ -60,6 +60,7 @@ _LIST = [
     ),
     query("order", "by creation", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
     query("purpose", "only files of this one", {"type": "string"}),
+    *PERIOD,
 ]
 _EXTENT = [
     query(
@@ -115,8 +116,11 @@ def list_files(request: Request) -> Response:
     limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _MAX_LIMIT
     order = cast(Literal["asc", "desc"], query_choice(request, "order", ("asc", "desc")) or "desc")
     purpose = request.query_params.get("purpose") or None
+    created = query_period(request)
     try:
-        page = _files(request).list(_tenant(request), after=after, limit=limit, order=order, purpose=purpose)
+        page = _files(request).list(
+            _tenant(request), after=after, limit=limit, order=order, purpose=purpose, created=created
+        )
     except KeyError:
         raise not_after(after or "") from None
     return json_response(envelope([file_object(record) for record in page.items], page.has_more))
@@ -180,6 +184,9 @@ def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | No
     manifest = _manifest(files, record)
     if manifest is None and record.batch_id is not None:
         files.check()
+        if record.complete:
+            message = "This file is no longer read by lines, since its batch was deleted: read all of it."
+            fields.fail(message, "limit" if limit is not None else "offset", "invalid_value")
         raise _unknown(record.id)
     if manifest is None or manifest.spec.output_file_id != record.id:
         fields.fail(

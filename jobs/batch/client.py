@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,8 +40,9 @@ from jobs.batch.manifest import (
 )
 from jobs.batch.parts import drop_unlisted
 from jobs.batch.register import register
+from jobs.protocol.period import ALWAYS, Period
 from jobs.protocol.results import Usage
-from jobs.protocol.states import CANCELLABLE, END_STATES, EndState, State
+from jobs.protocol.states import CANCELLABLE, END_STATES, KEPT_IN_SIGHT, MAY_EXPIRE, EndState, State
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
@@ -62,6 +64,10 @@ __all__ = [
     "list_batches",
 ]
 
+MOST_LISTED = 10_000
+"""Batches that are looked at for one page of a listing."""
+
+_GROUP = 500  # of them at once
 _PATIENCE_SECONDS = 5.0
 _UNREADABLE = LineProblem(
     "errors_unavailable", "The list of what is wrong with the input file cannot be read just now."
@@ -104,12 +110,30 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the state is final."""
         return self.state in END_STATES
 
+    @property
+    def shown_state(self) -> State:
+        """The state as far as it ever came: a batch that is made again in an empty Redis is checked
+        again, which clients need not see.
+
+        One whose window has ended is in progress until its files are written: OpenAI's go from
+        there to `expired`.
+        """
+        if self.state not in KEPT_IN_SIGHT:
+            return self.state
+        states = MAY_EXPIRE if self.outcome == "expired" else KEPT_IN_SIGHT
+        return next(state for state in reversed(states) if state == self.state or state in self.timestamps)
+
 
 class BatchPage(NamedTuple):
-    """A part of a listing."""
+    """A part of a listing; `last` is the id to go on behind, None if there is no more."""
 
     items: list[BatchRecord]
-    has_more: bool
+    last: str | None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the listing goes on."""
+        return self.last is not None
 
 
 def create_batch(
@@ -159,18 +183,41 @@ def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = 
     return record
 
 
-def list_batches(queue: Queue, tenant: str, after: str | None, limit: int) -> BatchPage:
+def list_batches(
+    queue: Queue,
+    tenant: str,
+    after: str | None,
+    limit: int,
+    states: Collection[str] = (),
+    created: Period = ALWAYS,
+) -> BatchPage:
     """Batches that came through the API, newest first, from behind the id `after`; that batch need
     not be there any more.
+
+    Only those shown in one of `states`, if there are some, and created then. A page is cut short
+    where `MOST_LISTED` batches were looked at for it.
     """
     found: list[BatchRecord] = []
+    looked_at = 0
     while len(found) <= limit:
-        listed = queue.listed_batches(tenant, after, limit + 1 - len(found))
+        if looked_at >= MOST_LISTED:
+            return BatchPage(found, after)
+        listed = queue.listed_batches(tenant, after, _GROUP if states else limit + 1 - len(found), created)
         if not listed:
-            break
-        found += filter(None, _read_records(queue.redis, listed))
-        after = listed[-1]
-    return BatchPage(found[:limit], len(found) > limit)
+            return BatchPage(found, None)
+        found += _records_in(queue, listed, states)
+        looked_at, after = looked_at + len(listed), listed[-1]
+    return BatchPage(found[:limit], found[limit - 1].id)
+
+
+def _records_in(queue: Queue, batches: list[str], states: Collection[str]) -> list[BatchRecord]:
+    """The records of those batches that are shown in one of `states`, if there are some."""
+    if not states:
+        return [record for record in _read_records(queue.redis, batches) if record is not None]
+    # An end state is shown as it is, so that most batches need not be read
+    known = queue.states_of(batches).items()
+    batches = [batch for batch, state in known if state not in END_STATES or state in states]
+    return [record for record in _read_records(queue.redis, batches) if record and record.shown_state in states]
 
 
 def _read_records(

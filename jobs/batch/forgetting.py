@@ -1,24 +1,56 @@
-"""Forget a batch: for operators, of one that has ended or never will."""
+"""Forget a batch: for its tenant one that has ended, for operators also one that never will.
+
+The deletion is noted on disk first (`jobs.batch.deleted`). From there on it is finished, by the
+upkeep if not by who began it.
+"""
 
 import contextlib
+import logging
+import math
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
 
-from jobs.batch.client import BatchRefused
+from jobs.batch.client import BatchRecord, BatchRefused, get_batch
+from jobs.batch.deleted import note_deleted, note_of
 from jobs.batch.lost import why_lost
 from jobs.batch.manifest import NAME as MANIFEST_NAME
 from jobs.batch.manifest import BatchSpec, ManifestDamaged, load_manifest
 from jobs.batch.result_files import drop_partial_output
-from jobs.protocol.ids import BATCH, is_id
+from jobs.protocol.ids import BATCH, is_id, time_of
 from jobs.protocol.states import END_STATES, JOBS
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
-from jobs.store.storage import delete, exclusive, join
+from jobs.store.marker import BATCHES_FOLDER, DELETED_FOLDER
+from jobs.store.storage import Busy, StoreError, delete, exclusive, join, list_names, named
 
 _PATIENCE_SECONDS = 5.0
+_GROUP = 500  # states that are read at once
+
+logger = logging.getLogger(__name__)
+
+
+def delete_batch(queue: Queue, files: FileStore, batch: str) -> BatchRecord:
+    """Remove a batch that came through the API and has ended, and return it; its result files stay.
+
+    Changes nothing in one that has not ended. Raise KeyError if there is no such batch, and
+    `StoreError`.
+    """
+    files.check()
+    record, folder = get_batch(queue.redis, batch), files.batch_root(batch)
+    if not record.ended:
+        return record
+    try:
+        with _held(str(folder), _PATIENCE_SECONDS):
+            record = get_batch(queue.redis, batch)
+            if record.ended:
+                _remove(queue, batch, queue.batch_fields(batch), folder)
+    except Busy as error:
+        raise StoreError(str(error)) from error
+    return record
 
 
 def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
@@ -34,22 +66,78 @@ def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
         folder = None
     if not fields.state and folder is None:
         raise KeyError(batch)
-    held = fields.root if folder is None else str(folder)
-    with exclusive(held, _PATIENCE_SECONDS) if held and Path(held).is_dir() else contextlib.nullcontext():
+    with _held(fields.root if folder is None else str(folder), _PATIENCE_SECONDS):
         fields = queue.batch_fields(batch)
         _check_stopped(queue, batch, fields, folder)
-        if folder is not None:
-            delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
-        queue.unlist_batch(fields.tenant, batch)
-        queue.forget(batch)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-    spec = msgspec.json.decode(fields.spec, type=BatchSpec) if fields.spec else None
+        _remove(queue, batch, fields, folder)
+    spec = _spec(fields)
     if spec is None or spec.of_api:
-        if spec is not None:
-            drop_partial_output(queue, spec)
         return "its result files stay until they expire"
     return f"its folder {spec.root} stays: remove it, or run the same command again to go on from it"
+
+
+def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float = math.inf) -> None:
+    """Remove what is left of deleted batches, since a kill cut that off or Redis went back, for
+    about `seconds`; and notes that are older than all that may come back.
+
+    For a store that was checked. Raise `StoreError`.
+    """
+    noted = list_names(str(files.root / DELETED_FOLDER))
+    folders = set(list_names(str(files.root / BATCHES_FOLDER))) if noted else set()
+    left = list[str]()
+    for start in range(0, len(noted), _GROUP):
+        for batch, state in queue.states_of(noted[start : start + _GROUP]).items():
+            if batch in folders or state:
+                left.append(batch)
+            else:
+                _drop_old_note(files.batch_root(batch), now - queue.settings.ended_batch_seconds)
+    deadline = time.monotonic() + seconds
+    for batch in left:
+        _finish(queue, files.batch_root(batch))
+        if time.monotonic() >= deadline:
+            break
+
+
+def _finish(queue: Queue, folder: Path) -> None:
+    """What cannot be removed now is tried again with the next sweep."""
+    try:
+        with _held(str(folder), 0):
+            _remove(queue, folder.name, queue.batch_fields(folder.name), folder)
+    except (Busy, StoreError) as error:
+        logger.warning("failed to remove what is left of the deleted batch %s; retrying: %s", folder.name, error)
+
+
+def _drop_old_note(folder: Path, before: float) -> None:
+    note = note_of(str(folder))
+    with named("cannot read", str(note)), contextlib.suppress(FileNotFoundError):
+        # Its age is looked up only where the batch is as old
+        if (time_of(folder.name) or 0.0) < before and note.stat().st_mtime < before:
+            delete(str(note))
+
+
+def _held(root: str, patience: float) -> contextlib.AbstractContextManager[None]:
+    return exclusive(root, patience) if root and Path(root).is_dir() else contextlib.nullcontext()
+
+
+def _remove(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) -> None:
+    """Remove all of a batch but its finished result files; may be repeated after a kill anywhere.
+
+    `folder` is None for a batch that has none in the file store.
+    """
+    if folder is not None:
+        note_deleted(str(folder))
+        delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
+    spec = _spec(fields)
+    if spec is not None and spec.of_api:
+        drop_partial_output(queue, spec)
+    queue.unlist_batch(fields.tenant, batch)
+    queue.forget(batch)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _spec(fields: BatchFields) -> BatchSpec | None:
+    return msgspec.json.decode(fields.spec, type=BatchSpec) if fields.spec else None
 
 
 def _check_stopped(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from jobs.errors import JobsError
 from jobs.protocol.lines import BOM
 from jobs.store.input_formats import GZIP, HEAD_BYTES, JSONL, PARQUET, ZSTD, format_of_content
-from jobs.store.storage import AtomicWriter, StoreError, open_input
+from jobs.store.storage import AtomicWriter, StoreError, open_input, size_of
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 SPOOL_NAME = "lines.jsonl"
@@ -25,6 +25,10 @@ SPOOL_NAME = "lines.jsonl"
 PARQUET_REFUSED, PARQUET_UNREADABLE = 3, 4
 """How `jobs.batch.parquet_lines` ends where it wrote a sentence."""
 
+_UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
+_UNPACKED_TIMES = 10  # its size so many times if that is more
+_PARQUET_MEMORY_BYTES = 1 << 30
+_PARQUET_CPU_SECONDS = 120
 _COPY_CHUNK = 1 << 20
 _SHOWN_CHARACTERS = 2000
 # No module of the working folder is in its way, and its limit of memory is not spent on pools and
@@ -51,6 +55,16 @@ class Bounds(NamedTuple):
 
 
 OWN_FILE = Bounds()
+
+
+def api_bounds(location: str, max_lines: int | None) -> Bounds:
+    """Return what it may cost to unpack a file of the API, which is a stranger's. Raise
+    `StoreError`.
+    """
+    most_bytes = max(_UNPACKED_BYTES, _UNPACKED_TIMES * (size_of(location) or 0))
+    # One more, so that there are too many
+    most_rows = None if max_lines is None else max_lines + 1
+    return Bounds(most_bytes, most_rows, _PARQUET_MEMORY_BYTES, _PARQUET_CPU_SECONDS)
 
 
 class InputError(JobsError):

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 
+from jobs.batch.deleted import is_deleted
 from jobs.batch.manifest import Manifest, is_marked_cancelled, load_manifest, save_manifest
 from jobs.batch.register import register
 from jobs.protocol.states import END_STATES
@@ -50,13 +51,13 @@ def rebuild_all(
 
 
 def rebuild(queue: Queue, root: str) -> bool:
-    """Make the record of the batch in `root`; False if it has one, or there is no batch.
+    """Make the record of the batch in `root`; False if it has one, or there is no batch (any more).
 
     Raise `StoreError` and `Busy`.
     """
     with exclusive(root, patience=0):
         manifest = load_manifest(root)
-        if manifest is None:
+        if manifest is None or is_deleted(root):
             return False
         record = queue.batch_fields(manifest.batch_id)
         if record.exists:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from jobs.batch.completion_log import remove_log
+from jobs.batch.deleted import is_deleted
 from jobs.batch.input_files import SPOOL_NAME
 from jobs.batch.line_index import INDEX_NAME
 from jobs.batch.manifest import NAME as MANIFEST_NAME
@@ -90,8 +91,9 @@ def is_kept(queue: Queue, file_store: str, tenant: str, batch: str) -> bool:
 
     Raises `StoreError`.
     """
-    manifest = load_manifest(join(file_store, BATCHES_FOLDER, batch))
-    if manifest is None or manifest.spec.tenant != tenant:
+    root = join(file_store, BATCHES_FOLDER, batch)
+    manifest = load_manifest(root)
+    if manifest is None or manifest.spec.tenant != tenant or is_deleted(root):
         return False
     return queue.now() < _kept_until(manifest, queue.settings.ended_batch_seconds)
 

@@ -1,7 +1,7 @@
 """Upkeep: what the leading ticker does about files, in a thread of its own since disks may be slow.
 
 It cleans up after ended batches, rebuilds what a server that was restarted or emptied has lost, and
-removes the files and batches whose time is over.
+removes the files and batches whose time is over, or that were deleted.
 """
 
 import logging
@@ -9,6 +9,7 @@ import secrets
 import time
 
 from jobs.batch.ending import clean_up
+from jobs.batch.forgetting import finish_deletions
 from jobs.batch.rebuild import rebuild_all, unknown_folders
 from jobs.batch.retention import forget_output, remove_ended
 from jobs.queue import keys
@@ -68,6 +69,7 @@ class Upkeep:
         if is_new or self._unknown or self._unlisted:
             files.check()
         if is_new:
+            finish_deletions(self._queue, files, self._now(), MOMENT_SECONDS)
             self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
             self._queue.redis.hset(keys.TICK, "restored", server)
         count, self._unknown = rebuild_all(self._queue, str(files.root), self._unknown, MOMENT_SECONDS)
@@ -81,11 +83,15 @@ class Upkeep:
         """
         return (run_id or b"") + b" " + self._token
 
-    def _sweep(self, files: FileStore) -> None:
+    def _now(self) -> float:
         # Removal is final, so what is removed must have expired by the clock of this machine too
-        now = min(self._queue.now(), time.time())
+        return min(self._queue.now(), time.time())
+
+    def _sweep(self, files: FileStore) -> None:
+        now = self._now()
         try:
             swept = files.sweep(now, MOMENT_SECONDS)
+            finish_deletions(self._queue, files, now, MOMENT_SECONDS)
             ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))

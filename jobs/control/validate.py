@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 
-from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, Bounds, InputError, format_of, read_lines, write_spool
-from jobs.batch.manifest import BatchSpec, LineProblem
+from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
+from jobs.batch.manifest import LineProblem
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, refused
@@ -16,12 +16,8 @@ from jobs.control.advance import BatchProgress, feed
 from jobs.control.slices import Slice
 from jobs.queue.request_queue import Queue
 from jobs.store.input_formats import JSONL
-from jobs.store.storage import join, open_input, sha256_of, size_of, stamp_of
+from jobs.store.storage import join, open_input, sha256_of, stamp_of
 
-_UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
-_UNPACKED_TIMES = 10  # its size so many times if that is more
-_PARQUET_MEMORY_BYTES = 1 << 30
-_PARQUET_CPU_SECONDS = 120
 _MOST_BLANK = 1_000_000  # lines; the index beside the plan has 12 bytes for each, and Redis one bit
 _CHECK_LINES = 256
 _BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
@@ -71,7 +67,8 @@ def _read_input(held: Slice) -> Checked:
         manifest.input_sha256 = sha256_of(location)
         held.check_current()
         source = join(held.root, SPOOL_NAME)
-        source_sha256 = write_spool(location, source, _bounds_of(manifest.spec), held.check_current)
+        bounds = api_bounds(location, manifest.spec.max_lines) if manifest.spec.of_api else OWN_FILE
+        source_sha256 = write_spool(location, source, bounds, held.check_current)
         checked = check_source(held, source)
     else:
         digest = hashlib.sha256()
@@ -82,16 +79,6 @@ def _read_input(held: Slice) -> Checked:
         raise InputError(f"{location} changed while it was read")
     manifest.input_bytes = before[0]
     return checked
-
-
-def _bounds_of(spec: BatchSpec) -> Bounds:
-    """What it may cost to unpack the input: that of the API is a stranger's."""
-    if not spec.of_api:
-        return OWN_FILE
-    most_bytes = max(_UNPACKED_BYTES, _UNPACKED_TIMES * (size_of(spec.input) or 0))
-    # One more, so that there are too many
-    most_rows = None if spec.max_lines is None else spec.max_lines + 1
-    return Bounds(most_bytes, most_rows, _PARQUET_MEMORY_BYTES, _PARQUET_CPU_SECONDS)
 
 
 def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len) -> Checked:

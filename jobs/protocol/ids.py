@@ -11,14 +11,14 @@ PART = "part_"  # of an upload
 BATCH = "batch_"
 KEY = "key_"
 
-_TIME_DIGITS = 13
+TIME_DIGITS = 13
 _RANDOM_DIGITS = 11
-_DIGITS = re.compile(rf"[0-9a-f]{{{_TIME_DIGITS + _RANDOM_DIGITS}}}")
+_DIGITS = re.compile(rf"[0-9a-f]{{{TIME_DIGITS + _RANDOM_DIGITS}}}")
 
 
 def new_id(prefix: str, now: float) -> str:
     """Return an unused id; `now` is unix seconds."""
-    return f"{prefix}{int(now * 1e6):0{_TIME_DIGITS}x}{secrets.randbits(4 * _RANDOM_DIGITS):0{_RANDOM_DIGITS}x}"
+    return f"{prefix}{int(now * 1e6):0{TIME_DIGITS}x}{secrets.randbits(4 * _RANDOM_DIGITS):0{_RANDOM_DIGITS}x}"
 
 
 def is_id(prefix: str, text: str) -> bool:
@@ -34,4 +34,4 @@ def time_of(text: str) -> float | None:
 
 def micros_of(prefix: str, text: str) -> int:
     """The same in microseconds, of an id that is known to be one."""
-    return int(text[len(prefix) : len(prefix) + _TIME_DIGITS], 16)
+    return int(text[len(prefix) : len(prefix) + TIME_DIGITS], 16)

@@ -161,6 +161,11 @@ def batch_request_id(batch: str, line: int) -> str:
     return f"batch_req_{batch.removeprefix('batch_')}_{line}"
 
 
+def line_of(batch_request_id: str) -> int:
+    """Return the line's number in the `id` of a result line."""
+    return int(batch_request_id.rpartition("_")[2])
+
+
 def output_line(custom_id: str, result: Result, batch_request_id: str) -> bytes:
     """One line of a result file, without the line feed.
 

@@ -5,6 +5,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jobs.protocol.ids import BATCH, TIME_DIGITS
+from jobs.protocol.period import ALWAYS, Period
 from jobs.protocol.requests import Request, pack, unpack_result
 from jobs.protocol.results import Result
 from jobs.protocol.states import END_STATES
@@ -85,12 +87,15 @@ class BatchQueue(QueueBase):
         """The state of each batch that has a record, by id; those whose record has expired are
         struck off.
         """
-        known = sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
-        replies = self.commands(("HGET", keys.batch(batch), "state") for batch in known)
-        states = dict(zip(known, map(text, replies), strict=True))
+        states = self.states_of(sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES)))
         if gone := [batch for batch, state in states.items() if not state]:
             self._command("SREM", keys.BATCHES, *gone)
         return {batch: state for batch, state in states.items() if state not in ("", FORGOTTEN)}
+
+    def states_of(self, batches: Sequence[str]) -> dict[str, str]:
+        """The state of each of these batches, by id; "" for one without a record."""
+        replies = self.commands(("HGET", keys.batch(batch), "state") for batch in batches)
+        return dict(zip(batches, map(text, replies), strict=True))
 
     def statuses(self, batches: Sequence[str]) -> dict[str, BatchStatus]:
         """What these batches need, by id, in one round trip."""
@@ -211,9 +216,7 @@ class BatchQueue(QueueBase):
 
     def open_states(self, tenant: str) -> dict[str, str]:
         """The state of each of the tenant's open batches; "" for one without a record."""
-        batches = self.open_batches(tenant)
-        states = self.commands(("HGET", keys.batch(batch), "state") for batch in batches)
-        return {batch: text(state) for batch, state in zip(batches, states, strict=True)}
+        return self.states_of(self.open_batches(tenant))
 
     def open_tokens(self, tenant: str) -> dict[str, int]:
         """Estimate how many tokens each of the tenant's open batches contains, as far as they have
@@ -243,12 +246,14 @@ class BatchQueue(QueueBase):
         """Take a batch out of the listing."""
         self._command("ZREM", keys.batch_index(tenant), batch)
 
-    def listed_batches(self, tenant: str, after: str | None, count: int) -> list[str]:
-        """The next `count` ids of the tenant's listing, newest first, behind `after`, which need
-        not be there.
+    def listed_batches(self, tenant: str, after: str | None, count: int, created: Period = ALWAYS) -> list[str]:
+        """The next `count` ids of the tenant's listing that were created then, newest first, behind
+        `after`, which need not be there.
         """
-        start = "+" if after is None else f"({after}"
-        rows = self._command("ZRANGE", keys.batch_index(tenant), start, "-", "BYLEX", "REV", "LIMIT", 0, count)
+        first, end = created.names(BATCH, TIME_DIGITS)
+        behind = min(filter(None, (after, end)), default=None)
+        bounds = ["+" if behind is None else f"({behind}", "-" if first is None else f"[{first}"]
+        rows = self._command("ZRANGE", keys.batch_index(tenant), *bounds, "BYLEX", "REV", "LIMIT", 0, count)
         return [text(batch) for batch in rows]
 
     def remove_unfinished(self, batch: str) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import redis
 
 from jobs.protocol.ids import FILE, is_id, micros_of, new_id
+from jobs.protocol.period import ALWAYS, Period
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store.input_formats import HEAD_BYTES, format_of_upload
@@ -39,6 +40,7 @@ _SCHEMA_FILE, _SCHEMA = "schema", "1"
 _PART = "content.part"
 _RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
 _UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is abandoned
+_PLACE_DIGITS = 16  # of a member of a listing
 _PLACE_SECONDS = 6 * 3600
 _BUFFER = 1 << 18
 _GROUP = 500  # records, or files to sweep, at once
@@ -239,9 +241,17 @@ class FileStore:
         return [("ZADD", keys.FILE_EXPIRY, "NX", now + _UPLOAD_SECONDS, file_id)] if record is None else _index(record)
 
     def list(
-        self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
+        self,
+        tenant: str,
+        *,
+        after: str | None,
+        limit: int,
+        order: Literal["asc", "desc"],
+        purpose: str | None,
+        created: Period = ALWAYS,
     ) -> FilePage:
-        """Complete files by creation, those behind `after`, which may be deleted by now.
+        """Complete files by creation, those created then, behind `after`, which may be deleted by
+        now.
 
         Raises KeyError if `after` is no file's id.
         """
@@ -250,16 +260,22 @@ class FileStore:
         place = None if after is None else self._place(tenant, after)
         found: Any = []
         while len(found) <= limit:
-            members = self._members(name, place, order, limit + 1 - len(found))
+            members = self._members(name, place, order, limit + 1 - len(found), created)
             if not members:
                 break
             place = members[-1]
             found += self._present(name, members)
         return FilePage(found[:limit], len(found) > limit)
 
-    def _members(self, name: str, behind: str | None, order: str, count: int) -> Any:
+    def _members(self, name: str, behind: str | None, order: str, count: int, created: Period) -> Any:
         """Members of a listing, in its order."""
-        bounds = ["(" + behind if behind else "-", "+"] if order == "asc" else ["(" + behind if behind else "+", "-"]
+        first, end = created.names("", _PLACE_DIGITS)
+        low, high = "-" if first is None else f"[{first}", "+" if end is None else f"({end}"
+        if behind and order == "asc" and behind >= (first or ""):
+            low = f"({behind}"
+        elif behind and order == "desc" and (end is None or behind < end):
+            high = f"({behind}"
+        bounds = [low, high] if order == "asc" else [high, low]
         direction = [] if order == "asc" else ["REV"]
         [members] = self._queue.commands([("ZRANGE", name, *bounds, "BYLEX", *direction, "LIMIT", 0, count)])
         return [member.decode() for member in members]
@@ -362,21 +378,21 @@ class Upload:
         self.purpose = purpose
         self.expires_seconds = expires_seconds
         self.bytes = 0
+        self.folder = store.folder(file_id)
         self.head = b""  # of the content, at most `HEAD_BYTES`
         self.id = file_id
         self.filename = filename
         self._store = store
         self._tenant = tenant
-        self._folder = store.folder(file_id)
         self._committed = False
-        with named("cannot write", str(self._folder)):
-            make_folder(str(self._folder.parent))
-            self._folder.mkdir()
-            self._file = open(self._folder / _PART, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by `close`
+        with named("cannot write", str(self.folder)):
+            make_folder(str(self.folder.parent))
+            self.folder.mkdir()
+            self._file = open(self.folder / _PART, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by `close`
 
     def write(self, data: bytes) -> None:
         """Appends."""
-        with named("cannot write", str(self._folder)):
+        with named("cannot write", str(self.folder)):
             self._file.write(data)
         self.bytes += len(data)
         self.head += data[: HEAD_BYTES - len(self.head)]
@@ -387,10 +403,10 @@ class Upload:
         Raise ValueError for a batch's file whose name and content no batch can read.
         """
         record = self._record()
-        with named("cannot write", str(self._folder)):
+        with named("cannot write", str(self.folder)):
             self._file.flush()
             os.fsync(self._file.fileno())
-            (self._folder / _PART).rename(self._store.content_path(record))
+            (self.folder / _PART).rename(self._store.content_path(record))
         self._store.put(record)
         self._committed = True
         return record
@@ -465,4 +481,4 @@ def _member(record: FileRecord) -> str:
 
 
 def _named_member(micros: int, file_id: str) -> str:
-    return f"{micros:016x}:{file_id}"
+    return f"{micros:0{_PLACE_DIGITS}x}:{file_id}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from jobs.protocol.states import STATES
 from pipeline.api_client import api_client, client_options, object_id, output_option, print_json, server_option, show
 from pipeline.errors import Refused
 from pipeline.options import Size, flag, fleet_redis_option, store_option
@@ -13,11 +14,12 @@ save_option = flag(
     "-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Save the answers there."
 )
 fail_option = flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
+wait_option = flag("--wait", is_flag=True, help="Wait until it has ended; exit as `pipeline batches wait` does.")
 
 
 @click.group()
 def batches() -> None:
-    """Create, show, wait for and cancel batches of a server, over HTTP.
+    """Create, show, wait for, cancel, retry and delete batches of a server, over HTTP.
 
     `pipeline status`, `wait` and `tail` read a fleet's Redis instead, which also holds the batches
     of `run-batch` and of every tenant; so does `forget`.
@@ -33,6 +35,11 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
     return dict(pair.split("=", 1) for pair in pairs)
 
 
+def _check_wait(wait: bool, output_file: Path | None, fail_on_error: bool) -> None:
+    if (output_file is not None or fail_on_error) and not wait:
+        raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
+
+
 @batches.command()
 @click.argument("source", metavar="FILE_OR_ID")
 @flag(
@@ -44,7 +51,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
 @flag(
     "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"
 )
-@flag("--wait", is_flag=True, help="Wait until it has ended; exit as `pipeline batches wait` does.")
+@wait_option
 @save_option
 @fail_option
 @client_options
@@ -63,8 +70,7 @@ def submit(
     """Upload a local file, or take the id of an uploaded one, create a batch and print its id."""
     from pipeline import remote_batches
 
-    if (output_file is not None or fail_on_error) and not wait:
-        raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
+    _check_wait(wait, output_file, fail_on_error)
     new = remote_batches.NewRemoteBatch(
         source=source,
         endpoint=endpoint,
@@ -83,12 +89,14 @@ def submit(
 
 
 @batches.command("list")
+@flag("--status", multiple=True, type=click.Choice(list(STATES)), help="Only those with it; may be repeated.")
 @flag("--limit", type=Size(), default=20, help="How many, the newest first.")
 @client_options
-def list_(limit: int, base_url: str, as_json: bool) -> None:
+def list_(status: tuple[str, ...], limit: int, base_url: str, as_json: bool) -> None:
     """Show batches, the newest first."""
+    asked = {"status": ",".join(status)} if status else None
     with api_client(base_url) as client:
-        found = list(islice(client.batches.list(limit=min(limit, 100)), limit))
+        found = list(islice(client.batches.list(limit=min(limit, 100), extra_query=asked), limit))
     if as_json:
         print_json([batch.to_dict() for batch in found])
         return
@@ -145,6 +153,41 @@ def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
         for batch_id in batch_ids:
             batch = client.batches.cancel(batch_id)
             show(batch, f"{batch.id} is {batch.status}", as_json)
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@wait_option
+@save_option
+@fail_option
+@client_options
+def retry(
+    batch_id: str, wait: bool, output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool
+) -> None:
+    """Create a batch of the lines of an ended one that failed or never ran, and print its id."""
+    from pipeline import remote_batches
+
+    _check_wait(wait, output_file, fail_on_error)
+    with api_client(base_url) as client:
+        batch = remote_batches.retry(client, batch_id)
+        if wait:
+            click.echo(f"{batch.id} is made", err=True)
+            remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json)
+            return
+    show(batch, batch.id, as_json)
+
+
+@batches.command()
+@object_id("batch_ids", "BATCH_ID...", nargs=-1, required=True)
+@client_options
+def delete(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
+    """Delete batches that have ended. Their input and result files stay."""
+    from pipeline import remote_batches
+
+    with api_client(base_url) as client:
+        for batch_id in batch_ids:
+            gone = remote_batches.delete(client, batch_id)
+            print_json(gone) if as_json else click.echo(f"{gone['id']} is deleted")
 
 
 @batches.command()

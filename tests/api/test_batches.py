@@ -4,6 +4,8 @@ are not theirs, late cancels.
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ import redis
 from openai.types import Batch
 
 from api.settings import ApiSettings
+from jobs.batch import client as client_module
 from jobs.batch import submit as submit_module
 from jobs.batch.client import cancel_batch, get_batch
 from jobs.batch.manifest import Manifest
 from jobs.batch.rebuild import rebuild_all
 from jobs.control import advance, finalize, runner
 from jobs.control.ticker import Ticker
+from jobs.protocol.states import STATES
 from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
 from jobs.store.api_keys import create_key
 from tests.support.api_server import official_client, running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
@@ -40,6 +45,10 @@ def api_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
 def create(client: openai.OpenAI, data: bytes) -> Batch:
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+
+def delete(client: openai.OpenAI, batch_id: str) -> Any:
+    return client.delete(f"/batches/{batch_id}", cast_to=object)
 
 
 def test_states_and_counts_go_forward_through_the_loss_of_redis(
@@ -161,7 +170,12 @@ def test_a_batch_of_another_tenant_is_unknown(redis_client: redis.Redis, api_url
     for emptied in (False, True):
         if emptied:
             redis_client.flushall()
-        for call in (stranger.batches.retrieve, stranger.batches.cancel):
+        for call in (
+            stranger.batches.retrieve,
+            stranger.batches.cancel,
+            partial(delete, stranger),
+            partial(retry, stranger),
+        ):
             with pytest.raises(openai.NotFoundError, match="No batch found"):
                 call(batch.id)
     assert stranger.batches.list().data == []
@@ -238,3 +252,190 @@ def test_a_batch_that_is_over_for_long_is_unknown(
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve(batch.id)
     assert client.batches.list().data == []
+
+
+def test_a_deleted_batch_is_unknown_and_its_files_are_read_as_a_whole(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch, other = (run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(3)).id).id for _ in range(2))
+    output = client.batches.retrieve(batch).output_file_id or ""
+    path = f"/v1/files/{output}/content"
+    content = http.get(path).content
+    assert http.get(f"{path}?offset=0").content == content
+    assert delete(client, batch) == {"id": batch, "object": "batch", "deleted": True}
+    for call in (client.batches.retrieve, client.batches.cancel, partial(delete, client)):
+        with pytest.raises(openai.NotFoundError, match="No batch found"):
+            call(batch)
+    assert [one.id for one in client.batches.list()] == [other]
+    assert http.get(path).content == content
+    assert client.files.retrieve(output).bytes == len(content)
+    refused = http.get(f"{path}?limit=1")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+    assert "its batch was deleted" in refused.json()["error"]["message"]
+    assert client.files.delete(output).deleted
+
+
+def test_a_batch_that_has_not_ended_is_not_deleted(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client
+) -> None:
+    serve(redis_client, "m")
+    batch = create(client, lines_of(1)).id
+    for state in ("validating", "in_progress", "cancelling"):
+        answer = http.delete(f"/v1/batches/{batch}")
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+        why = f"Cannot delete a batch with status '{state}'; cancel it first, and wait until it has ended."
+        assert answer.json()["error"]["message"] == why
+        step(redis_client, batch) if state == "validating" else client.batches.cancel(batch)
+    assert run_to_end(redis_client, batch).state == "cancelled"
+    assert delete(client, batch)["deleted"]
+
+
+def test_a_batch_that_an_emptied_redis_does_not_know_yet_is_deleted_later(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(1)).id).id
+    redis_client.flushall()
+    answer = http.delete(f"/v1/batches/{batch}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_unavailable")
+    rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+    assert delete(client, batch)["deleted"]
+    assert rebuild_all(Queue(redis_client), str(tmp_path / "store")) == (0, [])
+    assert http.get(f"/v1/batches/{batch}").status_code == 404
+
+
+def test_many_deletions_at_once_remove_a_batch_once(
+    redis_client: redis.Redis, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(1)).id).id
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: http.delete(f"/v1/batches/{batch}").status_code, range(8)))
+    assert sorted(answers)[0] == 200
+    assert set(answers) <= {200, 404}
+    assert http.get(f"/v1/batches/{batch}").status_code == 404
+
+
+def retry(client: openai.OpenAI, batch_id: str) -> Batch:
+    return client.post(f"/batches/{batch_id}/retry", cast_to=Batch)
+
+
+def test_a_retry_asks_for_what_the_batch_asked_for(
+    redis_client: redis.Redis, api_url: str, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    pairs = {f"k{number}": "v" for number in range(15)}
+    expiry = {"output_expires_seconds": 7200}
+    first = run_to_end(
+        redis_client, submit(redis_client, tmp_path, lines_of(3), metadata=pairs, **expiry).id, failing(2)
+    )
+    made = retry(client, first.id)
+    assert (made.status, made.endpoint, made.completion_window) == ("validating", "/v1/chat/completions", "24h")
+    assert made.metadata == {**pairs, "retry_of": first.id}
+    assert client.files.content(made.input_file_id).content == lines_of(3).splitlines(keepends=True)[1]
+    assert client.files.retrieve(made.input_file_id).purpose == "batch"
+    assert get_batch(redis_client, made.id).spec.output_expires_seconds == 7200
+    again = run_to_end(redis_client, made.id, failing(1))
+    twice = retry(client, again.id)
+    assert twice.metadata == {**pairs, "retry_of": made.id}
+    assert {one.id for one in client.batches.list()} == {first.id, made.id, twice.id}
+
+
+def test_a_batch_with_as_many_pairs_as_may_be_is_retried_with_these(
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    pairs = {f"k{number}": "v" for number in range(16)}
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2), metadata=pairs).id, failing(2))
+    assert retry(client, batch.id).metadata == pairs
+
+
+def test_retries_that_cannot_be_are_refused(redis_client: redis.Redis, http: httpx.Client, tmp_path: Path) -> None:
+    batch = submit(redis_client, tmp_path, lines_of(2)).id
+    path = f"/v1/batches/{batch}/retry"
+    answer = http.post(path)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+    assert answer.json()["error"]["message"].startswith("Cannot retry a batch with status 'validating'; cancel it, or")
+    run_to_end(redis_client, batch)
+    answer = http.post(path)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "batch_id")
+    assert "there is nothing to retry" in answer.json()["error"]["message"]
+    other = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2))
+    assert http.delete(f"/v1/files/{other.spec.input_file_id}").status_code == 200
+    answer = http.post(f"/v1/batches/{other.id}/retry")
+    assert answer.status_code == 400
+    assert f"The input file {other.spec.input_file_id}" in answer.json()["error"]["message"]
+
+
+def test_a_retry_keeps_to_the_limits_of_its_key(redis_client: redis.Redis, api_url: str, tmp_path: Path) -> None:
+    serve(redis_client, "m")
+    _, secret = create_key(str(tmp_path / "store"), tenant="a", open_batches=1)
+    tenant = official_client(api_url, secret)
+    ended = run_to_end(redis_client, create(tenant, lines_of(2)).id, failing(1, 2))
+    create(tenant, lines_of(1))
+    before = [file.id for file in tenant.files.list()]
+    with pytest.raises(openai.RateLimitError, match="You have 1 batch that has not ended"):
+        retry(tenant, ended.id)
+    assert [file.id for file in tenant.files.list()] == before
+
+
+def test_a_retry_whose_queue_goes_away_is_not_repeated_by_itself(
+    redis_client: redis.Redis,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2)).id
+
+    def lose(*_: Any) -> None:
+        raise QueueUnavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submit_module, "register", lose)
+        answer = http.post(f"/v1/batches/{batch}/retry")
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+    assert "look for it in a minute" in answer.json()["error"]["message"]
+
+
+def test_a_page_looks_at_so_many_batches_and_says_where_to_go_on(
+    redis_client: redis.Redis,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "MOST_LISTED", 4)
+    monkeypatch.setattr(client_module, "_GROUP", 2)
+    oldest = submit(redis_client, tmp_path, lines_of(1)).id
+    ended = [run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(1)).id).id for _ in range(9)]
+    newest = submit(redis_client, tmp_path, lines_of(1)).id
+    pages, after = [], ""
+    while not pages or pages[-1]["has_more"]:
+        pages.append(http.get(f"/v1/batches?status=validating&limit=1{after}").json())
+        after = f"&after={pages[-1]['last_id']}"
+    assert [[one["id"] for one in page["data"]] for page in pages] == [[newest], [], [oldest]]
+    assert [page["last_id"] for page in pages] == [ended[6], ended[2], oldest]
+    assert pages[1]["first_id"] is None
+
+
+def test_batches_are_listed_by_the_status_that_they_are_shown_with(
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """As one that is made again in an empty Redis, or whose window has ended."""
+
+    def listed() -> dict[str, list[str]]:
+        found = {name: [one.id for one in client.batches.list(extra_query={"status": name})] for name in STATES}
+        return {name: batches for name, batches in found.items() if batches}
+
+    serve(redis_client, "m")
+    rebuilt = create(client, lines_of(1)).id
+    step(redis_client, rebuilt)
+    redis_client.flushall()
+    rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+    assert get_batch(redis_client, rebuilt).state == "validating"
+    assert listed() == {"in_progress": [rebuilt]}
+    serve(redis_client, "m")
+    step(redis_client, rebuilt)
+    redis_client.hset("{q}:batch:" + rebuilt, "expires_at", 1)
+    tick(Ticker(Queue(redis_client)))
+    assert get_batch(redis_client, rebuilt).state == "finalizing"
+    assert listed() == {"in_progress": [rebuilt]}
+    run_to_end(redis_client, rebuilt)
+    assert listed() == {"expired": [rebuilt]}

@@ -14,6 +14,8 @@ from openai.types import Batch, FileDeleted, FileObject, Upload
 from openai.types.uploads import UploadPart
 from pydantic import BaseModel, ValidationError
 
+from api.batch_objects import BatchDeleted
+
 FILE, BATCH = r"file-[0-9A-Za-z_]+", r"batch_[0-9A-Za-z_]+"
 UPLOAD = r"/v1/uploads/upload_[0-9A-Za-z_]+"
 # Method, path, what answers, whether in pages
@@ -29,6 +31,8 @@ ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [
     ("GET", r"/v1/batches", Batch, True),
     ("GET", rf"/v1/batches/{BATCH}", Batch, False),
     ("POST", rf"/v1/batches/{BATCH}/cancel", Batch, False),
+    ("POST", rf"/v1/batches/{BATCH}/retry", Batch, False),
+    ("DELETE", rf"/v1/batches/{BATCH}", BatchDeleted, False),
 ]
 ENDED = {"failed", "completed", "expired", "cancelled"}
 STEPS = {

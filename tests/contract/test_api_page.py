@@ -30,6 +30,15 @@ from tests.support.waiting import wait_until
 PAGE = (ROOT / "docs" / "api.md").read_text()
 WAITING = ("GET /v1/batches/{batch_id}/stream", "GET /v1/streams/{name}", "POST /v1/batches/{batch_id}/cancel")
 """Routes whose example is of a batch that has not ended."""
+ENDED = ("POST /v1/batches/{batch_id}/retry", "DELETE /v1/batches/{batch_id}")
+"""Routes whose example is of the same batch, once it has ended."""
+MADE = {
+    "POST /v1/files": "FILE",
+    "POST /v1/uploads": "UPLOAD",
+    "POST /v1/uploads/{upload_id}/parts": "PART",
+    "POST /v1/batches": "BATCH",
+}
+"""Routes whose example makes what later ones name by such a variable."""
 
 
 class Example(NamedTuple):
@@ -78,19 +87,16 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
             known["UPLOAD"] = client.uploads.create(
                 bytes=1, filename="a", mime_type="text/plain", purpose="user_data"
             ).id
+        if route in ENDED:
+            wait(client, known["BATCH"])
         with finishing(stack, route, known.get("BATCH", "")):
             printed = run_shell(text, known, tmp_path)
         assert printed.strip() or "-o " in text, text
         assert '{"error":' not in printed, printed
         outputs[route] += printed
-        if route == "POST /v1/files":
-            known["FILE"] = json.loads(printed)["id"]
-        if route == "POST /v1/uploads":
-            known["UPLOAD"] = json.loads(printed)["id"]
-        if route == "POST /v1/uploads/{upload_id}/parts":
-            known["PART"] = json.loads(printed)["id"]
+        if route in MADE:
+            known[MADE[route]] = json.loads(printed)["id"]
         if route == "POST /v1/batches":
-            known["BATCH"] = json.loads(printed)["id"]
             known["OUTPUT_FILE"] = wait(client, known["BATCH"]).output_file_id or ""
     assert [json.loads(line)["custom_id"] for line in (tmp_path / "results.jsonl").read_bytes().splitlines()] == [
         "a",
@@ -99,7 +105,8 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
     assert "x-last-line: 1" in outputs["GET /v1/files/{file_id}/content"].lower()
     assert outputs["GET /v1/batches/{batch_id}/stream"].rstrip().endswith("data: [DONE]")
     assert '"custom_id":"late"' in outputs["GET /v1/batches/{batch_id}/stream"].replace(" ", "")
-    assert json.loads(outputs["DELETE /v1/files/{file_id}"])["deleted"] is True
+    for route in ("DELETE /v1/files/{file_id}", "DELETE /v1/batches/{batch_id}"):
+        assert json.loads(outputs[route])["deleted"] is True
     assert json.loads(outputs["POST /v1/uploads/{upload_id}/complete"])["status"] == "completed"
     assert json.loads(outputs["POST /v1/uploads/{upload_id}/cancel"])["status"] == "cancelled"
 
@@ -118,6 +125,8 @@ def test_the_python_examples_run(
             continue
         if route in WAITING:
             names["batch"] = client.batches.retrieve(waiting_batch(stack, client))
+        if route in ENDED:
+            wait(client, names["batch"].id)
         with finishing(stack, route, names["batch"].id if "batch" in names else ""), captured() as printed:
             exec(compile(text, f"docs/api.md, {route}", "exec"), names)
         outputs[route] += printed()
@@ -125,6 +134,7 @@ def test_the_python_examples_run(
     assert outputs["POST /v1/uploads/{upload_id}/complete"].startswith("completed file-")
     assert "'late'" in outputs["GET /v1/batches/{batch_id}/stream"]
     assert names["batch"].status in ("cancelling", "cancelled")
+    assert names["retried"].metadata == {"retry_of": names["batch"].id}
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(names["file"].id)
 

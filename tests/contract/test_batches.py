@@ -251,7 +251,7 @@ def test_a_create_that_is_no_object_is_refused(http: httpx.Client, body: bytes) 
         "é",
     ],
 )
-@pytest.mark.parametrize(("method", "end"), [("GET", ""), ("POST", "/cancel")])
+@pytest.mark.parametrize(("method", "end"), [("GET", ""), ("POST", "/cancel"), ("DELETE", ""), ("POST", "/retry")])
 def test_ids_of_no_batch_are_unknown(http: httpx.Client, batch_id: str, method: str, end: str) -> None:
     answer = http.request(method, f"/v1/batches/{batch_id}{end}")
     assert answer.status_code in (404, 405), answer.text
@@ -266,7 +266,34 @@ def test_an_unknown_batch_gets_the_error_of_the_hosted_service(client: openai.Op
 
 def test_other_methods_are_not_allowed(http: httpx.Client, ended: dict[str, Batch]) -> None:
     batch = f"/v1/batches/{ended['good'].id}"
-    for method, path in (("DELETE", batch), ("PUT", "/v1/files"), ("GET", f"{batch}/cancel")):
+    for method, path in (("PATCH", batch), ("PUT", "/v1/files"), ("GET", f"{batch}/cancel")):
         answer = http.request(method, path)
         assert answer.status_code == 405, path
         assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_the_failed_lines_of_a_batch_are_retried(client: openai.OpenAI, ended: dict[str, Batch]) -> None:
+    batch = ended["mixed"]
+    again = client.post(f"/batches/{batch.id}/retry", cast_to=Batch)
+    assert (again.status, again.metadata) == ("validating", {"retry_of": batch.id})
+    assert client.files.content(again.input_file_id).content == b"".join(
+        MIXED.splitlines(keepends=True)[number] for number in (1, 3)
+    )
+    done = wait(client, again.id)
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (0, 2)
+    assert [line["custom_id"] for line in results(client, done.error_file_id)] == ["c2", "c4"]
+    with pytest.raises(openai.BadRequestError, match="nothing to retry"):
+        client.post(f"/batches/{ended['good'].id}/retry", cast_to=Batch)
+
+
+def test_an_ended_batch_is_deleted_and_its_files_are_not(client: openai.OpenAI) -> None:
+    batch = wait(client, submit(client, MIXED).id)
+    gone: Any = client.delete(f"/batches/{batch.id}", cast_to=object)
+    assert gone == {"id": batch.id, "object": "batch", "deleted": True}
+    for call in (client.batches.retrieve, client.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call(batch.id)
+    assert batch.id not in [one.id for one in client.batches.list()]
+    assert len(results(client, batch.output_file_id)) + len(results(client, batch.error_file_id)) == 5
+    assert client.files.retrieve(batch.input_file_id).purpose == "batch"

@@ -6,8 +6,9 @@ import httpx
 import openai
 import pytest
 
-from tests.contract.calls import CHAT, WINDOW, lines, upload
+from tests.contract.calls import CHAT, WINDOW, lines, submit, upload, wait
 from tests.contract.test_files import refused
+from tests.support.batch_stack import AWAY
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,80 @@ def test_pages_of_batches_stay_what_they_are_while_others_come(client: openai.Op
     assert [batch_id for batch_id in seen if batch_id in batches] == batches[::-1]
 
 
+@pytest.fixture(scope="module")
+def in_states(module_client: openai.OpenAI) -> dict[str, list[str]]:
+    """Batches by their status, oldest first, some of each between those of another."""
+    client, made = module_client, dict[str, list[str]]()
+    for _ in range(4):
+        made.setdefault("completed", []).append(wait(client, submit(client, lines("one")).id).id)
+        made.setdefault("failed", []).append(wait(client, submit(client, lines("one") + b"{\n").id).id)
+        made.setdefault("in_progress", []).append(
+            wait(client, submit(client, lines("one", model=AWAY)).id, "in_progress").id
+        )
+    return made
+
+
+@pytest.mark.parametrize("limit", [1, 3, 100])
+def test_batches_are_listed_by_status(client: openai.OpenAI, in_states: dict[str, list[str]], limit: int) -> None:
+    mine = [batch for ids in in_states.values() for batch in ids]
+    for status, ids in in_states.items():
+        found = client.batches.list(limit=limit, extra_query={"status": status})
+        assert of(mine, found) == ids[::-1]
+        assert all(batch.status == status for batch in found)
+    two: Any
+    for two in ({"status": "failed,in_progress"}, {"status": ["failed", "in_progress"]}):
+        expected = sorted(in_states["failed"] + in_states["in_progress"], reverse=True)
+        assert of(mine, client.batches.list(limit=limit, extra_query=two)) == expected
+
+
+def test_a_page_of_batches_of_a_status_is_full_and_says_whether_there_is_more(
+    client: openai.OpenAI, in_states: dict[str, list[str]]
+) -> None:
+    total = len(list(client.batches.list(limit=100, extra_query={"status": "in_progress"})))
+    page = client.batches.list(limit=total - 1, extra_query={"status": "in_progress"})
+    assert (len(page.data), page.has_more) == (total - 1, True)
+    page = client.batches.list(limit=total, extra_query={"status": "in_progress"})
+    assert (len(page.data), page.has_more) == (total, False)
+
+
+def test_what_is_listed_was_created_in_the_time_that_is_asked_for(http: httpx.Client, client: openai.OpenAI) -> None:
+    for path, made in (("/v1/files", client.files.list().data), ("/v1/batches", list(client.batches.list(limit=100)))):
+        for moment in {one.created_at + step for one in made[::5] for step in (0, 1)}:
+            for bound in ("created_after", "created_before"):
+                expected = [one.id for one in made if (one.created_at >= moment) == (bound == "created_after")]
+                assert walked(http, f"{path}?{bound}={moment}&limit=7") == expected, (path, bound)
+        assert walked(http, f"{path}?created_after=9&created_before=9") == []
+        assert walked(http, f"{path}?created_before=4294967295&limit=100") == [one.id for one in made]
+    ascending = walked(http, f"/v1/files?created_after={made[-1].created_at}&order=asc&limit=7")
+    assert ascending == [one.id for one in client.files.list(order="asc") if one.created_at >= made[-1].created_at]
+
+
+def test_a_place_outside_of_the_time_that_is_asked_for_widens_it_not(http: httpx.Client, client: openai.OpenAI) -> None:
+    for path, made in (("/v1/files", client.files.list().data), ("/v1/batches", list(client.batches.list(limit=100)))):
+        newest, oldest = made[0], made[-1]
+        before = [one.id for one in made if one.created_at < newest.created_at]
+        limits = f"created_before={newest.created_at}&limit=100"
+        assert walked(http, f"{path}?after={newest.id}&{limits}") == before
+        assert walked(http, f"{path}?after={oldest.id}&{limits}") == []
+    since = [
+        one.id for one in client.files.list(order="asc") if one.created_at >= client.files.list().data[0].created_at
+    ]
+    first = client.files.list(order="asc").data[0]
+    query = f"order=asc&after={first.id}&created_after={client.files.list().data[0].created_at}"
+    assert walked(http, f"/v1/files?{query}") == since
+
+
+def walked(http: httpx.Client, query: str) -> list[str]:
+    """The ids of all pages."""
+    found, after = list[str](), ""
+    while True:
+        page = http.get(f"{query}{after}").json()
+        found += [one["id"] for one in page["data"]]
+        if not page["has_more"]:
+            return found
+        after = f"&after={page['last_id']}"
+
+
 async def walk(api_url: str) -> list[str]:
     """The ids of all batches, as the asynchronous client finds them."""
     async with openai.AsyncOpenAI(base_url=f"{api_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
@@ -114,6 +189,14 @@ def test_the_asynchronous_client_walks_them_as_well(stack: Any, batches: list[st
         ("/v1/files", "after=nonsense", "after"),
         ("/v1/batches", "after=nonsense", "after"),
         ("/v1/batches", "after=file-0123456789abcdef01234567", "after"),
+        ("/v1/batches", "status=done", "status"),
+        ("/v1/batches", "status=completed,", "status"),
+        ("/v1/batches", "status=completed&status=Failed", "status"),
+        ("/v1/batches", "status[]=done", "status"),
+        ("/v1/batches", "created_after=yesterday", "created_after"),
+        ("/v1/batches", "created_before=-1", "created_before"),
+        ("/v1/files", "created_after=1.5", "created_after"),
+        ("/v1/files", "created_before=4294967296", "created_before"),
     ],
 )
 def test_a_page_that_cannot_be_is_refused(http: httpx.Client, path: str, query: str, param: str) -> None:

@@ -28,7 +28,16 @@ from tests.api.scripted_worker import ScriptedWorker
 from tests.pipeline.conftest import CommandOutcome, RunHere
 from tests.support.api_server import running_api
 from tests.support.commands import REPOSITORY, running_pipeline
-from tests.support.control_plane import Answering, chat_line, check_echoes, control_plane, echo, failing, write_input
+from tests.support.control_plane import (
+    Answering,
+    chat_line,
+    check_echoes,
+    control_plane,
+    echo,
+    failing,
+    read_jsonl,
+    write_input,
+)
 from tests.support.redis_server import running_server
 from tests.support.relay import Relay
 from tests.support.waiting import wait_until
@@ -165,6 +174,37 @@ def test_a_batch_that_runs_can_be_left_and_cancelled(batches: Batches, stack: Sc
     ended = batches("wait", batch_id, "-o", tmp_path / "out.jsonl")
     assert (ended.code, ended.err.splitlines()[-1]) == (1, f"Error: {batch_id} was cancelled before it was finished")
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 1
+
+
+def test_failed_lines_are_retried_and_batches_deleted(batches: Batches, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 4, model="unlucky")
+    first = batches("submit", source).out.strip()
+    assert batches("wait", first).code == 0
+    path = tmp_path / "again.jsonl"
+    again = batches("retry", first, "--wait", "-o", path)
+    assert again.code == 0, again.err
+    assert [line["custom_id"] for line in read_jsonl(path)] == ["c2"]
+    second = re.search(r"batch_\w+ is made", again.err)
+    assert second is not None
+    refused = batches("retry", second[0].split()[0])
+    assert (refused.code, "there is nothing to retry" in refused.err) == (2, True)
+    assert batches("retry", first, "-o", path).code == 2
+    third = batches("retry", first).out.strip()
+    assert batches("wait", third).code == 0
+    assert json.loads(batches("get", third, "--json").out)["metadata"] == {"retry_of": first}
+    completed = json.loads(batches("list", "--status", "completed", "--status", "failed", "--json").out)
+    assert [one["id"] for one in completed][:3] == [third, second[0].split()[0], first]
+    assert third not in batches("list", "--status", "failed").out
+    assert batches("list", "--status", "done").code == 2
+    assert batches("delete", first, third).out.splitlines() == [f"{first} is deleted", f"{third} is deleted"]
+    assert batches("get", first).code == batches("delete", first).code == 2
+    running = batches("submit", write_input(tmp_path / "slow.jsonl", 1, model="slow")).out.strip()
+    refused = batches("delete", running)
+    assert (refused.code, "cancel it first" in refused.err) == (2, True)
+    assert batches("retry", running).code == 2
+    batches("cancel", running)
+    batches("wait", running)
+    assert json.loads(batches("delete", running, "--json").out)["deleted"] is True
 
 
 @pytest.fixture

@@ -2,22 +2,30 @@
 batch that runs.
 """
 
+import itertools
+import os
 from pathlib import Path
 
 import pytest
 import redis
 
 from jobs.batch import forgetting
-from jobs.batch.client import BatchRefused, get_batch
-from jobs.batch.forgetting import forget_batch
+from jobs.batch.client import BatchRecord, BatchRefused, get_batch
+from jobs.batch.deleted import note_deleted, note_of
+from jobs.batch.forgetting import delete_batch, finish_deletions, forget_batch
+from jobs.batch.manifest import load_manifest
 from jobs.batch.rebuild import rebuild
+from jobs.control.ticker import Ticker
+from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.store.storage import Busy, StoreError, exclusive
-from tests.support.batch_steps import begin, run_to_end, step
-from tests.support.control_plane import write_input
-from tests.support.kills import Killed
-from tests.support.store_batches import finished, store_of, under_way
+from tests.support.batch_steps import begin, run_to_end, step, tick
+from tests.support.control_plane import failing, write_input
+from tests.support.integrity import faults
+from tests.support.kills import Killed, killed_before_step
+from tests.support.rollback import EarlierRedis
+from tests.support.store_batches import content_of, finished, lines_of, store_of, submit, under_way
 
 
 def note_problem(client: redis.Redis, batch: str) -> None:
@@ -88,3 +96,128 @@ def test_a_batch_beside_its_output_is_held_meanwhile(
     with exclusive(record.spec.root, 0), pytest.raises(Busy):
         forget_batch(Queue(redis_client), store_of(redis_client, tmp_path), record.id)
     assert get_batch(redis_client, record.id).state == "validating"
+
+
+def ended(client: redis.Redis, folder: Path) -> BatchRecord:
+    return run_to_end(client, submit(client, folder, lines_of(2)).id, failing(2))
+
+
+def is_whole(client: redis.Redis, record: BatchRecord) -> bool:
+    """Whether the batch is all there; fails if a part of it is."""
+    manifest, listed = load_manifest(record.spec.root), Queue(client).listed_batches("", None, 100)
+    # How much it was served, Redis keeps for some minutes
+    named = [name for name in client.scan_iter("*") if record.id.encode() in name and b":served:" not in name]
+    if manifest is not None:
+        assert (manifest.state, get_batch(client, record.id).state) == ("completed", "completed")
+        assert record.id in listed
+        return True
+    assert not Path(record.spec.root).exists()
+    assert (named, record.id in listed, record.id in Queue(client).batches()) == ([], False, False)
+    assert faults(client) == []
+    return False
+
+
+def test_a_deleted_batch_leaves_its_result_files(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = ended(redis_client, tmp_path)
+    store = store_of(redis_client, tmp_path)
+    assert is_whole(redis_client, record)
+    assert delete_batch(Queue(redis_client), store, record.id).id == record.id
+    assert not is_whole(redis_client, record)
+    for file_id in (record.output_file_id, record.error_file_id):
+        assert content_of(redis_client, tmp_path, file_id).count(b"\n") == 1
+        store.delete("", file_id or "")
+    with pytest.raises(KeyError):
+        delete_batch(Queue(redis_client), store, record.id)
+
+
+def test_a_batch_that_has_not_ended_is_not_deleted(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = under_way(redis_client, tmp_path)
+    assert delete_batch(Queue(redis_client), store_of(redis_client, tmp_path), record.id).state == "in_progress"
+    assert run_to_end(redis_client, record.id).state == "completed"
+
+
+@pytest.mark.parametrize("then", ["nothing", "emptied", "set back"])
+def test_a_deletion_that_is_killed_at_any_step_leaves_all_of_the_batch_or_nothing(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, then: str
+) -> None:
+    outcomes = []
+    for number in itertools.count(1):
+        record = ended(redis_client, tmp_path)
+        earlier = EarlierRedis(redis_client)
+
+        def delete(batch: str = record.id) -> None:
+            client = connect(redis_url)
+            delete_batch(Queue(client), store_of(client, tmp_path), batch)
+
+        came_so_far = killed_before_step(number, delete)
+        if then == "emptied":
+            redis_client.flushall()
+        elif then == "set back":
+            earlier.restore()
+        tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
+        outcomes.append(is_whole(redis_client, record))
+        assert content_of(redis_client, tmp_path, record.output_file_id).count(b"\n") == 1
+        if not came_so_far:
+            break
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert (outcomes[0], outcomes[-1]) == (True, False)
+    assert len(outcomes) > 15
+
+
+def test_a_deleted_batch_does_not_come_back_with_an_earlier_redis(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """Also one that was under way at that moment."""
+    record = finished(redis_client, tmp_path)
+    earlier = EarlierRedis(redis_client)
+    run_to_end(redis_client, record.id)
+    delete_batch(Queue(redis_client), store_of(redis_client, tmp_path), record.id)
+    earlier.restore()
+    assert get_batch(redis_client, record.id).state == "finalizing"
+    tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
+    assert not is_whole(redis_client, record)
+
+
+def test_the_note_of_a_deletion_goes_when_nothing_can_come_back(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = ended(redis_client, tmp_path)
+    queue, files = Queue(redis_client), store_of(redis_client, tmp_path)
+    delete_batch(queue, files, record.id)
+    note, kept = note_of(record.spec.root), queue.settings.ended_batch_seconds
+    made = note.stat().st_mtime
+    finish_deletions(queue, files, made + kept - 1)
+    assert note.exists()
+    os.utime(note, (made + 100, made + 100))
+    finish_deletions(queue, files, made + kept + 50)
+    assert note.exists()
+    finish_deletions(queue, files, made + kept + 101)
+    assert not note.exists()
+
+
+def test_a_batch_that_a_job_holds_is_deleted_later(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = ended(redis_client, tmp_path)
+    queue, files = Queue(redis_client), store_of(redis_client, tmp_path)
+    monkeypatch.setattr(forgetting, "_PATIENCE_SECONDS", 0.0)
+    with exclusive(record.spec.root, 0):
+        with pytest.raises(StoreError, match="in use"):
+            delete_batch(queue, files, record.id)
+        assert is_whole(redis_client, record)
+    delete_batch(queue, files, record.id)
+    assert not is_whole(redis_client, record)
+
+
+def test_a_deletion_that_cannot_be_finished_holds_up_no_other(redis_client: redis.Redis, tmp_path: Path) -> None:
+    stuck, other = (ended(redis_client, tmp_path) for _ in range(2))
+    for record in (stuck, other):
+        note_deleted(record.spec.root)
+    manifest = Path(stuck.spec.root) / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    manifest.mkdir()
+    leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
+    tick(leader)
+    assert not is_whole(redis_client, other)
+    assert Path(stuck.spec.root).exists()
+    manifest.rmdir()
+    manifest.write_bytes(content)
+    tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
+    assert not is_whole(redis_client, stuck)

@@ -15,6 +15,7 @@ import pytest
 import redis
 from pyarrow import parquet
 
+from jobs.batch import input_files
 from jobs.batch import register as register_module
 from jobs.batch.client import BatchRecord, list_batches
 from jobs.batch.line_index import LineIndex
@@ -294,9 +295,9 @@ def test_a_file_that_unfolds_fails_its_batch_in_one_sentence(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     """A few bytes can hold gigabytes; blank lines, too, take room in the index and in Redis."""
-    monkeypatch.setattr(validate, "_UNPACKED_BYTES", 5_000_000)
+    monkeypatch.setattr(input_files, "_UNPACKED_BYTES", 5_000_000)
     monkeypatch.setattr(validate, "_MOST_BLANK", 10_000)
-    monkeypatch.setattr(validate, "_PARQUET_MEMORY_BYTES", 300 << 20)
+    monkeypatch.setattr(input_files, "_PARQUET_MEMORY_BYTES", 300 << 20)
     if suffix == ".parquet":
         path = tmp_path / "in.parquet"
         prompts = pyarrow.DictionaryArray.from_arrays(

@@ -1,0 +1,30 @@
+"""Notes in the file store of batches that were deleted.
+
+What is noted is gone for good, whatever a kill has left of it, and whatever a Redis that went back
+knows of it.
+"""
+
+from pathlib import Path
+
+from jobs.store.marker import DELETED_FOLDER
+from jobs.store.storage import make_folder, named, size_of, sync_folder
+
+
+def note_of(root: str) -> Path:
+    """Return where the deletion of the batch in the folder `root` is noted."""
+    folder = Path(root)
+    return folder.parents[1] / DELETED_FOLDER / folder.name
+
+
+def note_deleted(root: str) -> None:
+    """Note durably that a batch is deleted. Raise `StoreError`."""
+    note = note_of(root)
+    make_folder(str(note.parent))
+    with named("cannot write", str(note)):
+        note.touch()  # an empty file, which a full disk has room for
+        sync_folder(note.parent)
+
+
+def is_deleted(root: str) -> bool:
+    """Return whether the batch was deleted. Raise `StoreError`."""
+    return size_of(str(note_of(root))) is not None

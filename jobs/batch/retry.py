@@ -1,0 +1,140 @@
+"""Retry: a new batch of those lines of an ended one that have no answer in its output file.
+
+These are the lines of its error file, each with its number in its id. They are copied from the
+input file in one pass that holds one line at a time, and a bit for each.
+"""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from jobs.batch.bitmap import Bitmap
+from jobs.batch.client import BatchRecord, BatchRefused
+from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, read_lines, write_spool
+from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
+from jobs.protocol.results import line_of
+from jobs.queue.request_queue import Queue, QueueFull
+from jobs.queue.scripts import QueueUnavailable
+from jobs.store.file_store import FileRecord, FileStore, Upload
+from jobs.store.input_formats import HEAD_BYTES, JSONL, format_of_content
+from jobs.store.storage import StoreError, delete, open_input
+
+_COPY_BYTES = 1 << 20
+
+
+class _ErrorLine(msgspec.Struct):
+    id: str
+
+
+def retry_batch(queue: Queue, files: FileStore, record: BatchRecord, new: BatchSubmission) -> BatchRecord:
+    """Make the batch `new` of the lines of an ended one that have no answer; its input is a new
+    file.
+
+    Raise `BatchRefused` where there are none, or where they cannot be told any more, and what
+    `submit_batch` raises. Where no batch was made, no file is left.
+    """
+    file = _copy_unanswered(files, record)
+    try:
+        return submit_batch(queue, files, msgspec.structs.replace(new, input_file_id=file.id))
+    except (StoreError, QueueFull, TooManyBatches):
+        with contextlib.suppress(KeyError, StoreError, QueueUnavailable):
+            files.delete(file.tenant, file.id)
+        raise
+
+
+def _copy_unanswered(files: FileStore, record: BatchRecord) -> FileRecord:
+    """Make the new input file, which is listed once it is whole.
+
+    What a kill leaves of it is removed as of any upload.
+    """
+    lines, source = _unanswered(files, record), _input(files, record)
+    location = str(files.content_path(source))
+    kept = None if source.expires_at is None else source.expires_at - source.created_at
+    name = f"{record.id}_retry{_format(location) if lines is None else JSONL}"
+    with files.begin(filename=name, purpose="batch", tenant=source.tenant, expires_seconds=kept) as upload:
+        if lines is None:
+            _copy_whole(location, upload)
+        else:
+            _copy_lines(location, lines, record.spec.max_lines, upload)
+        return upload.commit()
+
+
+def _input(files: FileStore, record: BatchRecord) -> FileRecord:
+    file_id = record.spec.input_file_id or ""
+    try:
+        return files.get(record.spec.tenant, file_id)
+    except KeyError:
+        raise BatchRefused(
+            f"The input file {file_id} of the batch {record.id} is gone, so none of its requests can be run again:"
+            " upload the file again, and create a batch of it."
+        ) from None
+
+
+def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
+    """Return the lines without an answer, which count from 1; None for all of the file, as where a
+    batch was cancelled while it was validated.
+    """
+    if record.state == "failed":
+        raise BatchRefused(
+            f"The batch {record.id} failed as a whole, as its errors say: create a batch of its file once that is"
+            " corrected."
+        )
+    if record.output is None:
+        return None
+    if record.error_output is None:
+        raise BatchRefused(f"Every request of the batch {record.id} was answered, so there is nothing to retry.")
+    file_id = record.error_file_id or ""
+    try:
+        location = files.content_path(files.get(record.spec.tenant, file_id))
+    except KeyError:
+        raise BatchRefused(
+            f"The error file {file_id} of the batch {record.id} is gone, which says what requests to run again: create"
+            " a batch of a file with these requests."
+        ) from None
+    return _numbers(location)
+
+
+def _numbers(location: Path) -> Bitmap:
+    numbers, decoder = Bitmap(), msgspec.json.Decoder(_ErrorLine)
+    with open_input(str(location)) as file:
+        for line in file:
+            numbers.add(line_of(decoder.decode(line).id))
+    return numbers
+
+
+def _format(location: str) -> str:
+    with open_input(location) as file:
+        return format_of_content(file.read(HEAD_BYTES))
+
+
+def _copy_whole(location: str, upload: Upload) -> None:
+    with open_input(location) as file:
+        while data := file.read(_COPY_BYTES):
+            upload.write(data)
+
+
+def _copy_lines(location: str, lines: Bitmap, max_lines: int | None, upload: Upload) -> None:
+    """Copy lines as they are; those of a packed file as JSONL."""
+    if _format(location) == JSONL:
+        _copy_jsonl(location, lines, upload)
+        return
+    spool = str(upload.folder / SPOOL_NAME)
+    try:
+        write_spool(location, spool, api_bounds(location, max_lines))
+    except InputError as error:  # the batch could read it
+        raise StoreError(str(error)) from error
+    _copy_jsonl(spool, lines, upload)
+    delete(spool)
+
+
+def _copy_jsonl(location: str, lines: Bitmap, upload: Upload) -> None:
+    group = bytearray()
+    with open_input(location) as file:
+        for line in read_lines(file):
+            if line.number in lines:
+                group += (line.raw or b"").removesuffix(b"\n") + b"\n"
+            if len(group) >= _COPY_BYTES:
+                upload.write(bytes(group))
+                group.clear()
+    upload.write(bytes(group))
