@@ -147,6 +147,7 @@ class BatchRun:
             models=models,
             by_model=bool(task.hosted) and not fit_together(task.hosted, task.hosting),
             seed=task.model_flags["seed"],
+            rows=task.rows,
         )
 
     def _fleet_models(self, queue: Queue) -> tuple[str, ...]:

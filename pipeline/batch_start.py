@@ -16,6 +16,7 @@ from pipeline.batch_task import Task, start_worker
 from pipeline.errors import Refused
 from pipeline.private_folder import held
 from pipeline.progress import make_progress
+from pipeline.row_options import check_rows
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
 from pipeline.worker_settings import worker_settings
@@ -70,6 +71,8 @@ def _checked(task: Task) -> list[str]:
     else:
         served = worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
     check_input(task.source)
+    if task.rows is not None:
+        check_rows(task.source, task.rows)
     check_output(task.output, task.source)
     return served
 

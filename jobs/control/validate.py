@@ -71,7 +71,7 @@ def _read_input(held: Slice) -> Checked:
         manifest.input_sha256 = sha256_of(location)
         held.check_current()
         source = join(held.root, SPOOL_NAME)
-        source_sha256 = write_spool(location, source, _bounds_of(manifest.spec), held.check_current)
+        source_sha256 = write_spool(location, source, _bounds_of(manifest.spec), held.check_current, manifest.spec.rows)
         checked = check_source(held, source)
     else:
         digest = hashlib.sha256()

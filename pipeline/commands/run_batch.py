@@ -22,6 +22,7 @@ from pipeline.options import (
     replicas_option,
     values_of,
 )
+from pipeline.row_options import row_flags, row_options
 
 if TYPE_CHECKING:
     from pipeline.hosting.models import ServedModel
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     "-i",
     "--input-file",
     type=click.Path(path_type=Path),
-    help="The file of requests, JSONL or Parquet; the same as INPUT.",
+    help="The file of requests: JSONL, Parquet or CSV; the same as INPUT.",
 )
 @flag(
     "-o",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     default=0,
     help="Seed for lines that set none; each line's seed is derived from it and the line's number.",
 )
+@row_flags
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
@@ -90,6 +92,8 @@ def run_batch(
 ) -> None:
     """Answer every line of INPUT, in OpenAI's batch format, and write the results in input order.
 
+    Of the rows of Parquet and CSV files --prompt-column or --template makes requests.
+
     With the same INPUT and output it resumes where it was stopped.
 
     Exit codes: 0 every line has its answer (an error is one too), 1 stopped unfinished, 2 refused,
@@ -103,6 +107,7 @@ def run_batch(
     from pipeline.batch_task import Task
 
     log_settings(ctx)
+    rows = row_options(ctx)
     starts_worker = redis_url is None or local_worker
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = _hosted(ctx, models, model_flags, redis_url, hosting) if starts_worker else []
@@ -110,6 +115,7 @@ def run_batch(
         raise Refused("with REDIS_URL the fleet has the models, and each line names its own: give one --model at most")
     task = Task(
         source=source,
+        rows=rows,
         output=output_file or default_output(source),
         model=models[0] if models else None,
         hosted=hosted,
@@ -150,14 +156,15 @@ def _hosted(
 
 def default_output(source: Path) -> Path:
     """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
-    requests.results.parquet.
+    requests.results.parquet; requests.csv -> requests.results.csv.
     """
-    from jobs.batch.input_files import format_of, is_parquet
+    from jobs.batch.input_files import format_of, is_csv, is_parquet
     from jobs.store.input_formats import PARQUET
 
     plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
     parquet = is_parquet(str(plain)) or (source.is_file() and format_of(str(source)) == PARQUET)
-    return plain.with_name(f"{plain.stem}.results{'.parquet' if parquet else '.jsonl'}")
+    suffix = ".parquet" if parquet else ".csv" if is_csv(str(plain)) else ".jsonl"
+    return plain.with_name(f"{plain.stem}.results{suffix}")
 
 
 def _one_input(ctx: click.Context, positional: Path | None, option: Path | None) -> Path:
