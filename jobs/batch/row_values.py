@@ -46,8 +46,8 @@ def _json_values(location: str, name: str, column: Any) -> list[Any]:
         values: list[Any] = plain.cast(_json_type(plain.type)).to_pylist()
     except pyarrow.ArrowNotImplementedError:
         raise InputError(f"{location} has a column {name} of type {plain.type}, which cannot be read as text") from None
-    except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{location} has a column {name} that cannot be read as text: {error}") from None
+    except pyarrow.ArrowInvalid:
+        raise InputError(f"{location} has a column {name} that holds bytes which are not UTF-8 text") from None
     return values
 
 

@@ -110,7 +110,7 @@ def _lines(location: str, kind: str, options: RowOptions | None) -> Iterator[dic
         if isinstance(error, OSError) and error.errno is not None:
             raise StoreError(f"cannot read {location}: {error.strerror}") from error
         what = "CSV" if kind == CSV else "Parquet"
-        raise InputError(f"{location} is not a readable {what} file: {error}") from error
+        raise InputError(f"{location} is not a readable {what} file: {' '.join(str(error).split())}") from error
 
 
 def _requests(location: str, table: OpenTable, options: RowOptions) -> Iterator[dict[str, Any]]:

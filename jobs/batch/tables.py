@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from jobs.batch.input_files import InputError, open_text, open_unpacked
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64
 """At once, all of them in memory."""
-CSV_BLOCK_BYTES = 8 << 20
-"""A row of CSV has no more."""
+CSV_BLOCK_BYTES = 4 << 20
+"""A row of CSV has no more. Arrow holds up to 32 of these, whatever `use_threads` says."""
 
 _READ_BYTES = 1 << 20
 
@@ -49,27 +50,31 @@ def _open_csv(location: str) -> OpenTable:
 
     names = _csv_header(location)
 
-    def read(columns: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
-        from pyarrow import csv as arrow_csv
+    return OpenTable(pyarrow.schema([(name, pyarrow.string()) for name in names]), partial(_csv_batches, location))
 
-        convert = arrow_csv.ConvertOptions(
-            include_columns=list(columns),
-            column_types=dict.fromkeys(columns, pyarrow.string()),
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
-            null_values=[""],
-        )
-        with arrow_csv.open_csv(
-            open_unpacked(location),
-            arrow_csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES),
-            arrow_csv.ParseOptions(newlines_in_values=True),
-            convert,
-        ) as reader:
+
+def _csv_batches(location: str, columns: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
+    import pyarrow
+    from pyarrow import csv as arrow_csv
+
+    read = arrow_csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
+    parse = arrow_csv.ParseOptions(newlines_in_values=True)
+    convert = arrow_csv.ConvertOptions(
+        include_columns=list(columns),
+        column_types=dict.fromkeys(columns, pyarrow.string()),
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+        null_values=[""],
+    )
+    try:
+        with arrow_csv.open_csv(open_unpacked(location), read, parse, convert) as reader:
             for rows in reader:
                 for start in range(0, rows.num_rows, MOST_ROWS):
                     yield rows.slice(start, MOST_ROWS)
-
-    return OpenTable(pyarrow.schema([(name, pyarrow.string()) for name in names]), read)
+    except pyarrow.ArrowInvalid as error:
+        if "straddl" in str(error):
+            raise InputError(f"{location} has a row of more than {CSV_BLOCK_BYTES >> 20} MiB") from error
+        raise
 
 
 def _csv_header(location: str) -> list[str]:
