@@ -78,7 +78,7 @@ def log_output(manifest: Manifest, output: str) -> None:
     manifest.logged_lines, manifest.logged_bytes = adopt_log(manifest.spec.root, output, lines)
 
 
-def open_output(manifest: Manifest, location: str) -> AtomicWriter:
+def open_uncompressed(manifest: Manifest, location: str) -> AtomicWriter:
     """Begin an output file, of a batch of the API in a folder of the file store that may not be
     there yet. Raise `StoreError`.
     """
@@ -87,9 +87,9 @@ def open_output(manifest: Manifest, location: str) -> AtomicWriter:
     return AtomicWriter(location, manifest.spec.root)
 
 
-def open_text_output(manifest: Manifest, location: str) -> ResultFile:
+def open_output(manifest: Manifest, location: str) -> ResultFile:
     """The same, for a file that is compressed where its name says so."""
-    writer, codec = open_output(manifest, location), compression_of(location)
+    writer, codec = open_uncompressed(manifest, location), compression_of(location)
     return writer if codec is None else CompressedWriter(writer, codec)
 
 

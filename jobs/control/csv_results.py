@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from jobs.batch.manifest import Manifest
-from jobs.batch.result_files import ResultFile, open_text_output
+from jobs.batch.result_files import ResultFile, open_output
 from jobs.control.line_answer import LineAnswer
 from jobs.control.result_rows import RESULT_COLUMNS, kept_name, result_row
 
@@ -23,7 +23,7 @@ class CsvWriter:
         rows = manifest.spec.rows
         kept = () if rows is None else rows.keep_columns
         self._batch_id = manifest.batch_id
-        self._open = partial(open_text_output, manifest, location)
+        self._open = partial(open_output, manifest, location)
         self._names = (*RESULT_COLUMNS, *map(kept_name, kept))
         self._file: ResultFile | None = None
         self._lines = [_csv_line(self._names)]

@@ -12,7 +12,7 @@ from jobs.batch.input_files import is_csv, is_parquet, read_lines
 from jobs.batch.manifest import Manifest, save_manifest
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
-from jobs.batch.result_files import ResultFile, log_output, may_become_log, open_text_output, publish_result_files
+from jobs.batch.result_files import ResultFile, log_output, may_become_log, open_output, publish_result_files
 from jobs.batch.row_requests import RowExtras, read_extras
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
@@ -178,7 +178,7 @@ class _JsonlWriter:
 
     def __init__(self, manifest: Manifest, location: str) -> None:
         self._batch_id = manifest.batch_id
-        self._open = partial(open_text_output, manifest, location)
+        self._open = partial(open_output, manifest, location)
         self._file: ResultFile | None = None
         self._lines: list[bytes] = []
         self._size = 0

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 from jobs.batch.manifest import Manifest
-from jobs.batch.result_files import open_output
+from jobs.batch.result_files import open_uncompressed
 from jobs.batch.row_requests import read_extras
 from jobs.batch.row_values import as_array
 from jobs.batch.source import open_source
@@ -26,7 +26,7 @@ class ParquetWriter:
 
     def __init__(self, manifest: Manifest, location: str, numbers: NumberColumns) -> None:
         self._batch_id = manifest.batch_id
-        self._open = partial(open_output, manifest, location)
+        self._open = partial(open_uncompressed, manifest, location)
         self._kept = partial(_kept_columns, manifest)
         self._numbers = numbers
         self._rows: list[dict[str, Any]] = []
