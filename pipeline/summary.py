@@ -59,10 +59,11 @@ def print_summary(record: "BatchRecord", seconds: float, answering: float = 0.0,
 
     Requests were answered in `answering` of the seconds (0: unknown).
     """
-    output = copied_to or (local_path(record.output) if record.output is not None else None)
-    for line in first_answers(output) if output is not None else ():
+    written = local_path(record.output) if record.output is not None else None
+    readable = written or copied_to  # a copy may have another ending
+    for line in first_answers(readable) if readable is not None else ():
         print(line)
-    print(f"results: {output or record.output}")
+    print(f"results: {copied_to or written or record.output}")
     usage = record.usage
     parts = [
         requests_line(record.total, record.failed),
