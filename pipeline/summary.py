@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.batch.input_files import is_csv, is_parquet, open_text
 from jobs.store.storage import local_path
-from pipeline.errors import Refused, Unfinished
+from pipeline.errors import LinesFailed, Refused
 from pipeline.progress import Counts, duration
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def print_problems(source: object, problems: Iterable[Any] | None) -> None:
 
 
 def check_end(name: str, state: str, total: int, failed: int, fail_on_error: bool) -> None:
-    """End the command as the batch ended. Raises `Refused` and `Unfinished`."""
+    """End the command as the batch ended. Raises `Refused` and `LinesFailed`."""
     if state == "failed":
         raise Refused(f"{name} was refused; nothing was run")
     if state != "completed":
-        raise Unfinished(f"{name} was {state} before it was finished")
+        raise LinesFailed(f"{name} was {state} before it was finished")
     if failed and fail_on_error:
-        raise Unfinished(f"{failed} of {total} requests failed")
+        raise LinesFailed(f"{failed} of {total} requests failed")
 
 
 def print_summary(record: "BatchRecord", seconds: float, answering: float = 0.0, copied_to: Path | None = None) -> None:
