@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import all_of, as_flag, flag
+from pipeline.options import all_of, flag, given_as_flag
 
 if TYPE_CHECKING:
     from jobs.batch.row_requests import RowOptions
 
-_ALONE = ("id_column", "keep_columns", "endpoint", "body")  # flags that are of no use alone
+_ALONE = ("id_column", "keep_columns", "endpoint", "body")
+"""Flags that say nothing without a prompt; other commands share the variable of one of them."""
 
 
 def _check_template(_ctx: click.Context, _param: click.Parameter, template: str | None) -> str | None:
@@ -82,10 +83,11 @@ def row_options(ctx: click.Context) -> "RowOptions | None":
     if "template" in given and "prompt_column" in given:
         raise Refused("--template and --prompt-column both say what the prompt is: give one of them")
     if "template" not in given and "prompt_column" not in given:
-        if given:
-            raise Refused(f"{as_flag(next(iter(given)))} is for rows of a table: add --prompt-column or --template")
+        if alone := given_as_flag(ctx, _ALONE):
+            raise Refused(f"{alone[0]} is for rows of a table: add --prompt-column or --template")
         return None
     options = RowOptions(**given)
+    _check_text(options)
     prompt = BATCH_ENDPOINTS[options.endpoint].prompt_field
     if prompt in options.body:
         raise Refused(f"--body has {prompt}, which the rows give: leave it out")
@@ -106,6 +108,15 @@ def check_rows(source: Path, rows: "RowOptions") -> None:
     found = check_line(line, 1, default_model="any") if line is not None else None
     if isinstance(found, LineError):
         raise Refused(f"no request can be made of the rows of {source}: {found.message}")
+
+
+def _check_text(options: "RowOptions") -> None:
+    import msgspec
+
+    try:
+        msgspec.json.encode(options)
+    except UnicodeEncodeError:
+        raise Refused("the flags for rows of a table hold bytes that are not UTF-8 text") from None
 
 
 def _check_kept(options: "RowOptions") -> None:

@@ -104,6 +104,7 @@ def run_batch(
     130 interrupted.
     """
     files = named_files(_inputs(ctx, inputs, input_file), output_file)
+    rows = row_options(ctx)
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
     from jobs.queue.settings import QueueSettings
@@ -111,7 +112,6 @@ def run_batch(
     from pipeline.batch_task import Task
 
     log_settings(ctx)
-    rows = row_options(ctx)
     starts_worker = redis_url is None or local_worker
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = _hosted(ctx, models, model_flags, redis_url, hosting) if starts_worker else []

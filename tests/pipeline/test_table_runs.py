@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from pipeline.commands.run_batch import default_output
+from pipeline.input_names import default_output
 from tests.pipeline.conftest import RunHere
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment
@@ -134,6 +134,7 @@ OPTIONS: list[tuple[str, list[str], str]] = [
     ("words.csv", ["--prompt-column", "word", "--body", "[1]"], "it is not a JSON object"),
     ("words.csv", ["--prompt-column", "word", "--body", '{"messages": []}'], "--body has messages, which the rows"),
     ("words.csv", ["--prompt-column", "word", "--body", '{"stream": true}'], "Streaming is not supported"),
+    ("words.csv", ["--template", "{word}\udcff"], "hold bytes that are not UTF-8 text"),
     ("words.csv", [], "needs a column custom_id, and one of body, messages"),
     ("words.jsonl", ["--prompt-column", "word"], "words.jsonl is neither Parquet nor CSV"),
     ("words.csv", ["--prompt-column", "word", "-o", "{tmp}/out.parquet.gz"], "Parquet is compressed as it is"),
