@@ -58,6 +58,7 @@ class BatchRun:
         self._leaderless = GracePeriod(_PROBLEM_SECONDS)
         self._stalled = GracePeriod(_PROBLEM_SECONDS)
         self._answering_since: float | None = None
+        self._generated_before: int | None = None  # by batches that ran before on the same queue
 
     def submit(self, url: str) -> str:
         """Submit the batch to the fleet and return its id."""
@@ -65,10 +66,10 @@ class BatchRun:
             check_server(client)
             return self._create(client, self._spec(None)).id
 
-    def run(self, supervisor: Supervisor, signals: Signals, progress: Progress) -> BatchRecord:
-        """Run the batch to its end."""
+    def run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
+        """Run the batch to its end; the children of the last one end with it."""
         with _failures():
-            return self._run(supervisor, signals, progress)
+            return self._run(supervisor, signals, progress, is_last)
 
     def check_accepted(self, record: BatchRecord) -> None:
         """Print what is wrong with a refused input. Raises `Refused`."""
@@ -77,14 +78,14 @@ class BatchRun:
             raise Refused(f"{self._task.source} was refused: {count_of(record.errors)}; nothing was run")
 
     def conclude(self, record: BatchRecord) -> None:
-        """Print the summary. Raises `Unfinished`."""
+        """Print the summary. Raises `LinesFailed`."""
         now = time.monotonic()
         print_summary(record, now - self._began, now - (self._answering_since or now))
         check_end("the batch", record.state, record.total, record.failed, self._task.fail_on_error)
 
-    def _run(self, supervisor: Supervisor, signals: Signals, progress: Progress) -> BatchRecord:
+    def _run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
         task = self._task
-        if task.redis_url is None:
+        if task.redis_url is None and not supervisor.has("jobs"):
             supervisor.start_jobs()
         spec = self._spec(None if self._is_under_way(supervisor.queue.redis) else supervisor.queue)
         batch_id = self._create(supervisor.queue.redis, spec).id
@@ -103,7 +104,8 @@ class BatchRun:
                 record = self._follow(batch_id, spec, supervisor, signals, progress, host)
             ended = True
         finally:
-            self._wind_up(ended, supervisor, signals, progress)
+            if is_last or not ended:
+                self._wind_up(ended, supervisor, signals, progress)
         return record
 
     def _host(
@@ -147,6 +149,7 @@ class BatchRun:
             models=models,
             by_model=bool(task.hosted) and not fit_together(task.hosted, task.hosting),
             seed=task.model_flags["seed"],
+            rows=task.rows,
         )
 
     def _fleet_models(self, queue: Queue) -> tuple[str, ...]:
@@ -248,11 +251,14 @@ class BatchRun:
             self._answering_since = time.monotonic()
 
     def _generated(self, supervisor: Supervisor) -> int | None:
-        """Return the output tokens generated so far, None where other batches share the queue."""
+        """Return the output tokens generated so far, None where others share the queue."""
         if self._task.redis_url is not None:
             return None
         # Not by `token_totals`, which waits for a Redis that is away: this process must restart it.
-        return int(supervisor.queue.redis.hget(keys.TOTALS, "generated") or 0)
+        generated = int(supervisor.queue.redis.hget(keys.TOTALS, "generated") or 0)
+        if self._generated_before is None:
+            self._generated_before = generated
+        return max(0, generated - self._generated_before)
 
     def _counts(self, record: BatchRecord, generated: int | None) -> Counts:
         counts = counts_of(record, self._note(record))

@@ -8,14 +8,15 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jobs.batch.manifest import load_manifest
 from pipeline.batch_task import Task, start_worker
-from pipeline.errors import Refused
+from pipeline.errors import CommandEnd, LinesFailed, Refused
 from pipeline.private_folder import held
-from pipeline.progress import make_progress
+from pipeline.progress import Progress, make_progress
+from pipeline.row_options import check_rows
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
 from pipeline.worker_settings import worker_settings
@@ -25,27 +26,57 @@ _SMALL_BYTES = 4 * 1024 * 1024
 log = logging.getLogger("run-batch")
 
 
-def run_task(task: Task) -> None:
-    """Run the batch to its end and print its summary.
+def run_tasks(tasks: Sequence[Task]) -> None:
+    """Run batches to their ends, one after the other on the same workers, and print their
+    summaries. One of several that is refused, or has failed lines, does not keep others from
+    running.
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
     began = time.monotonic()
-    served = _checked(task)
-    with Signals() as signals, make_progress() as progress, _folder(task):
-        with Supervisor(task.redis_url, task.queue, progress.say, task.log_level) as supervisor:
-            if (
-                task.redis_url is None
-                and not task.hosted
-                and load_manifest(str(task.root)) is None
-                and task.source.stat().st_size < _SMALL_BYTES
-            ):
-                # Loading the model takes longer than checking so small a file
-                start_worker(task, supervisor)
-            from pipeline.batch_run import BatchRun
+    served, first, progress = _checked(tasks), tasks[0], make_progress()
+    ends: list[CommandEnd] = []
+    with (
+        Signals() as signals,
+        Supervisor(first.redis_url, first.queue, lambda line: progress.say(line), first.log_level) as supervisor,
+    ):
+        for task in tasks:
+            try:
+                _run_task(task, served, began, supervisor, signals, progress, is_last=task is tasks[-1])
+            except (Refused, LinesFailed) as end:
+                if len(tasks) == 1:
+                    raise
+                end.show()
+                ends.append(end)
+            began, progress = time.monotonic(), make_progress()
+    if ends:
+        worst = max(ends, key=lambda end: end.exit_code)
+        raise type(worst)(f"{len(ends)} of {len(tasks)} inputs were refused or have failed lines")
 
-            run = BatchRun(task, served, began)
-            record = run.run(supervisor, signals, progress)
+
+def _run_task(
+    task: Task,
+    served: list[str],
+    began: float,
+    supervisor: Supervisor,
+    signals: Signals,
+    progress: Progress,
+    is_last: bool,
+) -> None:
+    with progress, _folder(task):
+        if (
+            task.redis_url is None
+            and not task.hosted
+            and not supervisor.has("worker")
+            and load_manifest(str(task.root)) is None
+            and task.source.stat().st_size < _SMALL_BYTES
+        ):
+            # Loading the model takes longer than checking so small a file
+            start_worker(task, supervisor)
+        from pipeline.batch_run import BatchRun
+
+        run = BatchRun(task, served, began)
+        record = run.run(supervisor, signals, progress, is_last)
         run.check_accepted(record)
     run.conclude(record)
 
@@ -55,22 +86,26 @@ def submit(task: Task) -> str:
     from pipeline.batch_run import BatchRun
 
     assert task.redis_url is not None
-    run = BatchRun(task, _checked(task), time.monotonic())
+    run = BatchRun(task, _checked([task]), time.monotonic())
     with _folder(task):
         return run.submit(task.redis_url)
 
 
-def _checked(task: Task) -> list[str]:
+def _checked(tasks: Sequence[Task]) -> list[str]:
     """Return the names of the models that are served here; none if no worker is started.
 
     Raises `Refused`.
     """
-    if task.hosted:
-        served = [name for model in task.hosted for name in model.names]
+    first = tasks[0]
+    if first.hosted:
+        served = [name for model in first.hosted for name in model.names]
     else:
-        served = worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
-    check_input(task.source)
-    check_output(task.output, task.source)
+        served = worker_settings(first.model, "", first.model_flags).models if first.starts_worker else []
+    for task in tasks:
+        check_input(task.source)
+        if task.rows is not None:
+            check_rows(task.source, task.rows)
+        check_output(task.output, task.source)
     return served
 
 

@@ -11,6 +11,7 @@ from pipeline.options import model_arguments
 from pipeline.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from jobs.batch.row_requests import RowOptions
     from pipeline.hosting.models import ServedModel
 
 _SHUTDOWN_SECONDS = 1.0
@@ -25,6 +26,7 @@ class Task:
     """
 
     source: Path
+    rows: "RowOptions | None"
     output: Path
     model: str | None
     hosted: Sequence["ServedModel"]

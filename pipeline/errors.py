@@ -3,6 +3,7 @@
 CommandEnd
   Refused        2      the command cannot do what was asked
   Unfinished     1      it stopped before its end
+    LinesFailed  1      lines of a batch failed, or got no answer
     ChildFailed  1      a child ends again and again
       ChildRefused  2   it refused its first start
   Interrupted    130    it was asked to stop
@@ -28,6 +29,10 @@ class Refused(CommandEnd):
 
 class Unfinished(CommandEnd):
     """The command stopped before its end, for a reason outside of its input."""
+
+
+class LinesFailed(Unfinished):
+    """A batch ended, but not all of its lines have an answer that is no error."""
 
 
 class ChildFailed(Unfinished):

@@ -1,5 +1,6 @@
 """The end of a batch: what is printed of it, and the exit code that follows."""
 
+import csv
 import json
 import sys
 from collections.abc import Iterable
@@ -7,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.batch.input_files import is_parquet
+from jobs.batch.input_files import is_csv, is_parquet, open_text
 from jobs.store.storage import local_path
-from pipeline.errors import Refused, Unfinished
+from pipeline.errors import LinesFailed, Refused
 from pipeline.progress import Counts, duration
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _ANSWERS = 3
 _LONGEST_ANSWER = 100
+_LONGEST_CELL = (1 << 31) - 1
 _NUMBER_COLUMNS = ("embedding", "score")
 _VALUES = (*_NUMBER_COLUMNS, "relevance_score", "label", "probs", "data")
 """Of an answer's items, in the shapes of the endpoints for numbers."""
@@ -42,13 +44,13 @@ def print_problems(source: object, problems: Iterable[Any] | None) -> None:
 
 
 def check_end(name: str, state: str, total: int, failed: int, fail_on_error: bool) -> None:
-    """End the command as the batch ended. Raises `Refused` and `Unfinished`."""
+    """End the command as the batch ended. Raises `Refused` and `LinesFailed`."""
     if state == "failed":
         raise Refused(f"{name} was refused; nothing was run")
     if state != "completed":
-        raise Unfinished(f"{name} was {state} before it was finished")
+        raise LinesFailed(f"{name} was {state} before it was finished")
     if failed and fail_on_error:
-        raise Unfinished(f"{failed} of {total} requests failed")
+        raise LinesFailed(f"{failed} of {total} requests failed")
 
 
 def print_summary(record: "BatchRecord", seconds: float, answering: float = 0.0, copied_to: Path | None = None) -> None:
@@ -57,10 +59,11 @@ def print_summary(record: "BatchRecord", seconds: float, answering: float = 0.0,
 
     Requests were answered in `answering` of the seconds (0: unknown).
     """
-    output = copied_to or (local_path(record.output) if record.output is not None else None)
-    for line in first_answers(output) if output is not None else ():
+    written = local_path(record.output) if record.output is not None else None
+    readable = written or copied_to  # a copy may have another ending
+    for line in first_answers(readable) if readable is not None else ():
         print(line)
-    print(f"results: {output or record.output}")
+    print(f"results: {copied_to or written or record.output}")
     usage = record.usage
     parts = [
         requests_line(record.total, record.failed),
@@ -84,8 +87,9 @@ def tokens_line(prompt: int, cached: int, output: int) -> str:
 
 def first_answers(output: Path) -> list[str]:
     """Return the first few results, shortened, one line each."""
-    rows = _parquet_rows(output) if is_parquet(str(output)) else _jsonl_rows(output)
-    return [_shown(custom_id, text) for custom_id, text in rows]
+    location = str(output)
+    read = _parquet_rows if is_parquet(location) else _csv_rows if is_csv(location) else _jsonl_rows
+    return [_shown(custom_id, text) for custom_id, text in read(output)]
 
 
 def shown(line: dict[str, Any]) -> str:
@@ -98,8 +102,20 @@ def _shown(custom_id: str, text: str) -> str:
 
 
 def _jsonl_rows(output: Path) -> list[tuple[str, str]]:
-    with output.open(encoding="utf-8") as file:
+    with open_text(str(output)) as file:
         return [_row(json.loads(line)) for line in islice(file, _ANSWERS)]
+
+
+def _csv_rows(output: Path) -> list[tuple[str, str]]:
+    csv.field_size_limit(_LONGEST_CELL)
+    with open_text(str(output)) as file:
+        return [(row["custom_id"], _csv_cell(row)) for row in islice(csv.DictReader(file), _ANSWERS)]
+
+
+def _csv_cell(row: dict[str, str]) -> str:
+    if row["error_message"] or not row["response"]:
+        return f"error: {row['error_message']}"
+    return _row({"custom_id": "", "response": {"body": json.loads(row["response"])}})[1]
 
 
 def _row(line: dict[str, Any]) -> tuple[str, str]:
@@ -127,10 +143,11 @@ def _said(message: dict[str, Any]) -> str:
 def _parquet_rows(output: Path) -> list[tuple[str, str]]:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(output)
-    numbers = [name for name in _NUMBER_COLUMNS if name in file.schema_arrow.names]
-    columns = ["custom_id", "text", "error_message", *numbers]
-    batch = next(file.iter_batches(batch_size=_ANSWERS, columns=columns), None)
+    with parquet.ParquetFile(output) as file:
+        numbers = [name for name in _NUMBER_COLUMNS if name in file.schema_arrow.names]
+        columns = ["custom_id", "text", "error_message", *numbers]
+        # A thread of Arrow's that reads ahead could outlive the interpreter
+        batch = next(file.iter_batches(batch_size=_ANSWERS, columns=columns, use_threads=False), None)
     return [] if batch is None else [(row["custom_id"], _cell(row)) for row in batch.to_pylist()]
 
 

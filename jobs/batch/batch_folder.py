@@ -2,22 +2,24 @@
 on.
 """
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from jobs.batch.bitmap import Bitmap
+from jobs.batch.input_files import compression_of, is_parquet
 from jobs.batch.manifest import BatchSpec, Manifest, load_manifest
 from jobs.batch.parts import merge_parts, write_records
 from jobs.batch.plan import PLAN_NAME
 from jobs.batch.recovery import repair
+from jobs.batch.row_requests import RowOptions
 from jobs.batch.source import is_whole
 from jobs.errors import JobsError
 from jobs.protocol.states import JOBS
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import StoreError, absolute, join, local_path, make_folder, open_input, sha256_of, size_of
-
-_COMPRESSED = (".gz", ".zst")
 
 
 class BatchRefused(JobsError):
@@ -88,8 +90,8 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
 
 def _check_output(location: str, source: str) -> None:
     path = local_path(location)
-    if location.lower().endswith(_COMPRESSED):
-        raise BatchRefused(f"the output {location} cannot be compressed: name a .jsonl or .parquet file")
+    if (codec := compression_of(location)) is not None and is_parquet(location[: location.rindex(".")]):
+        raise BatchRefused(f"the output {location} cannot be compressed by {codec}: Parquet is compressed as it is")
     if path is None:
         return
     if path.is_dir():
@@ -112,12 +114,22 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
         raise InputChanged(
             f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output"
         )
-    for name in ("default_model", "endpoint", "seed"):
-        before, now = getattr(found.spec, name), getattr(spec, name)
+    differences = [
+        *_differences(found.spec, spec, ("default_model", "endpoint", "seed")),
+        *_differences(found.spec.rows or RowOptions(), spec.rows or RowOptions(), RowOptions.__struct_fields__),
+    ]
+    if differences:
+        name, before, now = differences[0]
+        raise InputChanged(
+            f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
+        )
+
+
+def _differences(found: object, asked: object, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    for name in names:
+        before, now = getattr(found, name), getattr(asked, name)
         if before != now:
-            raise InputChanged(
-                f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
-            )
+            yield name, before, now
 
 
 def _drop_failures(manifest: Manifest, status: int) -> None:

@@ -1,9 +1,10 @@
-"""Input files as lines: JSONL is read in place; compressed JSONL and Parquet are first
-written out as JSONL in the batch's root.
+"""Input files as lines: JSONL is read in place; compressed JSONL, Parquet and CSV are first written
+out as JSONL in the batch's root.
 """
 
 import contextlib
 import gzip
+import io
 import logging
 import os
 import signal
@@ -12,8 +13,11 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
+import msgspec
+
+from jobs.batch.row_requests import RowOptions
 from jobs.errors import JobsError
 from jobs.protocol.lines import BOM
 from jobs.store.input_formats import GZIP, HEAD_BYTES, JSONL, PARQUET, ZSTD, format_of_content
@@ -22,8 +26,10 @@ from jobs.store.storage import AtomicWriter, StoreError, open_input, size_of
 MAX_LINE_BYTES = 64 * 1024 * 1024
 SPOOL_NAME = "lines.jsonl"
 
-PARQUET_REFUSED, PARQUET_UNREADABLE = 3, 4
-"""How `jobs.batch.parquet_lines` ends where it wrote a sentence."""
+CSV = ".csv"
+"""A format as those of `input_formats`, of which the store keeps no files."""
+TABLE_REFUSED, TABLE_UNREADABLE = 3, 4
+"""How `jobs.batch.table_lines` ends where it wrote a sentence."""
 
 _UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
 _UNPACKED_TIMES = 10  # its size so many times if that is more
@@ -41,7 +47,10 @@ _READER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _PARQUET_SUFFIXES = (".parquet", ".pq")
-_SPOOLED_SUFFIXES = {PARQUET: _PARQUET_SUFFIXES, GZIP: (".gz",), ZSTD: (".zst",)}
+_CSV_SUFFIXES = (CSV, ".csv.gz", ".csv.zst")
+_SPOOLED_SUFFIXES = {PARQUET: _PARQUET_SUFFIXES, CSV: _CSV_SUFFIXES, GZIP: (".gz",), ZSTD: (".zst",)}
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_NAMES = {PARQUET: "Parquet", CSV: "CSV"}
 logger = logging.getLogger(__name__)
 
 
@@ -49,8 +58,8 @@ class Bounds(NamedTuple):
     """What it may cost to write out a file. The defaults are for one's own files."""
 
     most_bytes: int | None = None  # of JSONL
-    most_rows: int | None = None  # of Parquet; those behind them are left out
-    memory_bytes: int = 16 << 30  # of the process that reads Parquet
+    most_rows: int | None = None  # of a table; those behind them are left out
+    memory_bytes: int = 16 << 30  # of the process that reads a table
     cpu_seconds: int | None = None  # of that process
 
 
@@ -87,6 +96,22 @@ class InputLine(NamedTuple):
 def is_parquet(location: str) -> bool:
     """Return whether a file's name says Parquet."""
     return location.lower().endswith(_PARQUET_SUFFIXES)
+
+
+def is_csv(location: str) -> bool:
+    """Return whether a file's name says CSV, compressed or not."""
+    return location.lower().endswith(_CSV_SUFFIXES)
+
+
+def compression_of(location: str) -> str | None:
+    """Return how a file's name says that it is compressed, as pyarrow calls it: None if not."""
+    name = location.lower()
+    return next((codec for suffix, codec in _CODECS.items() if name.endswith(suffix)), None)
+
+
+def is_table(location: str) -> bool:
+    """Return whether a file holds rows with named columns. Raise `StoreError`."""
+    return format_of(location) in _NAMES
 
 
 def format_of(location: str) -> str:
@@ -132,9 +157,15 @@ def read_lines(
         offset += length
 
 
-def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, check: Callable[[], object] = int) -> str:
-    """Write the lines of a Parquet or compressed file as JSONL, and return the hash of that; calls
-    `check` often.
+def write_spool(
+    location: str,
+    spool: str,
+    bounds: Bounds = OWN_FILE,
+    check: Callable[[], object] = int,
+    rows: RowOptions | None = None,
+) -> str:
+    """Write the lines of a table or of a compressed file as JSONL, and return the hash of that;
+    calls `check` often. `rows` says how requests are made of a table's rows; None: by its columns.
 
     Raise `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `check`
     raises.
@@ -142,7 +173,7 @@ def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, check: Cal
     with (
         open_input(location) as file,
         AtomicWriter(spool) as writer,
-        contextlib.closing(_as_jsonl(location, file, bounds)) as chunks,
+        contextlib.closing(_as_jsonl(location, file, bounds, rows)) as chunks,
     ):
         try:
             for chunk in chunks:
@@ -157,15 +188,15 @@ def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, check: Cal
         return writer.sha256
 
 
-def first_line(location: str) -> bytes | None:
+def first_line(location: str, rows: RowOptions | None = None) -> bytes | None:
     """The first line that is not blank, of a file of any kind, as JSONL; None if there is none, or
     none of a size that is read.
 
     Raises `InputError` and `StoreError`.
     """
     begun = b""
-    with open_input(location) as file:
-        for chunk in _as_jsonl(location, file):
+    with open_input(location) as file, contextlib.closing(_as_jsonl(location, file, rows=rows)) as chunks:
+        for chunk in chunks:
             begun = (begun + chunk).removeprefix(BOM).lstrip()
             line, newline, _ = begun.partition(b"\n")
             if newline or len(begun) > MAX_LINE_BYTES:
@@ -173,11 +204,28 @@ def first_line(location: str) -> bytes | None:
     return begun or None
 
 
-def _as_jsonl(location: str, file: BinaryIO, bounds: Bounds = OWN_FILE) -> Generator[bytes]:
+def open_unpacked(location: str) -> Any:
+    """Open a file whose name says whether it is compressed. Raise `StoreError`."""
+    file, codec = open_input(location), compression_of(location)
+    if codec is None:
+        return file
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), codec)
+
+
+def open_text(location: str) -> TextIO:
+    """The same, as text whose ends of lines stay as they are."""
+    return io.TextIOWrapper(open_unpacked(location), encoding="utf-8-sig", newline="")
+
+
+def _as_jsonl(
+    location: str, file: BinaryIO, bounds: Bounds = OWN_FILE, rows: RowOptions | None = None
+) -> Generator[bytes]:
     """The file's lines in chunks of any size. Raises `InputError` and `StoreError`."""
     kind = format_of(location)
-    if kind == PARQUET:
-        yield from _parquet_lines(location, bounds)
+    if kind in _NAMES:
+        yield from _table_lines(location, kind, bounds, rows)
     elif kind == JSONL:
         yield from iter(lambda: file.read(_COPY_CHUNK), b"")
     else:
@@ -198,19 +246,22 @@ def _decompressed(location: str, file: BinaryIO, kind: str) -> Iterator[bytes]:
         raise InputError(f"{location} cannot be decompressed: {error}") from error
 
 
-def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
-    """Yield the lines of a Parquet file, read by a process of its own: that bounds what a few bytes
-    can demand, and a crash ends only that process.
+def _table_lines(location: str, kind: str, bounds: Bounds, rows: RowOptions | None) -> Iterator[bytes]:
+    """Yield the lines of a table, read by a process of its own: that bounds what a few bytes can
+    demand, and a crash ends only that process.
     """
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
+        asked.write(msgspec.json.encode(rows))
+        asked.seek(0)
+        limits = (str(bound or 0) for bound in bounds[1:])
         reader = subprocess.Popen(
-            [sys.executable, "-m", "jobs.batch.parquet_lines", location, *(str(bound or 0) for bound in bounds[1:])],
+            [sys.executable, "-m", "jobs.batch.table_lines", location, kind, *limits],
             env={
                 **os.environ,
                 **_READER_ENVIRONMENT,
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },
-            stdin=subprocess.DEVNULL,
+            stdin=asked,
             stdout=subprocess.PIPE,
             stderr=said,
             start_new_session=True,
@@ -226,16 +277,16 @@ def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
             reader.wait()
         said.seek(0)
         why = said.read().decode(errors="surrogateescape")
-    if code == PARQUET_UNREADABLE:
+    if code == TABLE_UNREADABLE:
         raise StoreError(why)
     if code == -signal.SIGXCPU:
         why = f"{location} takes more than {bounds.cpu_seconds} s of computing to be read"
-    elif code not in (0, PARQUET_REFUSED):
-        logger.error("Parquet reader of %s exited with %s: %s", location, code, why[-_SHOWN_CHARACTERS:])
+    elif code not in (0, TABLE_REFUSED):
+        logger.error("table reader of %s exited with %s: %s", location, code, why[-_SHOWN_CHARACTERS:])
         how = signal.Signals(-code).name if code < 0 else str(code)
         why = (
-            f"{location} is not a readable Parquet file, or needs more memory than there is: its reader ended with"
-            f" {how}"
+            f"{location} is not a readable {_NAMES[kind]} file, or needs more memory than there is: its reader ended"
+            f" with {how}"
         )
     if code:
         raise InputError(why)

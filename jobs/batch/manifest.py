@@ -9,6 +9,7 @@ import msgspec
 
 from jobs.batch.completion_log import Extent
 from jobs.batch.parts import Part
+from jobs.batch.row_requests import RowOptions
 from jobs.protocol.results import Usage
 from jobs.protocol.states import EndState, State
 from jobs.store.storage import (
@@ -46,6 +47,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # from it and the line number comes the seed of a line that names none
+    rows: RowOptions | None = None  # of a table; None: its columns are members of the lines
     # Set for a batch that came through the API, whose lines are checked as OpenAI's are; so are the
     # next fields
     input_file_id: str | None = None

@@ -7,15 +7,18 @@ import os
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.completion_log import Entry, Extent, adopt_log, append_log, logged_lines, sound_extent
-from jobs.batch.input_files import is_parquet
+from jobs.batch.input_files import compression_of, is_parquet
 from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import BatchSpec, Manifest
 from jobs.batch.parts import merge_parts
 from jobs.batch.retention import forget_output
 from jobs.protocol.results import Result, batch_request_id, output_line
 from jobs.queue.request_queue import Queue
+from jobs.store.compression import CompressedWriter
 from jobs.store.file_store import BATCH_FILE_SECONDS, RESULT_PURPOSE, FileRecord, FileStore
 from jobs.store.storage import AtomicWriter, StoreError, make_folder, size_of
+
+ResultFile = AtomicWriter | CompressedWriter
 
 
 class LoggedLines:
@@ -75,13 +78,19 @@ def log_output(manifest: Manifest, output: str) -> None:
     manifest.logged_lines, manifest.logged_bytes = adopt_log(manifest.spec.root, output, lines)
 
 
-def open_output(manifest: Manifest, location: str) -> AtomicWriter:
+def open_uncompressed(manifest: Manifest, location: str) -> AtomicWriter:
     """Begin an output file, of a batch of the API in a folder of the file store that may not be
     there yet. Raise `StoreError`.
     """
     if manifest.spec.of_api:
         make_folder(os.path.dirname(location))
     return AtomicWriter(location, manifest.spec.root)
+
+
+def open_output(manifest: Manifest, location: str) -> ResultFile:
+    """The same, for a file that is compressed where its name says so."""
+    writer, codec = open_uncompressed(manifest, location), compression_of(location)
+    return writer if codec is None else CompressedWriter(writer, codec)
 
 
 def publish_result_files(

@@ -8,21 +8,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
-from jobs.batch.input_files import is_parquet, read_lines
+from jobs.batch.input_files import is_csv, is_parquet, read_lines
 from jobs.batch.manifest import Manifest, save_manifest
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
-from jobs.batch.result_files import log_output, may_become_log, open_output, publish_result_files
+from jobs.batch.result_files import ResultFile, log_output, may_become_log, open_output, publish_result_files
+from jobs.batch.row_requests import RowExtras, read_extras
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
+from jobs.control.csv_results import CsvWriter
 from jobs.control.line_answer import LineAnswer
 from jobs.control.number_columns import NumberColumns, number_columns
 from jobs.control.parquet_results import ParquetWriter
 from jobs.control.slices import Slice
 from jobs.errors import JobsError
 from jobs.protocol.lines import read_line
-from jobs.protocol.results import Usage, batch_request_id, output_line, unanswered_line
-from jobs.store.storage import AtomicWriter, join, sweep_beside
+from jobs.protocol.results import Usage, batch_request_id, output_line, unanswered_line, with_columns
+from jobs.store.storage import join, sweep_beside
 
 _FLUSH_BYTES = 1 << 18
 _CHECK_LINES = 256
@@ -146,19 +148,26 @@ def _answers(manifest: Manifest) -> Iterator[LineAnswer]:
     with open_source(manifest) as file:
         for number, _, raw in read_lines(file):
             custom_id = read_line(raw or b"").custom_id
+            row = RowExtras() if manifest.spec.rows is None else read_extras(raw or b"")
             while record is not None and record.line < number:
                 record = next(records, None)
             if record is not None and record.line == number:
-                yield LineAnswer(number, custom_id, record.result, ("", ""))
+                problem = row.problem(number)
+                result = problem.result(record.result.request_id) if problem else record.result
+                yield LineAnswer(number, custom_id, result, ("", ""), row.columns)
             elif why is not None:
-                yield LineAnswer(number, custom_id, None, why)
+                yield LineAnswer(number, custom_id, None, why, row.columns)
             else:
                 raise ResultsMissing(f"the results of line {number} and perhaps others were lost with a damaged part")
 
 
-def _writer(manifest: Manifest, location: str, numbers: NumberColumns | None = None) -> "_JsonlWriter | ParquetWriter":
+def _writer(
+    manifest: Manifest, location: str, numbers: NumberColumns | None = None
+) -> "_JsonlWriter | CsvWriter | ParquetWriter":
     if is_parquet(location):
         return ParquetWriter(manifest, location, numbers or NumberColumns())
+    if is_csv(location):
+        return CsvWriter(manifest, location)
     return _JsonlWriter(manifest, location)
 
 
@@ -170,7 +179,7 @@ class _JsonlWriter:
     def __init__(self, manifest: Manifest, location: str) -> None:
         self._batch_id = manifest.batch_id
         self._open = partial(open_output, manifest, location)
-        self._file: AtomicWriter | None = None
+        self._file: ResultFile | None = None
         self._lines: list[bytes] = []
         self._size = 0
 
@@ -180,6 +189,7 @@ class _JsonlWriter:
             line = unanswered_line(answer.custom_id, *answer.reason, request_id)
         else:
             line = output_line(answer.custom_id, answer.result, request_id)
+        line = with_columns(line, answer.columns)
         self._lines.append(line)
         self._size += len(line)
         if self._size >= _FLUSH_BYTES:
@@ -188,7 +198,7 @@ class _JsonlWriter:
     def commit(self) -> None:
         self._flush().commit()
 
-    def _flush(self) -> AtomicWriter:
+    def _flush(self) -> ResultFile:
         self._file = self._file or self._open()
         if self._lines:
             self._file.write(b"\n".join(self._lines) + b"\n")

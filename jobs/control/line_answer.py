@@ -1,6 +1,7 @@
 """What a line of a finished batch came to."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jobs.protocol.results import Result
 
@@ -12,3 +13,10 @@ class LineAnswer(NamedTuple):
     custom_id: str
     result: Result | None
     reason: tuple[str, str]
+    columns: Mapping[str, Any] = {}  # of the row that the line was made of
+
+    @property
+    def bytes(self) -> int:
+        """About how many it takes in memory."""
+        kept = sum(len(value) for value in self.columns.values() if isinstance(value, str | list))
+        return len(self.custom_id) + kept + (0 if self.result is None else len(self.result.body))

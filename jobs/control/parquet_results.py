@@ -1,37 +1,22 @@
 """The results of a batch as a Parquet file."""
 
+import base64
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
-
 from jobs.batch.manifest import Manifest
-from jobs.batch.result_files import open_output
+from jobs.batch.result_files import open_uncompressed
+from jobs.batch.row_requests import read_extras
+from jobs.batch.row_values import as_array
+from jobs.batch.source import open_source
 from jobs.control.line_answer import LineAnswer
 from jobs.control.number_columns import NumberColumns
-from jobs.protocol.results import batch_request_id
+from jobs.control.result_rows import COUNT_COLUMNS, TEXT_COLUMNS, kept_name, result_row
+from jobs.store.compression import ArrowSink
 from jobs.store.storage import AtomicWriter
 
 _ROWS = 2048
 _ROWS_BYTES = 1 << 26
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    message: dict[str, Any] | None = None
-    finish_reason: str | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str | None = None
-    code: str | None = None
-    type: str | None = None
-
-
-class _Body(msgspec.Struct):
-    model: str | None = None
-    choices: list[_Choice] = []
-    error: _Error | None = None
 
 
 class ParquetWriter:
@@ -41,16 +26,16 @@ class ParquetWriter:
 
     def __init__(self, manifest: Manifest, location: str, numbers: NumberColumns) -> None:
         self._batch_id = manifest.batch_id
-        self._open = partial(open_output, manifest, location)
+        self._open = partial(open_uncompressed, manifest, location)
+        self._kept = partial(_kept_columns, manifest)
         self._numbers = numbers
         self._rows: list[dict[str, Any]] = []
         self._size = 0
         self._file: AtomicWriter | None = None
-        self._decoder = msgspec.json.Decoder(_Body)
 
     def add(self, answer: LineAnswer) -> None:
         self._rows.append(self._row(answer))
-        self._size += len(answer.custom_id) + (0 if answer.result is None else len(answer.result.body))
+        self._size += answer.bytes
         if len(self._rows) >= _ROWS or self._size >= _ROWS_BYTES:
             self._flush()
 
@@ -60,26 +45,8 @@ class ParquetWriter:
         file.commit()
 
     def _row(self, answer: LineAnswer) -> dict[str, Any]:
-        row: dict[str, Any] = {"custom_id": answer.custom_id, "id": batch_request_id(self._batch_id, answer.line)}
-        result = answer.result
-        if result is None:
-            code, message = answer.reason
-            return row | {"error_code": code, "error_message": message}
-        body = self._decoder.decode(result.body)
-        row |= {
-            "status_code": result.status,
-            "request_id": result.request_id,
-            "response": result.body.decode(),
-            "model": body.model,
-        }
-        row |= {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens}
-        row |= {"cached_tokens": result.usage.cached_tokens}
-        if body.choices:
-            choice = body.choices[0]
-            row |= {"text": (choice.message or {}).get("content", choice.text), "finish_reason": choice.finish_reason}
-        if body.error is not None:
-            row |= {"error_code": body.error.code or body.error.type, "error_message": body.error.message}
-        if result.succeeded and (cells := self._numbers.cells(result.body)):
+        row, result = result_row(self._batch_id, answer), answer.result
+        if result is not None and result.succeeded and (cells := self._numbers.cells(result.body)):
             row |= {"response": None, **cells}
         return row
 
@@ -88,8 +55,8 @@ class ParquetWriter:
         from pyarrow import parquet
 
         if self._file is None:
-            self._file, self._schema = self._open(), _parquet_schema(self._numbers)
-            self._sink = pyarrow.PythonFile(_Sink(self._file), mode="w")
+            self._file, self._schema = self._open(), _parquet_schema(self._numbers, self._kept())
+            self._sink = pyarrow.PythonFile(ArrowSink(self._file), mode="w")
             repeated = [name for name in self._schema.names if name != "embedding"]
             self._parquet = parquet.ParquetWriter(self._sink, self._schema, compression="zstd", use_dictionary=repeated)
         if self._rows:
@@ -104,7 +71,7 @@ class ParquetWriter:
 
         values = [row.get(field.name) for row in self._rows]
         if field.name != "embedding":
-            return pyarrow.array(values, field.type)
+            return as_array(values, field.type)
         size = self._numbers.embedding_size
         filled = b"".join(value or bytes(field.type.value_type.byte_width * size) for value in values)
         numbers = pyarrow.Array.from_buffers(
@@ -122,44 +89,27 @@ class ParquetWriter:
         return False
 
 
-class _Sink:
-    """The face of a file that pyarrow writes to; closing it leaves the file to its
-    `AtomicWriter`.
-    """
-
-    closed = False
-
-    def __init__(self, writer: AtomicWriter) -> None:
-        self._writer = writer
-
-    def write(self, data: Any) -> int:
-        return self._writer.write(bytes(data))
-
-    def tell(self) -> int:
-        return self._writer.bytes
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        return
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def _parquet_schema(numbers: NumberColumns) -> Any:
+def _parquet_schema(numbers: NumberColumns, kept: Any) -> Any:
     import pyarrow
 
-    text = ("custom_id", "id")
-    optional = ("model", "text", "finish_reason", "error_code", "error_message", "request_id", "response")
     embedding = pyarrow.list_(pyarrow.type_for_alias(numbers.embedding_dtype), numbers.embedding_size)
-    counts = ("prompt_tokens", "completion_tokens", "cached_tokens")
     return pyarrow.schema(
-        [pyarrow.field(name, pyarrow.string(), nullable=False) for name in text]
+        [pyarrow.field(name, pyarrow.string(), nullable=False) for name in ("custom_id", "id")]
         + [pyarrow.field("status_code", pyarrow.int32())]
-        + [pyarrow.field(name, pyarrow.string()) for name in optional]
-        + [pyarrow.field(name, pyarrow.int64()) for name in counts]
+        + [pyarrow.field(name, pyarrow.string()) for name in TEXT_COLUMNS]
+        + [pyarrow.field(name, pyarrow.int64()) for name in COUNT_COLUMNS]
         + ([pyarrow.field("embedding", embedding)] if numbers.embedding_size else [])
         + ([pyarrow.field("score", pyarrow.float32())] if numbers.with_scores else [])
+        + [field.with_name(kept_name(field.name)) for field in kept]
     )
+
+
+def _kept_columns(manifest: Manifest) -> Any:
+    """Return the schema of the input's columns that rows have. Raise `StoreError`."""
+    import pyarrow
+
+    if manifest.spec.rows is None or not manifest.spec.rows.keep_columns:
+        return ()
+    with open_source(manifest) as file:
+        schema = read_extras(file.readline()).schema
+    return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(schema))) if schema else ()

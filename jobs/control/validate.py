@@ -68,7 +68,7 @@ def _read_input(held: Slice) -> Checked:
         held.check_current()
         source = join(held.root, SPOOL_NAME)
         bounds = api_bounds(location, manifest.spec.max_lines) if manifest.spec.of_api else OWN_FILE
-        source_sha256 = write_spool(location, source, bounds, held.check_current)
+        source_sha256 = write_spool(location, source, bounds, held.check_current, manifest.spec.rows)
         checked = check_source(held, source)
     else:
         digest = hashlib.sha256()

@@ -30,6 +30,9 @@ class ChatEndpoint(TextEndpoint):
     body_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def body_of_text(self, text: str) -> dict[str, Any]:
+        return {self.prompt_field: [{"role": "user", "content": text}]}
+
     def check_prompt(self, value: Any, param: str) -> None:
         fields.array(value, param)
 

@@ -67,6 +67,15 @@ class BatchEndpoint(Endpoint):
         return ((self.prompt_field,),)
 
     @property
+    def takes_one_text(self) -> bool:
+        """Whether a text is all that a call needs, the model aside."""
+        return self.text_names == ((self.prompt_field,),)
+
+    def body_of_text(self, text: str) -> dict[str, Any]:
+        """Return what the body of a call about one text says of it."""
+        return {self.prompt_field: text}
+
+    @property
     @abstractmethod
     def file_columns(self) -> tuple[str, ...]:
         """The other parameters that a row of a Parquet file can have, `model` aside."""

@@ -4,6 +4,7 @@ files.
 
 import json
 import uuid
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -196,6 +197,11 @@ def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: s
         "error": {"code": code, "message": message},
     }
     return _unbroken(encode_json(line))
+
+
+def with_columns(line: bytes, columns: Mapping[str, Any]) -> bytes:
+    """Add the columns of an input's row to a line of a result file."""
+    return line[:-1] + b',"columns":' + _unbroken(encode_json(columns)) + b"}" if columns else line
 
 
 def _unbroken(line: bytes) -> bytes:

@@ -1,5 +1,6 @@
 """`pipeline run-batch`: from a file of requests to a file of results."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ import click
 
 from pipeline.errors import Refused
 from pipeline.hosting.settings import HostingSettings
+from pipeline.input_names import named_files
 from pipeline.options import (
     MODEL_FLAGS,
     ModelNames,
@@ -22,24 +24,25 @@ from pipeline.options import (
     replicas_option,
     values_of,
 )
+from pipeline.row_options import row_flags, row_options
 
 if TYPE_CHECKING:
     from pipeline.hosting.models import ServedModel
 
 
 @click.command("run-batch")
-@click.argument("input", required=False, type=click.Path(path_type=Path))
+@click.argument("inputs", metavar="[INPUT]...", nargs=-1, type=click.Path(path_type=Path))
 @flag(
     "-i",
     "--input-file",
     type=click.Path(path_type=Path),
-    help="The file of requests, JSONL or Parquet; the same as INPUT.",
+    help="The file of requests: JSONL, Parquet or CSV; the same as INPUT.",
 )
 @flag(
     "-o",
     "--output-file",
     type=click.Path(path_type=Path),
-    help="The file of results. [default: INPUT with .results before its suffix]",
+    help="The file of results; of several inputs the folder. [default: INPUT with .results before its suffix]",
 )
 @flag(
     "--model",
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     default=0,
     help="Seed for lines that set none; each line's seed is derived from it and the line's number.",
 )
+@row_flags
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
@@ -75,7 +79,7 @@ if TYPE_CHECKING:
 def run_batch(
     ctx: click.Context,
     /,
-    input: Path | None,
+    inputs: tuple[Path, ...],
     input_file: Path | None,
     output_file: Path | None,
     models: tuple[str, ...],
@@ -90,16 +94,21 @@ def run_batch(
 ) -> None:
     """Answer every line of INPUT, in OpenAI's batch format, and write the results in input order.
 
+    Of the rows of Parquet and CSV files --prompt-column or --template makes requests.
+
     With the same INPUT and output it resumes where it was stopped.
+
+    Several INPUTs, or a pattern such as 'data/*.jsonl', run one after the other on the same worker.
 
     Exit codes: 0 every line has its answer (an error is one too), 1 stopped unfinished, 2 refused,
     130 interrupted.
     """
-    source = _one_input(ctx, input, input_file)
+    files = named_files(_inputs(ctx, inputs, input_file), output_file)
+    rows = row_options(ctx)
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
     from jobs.queue.settings import QueueSettings
-    from pipeline.batch_start import run_task, submit
+    from pipeline.batch_start import run_tasks, submit
     from pipeline.batch_task import Task
 
     log_settings(ctx)
@@ -108,9 +117,11 @@ def run_batch(
     hosted = _hosted(ctx, models, model_flags, redis_url, hosting) if starts_worker else []
     if len(models) > 1 and not starts_worker:
         raise Refused("with REDIS_URL the fleet has the models, and each line names its own: give one --model at most")
-    task = Task(
-        source=source,
-        output=output_file or default_output(source),
+    if len(files) > 1 and hosted:
+        raise Refused("several inputs run on one model: give one --model by its folder or name, or one input")
+    task = partial(
+        Task,
+        rows=rows,
         model=models[0] if models else None,
         hosted=hosted,
         hosting=hosting,
@@ -122,10 +133,12 @@ def run_batch(
         fail_on_error=fail_on_error,
         log_level=log_level,
     )
-    if detach:
-        click.echo(submit(task))
-    else:
-        run_task(task)
+    tasks = [task(source=source, output=output) for source, output in files]
+    if not detach:
+        run_tasks(tasks)
+        return
+    for one in tasks:
+        click.echo(submit(one))
 
 
 def _hosted(
@@ -148,25 +161,13 @@ def _hosted(
     return models
 
 
-def default_output(source: Path) -> Path:
-    """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
-    requests.results.parquet.
-    """
-    from jobs.batch.input_files import format_of, is_parquet
-    from jobs.store.input_formats import PARQUET
-
-    plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
-    parquet = is_parquet(str(plain)) or (source.is_file() and format_of(str(source)) == PARQUET)
-    return plain.with_name(f"{plain.stem}.results{'.parquet' if parquet else '.jsonl'}")
-
-
-def _one_input(ctx: click.Context, positional: Path | None, option: Path | None) -> Path:
-    if positional is not None and given_as_flag(ctx, ["input_file"]) and positional != option:
-        raise Refused(f"two inputs are named: {positional} and --input-file {option}")
-    source = positional or option
-    if source is None:
+def _inputs(ctx: click.Context, positional: tuple[Path, ...], option: Path | None) -> tuple[Path, ...]:
+    if positional and given_as_flag(ctx, ["input_file"]) and positional != (option,):
+        raise Refused(f"two inputs are named: {positional[0]} and --input-file {option}")
+    named = positional or ((option,) if option is not None else ())
+    if not named:
         raise click.UsageError("no input is named: pipeline run-batch INPUT [-o OUTPUT]", ctx)
-    return source
+    return named
 
 
 def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: bool, detach: bool) -> None:

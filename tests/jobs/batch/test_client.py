@@ -255,7 +255,7 @@ def test_what_cannot_work_is_refused_at_once(redis_client: redis.Redis, tmp_path
         ({"output": str(tmp_path)}, "is a folder"),
         ({"output": str(source)}, "is the input itself"),
         ({"output": str(source / "out.jsonl")}, "cannot make the folder"),
-        ({"output": str(tmp_path / "out.jsonl.gz")}, "cannot be compressed"),
+        ({"output": str(tmp_path / "out.parquet.gz")}, "cannot be compressed"),
         ({"output": "/proc/out.jsonl"}, "cannot write /proc/out.jsonl"),
     ):
         with pytest.raises(BatchRefused, match=reason):

@@ -1,21 +1,28 @@
-"""Rows of a Parquet file as the lines of a batch.
+"""Rows of a Parquet or CSV file as the lines of a batch.
 
 A program, since a few bytes of Parquet can ask for any memory, or crash the reader.
 
-Arguments: location, most rows, bytes of memory, seconds of processor time; 0 means no limit. The
-lines go to stdout, why there are none to stderr.
+Arguments: location, format, most rows, bytes of memory, seconds of processor time; 0 means no
+limit. `RowOptions` or null are read from stdin. The lines go to stdout, why there are none to
+stderr.
 """
 
+import base64
 import contextlib
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Collection, Iterator
+from typing import Any
 
-from jobs.batch.input_files import PARQUET_REFUSED, PARQUET_UNREADABLE, InputError
+import msgspec
+
+from jobs.batch.input_files import CSV, TABLE_REFUSED, TABLE_UNREADABLE, InputError
+from jobs.batch.row_requests import RowOptions, RowRequests
+from jobs.batch.row_values import json_rows, kept_schema
+from jobs.batch.tables import OpenTable, open_table
 from jobs.errors import JobsError
 from jobs.protocol import fields
 from jobs.protocol.chat import CHAT
@@ -24,15 +31,15 @@ from jobs.protocol.endpoint import BatchEndpoint
 from jobs.protocol.endpoints import BATCH_ENDPOINTS, ENDPOINTS
 from jobs.protocol.lines import decode_json
 from jobs.protocol.parameters import JSON_COLUMNS
-from jobs.store.storage import StoreError, open_input
+from jobs.store.storage import StoreError
 
-_ROWS = 64  # at once, all of them in memory
-_READ_BYTES = 1 << 20
 _SHOWN_COLUMNS = 20
 _SHOWN_CHARACTERS = 1000
 _TEXT_COLUMNS = tuple(dict.fromkeys(names for endpoint in BATCH_ENDPOINTS.values() for names in endpoint.text_names))
 """Which columns together make a line; they are of the first endpoint that knows them."""
 _PARSED_COLUMNS = (*JSON_COLUMNS, ENDPOINTS[CHAT].prompt_field)
+_BODY_COLUMNS = {*_PARSED_COLUMNS, *(name for endpoint in BATCH_ENDPOINTS.values() for name in endpoint.file_columns)}
+"""Those whose cells are JSON in CSV, which has numbers as text."""
 _LINE_COLUMNS = ("custom_id", "method", "url", "body", "model", "user")
 _COLUMNS = dict.fromkeys(
     (
@@ -44,35 +51,35 @@ _COLUMNS = dict.fromkeys(
 
 
 def main() -> None:
-    """End with `PARQUET_REFUSED` where the file is at fault, with `PARQUET_UNREADABLE` where it
-    cannot be reached.
+    """End with `TABLE_REFUSED` where the file is at fault, with `TABLE_UNREADABLE` where it cannot
+    be reached.
     """
-    location, (most_rows, memory, seconds) = sys.argv[1], map(int, sys.argv[2:])
+    location, kind, (most_rows, memory, seconds) = *sys.argv[1:3], map(int, sys.argv[3:])
     for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
         signal.signal(number, signal.SIG_IGN)
     _limit(resource.RLIMIT_DATA, memory)
     _limit(resource.RLIMIT_CPU, seconds)
     _limit(resource.RLIMIT_CORE, 0, always=True)
     try:
-        with open_input(location) as file:
-            for count, line in enumerate(_lines(location, file)):
-                if most_rows and count == most_rows:
-                    break
-                sys.stdout.buffer.write(line)
+        options = msgspec.json.decode(sys.stdin.buffer.read(), type=RowOptions | None)
+        for count, line in enumerate(_lines(location, kind, options)):
+            if most_rows and count == most_rows:
+                break
+            sys.stdout.buffer.write(_encoded(line))
         sys.stdout.buffer.flush()
     except BrokenPipeError:
         os._exit(0)
     except InputError as error:
-        _fail(str(error), PARQUET_REFUSED)
+        _fail(str(error), TABLE_REFUSED)
     except StoreError as error:
-        _fail(str(error), PARQUET_UNREADABLE)
+        _fail(str(error), TABLE_UNREADABLE)
     except MemoryError:
         pass  # and so is what holds the memory
     else:
         os._exit(0)
     _fail(
         f"{location} needs more than {memory >> 20} MiB of memory to be read: write it with smaller pages",
-        PARQUET_REFUSED,
+        TABLE_REFUSED,
     )
 
 
@@ -88,21 +95,12 @@ def _fail(why: str, code: int) -> None:
     os._exit(code)
 
 
-def _lines(location: str, file: BinaryIO) -> Iterator[bytes]:
+def _lines(location: str, kind: str, options: RowOptions | None) -> Iterator[dict[str, Any]]:
     import pyarrow
-    from pyarrow import parquet
 
     try:
-        table = parquet.ParquetFile(pyarrow.PythonFile(file, mode="r"), buffer_size=_READ_BYTES)
-        names = set(table.schema_arrow.names)
-        if "custom_id" not in names or not any(names.issuperset(needed) for needed in (("body",), *_TEXT_COLUMNS)):
-            found = ", ".join(fields.shown(name) for name in sorted(names)[:_SHOWN_COLUMNS])
-            either = ", ".join(" with ".join(needed) for needed in (("body",), *_TEXT_COLUMNS))
-            raise InputError(f"{location} needs a column custom_id, and one of {either}; it has: {found}")
-        columns = [name for name in _COLUMNS if name in names]
-        for rows in table.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False):
-            for row in rows.to_pylist():
-                yield _encoded(_line_of(row))
+        table = open_table(location, kind)
+        yield from _lines_by_columns(location, kind, table) if options is None else _requests(location, table, options)
     except MemoryError:  # Arrow's own is one of both kinds
         raise
     except _BadColumn as error:
@@ -111,16 +109,62 @@ def _lines(location: str, file: BinaryIO) -> Iterator[bytes]:
         # Arrow's own, for damaged pages, have none
         if isinstance(error, OSError) and error.errno is not None:
             raise StoreError(f"cannot read {location}: {error.strerror}") from error
-        raise InputError(f"{location} is not a readable Parquet file: {error}") from error
+        what = "CSV" if kind == CSV else "Parquet"
+        raise InputError(f"{location} is not a readable {what} file: {' '.join(str(error).split())}") from error
 
 
-def _line_of(row: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's line for one row; what the row lacks stays absent, so that validation names it."""
+def _requests(location: str, table: OpenTable, options: RowOptions) -> Iterator[dict[str, Any]]:
+    """Yield requests that are made of the rows by `options`."""
+    names = table.schema.names
+    requests = RowRequests(options, names)
+    if missing := [name for name in requests.columns if name not in names]:
+        raise InputError(f"{location} has no column {fields.shown(missing[0])}; it has: {_shown(names)}")
+    _check_single(location, table, requests.columns)
+    first = {}
+    if options.keep_columns:
+        schema = kept_schema(location, table.schema, options.keep_columns)
+        first = {"schema": base64.b64encode(schema.serialize()).decode()}
+    number = 0
+    for rows in table.read(requests.columns):
+        for row in json_rows(location, rows, requests.columns):
+            number += 1
+            yield requests.line(number, row) | (first if number == 1 else {})
+
+
+def _lines_by_columns(location: str, kind: str, table: OpenTable) -> Iterator[dict[str, Any]]:
+    """Yield the requests that the rows are: their columns are members of a line, or of its body."""
+    names = table.schema.names
+    if "custom_id" not in names or not any(set(needed) <= set(names) for needed in (("body",), *_TEXT_COLUMNS)):
+        either = ", ".join(" with ".join(needed) for needed in (("body",), *_TEXT_COLUMNS))
+        raise InputError(f"{location} needs a column custom_id, and one of {either}; it has: {_shown(sorted(names))}")
+    parsed = _BODY_COLUMNS if kind == CSV else _PARSED_COLUMNS
+    columns = [name for name in _COLUMNS if name in names]
+    _check_single(location, table, columns)
+    for rows in table.read(columns):
+        for row in rows.to_pylist():
+            yield _line_of(row, parsed)
+
+
+def _check_single(location: str, table: OpenTable, columns: Collection[str]) -> None:
+    names = table.schema.names
+    if twice := next((name for name in columns if names.count(name) > 1), None):
+        raise InputError(f"{location} has several columns {fields.shown(twice)}: leave one")
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(fields.shown(name) for name in names[:_SHOWN_COLUMNS])
+
+
+def _line_of(row: dict[str, Any], parsed: Collection[str]) -> dict[str, Any]:
+    """OpenAI's line for one row; what the row lacks stays absent, so that validation names it.
+
+    Cells of `parsed` columns may be JSON text.
+    """
     row = {
         name: _plain(value, name) for name, value in row.items() if value is not None and value == value
     }  # NaN: pandas' null
     endpoint, names = _endpoint_of(row)
-    body = _parsed(row["body"]) if "body" in row else _body_of(row, endpoint, names)
+    body = _parsed(row["body"]) if "body" in row else _body_of(row, (*endpoint.file_columns, *names), parsed)
     line: dict[str, Any] = {"method": row.get("method", "POST"), "body": body}
     if "custom_id" in row:
         line["custom_id"] = str(row["custom_id"])
@@ -143,9 +187,9 @@ def _endpoint_of(values: dict[str, Any]) -> tuple[BatchEndpoint, tuple[str, ...]
     return named or ENDPOINTS[COMPLETIONS], ()
 
 
-def _body_of(row: dict[str, Any], endpoint: BatchEndpoint, texts: tuple[str, ...]) -> dict[str, Any]:
-    names = ("model", *endpoint.file_columns, "user", *texts)
-    return {name: _parsed(row[name]) if name in _PARSED_COLUMNS else row[name] for name in names if name in row}
+def _body_of(row: dict[str, Any], members: tuple[str, ...], parsed: Collection[str]) -> dict[str, Any]:
+    names = ("model", *members, "user")
+    return {name: _parsed(row[name]) if name in parsed else row[name] for name in names if name in row}
 
 
 def _parsed(value: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Parquet and CSV files as batches of rows, read without threads and a little at a time."""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from jobs.batch.input_files import InputError, open_text, open_unpacked
+from jobs.store.input_formats import PARQUET
+from jobs.store.storage import open_input
+
+if TYPE_CHECKING:
+    import pyarrow
+
+MOST_ROWS = 64
+"""At once, all of them in memory."""
+CSV_BLOCK_BYTES = 4 << 20
+"""A row of CSV has no more. Arrow holds up to 32 of these, whatever `use_threads` says."""
+
+_READ_BYTES = 1 << 20
+
+
+class OpenTable(NamedTuple):
+    """The columns of a table, and a reader of some of them."""
+
+    schema: "pyarrow.Schema"
+    read: Callable[[Sequence[str]], Iterator["pyarrow.RecordBatch"]]
+
+
+def open_table(location: str, kind: str) -> OpenTable:
+    """Raise `InputError`, `StoreError`, OSError and what pyarrow raises."""
+    return _open_parquet(location) if kind == PARQUET else _open_csv(location)
+
+
+def _open_parquet(location: str) -> OpenTable:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(pyarrow.PythonFile(open_input(location), mode="r"), buffer_size=_READ_BYTES)
+
+    def read(columns: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
+        yield from table.iter_batches(batch_size=MOST_ROWS, columns=list(columns), use_threads=False)
+
+    return OpenTable(table.schema_arrow, read)
+
+
+def _open_csv(location: str) -> OpenTable:
+    """Every cell is text; one that is empty and not in quotes is null."""
+    import pyarrow
+
+    names = _csv_header(location)
+
+    return OpenTable(pyarrow.schema([(name, pyarrow.string()) for name in names]), partial(_csv_batches, location))
+
+
+def _csv_batches(location: str, columns: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
+    import pyarrow
+    from pyarrow import csv as arrow_csv
+
+    read = arrow_csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
+    parse = arrow_csv.ParseOptions(newlines_in_values=True)
+    convert = arrow_csv.ConvertOptions(
+        include_columns=list(columns),
+        column_types=dict.fromkeys(columns, pyarrow.string()),
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+        null_values=[""],
+    )
+    try:
+        with arrow_csv.open_csv(open_unpacked(location), read, parse, convert) as reader:
+            for rows in reader:
+                for start in range(0, rows.num_rows, MOST_ROWS):
+                    yield rows.slice(start, MOST_ROWS)
+    except pyarrow.ArrowInvalid as error:
+        if "straddl" in str(error):
+            raise InputError(f"{location} has a row of more than {CSV_BLOCK_BYTES >> 20} MiB") from error
+        raise
+
+
+def _csv_header(location: str) -> list[str]:
+    try:
+        with open_text(location) as lines:
+            header = next(filter(None, csv.reader(lines)), None)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{location} is not CSV in UTF-8: {error}") from error
+    if header is None:
+        raise InputError(f"{location} is empty: the first row of CSV names the columns")
+    return header
