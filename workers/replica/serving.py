@@ -13,10 +13,11 @@ from workers.replica import statistics
 from workers.replica.draining import drain
 from workers.replica.intake import Intake
 from workers.replica.outbox import Outbox
+from workers.replica.prepared import Prepared
 from workers.replica.quarantine import Quarantine
 from workers.replica.registration import Registration
 from workers.replica.requeue import Requeue
-from workers.replica.running import Prepared, Running
+from workers.replica.running import Running
 from workers.replica.stopping import wait_or_stop
 
 logger = logging.getLogger(__name__)
