@@ -64,7 +64,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Group:
+class _CopyGroup:
     """The original of some requests, how each of them is to run, and its copies."""
 
     original: RequestKey | None  # None: it has ended
@@ -80,7 +80,7 @@ class Duplicates:
         """`repeat` gives a copy the answer of a request that has ended, `start` runs one."""
         self._repeat = repeat
         self._start = start
-        self._groups: dict[_Digest, _Group] = {}
+        self._groups: dict[_Digest, _CopyGroup] = {}
         self._digests: dict[RequestKey, _Digest] = {}  # of originals and copies
         self._kept: OrderedDict[_Digest, tuple[AnyInFlight, int]] = OrderedDict()
         self._kept_bytes = 0
@@ -100,7 +100,7 @@ class Duplicates:
             return True
         group = self._groups.get(digest)
         if group is None:
-            self._groups[digest] = _Group(key, item)
+            self._groups[digest] = _CopyGroup(key, item)
         elif may_copy:
             group.copies[key] = Copy(item.claim, now)
         if group is None or may_copy:
