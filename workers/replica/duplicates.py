@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,9 +26,10 @@ MAX_KEPT_BYTES = 1 << 26
 """Memory that finished answers take at most, for copies that are claimed later."""
 
 _BYTES_OF_OBJECTS = 10  # that a byte of JSON becomes, about
-_ANSWERED_AT_ONCE = 32  # copies; between two groups the worker does other work
+_MOST_SUSPECTS = 4096
 
-_Digest = tuple[str, bytes]  # batch, and that of the request
+Digest = tuple[str, bytes]
+"""Of a batch the id, and of its request what `digest_of` returns."""
 
 
 def prepare_with_digests(prepare: Prepare, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
@@ -69,43 +69,54 @@ class _CopyGroup:
 
     original: RequestKey | None  # None: it has ended
     prepared: Prepared
-    copies: dict[RequestKey, Copy] = field(default_factory=dict)
     answer: AnyInFlight | None = None
+    copies: dict[RequestKey, Copy] = field(default_factory=dict)
 
 
 class Duplicates:
     """The originals and copies of one engine core. Used from the event loop only."""
 
-    def __init__(self, repeat: Callable[[AnyInFlight, Copy], None], start: Callable[[Prepared], None]) -> None:
-        """`repeat` gives a copy the answer of a request that has ended, `start` runs one."""
+    def __init__(
+        self,
+        repeat: Callable[[AnyInFlight, Copy], None],
+        start: Callable[[Prepared], None],
+        suspects: set[Digest] | None = None,
+    ) -> None:
+        """`repeat` gives a copy the answer of a request that has ended, `start` runs one.
+
+        `suspects`: those of originals that ran when an earlier core of this worker crashed.
+        """
         self._repeat = repeat
         self._start = start
-        self._groups: dict[_Digest, _CopyGroup] = {}
-        self._digests: dict[RequestKey, _Digest] = {}  # of originals and copies
-        self._kept: OrderedDict[_Digest, tuple[AnyInFlight, int]] = OrderedDict()
+        self._suspects: set[Digest] = set() if suspects is None else suspects
+        self._groups: dict[Digest, _CopyGroup] = {}
+        self._digests: dict[RequestKey, Digest] = {}  # of requests in flight
+        self._kept: OrderedDict[Digest, tuple[AnyInFlight, int]] = OrderedDict()
         self._kept_bytes = 0
 
     def take(self, item: Prepared, now: float) -> bool:
-        """Answer a request at once, or have it wait, and return True; else it is to run.
+        """Have a request wait for an answer and return True; else it is to run.
 
-        A request of which something was published runs: its readers have seen the beginning.
+        One of which something was published runs: its readers have seen the beginning. So do all
+        suspects, as long as none is answered: one after the other would crash as many cores.
         """
         if not item.digest:
             return False
-        key, may_copy = item.claim.key, item.claim.checkpoint is None
-        digest = key.batch, item.digest
-        if may_copy and digest in self._kept:
-            self._kept.move_to_end(digest)
-            self._repeat(self._kept[digest][0], Copy(item.claim, now))
-            return True
+        key = item.claim.key
+        digest = self._digests[key] = key.batch, item.digest
+        if item.claim.checkpoint is not None or digest in self._suspects:
+            self._groups.setdefault(digest, _CopyGroup(key, item))
+            return False
         group = self._groups.get(digest)
-        if group is None:
+        if group is None and digest not in self._kept:
             self._groups[digest] = _CopyGroup(key, item)
-        elif may_copy:
-            group.copies[key] = Copy(item.claim, now)
-        if group is None or may_copy:
-            self._digests[key] = digest
-        return group is not None and may_copy
+            return False
+        if group is None:
+            self._kept.move_to_end(digest)
+            group = self._groups[digest] = _CopyGroup(None, item, self._kept[digest][0])
+            self._go_on_soon(digest)
+        group.copies[key] = Copy(item.claim, now)
+        return True
 
     def waiting(self) -> list[RequestKey]:
         """Return the copies that wait."""
@@ -113,56 +124,68 @@ class Duplicates:
 
     def claim(self, key: RequestKey) -> Claim | None:
         """Return the claim of a copy that waits."""
-        digest = self._digests.get(key)
-        copy = None if digest is None else self._groups[digest].copies.get(key)
+        group = self._group_of(key)
+        copy = None if group is None else group.copies.get(key)
         return None if copy is None else copy.claim
 
     def answered(self, request: AnyInFlight, finished: Finished) -> None:
-        """Keep the answer of a request that has ended, if it is an original, for its copies."""
+        """Note the answer of a request that ran."""
         digest = self._digests.get(request.claim.key)
         if digest is None:
             return
-        self._groups[digest].answer = request
+        self._suspects.discard(digest)
+        if (group := self._groups.get(digest)) is not None:
+            group.answer = request
         self._keep(digest, request, _BYTES_OF_OBJECTS * (len(request.claim.request.body) + len(finished.result.body)))
         self.leave(request.claim.key)
 
     def leave(self, key: RequestKey) -> None:
         """Forget a request that has ended in some way; copies that waited for it go on."""
-        digest = self._digests.pop(key, None)
-        if digest is None:
+        group, digest = self._group_of(key), self._digests.pop(key, None)
+        if group is None or digest is None:
             return
-        group = self._groups[digest]
+        group.copies.pop(key, None)
         if group.original == key:
             group.original = None
-            asyncio.get_running_loop().call_soon(self._go_on, digest)
-        else:
-            del group.copies[key]
+            self._go_on_soon(digest)
+
+    def suspect(self, keys: Iterable[RequestKey]) -> None:
+        """Note requests that ran when the core crashed."""
+        if len(self._suspects) > _MOST_SUSPECTS:
+            self._suspects.clear()
+        self._suspects.update(self._digests[key] for key in keys if key in self._digests)
 
     def forget_batch(self, batch: str) -> None:
-        """Drop what is kept of a batch that ends."""
+        """Drop what is kept of a batch."""
         for digest in [digest for digest in self._kept if digest[0] == batch]:
             self._drop(digest)
 
-    def _go_on(self, digest: _Digest) -> None:
-        """Answer some copies of an original that has ended; without an answer, the first of them
-        becomes the original.
+    def _group_of(self, key: RequestKey) -> _CopyGroup | None:
+        """Return the group of a request; it lasts as long as its original and its copies."""
+        digest = self._digests.get(key)
+        return None if digest is None else self._groups.get(digest)
+
+    def _go_on_soon(self, digest: Digest) -> None:
+        asyncio.get_running_loop().call_soon(self._go_on, digest)
+
+    def _go_on(self, digest: Digest) -> None:
+        """Answer one copy of an original that has ended, then let others work; without an answer
+        the copy becomes the original.
         """
         group = self._groups[digest]
-        first = list(itertools.islice(group.copies.values(), 1 if group.answer is None else _ANSWERED_AT_ONCE))
-        if not first:
+        copy = next(iter(group.copies.values()), None)
+        if copy is None:
             del self._groups[digest]
-        elif group.answer is None:
-            claim = first[0].claim
-            del group.copies[claim.key]
-            group.original, group.prepared = claim.key, dataclasses.replace(group.prepared, claim=claim)
-            self._start(group.prepared)
+        elif group.answer is not None:
+            self.leave(copy.claim.key)
+            self._repeat(group.answer, copy)
+            self._go_on_soon(digest)
         else:
-            for copy in first:
-                self.leave(copy.claim.key)
-                self._repeat(group.answer, copy)
-            asyncio.get_running_loop().call_soon(self._go_on, digest)
+            del group.copies[copy.claim.key]
+            group.original, group.prepared = copy.claim.key, dataclasses.replace(group.prepared, claim=copy.claim)
+            self._start(group.prepared)
 
-    def _keep(self, digest: _Digest, request: AnyInFlight, size: int) -> None:
+    def _keep(self, digest: Digest, request: AnyInFlight, size: int) -> None:
         if digest in self._kept:
             self._drop(digest)
         self._kept[digest] = request, size
@@ -170,5 +193,5 @@ class Duplicates:
         while self._kept_bytes > MAX_KEPT_BYTES:
             self._drop(next(iter(self._kept)))
 
-    def _drop(self, digest: _Digest) -> None:
+    def _drop(self, digest: Digest) -> None:
         self._kept_bytes -= self._kept.pop(digest)[1]

@@ -21,7 +21,7 @@ from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.replica.answer_parsers import find_parsers
-from workers.replica.duplicates import prepare_with_digests
+from workers.replica.duplicates import Digest, prepare_with_digests
 from workers.replica.fingerprint import system_fingerprint
 from workers.replica.grammars import Grammars
 from workers.replica.intake import Intake
@@ -66,11 +66,13 @@ class Replica:
         longest_at_death: int = 0,
         launched: LaunchedCore | None = None,
         tracing: Tracing | None = None,
+        suspects: set[Digest] | None = None,
     ) -> None:
         """`stopping` is set when it is to end.
 
         `longest_at_death`: tokens of the longest request that an earlier core of this worker had
         when it ended by itself; 0 for none. `launched`: a core that loads its model already.
+        `suspects`: digests of requests that ran when earlier cores crashed.
         """
         self.was_ready = False
         self.isolated = False  # whether it ran, at its end, quarantined requests only
@@ -93,7 +95,7 @@ class Replica:
         )
         self._outbox = Outbox(queue, worker, interval, self._generated, self._on_ended, self._on_lost)
         self._traces = None if tracing is None else RequestTraces(tracing, worker)
-        self._running = Running(self._engine, self._outbox, grammars, loop.time, interval, self._traces)
+        self._running = Running(self._engine, self._outbox, grammars, loop.time, interval, self._traces, suspects)
         self._requeue = Requeue(queue, worker, self._running, self._outbox, self._leases, stopping)
         self._orders = Orders(queue, worker, lambda orders: loop.call_soon_threadsafe(self._on_orders, orders))
         self._on_order: dict[str, Callable[[ControlMessage], None]] = {
@@ -229,7 +231,7 @@ class Replica:
                 handle(order)
 
     def _cancel(self, order: ControlMessage) -> None:
-        self._leases.drop([*self._running.cancel(order), *self._cancel_in_tokenizer(order.keys)])
+        self._on_ended([*self._running.cancel(order), *self._cancel_in_tokenizer(order.keys)])
 
     def _on_ended(self, held: list[Held]) -> None:
         self._leases.drop(held)
@@ -237,6 +239,6 @@ class Replica:
 
     def _on_lost(self, held: list[Held]) -> None:
         running = self._running.lose(held)
-        self._leases.drop(held)
+        self._on_ended(held)
         if running:
             logger.warning("stopped %d requests: cancelled, or their leases expired or were lost by Redis", running)

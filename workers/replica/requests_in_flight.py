@@ -167,7 +167,7 @@ class RequestInFlight(InFlight[Sequence]):
         return Finished(self.claim.key, self.claim.fence, result, delta, request.reply_to)
 
     def repeat(self, claim: Claim, arrived: float) -> Finished:
-        """Do so; nothing of the other claim is published yet."""
+        """Return the result again, with all tokens: nothing of this claim is published yet."""
         self.announced = False
         for sequence in self.sequences:
             sequence.unpublish(f"{claim.key}/{sequence.number}")

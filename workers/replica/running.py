@@ -17,7 +17,7 @@ from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
 from workers.replica.due_tokens import AnyInFlight, DueTokens
-from workers.replica.duplicates import Copy, Duplicates
+from workers.replica.duplicates import Copy, Digest, Duplicates
 from workers.replica.grammars import Grammar, Grammars
 from workers.replica.in_flight import EngineSequence
 from workers.replica.metrics import RequestMetrics
@@ -61,7 +61,9 @@ class Running:
         clock: Callable[[], float],
         stream_interval: float,
         traces: RequestTraces | None = None,
+        suspects: set[Digest] | None = None,
     ) -> None:
+        """`suspects` as `Duplicates` takes them."""
         self._traces = traces
         self._engine = engine
         self._outbox = outbox
@@ -69,7 +71,7 @@ class Running:
         self._clock = clock
         self._stream_interval = stream_interval
         self._due = DueTokens(outbox, clock, stream_interval)
-        self._duplicates = Duplicates(self._repeat, self._start_copy)
+        self._duplicates = Duplicates(self._repeat, self._start_copy, suspects)
         self._ids = itertools.count(1)
         self._sequences: dict[int, tuple[AnyInFlight, EngineSequence]] = {}
         self._requests: dict[RequestKey, AnyInFlight] = {}
@@ -206,7 +208,8 @@ class Running:
 
     def cancel(self, order: ControlMessage) -> list[Held]:
         """Drop the requests that an order names; return what was held of them."""
-        self._duplicates.forget_batch(order.batch)
+        if order.batch:
+            self._duplicates.forget_batch(order.batch)
         return self._cancel(self._named(order))
 
     def lose(self, held: Iterable[Held]) -> int:
@@ -227,6 +230,10 @@ class Running:
                 self._traces.dropped(claim, why)
         return [(claim.key, claim.fence) for claim in dropped]
 
+    def suspect(self, keys: Iterable[RequestKey]) -> None:
+        """Note the requests that the engine core had when it crashed."""
+        self._duplicates.suspect(keys)
+
     def drop_unstarted(self) -> list[Held]:
         """Stop the requests that have no tokens from here yet, and copies, which have none."""
         unstarted = [key for key, request in self._requests.items() if not request.started]
@@ -240,8 +247,8 @@ class Running:
         return held
 
     def _named(self, order: ControlMessage) -> list[RequestKey]:
-        named = set(order.keys)
-        return [key for key in self.keys() if key in named or (order.batch and key.batch == order.batch)]
+        of_batch = [key for key in self.keys() if key.batch == order.batch] if order.batch else []
+        return list(dict.fromkeys([*order.keys, *of_batch]))
 
     def _claim(self, key: RequestKey) -> Claim | None:
         """Return the claim of a request in flight."""

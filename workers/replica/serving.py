@@ -97,10 +97,11 @@ class Serving:
         If the core crashed by itself they are quarantined; what never reached it is requeued.
         """
         running, reached = self.running, self.running.keys_in_engine()
-        logger.error("%s; requests in flight: %d", error, len(running.keys()))
+        logger.error("%s; requests in flight: %d", error, len(reached))
         await self._stop_claiming()
         await self.requeue.publish(running.checkpoint(running.keys()))
         if error.by_itself:
             self.longest_at_death = running.longest()
+            running.suspect(reached)
             await self.requeue.quarantine(running.drop(reached), error)
             await self.requeue.requeue(running.drop(running.keys()))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,10 +22,9 @@ from tests.support.scripted_engine import ScriptedEngine
 from workers.engine.messages.core import SamplingParams
 from workers.replica import duplicates
 from workers.replica.answer_parsers import AnswerParsers
-from workers.replica.duplicates import digest_of, prepare_with_digests
+from workers.replica.duplicates import Digest, digest_of, prepare_with_digests
 from workers.replica.grammars import Grammars
 from workers.replica.preparation import Preparation
-from workers.replica.prepared import Prepare
 from workers.replica.running import Running
 from workers.replica.sampling_params import ModelLimits
 from workers.settings import DEMO_MODEL
@@ -59,16 +57,16 @@ class Lab:
     scripted.
     """
 
-    def __init__(self, queue: Queue, *texts: str, worker: str = "w1", prepare: Prepare = PREPARATION.prepare) -> None:
+    def __init__(self, queue: Queue, *texts: str, worker: str = "w1", suspects: set[Digest] | None = None) -> None:
         """The first choices that run get the first text, those of the next seed the next one."""
         self.queue = queue
         self.worker = worker
         self.texts = [[*TOKENIZER.encode([text], special_tokens=False)[0], END] for text in texts or (TEXT,)]
         self.seeds: list[int] = []
         self.engine = ScriptedEngine(self._script)
-        self.running = Running(self.engine, self, Grammars(self), asyncio.get_running_loop().time, 2.0)
+        clock = asyncio.get_running_loop().time
+        self.running = Running(self.engine, self, Grammars(self), clock, 2.0, suspects=suspects)
         self.results: list[Finished] = []
-        self._prepare = partial(prepare_with_digests, prepare)
         self._seq = 0
 
     def _script(self, _prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -104,7 +102,7 @@ class Lab:
         """Claim, and start what was claimed."""
         self._seq += 1
         claims = self.queue.claim(self.worker, self._seq, limit, models=["demo"])
-        prepared, errors = self._prepare(claims)
+        prepared, errors = prepare_with_digests(PREPARATION.prepare, claims)
         assert errors == []
         self.running.start(prepared)
         return claims
@@ -306,8 +304,10 @@ def test_copies_that_come_later_are_answered_at_once(queue: Queue) -> None:
         lab.claim(1)
         await lab.run()
         for _ in range(29):
-            lab.claim(1)
-            assert lab.running.keys() == []
+            (claim,) = lab.claim(1)
+            assert lab.running.keys_in_engine() == []
+            await lab.run()
+            assert lab.results[-1].key == claim.key
         assert (lab.computed, len(answers(queue))) == (1, 30)
         assert queue.batch_fields("batch_a").completed == 30
 
@@ -470,6 +470,33 @@ def test_no_copy_is_in_flight_for_a_crash_and_quarantined_lines_run_by_themselve
         other.claim()
         await other.run()
         assert queue.batch_fields("batch_a").completed == 3
+
+    run(scenario())
+
+
+def test_suspects_run_each_by_itself_until_one_is_answered(queue: Queue) -> None:
+    """One after the other would crash a core each; all at once crash one."""
+
+    async def scenario() -> None:
+        suspects: set[Digest] = set()
+        lab = Lab(queue, suspects=suspects)
+        submit(queue, *[body()] * 9, body("Something else"))
+        claims = lab.claim(8)
+        lab.running.suspect(lab.running.keys_in_engine())
+        queue.requeue("w1", lab.running.drop(lab.running.keys()))
+        other = Lab(queue, worker="w2", suspects=suspects)
+        assert names(other.claim(3)) == names(claims[:3])
+        assert (other.computed, other.running.keys_in_engine()) == (3, names(claims[:3]))
+        held = other.running.cancel(ControlMessage("1-0", "cancel", [claims[0].key]))
+        queue.requeue("w2", held)
+        assert names(other.claim(1)) == [claims[0].key]
+        assert other.computed == 4
+        await other.run()
+        assert suspects == set()
+        other.claim()
+        await other.run()
+        assert other.computed == 5  # the other line
+        assert len(answers(queue)) == 10
 
     run(scenario())
 
