@@ -26,7 +26,7 @@ MAX_KEPT_BYTES = 1 << 26
 """Memory that finished answers take at most, for copies that are claimed later."""
 
 _BYTES_OF_OBJECTS = 10  # that a byte of JSON becomes, about
-_MOST_SUSPECTS = 4096
+_MOST_SUSPECTS = 4096  # beyond which all are forgotten
 
 Digest = tuple[str, bytes]
 """Of a batch the id, and of its request what `digest_of` returns."""
@@ -84,7 +84,7 @@ class Duplicates:
     ) -> None:
         """`repeat` gives a copy the answer of a request that has ended, `start` runs one.
 
-        `suspects`: those of originals that ran when an earlier core of this worker crashed.
+        `suspects`: what ran when earlier cores of this worker crashed, and was not answered since.
         """
         self._repeat = repeat
         self._start = start
@@ -178,8 +178,8 @@ class Duplicates:
             del self._groups[digest]
         elif group.answer is not None:
             self.leave(copy.claim.key)
-            self._repeat(group.answer, copy)
             self._go_on_soon(digest)
+            self._repeat(group.answer, copy)
         else:
             del group.copies[copy.claim.key]
             group.original, group.prepared = copy.claim.key, dataclasses.replace(group.prepared, claim=copy.claim)

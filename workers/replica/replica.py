@@ -72,7 +72,7 @@ class Replica:
 
         `longest_at_death`: tokens of the longest request that an earlier core of this worker had
         when it ended by itself; 0 for none. `launched`: a core that loads its model already.
-        `suspects`: digests of requests that ran when earlier cores crashed.
+        `suspects` as `Duplicates` takes them.
         """
         self.was_ready = False
         self.isolated = False  # whether it ran, at its end, quarantined requests only
