@@ -28,7 +28,7 @@ KILLS = 8
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("copies", [1, 5], ids="{} of each line".format)
+@pytest.mark.parametrize("copies", [1, 5], ids=["each once", "five copies"])
 def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object, redis_url: str, copies: int) -> None:
     # The cap on lost workers is there for requests that kill; here everything is killed far more
     # often than anywhere else.
