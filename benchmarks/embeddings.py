@@ -126,7 +126,7 @@ def _write_lines(path: Path, given: list[Any], model: str, cross: bool) -> None:
 
 def _run_batch(source: Path, results: Path, folder: Path, model: str) -> list[str]:
     command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results)]
-    return command + model_flags(folder, model)
+    return [*command, *model_flags(folder, model), "--no-deduplicate"]
 
 
 def _vllm(source: Path, results: Path, folder: Path, model: str) -> list[str]:

@@ -60,7 +60,7 @@ def measure(scratch: Path, model: str, count: int, file_format: str, seed: int) 
     source, results = (scratch / f"{name}.{file_format}" for name in ("input", "results"))
     folder = encoder_folder(model)
     (_write_parquet if file_format == "parquet" else _write_lines)(source, model, count, seed)
-    command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results)]
+    command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results), "--no-deduplicate"]
     log = scratch / "log.txt"
     with log.open("w") as said:
         process = subprocess.Popen(command + model_flags(folder, model), stdout=said, stderr=said)

@@ -83,6 +83,7 @@ def pipeline_run_batch(source: Path, results: Path, model: str, *options: str) -
         model,
         "--max-model-len",
         str(CONTEXT),
+        "--no-deduplicate",
         *options,
     ]
 

@@ -51,7 +51,7 @@ def running_pipeline(model: str) -> Iterator[Server]:
     """
     with tempfile.TemporaryDirectory() as store:
         options = ["--file-store", store, "--kv-cache-memory-bytes", str(KV_CACHE_GIB << 30), "--log-level", "warning"]
-        command = [sys.executable, "-m", "pipeline", "serve", *options]
+        command = [sys.executable, "-m", "pipeline", "serve", "--no-deduplicate", *options]
         with _running(model, command, os.environ | _NO_COMMENTS) as server:
             yield server
 

@@ -74,6 +74,9 @@ class WorkerSettings(QueueSettings):
         min=0,
         max=100,
     )
+    deduplicate: bool = setting(
+        True, "Compute identical lines of a batch once, if they are greedy or name a seed, and answer each."
+    )
     shutdown_timeout: float = setting(10.0, "Seconds for running requests to end after SIGTERM.", min=0)
     start_timeout: float = field(default=600.0, metadata={"min": 0})
 

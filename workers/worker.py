@@ -30,6 +30,7 @@ from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.errors import WorkerError
 from workers.grammars.grammar_compiler import GrammarCompiler
+from workers.replica.duplicates import Digest
 from workers.replica.grammars import Grammars
 from workers.replica.replica import Replica
 from workers.settings import WorkerSettings
@@ -102,6 +103,7 @@ class Worker:
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer], grammars: Grammars) -> None:
         deaths, longest_at_death, pause = Deaths(), 0, 0.0
+        suspects: set[Digest] = set()
         watchdog_timeout = WatchdogTimeout(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
             launched, self._launched = self._launched, None
@@ -115,6 +117,7 @@ class Worker:
                 longest_at_death,
                 launched,
                 self._tracing,
+                suspects,
             )
             try:
                 await replica.run(pause)

@@ -63,6 +63,11 @@ class Call(Parameters, frozen=True, kw_only=True):
         return max(1, len(self.prompts)) * self.best_of
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether it has the same answer each time: the most likely one, or that of its seed."""
+        return self.temperature == 0 or self.seed is not None
+
+    @property
     def include_usage(self) -> bool:
         """Whether its stream ends with a chunk that contains the usage."""
         return self.stream_options.include_usage

@@ -66,7 +66,9 @@ def test_each_line_and_call_is_answered_once_over_a_failover(
 
 def submit(client: openai.OpenAI, requests: list[dict[str, Any]]) -> str:
     lines = [
-        {**request, "custom_id": f"{copy}/{request['custom_id']}"} for copy in range(COPIES) for request in requests
+        {**request, "custom_id": f"{copy}/{request['custom_id']}", "body": {**request["body"], "seed": copy}}
+        for copy in range(COPIES)
+        for request in requests
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")

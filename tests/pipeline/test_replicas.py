@@ -64,7 +64,7 @@ def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: s
         wait_until(lambda: len(ready(queue)) == 2, START_SECONDS, "both replicas to be ready")
         cores = [pid for pid in descendants(run.process.pid) if "core_process" in command_line(pid)]
         send_all(cores, signal.SIGSTOP)  # so that nothing ends before both have something
-        batch = submit_batch(queue, [endless(150)] * 16)
+        batch = submit_batch(queue, [endless(150, seed=line) for line in range(16)])
         killed, _ = both_at_work(queue)
         os.kill(killed, signal.SIGKILL)
         send_all(cores, signal.SIGCONT)

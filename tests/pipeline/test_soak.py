@@ -82,7 +82,13 @@ def begin(fleet: LocalFleet, lines: range) -> tuple[str, range, Path]:
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     with source.open("w") as file:
         for line in lines:
-            body = {"model": "demo", "prompt": [40 + line % 200, 41, 42], "max_tokens": 1, "temperature": 0}
+            body = {
+                "model": "demo",
+                "prompt": [40 + line % 200, 41, 42],
+                "max_tokens": 1,
+                "temperature": 0,
+                "seed": line,
+            }
             file.write(
                 json.dumps({"custom_id": str(line), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
             )

@@ -49,9 +49,9 @@ def endless(tokens: int, **parameters: Any) -> dict[str, Any]:
     return question("Repeat this list in order: one two three", max_tokens=tokens, ignore_eos=True, **parameters)
 
 
-def slow(tokens: int) -> dict[str, Any]:
+def slow(tokens: int, **parameters: Any) -> dict[str, Any]:
     """It takes the shared worker 50 ms a token, so that a test finds it running."""
-    return question("What does a tortoise eat?", max_tokens=tokens, ignore_eos=True)
+    return question("What does a tortoise eat?", max_tokens=tokens, ignore_eos=True, **parameters)
 
 
 def run_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str = CHAT) -> list[Result]:
@@ -139,7 +139,8 @@ def test_the_same_seed_gives_the_same_answer_beside_any_others(shared: tuple[Que
     body = question("What is 41 + 30?", temperature=1.0, seed=1234, max_tokens=40, ignore_eos=True)
     other = question("Spell the word apple.", temperature=1.0, max_tokens=40, ignore_eos=True)
     (alone,) = run_batch(queue, [body])
-    crowd = run_batch(queue, [other, body, other, other, body, other, other, other])
+    again = {**body, "user": "again"}  # no copy
+    crowd = run_batch(queue, [other, body, other, other, again, other, other, other])
     assert text_of(alone) == text_of(crowd[1]) == text_of(crowd[4])
     # Unseeded lines draw by their stored seeds
     assert len({text_of(result) for result in crowd}) > 2
@@ -218,7 +219,7 @@ def test_a_live_call_that_cannot_run_is_refused_at_once(shared: tuple[Queue, Wor
 @pytest.mark.proof
 def test_live_calls_get_in_when_batch_work_fills_every_slot(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [slow(100) for _ in range(30)])  # ten seconds
+    batch = submit_batch(queue, [slow(100, seed=line) for line in range(30)])  # ten seconds
     wait_until(lambda: ready_length(queue, batch) < 30, 60, "the batch to be started")
     _, api = submit_live(queue, endless(5))
     follow(queue, api)

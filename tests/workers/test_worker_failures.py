@@ -182,7 +182,7 @@ def test_an_answer_between_two_deaths_makes_them_no_row(queue: Queue, redis_url:
 
 def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "0", **SLOW) as worker:
-        batch = submit_batch(queue, [endless(TOKENS) for _ in range(12)])  # more than run at once
+        batch = submit_batch(queue, [endless(TOKENS, seed=line) for line in range(12)])  # more than run at once
         for line in range(8):
             wait_published(queue, RequestKey(batch, line), 20)
         assert worker.stop() == 0
@@ -249,7 +249,7 @@ def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redi
 @pytest.mark.proof
 def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
-        batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS)])
+        batch = submit_batch(queue, [endless(TOKENS, seed=line) for line in range(2)])
         wait_published(queue, RequestKey(batch, 0), 10)
         core = worker.core_pid
         os.kill(core, signal.SIGSTOP)  # no pace at all, so that nothing can finish

@@ -28,14 +28,15 @@ KILLS = 8
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object, redis_url: str) -> None:
+@pytest.mark.parametrize("copies", [1, 5], ids=["each once", "five copies"])
+def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object, redis_url: str, copies: int) -> None:
     # The cap on lost workers is there for requests that kill; here everything is killed far more
     # often than anywhere else.
     queue = Queue(connect(redis_url), QueueSettings(lease_seconds=1.0, worker_deaths=1000))
     seed = int(os.environ.get("KILL_SEED", 1))
     print(f"seed {seed} (set KILL_SEED to draw others)")
     chance = random.Random(seed)
-    bodies = [body(n) for n in range(60)]
+    bodies = [body(n) for n in range(60)] * copies
     with running_worker(queue, redis_url, *FLAGS):
         expected = [texts(result) for result in run_batch(queue, [*bodies])]
     done = threading.Event()

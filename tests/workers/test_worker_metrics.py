@@ -93,11 +93,13 @@ def fleet() -> Iterator[TwoWorkers]:
 @pytest.fixture(scope="module")
 def story(fleet: TwoWorkers) -> Story:
     queue, usages = fleet.queue, []
-    shared = [{**body, "messages": [SYSTEM, *body["messages"]]} for body in [endless(5)] * 12]
-    usages += [result.usage for result in run_batch(queue, [*shared, *[question("What is 2 + 3?")] * 3])]
+    bodies = [endless(5, seed=line) for line in range(12)]
+    shared = [{**body, "messages": [SYSTEM, *body["messages"]]} for body in bodies]
+    asked = [question("What is 2 + 3?", seed=line) for line in range(3)]
+    usages += [result.usage for result in run_batch(queue, [*shared, *asked])]
     refused = run_batch(queue, [question("x", temperature=-1), question("word " * 3000)])
     assert [result.status for result in refused] == [400, 400]
-    batch = submit_batch(queue, [slow(60) for _ in range(8)])
+    batch = submit_batch(queue, [slow(60, seed=line) for line in range(8)])
     wait_until(lambda: ready_length(queue, batch) < 5, 60, "both workers to be full")
     wait_until(
         lambda: sum(bool(queue.read_tokens({RequestKey(batch, line): FIRST_ID})) for line in range(8)) >= 4,

@@ -104,6 +104,15 @@ class InFlight(ABC, Generic[Part]):
     def finish(self) -> Finished:
         """Return the result, once all parts have ended."""
 
+    def repeat(self, claim: Claim, arrived: float) -> Finished:
+        """Return the result again, as that of another claim which asks for the same: its prompts
+        count as cached.
+        """
+        self.claim, self.arrived = claim, arrived
+        for part in self.sequences:
+            part.cached_tokens = part.prompt_length
+        return self.finish()
+
     @property
     @abstractmethod
     def tokens_left(self) -> int:

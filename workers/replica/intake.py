@@ -17,7 +17,8 @@ from jobs.protocol.requests import Claim, Finished
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.scripts import MAX_ITEMS
 from workers.replica.leases import Leases
-from workers.replica.running import Load, Prepared
+from workers.replica.prepared import Prepare, Prepared
+from workers.replica.running import Load
 from workers.replica.tokenization import Tokenization
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,8 @@ _SHORT_BYTES = 2048  # of the bodies of requests that are prepared at once
 _FEW_QUOTES = 40  # in these: two of each text
 _OF_SINGLE_TEXTS = {EMBEDDINGS, CLASSIFY, POOLING}
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
+_MOST_BESIDE = 1024  # requests beside those of the engine: copies, and results that Redis does not have yet
 _STEPS_AHEAD = 16  # that texts for numbers fill; other workers find work too
-
-
-Prepare = Callable[[Sequence[Claim]], tuple[list[Prepared], list[Finished]]]
 
 
 class IntakeState(Enum):
@@ -141,6 +140,7 @@ class Intake:
     def _wants_more(self, load: Load) -> bool:
         slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
         batch, live = free_places(load, self._max_num_seqs, slots)
+        batch = min(batch, self._room_beside(load))
         if self._state in (IntakeState.WOKEN, IntakeState.UNAVAILABLE):
             return live > 0
         return self._state is IntakeState.BACKLOG and batch >= max(1, slots // 16)
@@ -150,6 +150,7 @@ class Intake:
         before, self._state = self._state, IntakeState.CLAIMING
         slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
         room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs, slots))
+        room = max(0, min(room, self._room_beside(load)))
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         try:
             claims = await in_thread(self._claim, room, live_room)
@@ -170,6 +171,10 @@ class Intake:
             self._leases.add((claim.key, claim.fence) for claim in claims)
             others = self._tokenization.take(claims)
             start(*(self._prepare(others) if is_short(others) else await in_thread(self._prepare, others)))
+
+    def _room_beside(self, load: Load) -> int:
+        """Return how many more requests may wait here beside those of the engine."""
+        return _MOST_BESIDE - (self._leases.count() - load.requests)
 
     def _claim(self, room: int, live_room: int) -> list[Claim]:
         """After an outage the same number asks again."""

@@ -58,6 +58,10 @@ class Leases:
                 if self._fences.get(key) == fence:
                     del self._fences[key]
 
+    def count(self) -> int:
+        """Return how many there are."""
+        return len(self._fences)
+
     def all(self) -> list[Held]:
         with self._lock:
             return list(self._fences.items())

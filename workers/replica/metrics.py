@@ -24,6 +24,9 @@ class RequestMetrics:
         self.errors = Counter(
             "pipeline_request_errors", "Requests answered with an error, also those refused before they ran.", "code"
         )
+        self.duplicates = Counter(
+            "pipeline_duplicate_requests", "Lines of batches that got the answer of an identical one, and did not run."
+        )
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
         self.cached_tokens = Counter("vllm:prompt_tokens_cached", "Prompt tokens that the prefix cache gave.")
         self.generation_tokens = Counter("vllm:generation_tokens", "Output tokens.")

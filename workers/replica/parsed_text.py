@@ -20,12 +20,12 @@ class ParsedText:
         "_call",
         "_content",
         "_deltas",
-        "_name",
         "_parser",
         "_read",
         "_reasoning",
         "_tool_calls",
         "has_reasoning",
+        "name",
         "parsing",
     )
 
@@ -34,7 +34,7 @@ class ParsedText:
         self.parsing = parsing
         self._parser = parsing.new_parser()
         self._call = call
-        self._name = name
+        self.name = name
         self._read = 0  # characters
         self.has_reasoning = False
         self._content: list[str] = []
@@ -107,5 +107,5 @@ class ParsedText:
 
     def _call_id(self, index: int) -> str:
         """Return the same id on any worker."""
-        digest = hashlib.sha256(f"{self._name}/{index}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.name}/{index}".encode()).hexdigest()
         return digest[:9] if self.parsing.short_ids else f"call_{digest[:24]}"

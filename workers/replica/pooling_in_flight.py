@@ -39,6 +39,7 @@ class PreparedPooling:
     compared: bool = False
     system_fingerprint: str = ""
     output_format: None = None
+    digest: bytes = b""  # as of `duplicates.digest_of`
 
 
 class PoolingSequence:

@@ -18,7 +18,7 @@ from workers.replica.bulk_preparation import BulkPreparation
 from workers.replica.long_texts import LongTexts
 from workers.replica.pooling_in_flight import PreparedPooling
 from workers.replica.preparation import Preparation
-from workers.replica.running import Prepared
+from workers.replica.prepared import Prepared
 from workers.replica.sampling_params import check_token, too_long
 from workers.replica.tracing import RequestTraces
 from workers.text.inputs import EncodedInput, Input

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from jobs.protocol.output_format import OutputFormat
-from jobs.protocol.requests import Claim
+from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.validation import Call
 from workers.engine.messages.core import MAX_SEED, OutputGuide, SamplingParams
+from workers.replica.pooling_in_flight import PreparedPooling
 from workers.text.parsers.base import OutputParser
 from workers.text.tokenizer import TextTokenizer
 
@@ -72,3 +73,9 @@ class PreparedRequest:
     parsing: Parsing | None = None
     retries: int = 0
     system_fingerprint: str | None = None
+    digest: bytes = b""  # as of `duplicates.digest_of`
+
+
+Prepared = PreparedRequest | PreparedPooling
+Prepare = Callable[[Sequence[Claim]], tuple[list[Prepared], list[Finished]]]
+"""Makes requests of claims, and error results of those that cannot run."""

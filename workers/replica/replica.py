@@ -21,6 +21,7 @@ from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.replica.answer_parsers import find_parsers
+from workers.replica.duplicates import Digest, prepare_with_digests
 from workers.replica.fingerprint import system_fingerprint
 from workers.replica.grammars import Grammars
 from workers.replica.intake import Intake
@@ -29,6 +30,7 @@ from workers.replica.orders import Orders
 from workers.replica.outbox import Outbox
 from workers.replica.pooling_preparation import PoolingPreparation, prepare_each
 from workers.replica.preparation import Preparation
+from workers.replica.prepared import Prepare
 from workers.replica.quarantine import Quarantine
 from workers.replica.registration import Registration
 from workers.replica.requeue import Requeue
@@ -64,11 +66,13 @@ class Replica:
         longest_at_death: int = 0,
         launched: LaunchedCore | None = None,
         tracing: Tracing | None = None,
+        suspects: set[Digest] | None = None,
     ) -> None:
         """`stopping` is set when it is to end.
 
         `longest_at_death`: tokens of the longest request that an earlier core of this worker had
         when it ended by itself; 0 for none. `launched`: a core that loads its model already.
+        `suspects` as `Duplicates` takes them.
         """
         self.was_ready = False
         self.isolated = False  # whether it ran, at its end, quarantined requests only
@@ -89,9 +93,9 @@ class Replica:
             self._generated,
             lambda held: loop.call_soon_threadsafe(self._on_lost, held),
         )
-        self._outbox = Outbox(queue, worker, interval, self._generated, self._leases.drop, self._on_lost)
+        self._outbox = Outbox(queue, worker, interval, self._generated, self._on_ended, self._on_lost)
         self._traces = None if tracing is None else RequestTraces(tracing, worker)
-        self._running = Running(self._engine, self._outbox, grammars, loop.time, interval, self._traces)
+        self._running = Running(self._engine, self._outbox, grammars, loop.time, interval, self._traces, suspects)
         self._requeue = Requeue(queue, worker, self._running, self._outbox, self._leases, stopping)
         self._orders = Orders(queue, worker, lambda orders: loop.call_soon_threadsafe(self._on_orders, orders))
         self._on_order: dict[str, Callable[[ControlMessage], None]] = {
@@ -172,7 +176,9 @@ class Replica:
         numbers = PoolingPreparation(tokenizer, models, info, files, self._traces, fingerprint)
         tokenization = Tokenization(TokenizerAnswers(tokenizer, models, limits), self._outbox, running.metrics)
         worker, sizes = self._registration.id, (info.max_num_seqs, info.max_num_batched_tokens)
-        prepare = partial(prepare_each, texts, numbers)
+        prepare: Prepare = partial(prepare_each, texts, numbers)
+        if self._settings.deduplicate:
+            prepare = partial(prepare_with_digests, prepare)
         intake = Intake(queue, worker, models, *sizes, self._leases, prepare, tokenization, lambda: running.load)
         running.room_made = intake.room_made
         self._cancel_in_tokenizer = tokenization.cancel
@@ -211,8 +217,12 @@ class Replica:
         await self._engine.stop()
 
     def _generated(self) -> int:
-        """Tokens that this core has generated for requests, not for the self test."""
-        return self._engine.stats.tokens - self._self_test_tokens if self.was_ready else 0
+        """Tokens that this core has generated for requests, not for the self test; those of copies
+        count too, since they are delivered.
+        """
+        if not self.was_ready:
+            return 0
+        return self._engine.stats.tokens - self._self_test_tokens + self._running.copied_tokens
 
     def _on_orders(self, orders: list[ControlMessage]) -> None:
         for order in orders:
@@ -221,10 +231,14 @@ class Replica:
                 handle(order)
 
     def _cancel(self, order: ControlMessage) -> None:
-        self._leases.drop([*self._running.cancel(order), *self._cancel_in_tokenizer(order.keys)])
+        self._on_ended([*self._running.cancel(order), *self._cancel_in_tokenizer(order.keys)])
+
+    def _on_ended(self, held: list[Held]) -> None:
+        self._leases.drop(held)
+        self._running.room_made()
 
     def _on_lost(self, held: list[Held]) -> None:
         running = self._running.lose(held)
-        self._leases.drop(held)
+        self._on_ended(held)
         if running:
             logger.warning("stopped %d requests: cancelled, or their leases expired or were lost by Redis", running)

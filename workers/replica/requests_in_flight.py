@@ -166,6 +166,15 @@ class RequestInFlight(InFlight[Sequence]):
         result = Result(200, encode_json(call.endpoint.body(head, choices, usage)), usage, new_request_id())
         return Finished(self.claim.key, self.claim.fence, result, delta, request.reply_to)
 
+    def repeat(self, claim: Claim, arrived: float) -> Finished:
+        """Return the result again, with all tokens: nothing of this claim is published yet."""
+        self.announced = False
+        for sequence in self.sequences:
+            sequence.unpublish(f"{claim.key}/{sequence.number}")
+        if self._spent is not None:
+            self._spent = msgspec.structs.replace(self._spent, cached_tokens=self._spent.prompt_tokens)
+        return super().repeat(claim, arrived)
+
     def _usage(self) -> Usage:
         """Return what all tries took."""
         before = self._spent or Usage()

@@ -17,18 +17,17 @@ from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
 from workers.replica.due_tokens import AnyInFlight, DueTokens
+from workers.replica.duplicates import Copy, Digest, Duplicates
 from workers.replica.grammars import Grammar, Grammars
 from workers.replica.in_flight import EngineSequence
 from workers.replica.metrics import RequestMetrics
 from workers.replica.outbox import Outbox
 from workers.replica.pooling_in_flight import PoolingInFlight, PreparedPooling
-from workers.replica.prepared import PreparedRequest
+from workers.replica.prepared import Prepared
 from workers.replica.requests_in_flight import RequestInFlight, rejected
 from workers.replica.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
-
-Prepared = PreparedRequest | PreparedPooling
 
 _GROUP = 32
 """Requests whose tokens are published together: while Redis and the API processes work on one group
@@ -62,7 +61,9 @@ class Running:
         clock: Callable[[], float],
         stream_interval: float,
         traces: RequestTraces | None = None,
+        suspects: set[Digest] | None = None,
     ) -> None:
+        """`suspects` as `Duplicates` takes them."""
         self._traces = traces
         self._engine = engine
         self._outbox = outbox
@@ -70,6 +71,7 @@ class Running:
         self._clock = clock
         self._stream_interval = stream_interval
         self._due = DueTokens(outbox, clock, stream_interval)
+        self._duplicates = Duplicates(self._repeat, self._start_copy, suspects)
         self._ids = itertools.count(1)
         self._sequences: dict[int, tuple[AnyInFlight, EngineSequence]] = {}
         self._requests: dict[RequestKey, AnyInFlight] = {}
@@ -79,6 +81,7 @@ class Running:
         self.room_made: Callable[[], None] = lambda: None  # called when requests end without a step
         self.metrics = RequestMetrics()
         self.steps = 0
+        self.copied_tokens = 0  # output of copies
         self.finished = 0
         self.failed = 0
 
@@ -105,11 +108,8 @@ class Running:
         added: list[EngineRequest] = []
         for item in prepared:
             self.drop([item.claim.key])
-            try:
-                added += self._begin(item, now)
-            except Exception as error:
-                self._end(rejected(item.claim, _unforeseen(item.claim, error)))
-                self.drop([item.claim.key])
+            if not self._duplicates.take(item, now):
+                added += self._begin_or_end(item, now)
         self._add(added)
 
     def reject(self, finished: Iterable[Finished]) -> None:
@@ -174,11 +174,11 @@ class Running:
             yield self._deltas(requests[begin : begin + _GROUP])
 
     def keys(self) -> list[RequestKey]:
-        """All requests in flight."""
-        return list(self._requests)
+        """All requests in flight, copies that wait included."""
+        return [*self._requests, *self._duplicates.waiting()]
 
     def keys_in_engine(self) -> list[RequestKey]:
-        """All requests in flight but those that wait for their grammars."""
+        """All requests in flight but copies and those that wait for their grammars."""
         return [key for key, request in self._requests.items() if request not in self._without_grammar]
 
     def longest(self) -> int:
@@ -203,31 +203,41 @@ class Running:
         """A client reads the tokens of these requests, or of every request of a batch, for a
         while.
         """
-        self._due.watch(self._named(order), order.seconds)
+        named = [self._requests[key] for key in self._named(order) if key in self._requests]
+        self._due.watch(named, order.seconds)
 
     def cancel(self, order: ControlMessage) -> list[Held]:
         """Drop the requests that an order names; return what was held of them."""
-        return self._cancel([request.claim.key for request in self._named(order)])
+        if order.batch:
+            self._duplicates.forget_batch(order.batch)
+        return self._cancel(self._named(order))
 
     def lose(self, held: Iterable[Held]) -> int:
         """Drop requests whose lease another worker may have by now; return how many were still
         running.
         """
-        keys = [key for key, fence in held if key in self._requests and self._requests[key].claim.fence == fence]
+        keys = [key for key, fence in held if (claim := self._claim(key)) is not None and claim.fence == fence]
         return len(self._cancel(keys))
 
     def drop(self, keys: Iterable[RequestKey], why: str = "requeued") -> list[Held]:
         """Stop requests without a result; return what was held of them. `why` is for traces."""
-        dropped = [self._requests[key] for key in keys if key in self._requests]
-        self._abort([request_id for request in dropped for request_id in self._forget(request)])
-        if self._traces is not None:
-            for request in dropped:
-                self._traces.dropped(request.claim, why)
-        return [(request.claim.key, request.claim.fence) for request in dropped]
+        dropped = [claim for key in keys if (claim := self._claim(key)) is not None]
+        running = [self._requests[claim.key] for claim in dropped if claim.key in self._requests]
+        self._abort([request_id for request in running for request_id in self._forget(request)])
+        for claim in dropped:
+            self._duplicates.leave(claim.key)
+            if self._traces is not None:
+                self._traces.dropped(claim, why)
+        return [(claim.key, claim.fence) for claim in dropped]
+
+    def suspect(self, keys: Iterable[RequestKey]) -> None:
+        """Note the requests that the engine core had when it crashed."""
+        self._duplicates.suspect(keys)
 
     def drop_unstarted(self) -> list[Held]:
-        """Stop the requests that have no tokens from here yet."""
-        return self.drop([key for key, request in self._requests.items() if not request.started])
+        """Stop the requests that have no tokens from here yet, and copies, which have none."""
+        unstarted = [key for key, request in self._requests.items() if not request.started]
+        return self.drop([*unstarted, *self._duplicates.waiting()])
 
     def _cancel(self, keys: Iterable[RequestKey]) -> list[Held]:
         """Drop requests that do not go on; each of their choices that runs counts as aborted."""
@@ -236,13 +246,14 @@ class Running:
         self.metrics.finished.add(before - len(self._sequences), "abort")
         return held
 
-    def _named(self, order: ControlMessage) -> list[AnyInFlight]:
-        named = set(order.keys)
-        return [
-            request
-            for key, request in self._requests.items()
-            if key in named or (order.batch and key.batch == order.batch)
-        ]
+    def _named(self, order: ControlMessage) -> list[RequestKey]:
+        of_batch = [key for key in self.keys() if key.batch == order.batch] if order.batch else []
+        return list(dict.fromkeys([*order.keys, *of_batch]))
+
+    def _claim(self, key: RequestKey) -> Claim | None:
+        """Return the claim of a request in flight."""
+        request = self._requests.get(key)
+        return self._duplicates.claim(key) if request is None else request.claim
 
     def _add(self, requests: list[EngineRequest]) -> None:
         if requests:
@@ -254,6 +265,31 @@ class Running:
         if request_ids:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
+
+    def _begin_or_end(self, item: Prepared, now: float) -> list[EngineRequest]:
+        """Do as `_begin`; a request that fails ends with an error."""
+        try:
+            return self._begin(item, now)
+        except Exception as error:
+            self._end(rejected(item.claim, _unforeseen(item.claim, error)))
+            self.drop([item.claim.key])
+            self._duplicates.leave(item.claim.key)
+            return []
+
+    def _start_copy(self, item: Prepared) -> None:
+        """Run a copy whose original got no answer."""
+        self._add(self._begin_or_end(item, self._clock()))
+
+    def _repeat(self, request: AnyInFlight, copy: Copy) -> None:
+        """Give a copy the answer of a request that has ended."""
+        try:
+            finished = request.repeat(copy.claim, copy.arrived)
+        except Exception as error:
+            self._end(rejected(copy.claim, _unforeseen(copy.claim, error)))
+            return
+        self.metrics.duplicates.add(1)
+        self.copied_tokens += finished.result.usage.completion_tokens
+        self._complete(request, finished)
 
     def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
         """What the engine is to have of a request at once; nothing if what was published is the
@@ -348,6 +384,7 @@ class Running:
         """End a request with an error; return what is left of it in the engine."""
         self.metrics.finished.add(len(request.sequences), "error")
         left = self._forget(request)
+        self._duplicates.leave(request.claim.key)
         self._end(rejected(request.claim, error))
         return left
 
@@ -380,6 +417,7 @@ class Running:
             metrics.prompt_length.observe(sequence.prompt_length)
             metrics.output_length.observe(len(sequence.token_ids))
             metrics.latency.observe(latency, request.kind)
+        self._duplicates.answered(request, finished)
         self._end(finished)
 
     def _end(self, finished: Finished) -> None:

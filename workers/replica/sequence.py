@@ -224,6 +224,13 @@ class Sequence:
             chunk.prompt_token_ids = self._prompt.token_ids if self._call.return_token_ids else None
         return chunk
 
+    def unpublish(self, name: str) -> None:
+        """Begin anew with what is published, as the choice of another request (`ParsedText`)."""
+        self.published_tokens = self._published_characters = 0
+        self.announced = False
+        if self._parsed is not None:
+            self._parsed.name = name
+
     @property
     def content(self) -> str:
         """Its text without reasoning, once it has ended."""

@@ -13,10 +13,11 @@ from workers.replica import statistics
 from workers.replica.draining import drain
 from workers.replica.intake import Intake
 from workers.replica.outbox import Outbox
+from workers.replica.prepared import Prepared
 from workers.replica.quarantine import Quarantine
 from workers.replica.registration import Registration
 from workers.replica.requeue import Requeue
-from workers.replica.running import Prepared, Running
+from workers.replica.running import Running
 from workers.replica.stopping import wait_or_stop
 
 logger = logging.getLogger(__name__)
@@ -96,10 +97,11 @@ class Serving:
         If the core crashed by itself they are quarantined; what never reached it is requeued.
         """
         running, reached = self.running, self.running.keys_in_engine()
-        logger.error("%s; requests in flight: %d", error, len(running.keys()))
+        logger.error("%s; requests in flight: %d", error, len(reached))
         await self._stop_claiming()
         await self.requeue.publish(running.checkpoint(running.keys()))
         if error.by_itself:
             self.longest_at_death = running.longest()
+            running.suspect(reached)
             await self.requeue.quarantine(running.drop(reached), error)
             await self.requeue.requeue(running.drop(running.keys()))

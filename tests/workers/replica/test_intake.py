@@ -165,6 +165,29 @@ def test_claims_slots_and_a_little_more(
     with_intake(queue, max_num_seqs, scenario)
 
 
+def test_so_many_wait_beside_the_engine_and_no_more(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that wait for an answer have no slot, but leases, which bound them; live calls get in
+    none the less.
+    """
+    monkeypatch.setattr("workers.replica.intake.LOOK_SECONDS", 600.0)
+    monkeypatch.setattr("workers.replica.intake._MOST_BESIDE", 40)
+    monkeypatch.setattr(Collector, "load", lambda collector: Load(1, 1))
+    add_lines(queue, "batch_a", 100)
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await until(lambda: len(collector.taken) == 41, "one that runs and all that may wait")
+        queue.submit("live_1", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+        intake.wake()
+        await until(lambda: len(collector.taken) == 42, "the live call")
+        assert ready_length(queue, "batch_a") == 59
+        leases.drop(leases.all()[1:11])
+        intake.room_made()
+        await until(lambda: len(collector.taken) == 51, "as many as were answered, but for the live call's place")
+        assert len(leases.all()) == 41
+
+    with_intake(queue, 16, scenario)
+
+
 def test_live_calls_get_in_when_all_is_full(queue: Queue) -> None:
     add_lines(queue, "batch_a", 60)
 

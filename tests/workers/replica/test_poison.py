@@ -167,7 +167,7 @@ def test_two_of_them_are_both_found(queue: Queue, redis_url: str) -> None:
 @pytest.mark.proof
 def test_deaths_in_isolation_come_more_slowly_the_longer_none_is_released(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(SEGFAULT)) as worker:
-        batch = submit_batch(queue, [poisoned(SEGFAULT) for _ in range(2)])
+        batch = submit_batch(queue, [poisoned(SEGFAULT, seed=line) for line in range(2)])
         wait_done(queue, batch, 2)
         wait_until(
             lambda: " in 2 s\n" in worker.log(), 60, "the log line of the last crash, which comes after the results"
@@ -258,7 +258,7 @@ def test_a_busy_worker_makes_room_for_quarantined_that_wait(queue: Queue, redis_
     with running_worker(
         queue, redis_url, *FLAGS, "--lease-seconds", "60", **poisoned_environment(Poison("three", "slow"))
     ) as worker:
-        busy = submit_batch(queue, [endless(600) for _ in range(4)])  # half a minute
+        busy = submit_batch(queue, [endless(600, seed=line) for line in range(4)])  # half a minute
         wait_until(lambda: len(queue.running(busy)) == 4, 60, "the worker to be busy")
         queue.quarantine("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
         wait_until(lambda: queue.reap() + len(queue.results(quarantined)) == 3, 60, "the quarantined requests' answers")
@@ -275,7 +275,7 @@ def test_a_release_from_quarantine_is_repeated_until_redis_has_it(tmp_path: Path
     """
     with PrivateServer(tmp_path) as server:
         queue = Queue(connect(server.url), QueueSettings(lease_seconds=600.0, redis_retry_seconds=60.0))
-        batch = submit_batch(queue, [endless(40) for _ in range(3)])
+        batch = submit_batch(queue, [endless(40, seed=line) for line in range(3)])
         claims = queue.claim("gone", 1, 3, models=["demo"])
         with running_worker(queue, server.url, *FLAGS, "--lease-seconds", "600") as worker:
             core = worker.core_pid

@@ -4,6 +4,7 @@ worker makes of them; over a real queue, without a model.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import struct
@@ -25,6 +26,7 @@ from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
 from tests.support.small_tokenizers import bert, write_folder
 from workers.engine.messages.core import PoolingParams, Ready
+from workers.replica.duplicates import prepare_with_digests
 from workers.replica.grammars import Grammars
 from workers.replica.pooling_in_flight import PreparedPooling
 from workers.replica.pooling_preparation import PoolingPreparation, prepare_each
@@ -192,7 +194,8 @@ class PoolingBench:
         self.running = Running(self.engine, self, Grammars(self), lambda: 100.0, 2.0)
         self.results: list[Finished] = []
         texts = Preparation(tokenizer, ["m"], ModelLimits(12, 100, tasks=tuple(info.tasks)))
-        self._prepare = partial(prepare_each, texts, PoolingPreparation(tokenizer, ["m"], info, SentenceFiles()))
+        numbers = PoolingPreparation(tokenizer, ["m"], info, SentenceFiles())
+        self._prepare = partial(prepare_with_digests, partial(prepare_each, texts, numbers))
         self._seq = 0
 
     def accept_later(self, delta: Delta) -> None:
@@ -244,6 +247,28 @@ def test_inputs_are_answered_in_their_order(queue: Queue, bench: PoolingBench) -
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (11, 0, 3 * CACHED_TOKENS)
     assert bench.running.metrics.prompt_tokens.samples()[0][-1] == 11
     assert not bench.running.any()
+
+
+def test_identical_lines_are_pooled_once(queue: Queue, tokenizer: TextTokenizer) -> None:
+    async def scenario() -> None:
+        bench = PoolingBench(queue, tokenizer)
+        queue.create_batch("batch_a", 4, state="in_progress")
+        bodies = [{"input": ["fox", "the quick fox"]}] * 3 + [{"input": ["fox", "dog"]}]
+        lines = [json.dumps({"model": "m", **body}).encode() for body in bodies]
+        requests = [(line, Request(EMBEDDINGS, "m", raw, seed=1)) for line, raw in enumerate(lines)]
+        assert queue.ingest("batch_a", requests, 0, 4)
+        bench.claim()
+        assert len(bench.engine.added) == 4  # inputs of two lines
+        bench.step()
+        while bench.running.keys():
+            await asyncio.sleep(0)
+        results = [result for _, result in queue.results("batch_a")]
+        first, *copies, other = [json.loads(result.body) for result in results]
+        assert [copy["data"] for copy in copies] == [first["data"]] * 2 != [other["data"]] * 2
+        assert [result.usage.cached_tokens for result in results] == [2 * CACHED_TOKENS, 8, 8, 2 * CACHED_TOKENS]
+        assert len({result.request_id for result in results}) == 4
+
+    asyncio.run(scenario())
 
 
 def test_the_next_worker_begins_anew(queue: Queue, tokenizer: TextTokenizer, bench: PoolingBench) -> None:
