@@ -167,8 +167,12 @@ class FileStore:
         record = self._read(file_id)
         if record is None:
             self.drop(file_id)
-        else:
-            self.put(record)  # lists it
+            return None
+        folder = self.folder(file_id)
+        with named("cannot write", str(folder)):
+            sync_folder(folder)
+            sync_folder(self._folder)
+        self._queue.commands(_index(record))
         return record
 
     def drop(self, file_id: str) -> None:
