@@ -48,9 +48,8 @@ def _open_csv(location: str) -> OpenTable:
     """Every cell is text; one that is empty and not in quotes is null."""
     import pyarrow
 
-    names = _csv_header(location)
-
-    return OpenTable(pyarrow.schema([(name, pyarrow.string()) for name in names]), partial(_csv_batches, location))
+    schema = pyarrow.schema([(name, pyarrow.string()) for name in _csv_header(location)])
+    return OpenTable(schema, partial(_csv_batches, location))
 
 
 def _csv_batches(location: str, columns: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
