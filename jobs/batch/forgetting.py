@@ -82,17 +82,20 @@ def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float 
 
     For a store that was checked. Raise `StoreError`.
     """
-    deadline = time.monotonic() + seconds
     noted = list_names(str(files.root / DELETED_FOLDER))
     folders = set(list_names(str(files.root / BATCHES_FOLDER))) if noted else set()
+    left = list[str]()
     for start in range(0, len(noted), _GROUP):
         for batch, state in queue.states_of(noted[start : start + _GROUP]).items():
             if batch in folders or state:
-                _finish(queue, files.batch_root(batch))
+                left.append(batch)
             else:
                 _drop_old_note(files.batch_root(batch), now - queue.settings.ended_batch_seconds)
-            if time.monotonic() >= deadline:
-                return
+    deadline = time.monotonic() + seconds
+    for batch in left:
+        _finish(queue, files.batch_root(batch))
+        if time.monotonic() >= deadline:
+            break
 
 
 def _finish(queue: Queue, folder: Path) -> None:

@@ -129,7 +129,12 @@ def _copy_lines(location: str, lines: Bitmap, max_lines: int | None, upload: Upl
 
 
 def _copy_jsonl(location: str, lines: Bitmap, upload: Upload) -> None:
+    group = bytearray()
     with open_input(location) as file:
         for line in read_lines(file):
             if line.number in lines:
-                upload.write((line.raw or b"").removesuffix(b"\n") + b"\n")
+                group += (line.raw or b"").removesuffix(b"\n") + b"\n"
+            if len(group) >= _COPY_BYTES:
+                upload.write(bytes(group))
+                group.clear()
+    upload.write(bytes(group))
