@@ -61,10 +61,11 @@ ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, 
     }
     float magnitude = float_of_bits(_mm512_reduce_max_epu32(most)),
           inverse = magnitude > 1e-30f ? MAX_INT8 / magnitude : 0.0f;
+    int finite = magnitude * 0.0f == 0.0f;
 #pragma GCC unroll 8
     for (ptrdiff_t i = 0; i < BLOCK / LANES; i++) {
         ptrdiff_t left = filled - i * LANES;
-        __m512i rounded = _mm512_cvtps_epi32((__m512)(numbers[i] * inverse));
+        __m512i rounded = _mm512_cvtps_epi32((__m512)(finite ? numbers[i] * inverse : all(0.0f)));
         __m128i narrowed = _mm512_cvtepi32_epi8(rounded);
         sum += (integers)rounded;
         if (left > 0)
@@ -72,7 +73,7 @@ ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, 
                                  by_eight ? _mm_shuffle_epi8(narrowed, order) : narrowed);
     }
     *total = _mm512_reduce_add_epi32((__m512i)sum);
-    return magnitude * 0.0f == 0.0f ? magnitude / MAX_INT8 : NAN;
+    return finite ? magnitude / MAX_INT8 : NAN;
 }
 
 /* x [k] as int8 [padded k], with a scale and a sum for each block. */
