@@ -70,8 +70,8 @@ class FileWriter:
             if self._key is None:
                 return file_object(self.upload.commit()), False
             upload = self.upload
-            told = [upload.filename, upload.purpose, upload.expires_seconds, self._digest.hexdigest()]
-            digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+            given = [upload.filename, upload.purpose, upload.expires_seconds, self._digest.hexdigest()]
+            digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()
             return self._key.make_once(digest, upload.id, self._find, lambda _: self._make())
         finally:
             self.close()

@@ -198,14 +198,14 @@ def _create(request: Request, raw: bytes, begun: threading.Event) -> Answer:
 
 
 def _submit(state: ApiState, caller: Caller, new: BatchSubmission, batch_id: str | None) -> dict[str, Any]:
-    with _too_many_told(caller):
+    with _refusing_too_many(caller):
         return batch_object(submit_batch(state.queue, state.files, new, batch_id))
 
 
 def _retry(state: ApiState, caller: Caller, record: BatchRecord, begun: threading.Event) -> dict[str, Any]:
     begun.set()
     try:
-        with _too_many_told(caller):
+        with _refusing_too_many(caller):
             new = _again(record, caller, state.settings)
             return batch_object(retry_batch(state.queue, state.files, record, new))
     except BatchRefused as error:
@@ -248,7 +248,7 @@ def _may_exist(begun: threading.Event, repeatable: bool = False) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _too_many_told(caller: Caller) -> Iterator[None]:
+def _refusing_too_many(caller: Caller) -> Iterator[None]:
     """Raise `ApiError` 429 where the tenant has as many open batches as it may have."""
     try:
         yield

@@ -67,7 +67,7 @@ OWN_FILE = Bounds()
 
 
 def api_bounds(location: str, max_lines: int | None) -> Bounds:
-    """Return what it may cost to unpack a file of the API, which is a stranger's. Raise
+    """Return what it may cost to unpack a file of the API, which a client made. Raise
     `StoreError`.
     """
     most_bytes = max(_UNPACKED_BYTES, _UNPACKED_TIMES * (size_of(location) or 0))

@@ -31,7 +31,7 @@ def retry_batch(queue: Queue, files: FileStore, record: BatchRecord, new: BatchS
     """Make the batch `new` of the lines of an ended one that have no answer; its input is a new
     file.
 
-    Raise `BatchRefused` where there are none, or where they cannot be told any more, and what
+    Raise `BatchRefused` where there are none, or where they are no longer known, and what
     `submit_batch` raises. Where no batch was made, no file is left.
     """
     file = _copy_unanswered(files, record)
