@@ -22,7 +22,7 @@ from workers.replica.due_tokens import AnyInFlight
 from workers.replica.pooling_in_flight import PreparedPooling
 from workers.replica.prepared import Prepare, Prepared
 
-MAX_KEPT_BYTES = 1 << 26
+MAX_KEPT_BYTES = 1 << 24
 """Memory that finished answers take at most, for copies that are claimed later."""
 
 _BYTES_OF_OBJECTS = 10  # that a byte of JSON becomes, about
