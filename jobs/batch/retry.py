@@ -27,16 +27,18 @@ class _ErrorLine(msgspec.Struct):
     id: str
 
 
-def retry_batch(queue: Queue, files: FileStore, record: BatchRecord, new: BatchSubmission) -> BatchRecord:
-    """Make the batch `new` of the lines of an ended one that have no answer; its input is a new
-    file.
+def retry_batch(
+    queue: Queue, files: FileStore, record: BatchRecord, new: BatchSubmission, batch_id: str | None = None
+) -> BatchRecord:
+    """Make the batch `new`, of an unused id, of the lines of an ended one that have no answer; its
+    input is a new file.
 
     Raise `BatchRefused` where there are none, or where they are no longer known, and what
     `submit_batch` raises. Where no batch was made, no file is left.
     """
     file = _copy_unanswered(files, record)
     try:
-        return submit_batch(queue, files, msgspec.structs.replace(new, input_file_id=file.id))
+        return submit_batch(queue, files, msgspec.structs.replace(new, input_file_id=file.id), batch_id)
     except (StoreError, QueueFull, TooManyBatches):
         with contextlib.suppress(KeyError, StoreError, QueueUnavailable):
             files.delete(file.tenant, file.id)
