@@ -191,6 +191,24 @@ def test_the_note_of_a_deletion_goes_when_nothing_can_come_back(redis_client: re
     assert not note.exists()
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_deletions_are_finished_in_turn(redis_client: redis.Redis, tmp_path: Path, old: bool) -> None:
+    """However many are left, and however little time there is."""
+    records = [ended(redis_client, tmp_path) for _ in range(3)]
+    queue, files = Queue(redis_client), store_of(redis_client, tmp_path)
+    for record in records:
+        delete_batch(queue, files, record.id) if old else note_deleted(record.spec.root)
+    now = max(note_of(record.spec.root).stat().st_mtime for record in records) + queue.settings.ended_batch_seconds + 1
+    after = ""
+    for done in (1, 2, 3):
+        after = finish_deletions(queue, files, now if old else 0, 0, after)
+        gone = [
+            not note_of(record.spec.root).exists() if old else not is_whole(redis_client, record) for record in records
+        ]
+        assert gone == [True] * done + [False] * (3 - done)
+    assert finish_deletions(queue, files, 0, 0, after) == ""
+
+
 def test_a_batch_that_a_job_holds_is_deleted_later(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
