@@ -125,10 +125,11 @@ def _remove(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) 
     """
     if folder is not None:
         note_deleted(str(folder))
-        delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
-    spec = _spec(fields)
+    spec = _spec(fields) or _spec_on_disk(folder)
     if spec is not None and spec.of_api:
-        drop_partial_output(queue, spec)
+        drop_partial_output(queue, spec)  # while Redis or the manifest names it
+    if folder is not None:
+        delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
     queue.unlist_batch(fields.tenant, batch)
     queue.forget(batch)
     if folder is not None:
@@ -137,6 +138,13 @@ def _remove(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) 
 
 def _spec(fields: BatchFields) -> BatchSpec | None:
     return msgspec.json.decode(fields.spec, type=BatchSpec) if fields.spec else None
+
+
+def _spec_on_disk(folder: Path | None) -> BatchSpec | None:
+    with contextlib.suppress(ManifestDamaged):
+        manifest = None if folder is None else load_manifest(str(folder))
+        return None if manifest is None else manifest.spec
+    return None
 
 
 def _check_stopped(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) -> None:

@@ -98,6 +98,29 @@ def test_a_batch_beside_its_output_is_held_meanwhile(
     assert get_batch(redis_client, record.id).state == "validating"
 
 
+def test_a_forgotten_batch_leaves_no_partial_output_wherever_it_was_cut_off(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """Also where Redis is emptied then; what else is in the folder goes as of any upload."""
+    for number in itertools.count(1):
+        record = under_way(redis_client, tmp_path)
+        note_problem(redis_client, record.id)
+
+        def forget(batch: str = record.id) -> None:
+            client = connect(redis_url)
+            forget_batch(Queue(client), store_of(client, tmp_path), batch)
+
+        came_so_far = killed_before_step(number, forget)
+        redis_client.flushall()
+        queue, store = Queue(redis_client), store_of(redis_client, tmp_path)
+        finish_deletions(queue, store, 0)
+        output = tmp_path / "store" / "files" / (record.spec.output_file_id or "") / "record.json"
+        assert output.exists() == Path(record.spec.root).exists(), number
+        if not came_so_far:
+            break
+    assert number > 15
+
+
 def ended(client: redis.Redis, folder: Path) -> BatchRecord:
     return run_to_end(client, submit(client, folder, lines_of(2)).id, failing(2))
 
