@@ -4,6 +4,7 @@ results.
 
 import contextlib
 import json
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +16,7 @@ from jobs.batch.input_files import InputError, first_line
 from jobs.protocol.chat import CHAT
 from jobs.protocol.lines import decode_json
 from jobs.protocol.states import END_STATES
+from jobs.store.idempotency import HEADER
 from jobs.store.storage import StoreError
 from pipeline import remote_files
 from pipeline.api_client import is_passing
@@ -79,10 +81,13 @@ def delete(client: "openai.OpenAI", batch_id: str) -> dict[str, Any]:
 
 
 def retry(client: "openai.OpenAI", batch_id: str) -> "Batch":
-    """Create a batch of the lines of an ended one that have no answer; as `delete`."""
+    """Create a batch of the lines of an ended one that have no answer; as `delete`. A call that the
+    client repeats creates one.
+    """
     from openai.types import Batch
 
-    return client.post(f"{_path(batch_id)}/retry", cast_to=Batch)
+    once: Any = {"headers": {HEADER: secrets.token_hex(16)}}
+    return client.post(f"{_path(batch_id)}/retry", cast_to=Batch, options=once)
 
 
 def _path(batch_id: str) -> str:

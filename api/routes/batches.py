@@ -23,12 +23,13 @@ from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.threads import COPIES, run_in
 from api.uploads import EXPIRY_SCHEMA, read_expiry
 from jobs.batch.client import BatchRecord, BatchRefused, cancel_batch, list_batches
+from jobs.batch.deleted import is_deleted
 from jobs.batch.forgetting import delete_batch
 from jobs.batch.retry import retry_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch, submitted_batch
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
-from jobs.protocol.ids import BATCH, is_id
+from jobs.protocol.ids import BATCH, is_id, new_id
 from jobs.protocol.results import ApiError
 from jobs.protocol.states import STATES
 from jobs.protocol.validation import decode_body
@@ -75,6 +76,11 @@ _PAGE = [
     ),
     *PERIOD,
 ]
+
+_RETRY_PARAMETER = {
+    **PARAMETER,
+    "description": "another batch is made for each, and without one for all calls within 24 hours",
+}
 
 router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
 
@@ -130,20 +136,19 @@ def cancel(request: Request, batch_id: str) -> Response:
     return json_response(batch_object(record))
 
 
-@router.post("/v1/batches/{batch_id}/retry", responses={200: {"model": Batch}})
+@router.post("/v1/batches/{batch_id}/retry", responses=answers(Batch), openapi_extra={"parameters": [_RETRY_PARAMETER]})
 async def retry(request: Request, batch_id: str) -> Response:
     """Make a batch of those lines of an ended one that have no answer in its output file.
 
     Its input file is a new file with these lines, and `metadata.retry_of` names the ended batch.
+    A call that is repeated makes no other batch.
     """
-    state, caller, begun = state_of(request), caller_of(request), threading.Event()
+    state, caller = state_of(request), caller_of(request)
     record = await state.fleet.unless_away(run_in_threadpool(find_batch, state, caller.tenant, batch_id))
     if not record.ended:
         message = f"Cannot retry a batch with status '{record.shown_state}'; cancel it, or wait until it has ended."
         return error_response(ApiError(409, message), _NO_RETRY)
-    with _may_exist(begun):
-        retrying = run_in(COPIES, _retry, state, caller, record, begun)
-        return json_response(await state.fleet.unless_away(retrying))
+    return respond(await state.fleet.unless_away(run_in(COPIES, _retry, state, caller, record, key_of(request))))
 
 
 @router.delete("/v1/batches/{batch_id}", responses={200: {"model": BatchDeleted}})
@@ -202,14 +207,32 @@ def _submit(state: ApiState, caller: Caller, new: BatchSubmission, batch_id: str
         return batch_object(submit_batch(state.queue, state.files, new, batch_id))
 
 
-def _retry(state: ApiState, caller: Caller, record: BatchRecord, begun: threading.Event) -> dict[str, Any]:
-    begun.set()
+def _retry(state: ApiState, caller: Caller, record: BatchRecord, key: str | None) -> Answer:
+    """Retry a batch once for each key, of which no key is one too."""
+
+    def find(batch_id: str) -> dict[str, Any] | None:
+        found = submitted_batch(state.queue, state.files, caller.tenant, batch_id)
+        return None if found is None else batch_object(found)
+
+    def make(batch_id: str) -> dict[str, Any]:
+        new = _again(record, caller, state.settings)
+        return batch_object(retry_batch(state.queue, state.files, record, new, batch_id))
+
     try:
-        with _refusing_too_many(caller):
-            new = _again(record, caller, state.settings)
-            return batch_object(retry_batch(state.queue, state.files, record, new))
+        with (
+            _refusing_too_many(caller),
+            state.idempotency_keys.hold(caller.tenant, f"retry {record.id}", key or "") as held,
+        ):
+            body, replayed = held.make_once("", new_id(BATCH, held.now), find, make)
     except BatchRefused as error:
         raise ApiError(400, str(error), param="batch_id") from None
+    if replayed and key is None and is_deleted(str(state.files.batch_root(body["id"]))):
+        message = (
+            f"The batch {body['id']} that a retry of {record.id} made was deleted; to make another, send an"
+            " 'Idempotency-Key'."
+        )
+        raise ApiError(404, message, param="batch_id")
+    return body, replayed
 
 
 def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchSubmission:

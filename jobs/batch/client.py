@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 MOST_LISTED = 10_000
-"""Batches that are looked at for one page of a listing."""
+"""Batches that are looked at for one page of a listing, or more until one is found."""
 
 _GROUP = 500  # of them at once
 _PATIENCE_SECONDS = 5.0
@@ -194,13 +194,13 @@ def list_batches(
     """Batches that came through the API, newest first, from behind the id `after`; that batch need
     not be there any more.
 
-    Only those shown in one of `states`, if there are some, and created then. A page is cut short
-    where `MOST_LISTED` batches were looked at for it.
+    Only those shown in one of `states`, if there are some, and created then. A page with a batch is
+    cut short where `MOST_LISTED` were looked at for it; clients take an empty one for the end.
     """
     found: list[BatchRecord] = []
     looked_at = 0
     while len(found) <= limit:
-        if looked_at >= MOST_LISTED:
+        if found and looked_at >= MOST_LISTED:
             return BatchPage(found, after)
         listed = queue.listed_batches(tenant, after, _GROUP if states else limit + 1 - len(found), created)
         if not listed:

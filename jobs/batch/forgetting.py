@@ -76,26 +76,25 @@ def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
     return f"its folder {spec.root} stays: remove it, or run the same command again to go on from it"
 
 
-def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float = math.inf) -> None:
-    """Remove what is left of deleted batches, since a kill cut that off or Redis went back, for
-    about `seconds`; and notes that are older than all that may come back.
+def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float = math.inf, after: str = "") -> str:
+    """Remove what is left of deleted batches, since a kill cut that off or Redis went back; and
+    notes that are older than all that may come back.
 
+    It takes about `seconds`, and returns what to go on `after`, which is "" for the first again.
     For a store that was checked. Raise `StoreError`.
     """
-    noted = list_names(str(files.root / DELETED_FOLDER))
+    deadline = time.monotonic() + seconds
+    noted = sorted(name for name in list_names(str(files.root / DELETED_FOLDER)) if name > after)
     folders = set(list_names(str(files.root / BATCHES_FOLDER))) if noted else set()
-    left = list[str]()
     for start in range(0, len(noted), _GROUP):
         for batch, state in queue.states_of(noted[start : start + _GROUP]).items():
             if batch in folders or state:
-                left.append(batch)
+                _finish(queue, files.batch_root(batch))
             else:
                 _drop_old_note(files.batch_root(batch), now - queue.settings.ended_batch_seconds)
-    deadline = time.monotonic() + seconds
-    for batch in left:
-        _finish(queue, files.batch_root(batch))
-        if time.monotonic() >= deadline:
-            break
+            if time.monotonic() >= deadline:
+                return batch
+    return ""
 
 
 def _finish(queue: Queue, folder: Path) -> None:
@@ -126,10 +125,11 @@ def _remove(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) 
     """
     if folder is not None:
         note_deleted(str(folder))
-        delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
-    spec = _spec(fields)
+    spec = _spec(fields) or _spec_on_disk(folder)
     if spec is not None and spec.of_api:
-        drop_partial_output(queue, spec)
+        drop_partial_output(queue, spec)  # while Redis or the manifest names it
+    if folder is not None:
+        delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
     queue.unlist_batch(fields.tenant, batch)
     queue.forget(batch)
     if folder is not None:
@@ -138,6 +138,13 @@ def _remove(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) 
 
 def _spec(fields: BatchFields) -> BatchSpec | None:
     return msgspec.json.decode(fields.spec, type=BatchSpec) if fields.spec else None
+
+
+def _spec_on_disk(folder: Path | None) -> BatchSpec | None:
+    with contextlib.suppress(ManifestDamaged):
+        manifest = None if folder is None else load_manifest(str(folder))
+        return None if manifest is None else manifest.spec
+    return None
 
 
 def _check_stopped(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) -> None:

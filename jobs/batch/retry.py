@@ -12,7 +12,7 @@ import msgspec
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.client import BatchRecord, BatchRefused
 from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, read_lines, write_spool
-from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
+from jobs.batch.submit import BatchSubmission, TooManyBatches, check_open, submit_batch
 from jobs.protocol.results import line_of
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.queue.scripts import QueueUnavailable
@@ -27,16 +27,19 @@ class _ErrorLine(msgspec.Struct):
     id: str
 
 
-def retry_batch(queue: Queue, files: FileStore, record: BatchRecord, new: BatchSubmission) -> BatchRecord:
-    """Make the batch `new` of the lines of an ended one that have no answer; its input is a new
-    file.
+def retry_batch(
+    queue: Queue, files: FileStore, record: BatchRecord, new: BatchSubmission, batch_id: str | None = None
+) -> BatchRecord:
+    """Make the batch `new`, of an unused id, of the lines of an ended one that have no answer; its
+    input is a new file.
 
     Raise `BatchRefused` where there are none, or where they are no longer known, and what
     `submit_batch` raises. Where no batch was made, no file is left.
     """
+    check_open(queue, new)  # which is tested again for the batch, after a copy that may take long
     file = _copy_unanswered(files, record)
     try:
-        return submit_batch(queue, files, msgspec.structs.replace(new, input_file_id=file.id))
+        return submit_batch(queue, files, msgspec.structs.replace(new, input_file_id=file.id), batch_id)
     except (StoreError, QueueFull, TooManyBatches):
         with contextlib.suppress(KeyError, StoreError, QueueUnavailable):
             files.delete(file.tenant, file.id)
@@ -122,8 +125,8 @@ def _copy_lines(location: str, lines: Bitmap, max_lines: int | None, upload: Upl
     spool = str(upload.folder / SPOOL_NAME)
     try:
         write_spool(location, spool, api_bounds(location, max_lines))
-    except InputError as error:  # the batch could read it
-        raise StoreError(str(error)) from error
+    except InputError as error:
+        raise BatchRefused(str(error)) from None
     _copy_jsonl(spool, lines, upload)
     delete(spool)
 

@@ -71,6 +71,14 @@ def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission, batch_id:
         raise
 
 
+def check_open(queue: Queue, new: BatchSubmission) -> None:
+    """Raise `TooManyBatches` where the tenant has as many open batches as it may have."""
+    if new.open_batches is not None:
+        batches = set(queue.open_batches(new.tenant)).difference(_gone(queue, new.tenant))
+        if len(batches) >= new.open_batches:
+            raise TooManyBatches(new.tenant)
+
+
 def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> BatchRecord | None:
     """Return the batch of a submission that is over, however it ended; None where there is none, of
     which then nothing is left.

@@ -39,6 +39,7 @@ class Upkeep:
         # Folders of batches that may lack a record, to be looked into
         self._unknown: list[str] = []
         self._unlisted: list[str] = []  # files to be listed again
+        self._deleted = ""  # the last deletion that was finished; the next ones come after it
 
     def is_due(self, run_id: bytes | None, restored: bytes | None) -> bool:
         """Return whether there is something to do, by these notes of the ticker in Redis."""
@@ -69,7 +70,7 @@ class Upkeep:
         if is_new or self._unknown or self._unlisted:
             files.check()
         if is_new:
-            finish_deletions(self._queue, files, self._now(), MOMENT_SECONDS)
+            self._deleted = finish_deletions(self._queue, files, self._now(), MOMENT_SECONDS, self._deleted)
             self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
             self._queue.redis.hset(keys.TICK, "restored", server)
         count, self._unknown = rebuild_all(self._queue, str(files.root), self._unknown, MOMENT_SECONDS)
@@ -91,7 +92,7 @@ class Upkeep:
         now = self._now()
         try:
             swept = files.sweep(now, MOMENT_SECONDS)
-            finish_deletions(self._queue, files, now, MOMENT_SECONDS)
+            self._deleted = finish_deletions(self._queue, files, now, MOMENT_SECONDS, self._deleted)
             ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))

@@ -375,7 +375,7 @@ def test_a_retry_keeps_to_the_limits_of_its_key(redis_client: redis.Redis, api_u
     assert [file.id for file in tenant.files.list()] == before
 
 
-def test_a_retry_whose_queue_goes_away_is_not_repeated_by_itself(
+def test_a_retry_whose_queue_goes_away_makes_one_batch_once_it_is_repeated(
     redis_client: redis.Redis,
     client: openai.OpenAI,
     http: httpx.Client,
@@ -383,15 +383,47 @@ def test_a_retry_whose_queue_goes_away_is_not_repeated_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2)).id
+    register = submit_module.register
 
-    def lose(*_: Any) -> None:
+    def lose(queue: Queue, manifest: Manifest) -> Any:
+        register(queue, manifest)
         raise QueueUnavailable("away")
 
     with monkeypatch.context() as patch:
         patch.setattr(submit_module, "register", lose)
         answer = http.post(f"/v1/batches/{batch}/retry")
-    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
-    assert "look for it in a minute" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.headers.get("x-should-retry")) == (503, None)
+    made = retry(client, batch).id
+    assert [one.id for one in client.batches.list()] == [made, batch]
+
+
+def test_many_retries_at_once_make_one_batch(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2)).id
+    path = f"/v1/batches/{batch}/retry"
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: http.post(path), range(8)))
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    [made] = {answer.json()["id"] for answer in answers if answer.status_code == 200}
+    again = http.post(path)
+    assert (again.json()["id"], again.headers["idempotent-replayed"]) == (made, "true")
+    keyed = [http.post(path, headers={"idempotency-key": key}).json()["id"] for key in ("a", "a", "b")]
+    assert len({made, *keyed}) == 3
+    assert {one.id for one in client.batches.list()} == {batch, made, *keyed}
+    assert len(list(client.files.list(purpose="batch"))) == 4
+
+
+def test_a_retry_whose_batch_was_deleted_makes_another_with_a_key_only(
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2)).id
+    made = run_to_end(redis_client, retry(client, batch).id).id
+    delete(client, made)
+    answer = http.post(f"/v1/batches/{batch}/retry")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "batch_id")
+    assert f"The batch {made} that a retry of {batch} made was deleted" in answer.json()["error"]["message"]
+    assert http.post(f"/v1/batches/{batch}/retry", headers={"idempotency-key": "k"}).status_code == 200
 
 
 def test_a_page_looks_at_so_many_batches_and_says_where_to_go_on(
@@ -410,9 +442,9 @@ def test_a_page_looks_at_so_many_batches_and_says_where_to_go_on(
     while not pages or pages[-1]["has_more"]:
         pages.append(http.get(f"/v1/batches?status=validating&limit=1{after}").json())
         after = f"&after={pages[-1]['last_id']}"
-    assert [[one["id"] for one in page["data"]] for page in pages] == [[newest], [], [oldest]]
-    assert [page["last_id"] for page in pages] == [ended[6], ended[2], oldest]
-    assert pages[1]["first_id"] is None
+    assert [[one["id"] for one in page["data"]] for page in pages] == [[newest], [oldest], []]
+    assert [page["last_id"] for page in pages[:2]] == [ended[6], oldest]
+    assert [one.id for one in client.batches.list(limit=1, extra_query={"status": "validating"})] == [newest, oldest]
 
 
 def test_batches_are_listed_by_the_status_that_they_are_shown_with(

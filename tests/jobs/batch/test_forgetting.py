@@ -98,6 +98,29 @@ def test_a_batch_beside_its_output_is_held_meanwhile(
     assert get_batch(redis_client, record.id).state == "validating"
 
 
+def test_a_forgotten_batch_leaves_no_partial_output_wherever_it_was_cut_off(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """Also where Redis is emptied then; what else is in the folder goes as of any upload."""
+    for number in itertools.count(1):
+        record = under_way(redis_client, tmp_path)
+        note_problem(redis_client, record.id)
+
+        def forget(batch: str = record.id) -> None:
+            client = connect(redis_url)
+            forget_batch(Queue(client), store_of(client, tmp_path), batch)
+
+        came_so_far = killed_before_step(number, forget)
+        redis_client.flushall()
+        queue, store = Queue(redis_client), store_of(redis_client, tmp_path)
+        finish_deletions(queue, store, 0)
+        output = tmp_path / "store" / "files" / (record.spec.output_file_id or "") / "record.json"
+        assert output.exists() == Path(record.spec.root).exists(), number
+        if not came_so_far:
+            break
+    assert number > 15
+
+
 def ended(client: redis.Redis, folder: Path) -> BatchRecord:
     return run_to_end(client, submit(client, folder, lines_of(2)).id, failing(2))
 
@@ -189,6 +212,24 @@ def test_the_note_of_a_deletion_goes_when_nothing_can_come_back(redis_client: re
     assert note.exists()
     finish_deletions(queue, files, made + kept + 101)
     assert not note.exists()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_deletions_are_finished_in_turn(redis_client: redis.Redis, tmp_path: Path, old: bool) -> None:
+    """However many are left, and however little time there is."""
+    records = [ended(redis_client, tmp_path) for _ in range(3)]
+    queue, files = Queue(redis_client), store_of(redis_client, tmp_path)
+    for record in records:
+        delete_batch(queue, files, record.id) if old else note_deleted(record.spec.root)
+    now = max(note_of(record.spec.root).stat().st_mtime for record in records) + queue.settings.ended_batch_seconds + 1
+    after = ""
+    for done in (1, 2, 3):
+        after = finish_deletions(queue, files, now if old else 0, 0, after)
+        gone = [
+            not note_of(record.spec.root).exists() if old else not is_whole(redis_client, record) for record in records
+        ]
+        assert gone == [True] * done + [False] * (3 - done)
+    assert finish_deletions(queue, files, 0, 0, after) == ""
 
 
 def test_a_batch_that_a_job_holds_is_deleted_later(

@@ -227,6 +227,29 @@ def test_a_retry_that_makes_no_batch_leaves_no_file(
     assert sorted(os.listdir(tmp_path / "store" / "files")) == sorted(file.id for file in before)
 
 
+def test_the_limit_of_open_batches_is_tested_before_lines_are_copied(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """Here of an input that is gone, which a copy would find first."""
+    record = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(3)).id, failing(2))
+    submit(redis_client, tmp_path, lines_of(1))
+    store_of(redis_client, tmp_path).delete("", record.spec.input_file_id or "")
+    with pytest.raises(TooManyBatches):
+        retry(redis_client, tmp_path, record, open_batches=1)
+    with pytest.raises(BatchRefused):
+        retry(redis_client, tmp_path, record, open_batches=2)
+
+
+def test_a_packed_input_that_cannot_be_read_any_more_is_refused(redis_client: redis.Redis, tmp_path: Path) -> None:
+    data = gzip.compress(lines_of(3))
+    record = run_to_end(redis_client, submit(redis_client, tmp_path, data, "in.jsonl.gz").id, failing(2))
+    file, _ = input_of(redis_client, tmp_path, record)
+    content = store_of(redis_client, tmp_path).content_path(file)
+    content.unlink()
+    content.write_bytes(data[:-12])
+    with pytest.raises(BatchRefused, match=r"gzip|compressed|cut|damaged|end"):
+        retry(redis_client, tmp_path, record)
+    assert sorted(os.listdir(tmp_path / "store" / "files")) == sorted(one.id for one in listed(redis_client, tmp_path))
+
+
 def test_a_retry_that_is_killed_at_any_step_leaves_no_half_file_and_no_batch_without_its_file(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
