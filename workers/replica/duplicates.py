@@ -2,7 +2,8 @@
 its copies wait and get its answer.
 
 A copy is held under a lease of its own, as any request, and has no slot in the engine. Where the
-original ends without an answer, the first copy becomes the original.
+original ends without an answer, the first copy becomes the original. Where it failed, all copies
+run: most often each fails in the same way, and one after the other would take many times as long.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from workers.replica.prepared import Prepare, Prepared
 MAX_KEPT_BYTES = 1 << 24
 """Memory that finished answers take at most, for copies that are claimed later."""
 
+MAX_COPIES = 128
+"""Copies that wait for originals that run; more of the same run beside them. They hold up no other
+work, and their answers add no more than so many to the results in Redis.
+"""
+
 _BYTES_OF_OBJECTS = 10  # that a byte of JSON becomes, about
+_BYTES_OF_TOKEN = 200  # the same of a token, shown or not
 _MOST_SUSPECTS = 4096  # beyond which all are forgotten
 
 Digest = tuple[str, bytes]
@@ -50,7 +57,8 @@ def digest_of(item: Prepared) -> bytes:
     if claim.live or claim.engine_crashes or not (isinstance(item, PreparedPooling) or item.call.is_deterministic):
         return b""
     try:
-        body = json.dumps(decode_body(claim.request.body), sort_keys=True)
+        fields = sorted(decode_body(claim.request.body).items())  # within them templates and grammars see the order
+        body = json.dumps(fields)
     except RecursionError:
         return b""
     return hashlib.sha256(f"{claim.request.endpoint} {body}".encode()).digest()
@@ -70,6 +78,7 @@ class _CopyGroup:
     original: RequestKey | None  # None: it has ended
     prepared: Prepared
     answer: AnyInFlight | None = None
+    failed: bool = False  # whether the original ended with an error
     copies: dict[RequestKey, Copy] = field(default_factory=dict)
 
 
@@ -91,6 +100,7 @@ class Duplicates:
         self._suspects: set[Digest] = set() if suspects is None else suspects
         self._groups: dict[Digest, _CopyGroup] = {}
         self._digests: dict[RequestKey, Digest] = {}  # of requests in flight
+        self._waiting = 0  # copies
         self._kept: OrderedDict[Digest, tuple[AnyInFlight, int]] = OrderedDict()
         self._kept_bytes = 0
 
@@ -115,7 +125,10 @@ class Duplicates:
             self._kept.move_to_end(digest)
             group = self._groups[digest] = _CopyGroup(None, item, self._kept[digest][0])
             self._go_on_soon(digest)
+        if group.answer is None and self._waiting >= MAX_COPIES:
+            return False
         group.copies[key] = Copy(item.claim, now)
+        self._waiting += 1
         return True
 
     def waiting(self) -> list[RequestKey]:
@@ -136,17 +149,20 @@ class Duplicates:
         self._suspects.discard(digest)
         if (group := self._groups.get(digest)) is not None:
             group.answer = request
-        self._keep(digest, request, _BYTES_OF_OBJECTS * (len(request.claim.request.body) + len(finished.result.body)))
+        tokens = sum(len(sequence.token_ids) for sequence in request.sequences)
+        shown = len(request.claim.request.body) + len(finished.result.body)
+        self._keep(digest, request, _BYTES_OF_OBJECTS * shown + _BYTES_OF_TOKEN * tokens)
         self.leave(request.claim.key)
 
-    def leave(self, key: RequestKey) -> None:
+    def leave(self, key: RequestKey, failed: bool = False) -> None:
         """Forget a request that has ended in some way; copies that waited for it go on."""
         group, digest = self._group_of(key), self._digests.pop(key, None)
         if group is None or digest is None:
             return
-        group.copies.pop(key, None)
+        if group.copies.pop(key, None) is not None:
+            self._waiting -= 1
         if group.original == key:
-            group.original = None
+            group.original, group.failed = None, failed
             self._go_on_soon(digest)
 
     def suspect(self, keys: Iterable[RequestKey]) -> None:
@@ -170,7 +186,7 @@ class Duplicates:
 
     def _go_on(self, digest: Digest) -> None:
         """Answer one copy of an original that has ended, then let others work; without an answer
-        the copy becomes the original.
+        the copy becomes the original, and after an error the others run beside it.
         """
         group = self._groups[digest]
         copy = next(iter(group.copies.values()), None)
@@ -181,9 +197,10 @@ class Duplicates:
             self._go_on_soon(digest)
             self._repeat(group.answer, copy)
         else:
-            del group.copies[copy.claim.key]
-            group.original, group.prepared = copy.claim.key, dataclasses.replace(group.prepared, claim=copy.claim)
-            self._start(group.prepared)
+            group.original = copy.claim.key
+            for key in list(group.copies) if group.failed else [copy.claim.key]:
+                self._waiting -= 1
+                self._start(dataclasses.replace(group.prepared, claim=group.copies.pop(key).claim))
 
     def _keep(self, digest: Digest, request: AnyInFlight, size: int) -> None:
         if digest in self._kept:

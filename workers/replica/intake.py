@@ -31,7 +31,7 @@ _SHORT_BYTES = 2048  # of the bodies of requests that are prepared at once
 _FEW_QUOTES = 40  # in these: two of each text
 _OF_SINGLE_TEXTS = {EMBEDDINGS, CLASSIFY, POOLING}
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
-_MOST_BESIDE = 1024  # requests beside those of the engine: copies, and results that Redis does not have yet
+_MOST_BESIDE = 4096  # requests beside those of the engine: copies, and results that Redis does not have yet
 _STEPS_AHEAD = 16  # that texts for numbers fill; other workers find work too
 
 

@@ -272,8 +272,8 @@ class Running:
             return self._begin(item, now)
         except Exception as error:
             self._end(rejected(item.claim, _unforeseen(item.claim, error)))
+            self._duplicates.leave(item.claim.key, failed=True)
             self.drop([item.claim.key])
-            self._duplicates.leave(item.claim.key)
             return []
 
     def _start_copy(self, item: Prepared) -> None:
@@ -384,7 +384,7 @@ class Running:
         """End a request with an error; return what is left of it in the engine."""
         self.metrics.finished.add(len(request.sequences), "error")
         left = self._forget(request)
-        self._duplicates.leave(request.claim.key)
+        self._duplicates.leave(request.claim.key, failed=True)
         self._end(rejected(request.claim, error))
         return left
 

@@ -177,6 +177,12 @@ def test_identical_lines_are_computed_once_and_answered_each(queue: Queue) -> No
     run(scenario())
 
 
+def form(*names: str) -> dict[str, Any]:
+    """Return a format whose answers have numbers of these names, in that order."""
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}, "required": ["a", "b"]}
+    return {"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}}
+
+
 SAME = [
     (body(), body()),
     (body(top_p=0.5, n=2), dict(reversed(body(n=2, top_p=0.5).items()))),  # in another order
@@ -195,6 +201,7 @@ DIFFERENT = [
     (body(), body(tools=TOOLS)),
     (body(), body(**FORM)),
     (body(), body(what_no_version_knows_yet=1)),
+    (body(response_format=form("a", "b")), body(response_format=form("b", "a"))),  # answers have their order
 ]
 
 
@@ -321,7 +328,8 @@ def test_the_answers_that_were_used_last_are_kept(queue: Queue, monkeypatch: pyt
         submit(queue, a, b, c, a, d, a, b)
         lab.claim(1)
         await lab.run()
-        size = 10 * (len(json.dumps(a)) + len(lab.results[0].result.body))
+        first = lab.results[0].result
+        size = 10 * (len(json.dumps(a)) + len(first.body)) + 200 * first.usage.completion_tokens
         monkeypatch.setattr(duplicates, "MAX_KEPT_BYTES", 3 * size + size // 2)
         computed = []
         for _ in range(6):
@@ -348,18 +356,15 @@ def test_the_answers_of_a_cancelled_batch_are_dropped(queue: Queue) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("end", ["failed", "cancelled", "lost", "requeued"])
-def test_the_first_copy_goes_on_where_the_original_gets_no_answer(queue: Queue, end: str) -> None:
+@pytest.mark.parametrize("end", ["cancelled", "lost", "requeued"])
+def test_a_copy_goes_on_where_the_original_gets_no_answer(queue: Queue, end: str) -> None:
     async def scenario() -> None:
         lab = Lab(queue)
         submit(queue, *[body()] * 4)
         claims = lab.claim()
         first = claims[0]
         lab.running.on_step(lab.engine.step())
-        if end == "failed":
-            lab.engine.failing[lab.engine.added[0].request_id] = "too bad"
-            lab.running.on_step(lab.engine.step())
-        elif end == "cancelled":
+        if end == "cancelled":
             lab.running.cancel(ControlMessage("1-0", "cancel", [first.key]))
         elif end == "lost":
             assert lab.running.lose([(first.key, first.fence)]) == 1
@@ -370,10 +375,44 @@ def test_the_first_copy_goes_on_where_the_original_gets_no_answer(queue: Queue, 
         assert lab.running.keys_in_engine() == [claims[1].key]
         await lab.run()
         assert lab.computed == 2
-        failed = [line for line, result in queue.results("batch_a") if not result.succeeded]
-        assert failed == ([0] if end == "failed" else [])
-        assert [line for line, _ in queue.results("batch_a")] == [0, 1, 2, 3][end != "failed" :]
+        assert all(result.succeeded for _, result in queue.results("batch_a"))
+        assert [line for line, _ in queue.results("batch_a")] == [1, 2, 3]
         assert lab.running.metrics.duplicates.samples()[0][-1] == 2
+
+    run(scenario())
+
+
+def test_all_copies_run_where_the_original_fails(queue: Queue) -> None:
+    """One after the other would take as many times as long."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 6)
+        lab.claim()
+        lab.running.on_step(lab.engine.step())
+        lab.engine.failing[lab.engine.added[0].request_id] = "too bad"
+        lab.running.on_step(lab.engine.step())
+        await asyncio.sleep(0)
+        assert lab.computed == 6
+        await lab.run()
+        assert [line for line, result in queue.results("batch_a") if not result.succeeded] == [0]
+        assert [line for line, _ in queue.results("batch_a")] == list(range(6))
+
+    run(scenario())
+
+
+def test_more_copies_than_may_wait_run(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "MAX_COPIES", 3)
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 10, *[body("Something else")] * 3)
+        lab.claim()
+        assert len(lab.running.keys_in_engine()) == 10
+        await lab.run()
+        assert lab.computed == 10
+        assert lab.running.metrics.duplicates.samples()[0][-1] == 3
+        assert len(answers(queue)) == 13
 
     run(scenario())
 
