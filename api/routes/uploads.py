@@ -1,7 +1,7 @@
 """`/v1/uploads`: a file in parts, which are sent in any order and joined in one."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.idempotency import PARAMETER, answers, make_once, respond
 from api.state import queue_reachable, state_of
+from api.threads import COPIES, run_in
 from api.uploads import EXPIRY_SCHEMA, base_name, check_content, check_purpose, most_bytes, read_expiry
 from jobs.protocol import fields
 from jobs.protocol.ids import PART, UPLOAD, micros_of
@@ -121,13 +122,14 @@ async def complete_upload(request: Request, upload_id: str) -> Response:
     part_ids = [fields.text(part_id, f"part_ids[{place}]") for place, part_id in enumerate(given)]
     md5 = fields.optional(body, "md5", _md5, None)
     tenant, uploads = caller_of(request).tenant, state_of(request).uploads
-    return await _answer(request, partial(uploads.complete, tenant, upload_id, part_ids, check_content, md5))
+    completing = run_in(COPIES, uploads.complete, tenant, upload_id, part_ids, check_content, md5)
+    return await _answer(request, completing)
 
 
 @router.post("/v1/uploads/{upload_id}/cancel", responses={200: {"model": Upload}})
 async def cancel_upload(request: Request, upload_id: str) -> Response:
     """End an upload and remove its parts."""
-    return await _answer(request, partial(state_of(request).uploads.cancel, caller_of(request).tenant, upload_id))
+    return await _answer(request, on_disk(state_of(request).uploads.cancel, caller_of(request).tenant, upload_id))
 
 
 class _PartForm(MultipartForm[PartWriter, dict[str, Any]]):
@@ -161,8 +163,8 @@ class _PartForm(MultipartForm[PartWriter, dict[str, Any]]):
         return part.model_dump()
 
 
-async def _answer(request: Request, action: Callable[[], UploadRecord]) -> Response:
-    record = await state_of(request).fleet.unless_away(on_disk(action))
+async def _answer(request: Request, action: Awaitable[UploadRecord]) -> Response:
+    record = await state_of(request).fleet.unless_away(action)
     return json_response(upload_object(record))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch, record_of
+from jobs.batch.deleted import is_deleted
 from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.rebuild import rebuild
 from jobs.batch.register import register
@@ -16,8 +17,9 @@ from jobs.batch.result_files import result_locations
 from jobs.errors import JobsError
 from jobs.protocol import fields
 from jobs.protocol.ids import BATCH, FILE, new_id, time_of
+from jobs.protocol.results import ApiError
 from jobs.protocol.states import END_STATES
-from jobs.queue.request_queue import Queue, QueueFull
+from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
 from jobs.store.file_store import FileStore
 from jobs.store.storage import Busy, StoreError, exclusive, link, make_folder, named, sync_folder
 
@@ -83,10 +85,12 @@ def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> 
     """Return the batch of a submission that is over, however it ended; None where there is none, of
     which then nothing is left.
 
-    Raise `StoreError` and `QueueUnavailable`.
+    Raise `ApiError` 404 for one that was deleted, `StoreError` and `QueueUnavailable`.
     """
     files.check()
     root = files.batch_root(batch)
+    if is_deleted(str(root)):
+        raise ApiError(404, f"The batch {batch} that this request made first was deleted.", param="batch_id")
     if load_manifest(str(root)) is None:
         _remove(queue, tenant, batch, root)
         return None
@@ -95,7 +99,10 @@ def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> 
             rebuild(queue, str(root))
     except Busy as error:
         raise StoreError(str(error)) from error
-    return get_batch(queue.redis, batch)
+    try:
+        return get_batch(queue.redis, batch)
+    except KeyError:
+        raise QueueUnavailable(f"the batch {batch} is not in Redis yet") from None
 
 
 def _remove(queue: Queue, tenant: str, batch: str, root: Path) -> None:

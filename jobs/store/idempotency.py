@@ -9,6 +9,7 @@ The files are in the file store: they outlive an empty Redis, as what was made d
 import contextlib
 import fcntl
 import hashlib
+import logging
 import math
 import os
 import time
@@ -23,6 +24,8 @@ from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
 from jobs.store.marker import IDEMPOTENCY_FOLDER
 from jobs.store.storage import StoreError, make_folder, named, sync_folder
+
+logger = logging.getLogger(__name__)
 
 HEADER = "Idempotency-Key"
 
@@ -123,9 +126,9 @@ class HeldKey:
             first = FirstRequest(self.now, digest, new_id)
             self._append(first)
             made = make(new_id)
-            self._append(msgspec.structs.replace(first, answer=made))
+            self._note_answer(first, made)
             return made, False
-        self._append(msgspec.structs.replace(first, answer=answer))
+        self._note_answer(first, answer)
         return answer, True
 
     def close(self) -> None:
@@ -138,12 +141,19 @@ class HeldKey:
         with contextlib.suppress(OSError):
             self._file.close()
 
+    def _note_answer(self, first: FirstRequest, answer: dict[str, Any]) -> None:
+        """Append an answer, where there is room for it: it can be found again by what was made."""
+        try:
+            self._append(msgspec.structs.replace(first, answer=answer))
+        except StoreError as error:
+            logger.warning("cannot store the answer of the request that made %s: %s", first.made, error)
+
     def _append(self, first: FirstRequest) -> None:
         with named("cannot write", str(self._path)):
             self._file.write(msgspec.json.encode(first) + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-            if self.first is None:
+            if first.answer is None:
                 sync_folder(self._path.parent)
         self.first = first
 
@@ -171,7 +181,8 @@ def _is_over(status: os.stat_result, now: float) -> bool:
 
 
 def _remove_if_free(path: str, now: float) -> bool:
-    with open(path, "rb") as file, contextlib.suppress(BlockingIOError):
+    # An exclusive lock on NFS takes a file that can be written to
+    with open(path, "rb+") as file, contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = os.fstat(file.fileno())  # as it is now that no call can change it
         if status.st_nlink and _is_over(status, now):

@@ -15,7 +15,9 @@ from jobs.batch.deleted import note_deleted, note_of
 from jobs.batch.forgetting import delete_batch, finish_deletions, forget_batch
 from jobs.batch.manifest import load_manifest
 from jobs.batch.rebuild import rebuild
+from jobs.batch.submit import submitted_batch
 from jobs.control.ticker import Ticker
+from jobs.protocol.results import ApiError
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
@@ -151,6 +153,15 @@ def test_a_deleted_batch_leaves_its_result_files(redis_client: redis.Redis, tmp_
         store.delete("", file_id or "")
     with pytest.raises(KeyError):
         delete_batch(Queue(redis_client), store, record.id)
+
+
+def test_a_repeated_create_does_not_bring_back_a_deleted_batch(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = ended(redis_client, tmp_path)
+    queue, store = Queue(redis_client), store_of(redis_client, tmp_path)
+    delete_batch(queue, store, record.id)
+    with pytest.raises(ApiError, match=f"The batch {record.id} that this request made first was deleted") as refused:
+        submitted_batch(queue, store, "", record.id)
+    assert refused.value.status == 404
 
 
 def test_a_batch_that_has_not_ended_is_not_deleted(redis_client: redis.Redis, tmp_path: Path) -> None:

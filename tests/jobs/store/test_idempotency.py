@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -90,6 +91,28 @@ def test_of_calls_at_once_one_makes_something(idempotency_keys: IdempotencyKeys,
         answers = set(threads.map(call, range(200)))
     assert answers - {"409"} == set(things.names)
     assert len(things.names) == 1
+
+
+def test_an_answer_that_cannot_be_stored_is_given_all_the_same(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def make(thing: str) -> dict[str, Any]:
+        made = things.make(thing)
+        (name,) = files_in(tmp_path)
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (os.stat(tmp_path / "store" / "idempotency" / name).st_size, limits[1])
+        )
+        return made
+
+    try:
+        with idempotency_keys.hold("", "thing", "key") as held:
+            assert held.make_once("digest", "one", things.find, make) == ({"id": "one"}, False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert things.once(idempotency_keys.hold("", "thing", "key")) == ({"id": "one"}, True)
+    assert things.names == ["one"]
 
 
 def test_a_key_is_in_use_until_its_process_dies(
