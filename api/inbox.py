@@ -41,7 +41,8 @@ class Inbox:
         self.key = key
         self.outlet: Outlet | None = None
         self._queue = queue
-        self._entries: deque[tuple[tuple[int, int], StreamEntry]] = deque()  # with their positions
+        # With their positions, and whether they are out of the request's own stream
+        self._entries: deque[tuple[tuple[int, int], StreamEntry, bool]] = deque()
         self._news = asyncio.Event()
         self._waits = False  # a task, for news
         self._missed = False
@@ -70,7 +71,7 @@ class Inbox:
             self._entries.clear()
             self._missed = True
         if not self._missed:
-            self._entries.append((arrived, entry))
+            self._entries.append((arrived, entry, False))
             self._ended = self._ended or entry.result is not None
 
     def deliver(self) -> bytes:
@@ -174,11 +175,18 @@ class Inbox:
         except BaseException:
             self._missed = True
             raise
-        self._entries.extendleft((position(entry.entry_id), entry) for entry in reversed(history))
+        self._entries.extendleft((position(entry.entry_id), entry, True) for entry in reversed(history))
 
-    def _trim(self, arrived: tuple[int, int], entry: StreamEntry) -> StreamEntry | None:
-        """The entry without what was got before; None when it came before."""
+    def _trim(self, arrived: tuple[int, int], entry: StreamEntry, stored: bool) -> StreamEntry | None:
+        """The entry without what was got before; None when it came before, or when tokens before it
+        are missing, which are in the request's own stream.
+        """
         if arrived <= self._last and entry.result is None:
+            return None
+        # `put` sees no gap where a server was rolled back behind an entry that came and was not got
+        if not stored and any(chunk.index > self._seen.get(chunk.choice, (0,))[0] for chunk in entry.chunks):
+            self._entries.clear()
+            self.look()
             return None
         self._last_id, self._last = entry.entry_id, arrived
         for place, chunk in enumerate(entry.chunks):

@@ -8,6 +8,7 @@ import pytest
 
 from api.inbox import QUEUE_LENGTH, Inbox
 from jobs.protocol.requests import Claim, Delta, ParsedDelta, RequestKey, StreamEntry, TokenChunk
+from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, finished, read_api, request, text_in, token_ids_in
 
@@ -84,6 +85,33 @@ def test_a_server_that_was_rolled_back_says_the_end_again_and_differently_cut(qu
     chunks = [TokenChunk(choice, 2, [2, 3, 4, 5], "2345", 2) for choice in range(2)]
     again = [StreamEntry(claim.key, "12-0", chunks), StreamEntry(claim.key, "12-2", [], result=last.result)]
     check(receive(queue, claim.key, [*entries, *again]), 6)
+
+
+def test_what_a_rolled_back_server_generates_again_has_no_hole(queue: Queue, claim: Claim) -> None:
+    """An entry came that the server then lost, and with it what would have filled the gap before;
+    of what comes in their place the first entries are missed too.
+    """
+
+    async def read() -> list[StreamEntry]:
+        publish(queue, claim, 6)
+        entries = arrived(queue)
+        stored = queue.redis.dump(keys.tokens(str(claim.key)))
+        queue.redis.xtrim(keys.tokens(str(claim.key)), maxlen=0)
+        inbox = Inbox(claim.key, queue)
+        for entry in (entries[0], entries[3]):
+            inbox.put(entry)
+        received = []
+        while (entry := await inbox.get(0.02)) is not None:
+            received.append(entry)
+        queue.redis.restore(keys.tokens(str(claim.key)), 0, stored, replace=True)
+        for entry in entries[2:]:
+            inbox.put(entry)
+        while not received or received[-1].result is None:
+            entry = await inbox.get()
+            received += [] if entry is None else [entry]
+        return received
+
+    check(asyncio.run(asyncio.wait_for(read(), 60)), 6)
 
 
 def test_parsed_deltas_are_got_once_however_they_come_again(queue: Queue, claim: Claim) -> None:
