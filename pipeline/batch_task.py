@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.queue.settings import QueueSettings
 from pipeline.hosting.settings import HostingSettings
+from pipeline.input_names import PARTS_SUFFIX
 from pipeline.options import model_arguments
 from pipeline.supervisor import Supervisor
 
@@ -42,7 +43,7 @@ class Task:
     @property
     def root(self) -> Path:
         """The folder beside the output from which a second start goes on."""
-        return self.output.with_name(f"{self.output.name}.parts").absolute()
+        return self.output.with_name(f"{self.output.name}{PARTS_SUFFIX}").absolute()
 
 
 def start_worker(task: Task, supervisor: Supervisor) -> None:

@@ -72,6 +72,26 @@ def test_a_pattern_stands_for_the_files_that_match_it(data: Path) -> None:
     assert named_files([odd], None) == [(odd, data / "[x].results.jsonl")]
 
 
+def test_a_pattern_leaves_out_what_the_same_command_wrote_before(data: Path) -> None:
+    (data / "out").mkdir()
+    for output in (data / "a.results.jsonl", data / "out" / "a.jsonl"):
+        write_lines(output)
+        parts = output.with_name(f"{output.name}.parts")
+        parts.mkdir()
+        (parts / "manifest.json").write_text("{}")
+        write_lines(parts / "lines.jsonl")
+    sources = [data / "a.jsonl", data / "b.jsonl"]
+    for output_folder in (None, data / "out"):
+        assert [source for source, _ in named_files([data / "**/*.jsonl"], output_folder)] == sources
+
+
+def test_results_in_the_place_of_another_input_are_refused(data: Path) -> None:
+    write_lines(data / "a.results.jsonl")
+    for sources in ([data / "a.jsonl", data / "a.results.jsonl"], [data / "*.jsonl"]):
+        with pytest.raises(Refused, match=r"would take the place of the input .*a\.results\.jsonl: name another -o"):
+            named_files(sources, None)
+
+
 def test_two_results_under_one_name_are_refused(data: Path) -> None:
     for sources in ([data / "a.jsonl", data / "a.jsonl.gz"], [data / "*.jsonl", data / "a.jsonl"]):
         with pytest.raises(Refused, match=r"would both be .*a\.jsonl: run them one by one"):
