@@ -89,9 +89,11 @@ def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> 
     """
     files.check()
     root = files.batch_root(batch)
+    manifest = load_manifest(str(root))
+    # Asked after, since a deletion notes it before the manifest goes
     if is_deleted(str(root)):
         raise ApiError(404, f"The batch {batch} that this request made first was deleted.", param="batch_id")
-    if load_manifest(str(root)) is None:
+    if manifest is None:
         _remove(queue, tenant, batch, root)
         return None
     try:
