@@ -1,4 +1,4 @@
-"""Under one key one thing is made, whoever is killed where; a key is kept for a day."""
+"""One key makes one thing, at whichever step a process is killed; it is kept for a day."""
 
 import itertools
 import os

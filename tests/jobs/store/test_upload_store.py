@@ -207,8 +207,8 @@ def test_a_second_call_does_not_wait_for_a_long_completion(
 
 def age(uploads: UploadStore, upload: UploadRecord, seconds: int = HOUR) -> None:
     record = uploads.folder(upload.id) / "upload.json"
-    told = json.loads(record.read_text())
-    record.write_text(json.dumps(told | {"expires_at": told["expires_at"] - seconds}))
+    stored = json.loads(record.read_text())
+    record.write_text(json.dumps(stored | {"expires_at": stored["expires_at"] - seconds}))
 
 
 def test_what_ended_is_removed(uploads: UploadStore, files: FileStore, redis_client: redis.Redis) -> None:

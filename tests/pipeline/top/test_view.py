@@ -121,7 +121,7 @@ def test_at_80_columns_no_number_is_cut(queue: Queue) -> None:
     assert len(cut) == 2
     assert all(line.rindex("…") == 0 for line in cut)
     [batch] = [line for line in lines if "in_progress" in line]
-    assert batch.split()[0].endswith("f3af80b25")  # the end tells ids apart
+    assert batch.split()[0].endswith("f3af80b25")  # ids differ at their end
     assert {"999999", "10000000"} <= set(batch.split())
 
 
