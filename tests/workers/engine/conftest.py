@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import choose_interpreter
+from workers.engine.attention.base import CacheShape
 from workers.engine.scheduling.forecast import AdmissionForecast
 
 choose_interpreter()
@@ -21,6 +22,21 @@ def _gpu_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu") is not None:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _tiles_of_no_measurement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each new shape of a tiny model would compile and time ten choices first."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    from workers.engine.kernels import tile_choices
+    from workers.engine.kernels.tuning import TileChoice, candidates
+
+    def first(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
+        group = num_heads // shape.kv_heads
+        return {kind: candidates(kind, shape.head_dim, group, dtype)[0] for kind in ("decode", "prefill")}
+
+    monkeypatch.setattr(tile_choices, "choices", first)
 
 
 @pytest.fixture

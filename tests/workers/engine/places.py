@@ -7,11 +7,15 @@ interpreter is slow, so it has tests of its own, with few tokens.
 """
 
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from tests.workers.engine.native.available import missing_native
+
+_LOCKS = TemporaryDirectory()
+"""Of this process alone, so that tests may share a GPU: their caches are small."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class Place:
     attention_backend: str
 
     def settings(self) -> dict[str, str]:
-        return {"device": self.device, "attention_backend": self.attention_backend, "dtype": "float32"}
+        chosen = {"device": self.device, "attention_backend": self.attention_backend, "dtype": "float32"}
+        return chosen if self.device == "cpu" else {**chosen, "device_lock_folder": _LOCKS.name}
 
 
 TORCH = Place("cpu", "torch")

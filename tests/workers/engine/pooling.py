@@ -21,7 +21,7 @@ EMBED = PoolingParams("embed")
 
 def start(path: Path, place: Place, **settings: Any) -> EngineCore:
     """A core that needs several steps for the texts; `settings` are more of the configuration."""
-    small: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 4}
+    small: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
     return EngineCore(Executor(EngineConfig(model=str(path), threads=1, **small | place.settings() | settings)))
 
 

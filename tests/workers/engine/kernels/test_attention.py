@@ -296,16 +296,17 @@ def test_a_recording_reads_the_lengths_in_memory() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention.forward(first.q, k, v, cache, metadata, 0.125, CAUSAL)
+    whole_keys, whole_values = first.keys, first.values
     for contexts in ([3000, 17, 1, 0], [2000, 9, 0, 0], [513, 16, 1, 0]):
         first.rows = [(1, context) for context in contexts]
         metadata.context_lens.copy_(torch.tensor(contexts, dtype=torch.int32))
         metadata.slot_mapping.copy_(
             torch.cat([first._places(row, max(c - 1, 0), max(c, 1)) for row, c in enumerate(contexts)])
         )
-        first.keys = [keys[: max(context, 1)].clone() for keys, context in zip(first.keys, contexts, strict=True)]
-        first.values = [
-            values[: max(context, 1)].clone() for values, context in zip(first.values, contexts, strict=True)
-        ]
+        first.keys, first.values = (
+            [tensor[: max(context, 1)].clone() for tensor, context in zip(whole, contexts, strict=True)]
+            for whole in (whole_keys, whole_values)
+        )
         k.copy_(first.new(first.keys))
         v.copy_(first.new(first.values))
         out.fill_(float("nan"))
