@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.server import PrivateServer
+from tests.support.logs import kept_log
 from tests.support.redis_server import running_server
 
 pytest_plugins = ["tests.support.time_limits"]
@@ -36,6 +37,12 @@ def _file_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     that no other test sees.
     """
     os.environ["FILE_STORE"] = str(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(autouse=True)
+def log_of_each_test() -> Iterator[None]:
+    with kept_log():
+        yield
 
 
 @pytest.fixture

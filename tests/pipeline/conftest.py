@@ -1,14 +1,13 @@
 """Fixtures: the `pipeline` command in this process, which is quicker than one of its own."""
 
-import contextlib
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 
 from pipeline.main import main
+from tests.support.logs import kept_log
 
 
 class CommandOutcome(NamedTuple):
@@ -20,23 +19,6 @@ class CommandOutcome(NamedTuple):
 
 
 RunHere = Callable[..., CommandOutcome]
-
-
-@contextlib.contextmanager
-def kept_log() -> Iterator[None]:
-    """Take back what a command does to this process' log."""
-    handlers, level = list(logging.root.handlers), logging.root.level
-    try:
-        yield
-    finally:
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
-
-
-@pytest.fixture(autouse=True)
-def log_of_each_test() -> Iterator[None]:
-    with kept_log():
-        yield
 
 
 @pytest.fixture
