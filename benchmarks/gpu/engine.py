@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from benchmarks.gpu.checkpoints import checkpoint, shape_of
 from benchmarks.gpu.roofline import cost_of, roofline
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import NeedsGpu, Setting
 from benchmarks.gpu.workload import Workload, drawn, even, staircase
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.config import EngineConfig
@@ -42,6 +42,14 @@ class GpuPass:
 def qwen3_06b(setting: Setting) -> dict[str, Any]:
     """nano-vllm's workload."""
     return _throughput(setting, "qwen3-0.6b", _benchmark(setting, 256, 100, 1024), full_warmup=True)
+
+
+def qwen3_06b_fp8(setting: Setting) -> dict[str, Any]:
+    """The same over keys and values of 8 bits."""
+    if setting.device != "cuda":
+        raise NeedsGpu("a CPU has no KV cache of 8 bits")
+    work = _benchmark(setting, 256, 100, 1024)
+    return _throughput(setting, "qwen3-0.6b", work, full_warmup=True, kv_cache_dtype="fp8")
 
 
 def qwen3_06b_queued(setting: Setting) -> dict[str, Any]:
@@ -184,7 +192,8 @@ def _throughput(setting: Setting, name: str, work: Workload, full_warmup: bool, 
         ),
     }
     if setting.gpu is not None:
-        least = roofline(cost_of(shape_of(setting, name)), work, setting.gpu)
+        cost = cost_of(shape_of(setting, name), kv_bytes=1 if settings.get("kv_cache_dtype") == "fp8" else 2)
+        least = roofline(cost, work, setting.gpu)
         figures["bound"] = round(work.output_tokens / least.seconds, 1)
         figures["roofline"] = {
             "prompt_seconds": least.prompt_seconds,

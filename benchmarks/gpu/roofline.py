@@ -41,15 +41,20 @@ class ModelCost:
         return 2 * (self.layer_weights + self.head_weights)
 
 
-def cost_of(shape: Mapping[str, Any]) -> ModelCost:
-    """For a Llama-like shape, by the names of transformers' configurations."""
+def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2) -> ModelCost:
+    """For a Llama-like shape, by the names of transformers' configurations.
+
+    `kv_bytes`: of one number of a key or value.
+    """
     hidden, inner, layers, heads = (
         shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     )
     kv_heads, head_dim = shape["num_key_value_heads"], shape.get("head_dim", hidden // heads)
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     return ModelCost(
-        layers * (attention + 3 * hidden * inner), hidden * shape["vocab_size"], layers * 2 * 2 * kv_heads * head_dim
+        layers * (attention + 3 * hidden * inner),
+        hidden * shape["vocab_size"],
+        layers * 2 * kv_bytes * kv_heads * head_dim,
     )
 
 

@@ -33,11 +33,17 @@ class Backend(Protocol):
         """Raise ModelLoadError where it cannot run a model of `dtype`."""
         return
 
+    def stores_fp8(self, device: torch.device) -> bool:
+        """Return whether the KV cache may be in torch.float8_e4m3fn."""
+        return False
+
     @property
     def ops(self) -> Ops: ...
 
     def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
-        """Return attention in `dtype`; that of the shape may differ where the backend `widens`."""
+        """Return attention in `dtype`; that of the shape may differ where the backend `widens` or
+        `stores_fp8`.
+        """
         ...
 
     def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs: ...

@@ -23,6 +23,7 @@ from workers.engine.sampling.base import Draw
 # Compute capability: what Triton supports; on what came before, `attend` also takes more shared
 # memory than there is
 _KERNELS_SINCE = (8, 0)
+_FP8_SINCE = (8, 9)  # has instructions that convert to and from e4m3
 _TRITON_SINCE = (3, 6)
 
 
@@ -38,6 +39,9 @@ class TritonBackend(Backend):
             f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) is too old for the engine's"
             " kernels, which need 8.0 or newer"
         )
+
+    def stores_fp8(self, device: torch.device) -> bool:
+        return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8_SINCE
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         why = self.unfit(device, dtype)

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import torch
 
+from workers.engine.backends.base import Backend
 from workers.engine.backends.registry import default_backend, find_backend
 from workers.engine.device.loader import resolve_dtype
 from workers.engine.messages.config import (
@@ -24,19 +25,18 @@ from workers.engine.models.config import ModelConfig
 def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedConfig:
     """Decide what is left open, for a model on one of the replica's devices.
 
-    Raises ModelLoadError for a backend that does not exist, and for a context longer than the
-    model's.
+    Raises ModelLoadError for a backend that does not exist or cannot store what was asked for, and
+    for a context longer than the model's.
     """
     place = torch.device(device)
     cuda, dtype = place.type == "cuda", resolve_dtype(config.dtype, model, place)
     auto = config.attention_backend == "auto"
     backend = default_backend(place, dtype) if auto else find_backend(config.attention_backend)
     length, tokens = _longest_context(config, model), config.max_num_batched_tokens or (16384 if cuda else 1024)
-    narrow = backend.widens and config.dtype == "auto" and dtype == torch.float32 and _suits_narrow_cache(model)
     settled = {
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
-        "cache_dtype": "bfloat16" if narrow else str(dtype).removeprefix("torch."),
+        "cache_dtype": str(_cache_dtype(config, backend, place, model, dtype)).removeprefix("torch."),
         "attention_backend": backend.name,
         "max_model_len": length,
         "may_shorten": config.max_model_len is None,
@@ -48,6 +48,20 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
         "threads": config.compute_threads(),
     }
     return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | settled)
+
+
+def _cache_dtype(
+    config: EngineConfig, backend: Backend, device: torch.device, model: ModelConfig, dtype: torch.dtype
+) -> torch.dtype:
+    if config.kv_cache_dtype == "fp8":
+        if not backend.stores_fp8(device):
+            raise ModelLoadError(
+                "--kv-cache-dtype fp8 needs the engine's own kernels on a GPU of compute capability 8.9 or newer, and"
+                f" this is the {backend.name} backend on {device}; leave it at auto"
+            )
+        return torch.float8_e4m3fn
+    narrow = backend.widens and config.dtype == "auto" and dtype == torch.float32 and _suits_narrow_cache(model)
+    return torch.bfloat16 if narrow else dtype
 
 
 def _suits_narrow_cache(model: ModelConfig) -> bool:

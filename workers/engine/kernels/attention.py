@@ -31,14 +31,19 @@ _PRECISION = tl.constexpr(
 )  # of float32 products: three of TensorFloat-32, nearly exact, and no spilling of registers
 LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a difference of two is a number
+_LARGEST_FP16 = tl.constexpr(65504.0)
 
 
-def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """Return what `attend` multiplies numbers of `dtype` as: themselves, but float32 where the
-    interpreter would multiply bit patterns.
+def dot_type(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
+    """Return what `attend` multiplies queries of `dtype` and a cache of `cache_dtype` as.
+
+    That is `dtype`, but float32 where the interpreter would multiply bit patterns, and float16 for
+    a cache in fp8, which one instruction converts to it.
     """
     if dtype == torch.float32 or knobs.runtime.interpret:
         return tl.float32
+    if cache_dtype == torch.float8_e4m3fn:
+        return tl.float16
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
@@ -310,9 +315,10 @@ def attend(
     query = m // GROUP
     q_head = head * GROUP + m % GROUP
     mask = (query < queries)[:, None] & (d < HEAD_DIM)[None, :]
-    tile = tl.load(q + ((token + query) * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0).to(
-        DOT
-    )
+    tile = tl.load(q + ((token + query) * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+    if tl.float16 == DOT and q.dtype.element_ty == tl.bfloat16:
+        tile = tl.clamp(tile.to(tl.float32), -_LARGEST_FP16, _LARGEST_FP16)
+    tile = tile.to(DOT)
     positions = position + query
     block_stride: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     keys = cache + head * (BLOCK_SIZE * HEAD_DIM)

@@ -51,19 +51,20 @@ class TritonAttention:
         choices: Mapping[str, TileChoice],
     ) -> None:
         """`choices`: tiles for "decode" and "prefill" steps."""
-        self._shape, self._heads, self._dtype, self._device = shape, num_heads, dtype, device
+        self._shape, self._heads, self._device = shape, num_heads, device
+        self._cache_dtype = shape.dtype or dtype
         self._group = num_heads // shape.kv_heads
         self._block_d = max(16, _power_of_two(shape.head_dim))
         self._choices = choices
         self._parallel = (
             2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         )
-        self._dot = kernels.dot_type(dtype)
+        self._dot = kernels.dot_type(dtype, self._cache_dtype)
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
         s = self._shape
         size = (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim)
-        return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+        return [torch.zeros(size, dtype=self._cache_dtype, device=self._device) for _ in range(num_layers)]
 
     def forward(
         self,

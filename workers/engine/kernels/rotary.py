@@ -12,6 +12,7 @@ from torch import Tensor
 from workers.engine.layers.base import RotaryHeads
 
 _HEADS = 8  # of one program
+_LARGEST_FP8 = tl.constexpr(448.0)
 
 
 def rotate_and_write(
@@ -131,8 +132,18 @@ def _rotate_and_write(
     cache += (place // BLOCK_SIZE) * block_stride + (place % BLOCK_SIZE) * HEAD_DIM
     kv_head = tl.where(is_value, head - heads - kv_heads, head - heads)
     target = cache + tl.where(is_value, values_stride, 0).to(tl.int64) + kv_head * cache_head_stride + column
-    tl.store(target, low, mask & (head >= heads))
-    tl.store(target + HEAD_DIM // 2, high, mask & (head >= heads))
+    tl.store(target, _stored(low, cache), mask & (head >= heads))
+    tl.store(target + HEAD_DIM // 2, _stored(high, cache), mask & (head >= heads))
+
+
+@triton.jit
+def _stored(numbers, cache):
+    """As the cache has them; fp8 has no infinity, and what is beyond its range becomes its
+    largest.
+    """
+    if cache.dtype.element_ty == tl.float8e4nv:
+        numbers = tl.clamp(numbers.to(tl.float32), -_LARGEST_FP8, _LARGEST_FP8)
+    return numbers.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -169,5 +180,5 @@ def _write(
     place = tl.load(slot_mapping + token)
     cache += (place // BLOCK_SIZE) * block_stride + (place % BLOCK_SIZE) * HEAD_DIM
     target = cache + head * cache_head_stride + column
-    tl.store(target, key, mask)
-    tl.store(target + values_stride, value, mask)
+    tl.store(target, _stored(key, cache), mask)
+    tl.store(target + values_stride, _stored(value, cache), mask)

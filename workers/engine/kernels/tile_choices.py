@@ -40,7 +40,8 @@ def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torc
     if device.type != "cuda":
         return {kind: among[0] for kind, among in offered.items()}
     known = ChoiceCache(cache_folder(), torch.cuda.get_device_name(device), Path(kernels.__file__).read_text())
-    name = f"heads of {shape.head_dim}, {shape.kv_heads} with {group} each, {dtype}, blocks of {shape.block_size}"
+    kept = "" if shape.dtype in (None, dtype) else f" over {shape.dtype}"
+    name = f"heads of {shape.head_dim}, {shape.kv_heads} with {group} each, {dtype}{kept}, blocks of {shape.block_size}"
     with torch.cuda.device(device):
         measured = _Measured(shape, num_heads, dtype, device)
         chosen = {
@@ -58,15 +59,15 @@ class _Measured:
     """
 
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
-        blocks = max(64, _POOL_BYTES // shape.block_bytes(dtype))
-        self._shape = CacheShape(blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        self._shape = replace(shape, num_blocks=max(64, _POOL_BYTES // shape.block_bytes(shape.dtype or dtype)))
         self._heads, self._dtype, self._device = num_heads, dtype, device
         self._cache: torch.Tensor | None = None
 
     def __call__(self, kind: str, choice: TileChoice) -> float:
         attention = TritonAttention(self._shape, self._heads, self._dtype, self._device, {kind: choice})
         if self._cache is None:
-            self._cache = attention.new_cache(1)[0].normal_()
+            (self._cache,) = attention.new_cache(1)
+            self._cache.copy_(torch.randn(self._cache.shape, dtype=self._dtype, device=self._device))
         layer_cache = self._cache
         metadata = self._metadata(kind)
         q = torch.randn(

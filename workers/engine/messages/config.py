@@ -74,6 +74,12 @@ class EngineConfig:
         " on a CPU, on a GPU only smaller. [default: none]",
         choices=("int8",),
     )
+    kv_cache_dtype: str = _flag(
+        "auto",
+        "Type of keys and values in the KV cache. auto: the model's, on a CPU bfloat16 for checkpoints in it. fp8, on a"
+        " GPU: 8 bits (e4m3), so twice the tokens, and half the bytes to read.",
+        choices=("auto", "fp8"),
+    )
     max_model_len: int | None = _flag(
         None, "Longest prompt and answer together, in tokens. [default: from the model's config]", min=1, kind="size"
     )

@@ -28,6 +28,16 @@ def test_what_is_left_open_is_decided_for_the_device_and_the_model(monkeypatch: 
     assert resolved("llama", device="cpu", dtype="float16").dtype == "float16"
 
 
+def test_a_cache_of_8_bits_is_for_the_gpus_kernels() -> None:
+    assert (
+        resolved("llama", device="cpu", attention_backend="triton", kv_cache_dtype="fp8").cache_dtype == "float8_e4m3fn"
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"--kv-cache-dtype fp8 needs .* this is the torch backend on cpu; leave it"
+    ):
+        resolved("llama", device="cpu", attention_backend="torch", kv_cache_dtype="fp8")
+
+
 @needs_native
 def test_a_cache_is_as_exact_as_the_checkpoint_or_as_was_asked_for() -> None:
     name = resolved("llama", device="cpu").model

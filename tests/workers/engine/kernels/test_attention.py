@@ -61,6 +61,7 @@ class KernelStep:
     dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None  # where it is another one
     pattern: AttentionPattern = CAUSAL
     reach: int | None = None  # of a bias
     seed: int = field(default_factory=lambda: int(os.environ.get("ATTENTION_SEED", 1)))
@@ -70,7 +71,7 @@ class KernelStep:
         self.random = np.random.default_rng(self.seed)
         torch.manual_seed(self.seed)
         blocks = [-(-context // self.block_size) for _, context in self.rows]
-        self.shape = CacheShape(sum(blocks) + 2, self.block_size, self.kv_heads, self.dim)
+        self.shape = CacheShape(sum(blocks) + 2, self.block_size, self.kv_heads, self.dim, self.cache_dtype)
         free = iter(self.random.permutation(np.arange(1, self.shape.num_blocks - 1)))
         self.tables = np.full((len(self.rows) + 3, max(*blocks, 1) + 2), self.shape.num_blocks - 1, np.int32)
         self.slots = self.random.permutation(np.arange(1, len(self.rows) + 1)).astype(np.int32)
@@ -80,11 +81,15 @@ class KernelStep:
         heads = self.kv_heads * self.group
         self.bias = None if self.reach is None else torch.randn(heads, 2 * self.reach + 1, device=DEVICE)
         self.q = self._random(sum(count for count, _ in self.rows), self.kv_heads * self.group)
-        self.keys = [self._random(max(count, context), self.kv_heads) for count, context in self.rows]
-        self.values = [self._random(max(count, context), self.kv_heads) for count, context in self.rows]
+        self.keys = [self._kept(max(count, context)) for count, context in self.rows]
+        self.values = [self._kept(max(count, context)) for count, context in self.rows]
 
     def _random(self, tokens: int, heads: int) -> Tensor:
         return torch.randn(tokens, heads, self.dim, device=DEVICE).to(self.dtype)
+
+    def _kept(self, tokens: int) -> Tensor:
+        """Numbers that the cache holds exactly, since the interpreter rounds to 8 bits wrongly."""
+        return self._random(tokens, self.kv_heads).to(self.shape.dtype or self.dtype).to(self.dtype)
 
     def new(self, tensors: list[Tensor]) -> Tensor:
         """Of every row what this step computes."""
@@ -97,11 +102,12 @@ class KernelStep:
         s = self.shape
         cache = torch.full(
             (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim), float("nan"), dtype=self.dtype, device=DEVICE
-        )
+        ).to(self.cache_dtype or self.dtype)
         for row, (count, context) in enumerate(self.rows):
             places = self._places(row, 0, context - count)
             for half, tensors in enumerate((self.keys, self.values)):
-                cache[half, places // s.block_size, :, places % s.block_size] = tensors[row][: len(places)]
+                earlier = tensors[row][: len(places)].to(cache.dtype)
+                cache[half, places // s.block_size, :, places % s.block_size] = earlier
         return cache
 
     def _places(self, row: int, first: int, last: int) -> Tensor:
@@ -166,8 +172,9 @@ class KernelStep:
         {"group": 2, "dtype": torch.bfloat16},
         {"group": 7, "dim": 80, "block_size": 32, "kv_heads": 1},
         {"group": 1, "dim": 128, "block_size": 8, "pattern": AttentionPattern(window=50)},
+        {"group": 2, "dim": 80, "dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn},
     ],
-    ids=["group-2-bf16", "group-7-of-80", "window"],
+    ids=["group-2-bf16", "group-7-of-80", "window", "fp8"],
 )
 def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
     KernelStep(rows, **shape).check()
@@ -227,9 +234,9 @@ def test_wide_grid(
     if split:
         request.getfixturevalue("_short_pieces")
     for rows, dtype in ((DECODE, torch.float32), (MIXED, torch.bfloat16)):
-        KernelStep(rows, 1, group, dim, block_size, dtype, AttentionPattern(window=window)).check()
+        KernelStep(rows, 1, group, dim, block_size, dtype, pattern=AttentionPattern(window=window)).check()
     for rows, dtype, reach in ((TEXTS, torch.float32, 40), (MIXED, torch.bfloat16, None)):
-        KernelStep(rows, 1, group, dim, block_size, dtype, AttentionPattern(False, window), reach).check()
+        KernelStep(rows, 1, group, dim, block_size, dtype, None, AttentionPattern(False, window), reach).check()
 
 
 def test_heads_are_normed_and_rotated_on_the_way() -> None:
@@ -270,7 +277,16 @@ def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dt
         for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
     ]
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
-        KernelStep(rows, kv_heads, group, dim, 16, dtype, AttentionPattern(window=window)).check()
+        KernelStep(rows, kv_heads, group, dim, 16, dtype, pattern=AttentionPattern(window=window)).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 2, 128), (2, 7, 64), (1, 16, 80)])
+def test_real_shapes_over_a_cache_of_8_bits(kv_heads: int, group: int, dim: int) -> None:
+    random = np.random.default_rng(1)
+    decode = [(1, int(length)) for length in random.integers(1, 6000, 40)] + [(1, 0)] * 3
+    for rows in (decode, [(1, 30000)], [(2048, 2048)], [*decode, (100, 2000)]):
+        KernelStep(rows, kv_heads, group, dim, 16, torch.bfloat16, torch.float8_e4m3fn).check()
 
 
 @pytest.mark.gpu

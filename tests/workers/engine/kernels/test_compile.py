@@ -29,10 +29,12 @@ def attend(
     dtype: torch.dtype,
     reaches: tuple[int, int] = (-1, 0),
     bias_reach: int = 0,
+    fp8: bool = False,
 ) -> KernelVariant:
     short, name = NAMES[dtype]
     signature = {
-        **dict.fromkeys(("q", "cache", "out"), f"*{short}"),
+        **dict.fromkeys(("q", "out"), f"*{short}"),
+        "cache": "*fp8e4nv" if fp8 else f"*{short}",
         **dict.fromkeys(("block_tables", "records"), "*i32"),
         **dict.fromkeys(("partials", "partial_sums"), "*fp32"),
         "scale": "fp32",
@@ -51,7 +53,7 @@ def attend(
         "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
         "TILE": choice.tile,
         "PREFILL": kind == "prefill",
-        "DOT": name,
+        "DOT": "tl.float16" if fp8 else name,
     }
     if bias_reach:
         signature["bias"] = "*fp32"
@@ -130,6 +132,13 @@ def test_loads_and_products_are_as_wide_as_they_can_be() -> None:
 def test_every_candidate_compiles(dim: int, dtype: torch.dtype, capability: int) -> None:
     kinds = [(kind, choice) for kind in ("decode", "prefill") for choice in candidates(kind, dim, 4, dtype)]
     check([attend(kind, choice, dim, 4, dtype) for kind, choice in kinds], SPILLED[dtype], capability)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_candidate_compiles_for_a_cache_of_8_bits(dim: int) -> None:
+    kinds = [(kind, choice) for kind in ("decode", "prefill") for choice in candidates(kind, dim, 4, torch.bfloat16)]
+    check([attend(kind, choice, dim, 4, torch.bfloat16, fp8=True) for kind, choice in kinds], 96, 90)
 
 
 @pytest.mark.proof

@@ -80,6 +80,16 @@ def test_writes_alone() -> None:
 
 
 @pytest.mark.gpu
+def test_a_cache_of_8_bits_rounds_as_torch_does_and_holds_what_is_too_large() -> None:
+    cache = torch.zeros(2, 5, 2, 16, 64, device=DEVICE).to(torch.float8_e4m3fn)
+    keys, values = (torch.randn(70, 2, 64, device=DEVICE).bfloat16() * 200 for _ in range(2))
+    write(keys, values, cache, torch.arange(70, device=DEVICE))
+    for half, tensor in enumerate((keys, values)):
+        stored = cache[half].transpose(1, 2).reshape(-1, 2, 64)[:70].float()
+        assert torch.equal(stored, tensor.float().clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

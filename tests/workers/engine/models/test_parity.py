@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.models.tiny_models import EACH_MODEL, MODELS, PROMPT_LENGTHS, Reference, folder, reference
-from tests.workers.engine.places import Place, at_all, interpreted
+from tests.workers.engine.places import GPU, Place, at_all, interpreted
 from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
@@ -79,7 +79,7 @@ class LogitsRecorder:
         return sampled
 
 
-def start(name: str, variant: ParityVariant, place: Place) -> tuple[EngineCore, LogitsRecorder]:
+def start(name: str, variant: ParityVariant, place: Place, **settings: str) -> tuple[EngineCore, LogitsRecorder]:
     per_block = block_bytes(open_checkpoint(str(folder(name))).config, torch.float32, 16)
     config = EngineConfig(
         model=str(folder(name)),
@@ -92,6 +92,7 @@ def start(name: str, variant: ParityVariant, place: Place) -> tuple[EngineCore, 
         enable_prefix_caching=variant.enable_prefix_caching,
         depth=variant.depth,
         **place.settings(),  # type: ignore[arg-type]
+        **settings,  # type: ignore[arg-type]
     )
     executor = Executor(config)
     return EngineCore(executor), LogitsRecorder(executor.runner)
@@ -168,6 +169,16 @@ def test_second_submission_hits_the_cache(name: str, depth: int, place: Place) -
     length_dependent = name in ("rope-dynamic", "rope-longrope")
     hits = [0 if length_dependent else (len(prompt) - 1) // 16 * 16 for prompt in expected.prompts]
     assert got.cached == hits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_keys_and_values_of_8_bits_turn_logits_little(name: str) -> None:
+    expected = reference(name)
+    core, sampler = start(name, ParityVariant(depth=1), GPU, kv_cache_dtype="fp8")
+    answers(core, expected)
+    for request, logits in enumerate(expected.logits):
+        assert torch.cosine_similarity(sampler.logits[request, 0], logits[0], dim=0) > 0.995
 
 
 SMALL = ParityVariant(num_blocks=7, max_model_len=80, max_num_seqs=2, max_num_batched_tokens=24, depth=1)
