@@ -107,6 +107,17 @@ def test_an_upload_is_begun_once(http: httpx.Client, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "store" / "uploads").iterdir()] == [first.json()["id"]]
 
 
+def test_a_refused_batch_leaves_its_key_to_a_corrected_one(api_url: str, tmp_path: Path) -> None:
+    _, secret = create_key(str(tmp_path / "store"), tenant="blue", open_batches=1)
+    with plain_client(api_url, headers={"authorization": f"Bearer {secret}"}) as http:
+        body = new_batch(send_file(http, "k").json()["id"])
+        open_batch = send(http, "/v1/batches", "open", body).json()["id"]
+        for _ in range(2):
+            check_error(send(http, "/v1/batches", "k", body), 429, "rate_limit_exceeded", None)
+        check_error(send(http, "/v1/batches", "k", body | {"metadata": {"a": "b"}}), 429, "rate_limit_exceeded", None)
+        assert [batch["id"] for batch in http.get("/v1/batches").json()["data"]] == [open_batch]
+
+
 def test_the_answer_outlives_an_emptied_redis(
     http: httpx.Client, client: openai.OpenAI, redis_client: redis.Redis
 ) -> None:
