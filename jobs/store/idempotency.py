@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class IdempotencyKeys:
         self._queue = queue
         self._files = files
         self._folder = files.root / IDEMPOTENCY_FOLDER
+        self._unswept: Iterator[os.DirEntry[str]] | None = None  # what the last sweep had no time for
 
     def hold(self, tenant: str, kind: str, key: str) -> "HeldKey":
         """Take a tenant's key for a kind of things. Raise `ApiError` 409 while a call has it."""
@@ -65,17 +66,24 @@ class IdempotencyKeys:
         return held
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
-        """Remove keys whose time is over, for about `seconds`. Return how many."""
+        """Remove keys whose time is over, for about `seconds`; the next call goes on from there.
+
+        Return how many. One that cannot be removed delays no other. For one thread at a time.
+        """
         self._files.check()
         removed, deadline = 0, time.monotonic() + seconds
-        with named("cannot list", str(self._folder)), contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self._folder):
-                if time.monotonic() >= deadline:
-                    break
-                with contextlib.suppress(FileNotFoundError):
-                    if _is_over(entry.stat(), now):
-                        removed += _remove_if_free(entry.path, now)
+        entries, self._unswept = self._unswept or self._entries(), None
+        for entry in entries:
+            removed += _sweep_one(entry, now)
+            if time.monotonic() >= deadline:
+                self._unswept = entries
+                break
         return removed
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        folder = self._folder
+        with named("cannot list", str(folder)), contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            yield from entries
 
 
 class HeldKey:
@@ -190,6 +198,16 @@ class HeldKey:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _sweep_one(entry: os.DirEntry[str], now: float) -> bool:
+    try:
+        return _is_over(entry.stat(), now) and _remove_if_free(entry.path, now)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.error("failed to remove the idempotency key %s; retrying later: %s", entry.path, error)
+        return False
 
 
 def _is_over(status: os.stat_result, now: float) -> bool:

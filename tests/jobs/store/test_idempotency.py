@@ -267,6 +267,43 @@ def test_a_key_is_kept_for_a_day(
     assert files_in(tmp_path) == []
 
 
+def test_a_sweep_goes_on_where_the_last_one_had_no_more_time(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path
+) -> None:
+    for number in range(8):
+        things.once(idempotency_keys.hold("t", "batch_", f"{number}"))
+    names = [entry.name for entry in os.scandir(tmp_path / "store" / "idempotency")]
+    for name in names[-2:]:
+        age(tmp_path, name)
+    removed = [idempotency_keys.sweep(time.time(), 0.0) for _ in names]
+    assert removed == [0] * 6 + [1] * 2
+    assert set(files_in(tmp_path)) == set(names[:-2])
+    assert idempotency_keys.sweep(time.time(), 0.0) == 0
+    age(tmp_path, names[0])
+    assert sum(idempotency_keys.sweep(time.time(), 0.0) for _ in names) == 1, "it begins again at the end"
+    assert set(files_in(tmp_path)) == set(names[1:-2])
+
+
+def test_a_sweep_goes_past_what_cannot_be_removed(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(8):
+        things.once(idempotency_keys.hold("t", "batch_", f"{number}"))
+        bad = tmp_path / "store" / "idempotency" / f"bad{number}"
+        bad.mkdir()
+    for name in files_in(tmp_path):
+        age(tmp_path, name)
+    assert idempotency_keys.sweep(time.time()) == 8
+    assert sorted(files_in(tmp_path)) == [f"bad{number}" for number in range(8)]
+    assert caplog.text.count("failed to remove the idempotency key") == 8
+
+
+def age(tmp_path: Path, name: str) -> None:
+    """Let a key's time be over."""
+    made = time.time() - 2 * DAY
+    os.utime(tmp_path / "store" / "idempotency" / name, (made, made))
+
+
 def test_a_line_that_was_cut_off_does_not_count(
     idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path
 ) -> None:
