@@ -2,6 +2,7 @@
 are not theirs, late cancels.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -374,6 +375,25 @@ def test_a_retry_keeps_to_the_limits_of_its_key(redis_client: redis.Redis, api_u
     with pytest.raises(openai.RateLimitError, match="You have 1 batch that has not ended"):
         retry(tenant, ended.id)
     assert [file.id for file in tenant.files.list()] == before
+
+
+def test_a_retry_of_more_tokens_than_may_be_queued_is_refused_at_once(
+    redis_client: redis.Redis, api_url: str, tmp_path: Path
+) -> None:
+    serve(redis_client, "m")
+    _, secret = create_key(str(tmp_path / "store"), tenant="a", queued_tokens=1500)
+    tenant = official_client(api_url, secret)
+    ended = run_to_end(redis_client, create(tenant, lines_of(50)).id, failing(*range(1, 51)))
+    other = create(tenant, lines_of(50))
+    step(redis_client, other.id)
+    before = [file.id for file in tenant.files.list()]
+    with pytest.raises(openai.RateLimitError, match="tokens in the lines to retry and") as caught:
+        retry(tenant, ended.id)
+    assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+    assert [file.id for file in tenant.files.list()] == before
+    assert os.listdir(tmp_path / "store" / "idempotency") == []
+    run_to_end(redis_client, other.id)
+    assert retry(tenant, ended.id).status == "validating"
 
 
 def test_a_retry_whose_queue_goes_away_makes_one_batch_once_it_is_repeated(
