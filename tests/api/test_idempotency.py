@@ -99,6 +99,33 @@ def test_a_file_is_stored_once(http: httpx.Client, client: openai.OpenAI, tmp_pa
     check_replay(first, send_file(http, "k"))
 
 
+def test_a_file_that_was_deleted_is_stored_again_under_a_new_key_only(
+    http: httpx.Client, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    first = send_file(http, "k")
+    client.files.delete(first.json()["id"])
+    check_replay(first, send_file(http, "k"), send_file(http, "k"))
+    check_error(http.get(f"/v1/files/{first.json()['id']}"), 404, None, "id")
+    assert client.files.list().data == []
+    again = send_file(http, "k2")
+    check_replay(again, send_file(http, "k2"))
+    assert [file.id for file in client.files.list()] == [again.json()["id"]]
+
+
+def test_a_file_that_was_deleted_before_its_answer_was_noted_is_stored_again(
+    http: httpx.Client, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """As where the process was killed between the two, and another client deleted the file."""
+    first = send_file(http, "k").json()["id"]
+    [noted] = (tmp_path / "store" / "idempotency").iterdir()
+    noted.write_bytes(noted.read_bytes().splitlines(keepends=True)[0])
+    client.files.delete(first)
+    again = send_file(http, "k")
+    assert again.json()["id"] != first
+    check_replay(again, send_file(http, "k"))
+    assert [file.id for file in client.files.list()] == [again.json()["id"]]
+
+
 def test_an_upload_is_begun_once(http: httpx.Client, tmp_path: Path) -> None:
     first = send(http, "/v1/uploads", "k", UPLOAD)
     check_replay(first, send(http, "/v1/uploads", "k", UPLOAD))
