@@ -37,7 +37,8 @@ def retry_batch(
     where the tenant's open batches leave no room for their tokens, and what `submit_batch` raises.
     Where no batch was made, no file is left.
     """
-    # Both are tested again for the batch, after a copy that may take long
+    _check_any_unanswered(record)
+    # This and the next are tested again for the batch, after a copy that may take long
     check_open(queue, new)
     _check_tokens(queue, record, new)
     file = _copy_unanswered(files, record)
@@ -47,6 +48,16 @@ def retry_batch(
         with contextlib.suppress(KeyError, StoreError, QueueUnavailable):
             files.delete(file.tenant, file.id)
         raise
+
+
+def _check_any_unanswered(record: BatchRecord) -> None:
+    if record.state == "failed":
+        raise BatchRefused(
+            f"The batch {record.id} failed as a whole, as its errors say: create a batch of its file once that is"
+            " corrected."
+        )
+    if record.output is not None and record.error_output is None:
+        raise BatchRefused(f"Every request of the batch {record.id} was answered, so there is nothing to retry.")
 
 
 def _check_tokens(queue: Queue, record: BatchRecord, new: BatchSubmission) -> None:
@@ -60,7 +71,7 @@ def _check_tokens(queue: Queue, record: BatchRecord, new: BatchSubmission) -> No
     tokens = queue.batch_fields(record.id).queued_tokens
     own = tokens if record.output is None else -(-tokens * record.failed // max(record.total, 1))
     others = sum(queue.open_tokens(new.tenant).values())
-    if own and others and own + others > new.queued_tokens:
+    if others and own + others > new.queued_tokens:
         message = (
             f"About {own} tokens in the lines to retry and {others} in batches that have not ended are more than the"
             f" {new.queued_tokens} that may be queued; try again when one has ended."
@@ -100,15 +111,8 @@ def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
     """Return the lines without an answer, which count from 1; None for all of the file, as where a
     batch was cancelled while it was validated.
     """
-    if record.state == "failed":
-        raise BatchRefused(
-            f"The batch {record.id} failed as a whole, as its errors say: create a batch of its file once that is"
-            " corrected."
-        )
     if record.output is None:
         return None
-    if record.error_output is None:
-        raise BatchRefused(f"Every request of the batch {record.id} was answered, so there is nothing to retry.")
     file_id = record.error_file_id or ""
     try:
         location = files.content_path(files.get(record.spec.tenant, file_id))

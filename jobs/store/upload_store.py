@@ -1,9 +1,9 @@
 """Uploads in parts: each has a folder in the file store, from its creation until a day later.
 
 The disk alone knows them. The folder holds a record, upload.json, and each whole part under its id.
-Who changes the record holds the folder's lock, and who adds a part shares it; nothing waits for it.
-A completion notes the id of the
-file that it is about to make: after a kill the next one finds that file, or makes another.
+Who changes the record holds the folder's lock, and who adds a part shares it; no call waits for it.
+A completion notes the id of the file that it is about to make: after a kill the next one finds that
+file, or makes another.
 """
 
 import contextlib
@@ -201,8 +201,13 @@ class UploadStore:
 
     def parts(self, upload_id: str) -> dict[str, int]:
         """Return the bytes of each whole part."""
+        sizes: dict[str, int] = {}
         with named("cannot list", str(self._folder / upload_id)), os.scandir(self._folder / upload_id) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if is_id(PART, entry.name)}
+            for entry in entries:
+                if is_id(PART, entry.name):
+                    with contextlib.suppress(FileNotFoundError):  # taken back since
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def _paths(self, record: UploadRecord, part_ids: Sequence[str]) -> list[Path]:
         """Return the files of the parts, each of which is there and named once."""

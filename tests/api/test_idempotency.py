@@ -4,6 +4,7 @@ also where API processes are killed.
 
 import contextlib
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
 from jobs.protocol.chat import CHAT
 from jobs.protocol.ids import BATCH, FILE, new_id
 from jobs.queue.connection import connect
-from jobs.queue.request_queue import Queue, QueueUnavailable
+from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
+from jobs.queue.settings import QueueSettings
 from jobs.store.api_keys import create_key
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
@@ -249,6 +251,28 @@ def test_kills_between_any_two_steps_make_one_batch(redis_client: redis.Redis, r
         assert Queue(redis_client).listed_batches("", None, 1000) == made[::-1], number
     assert number > 20
     assert faults(redis_client) == []
+
+
+def test_a_file_that_redis_has_no_room_for_leaves_its_key_to_another(redis_client: redis.Redis, tmp_path: Path) -> None:
+    queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0.1))
+    files = FileStore(queue, str(tmp_path / "store"), forget_output)
+
+    def writer(content: bytes) -> FileWriter:
+        held = IdempotencyKeys(queue, files).hold("", FILE, "key")
+        found = FileWriter(files, files.begin(filename="in.jsonl", purpose="batch", tenant=""), held)
+        found.write(content)
+        return found
+
+    refused = writer(LINES)
+    redis_client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(QueueFull):
+            refused.commit()
+    finally:
+        redis_client.config_set("maxmemory", "0")
+    stored, replayed = writer(LINES + LINES).commit()
+    assert not replayed
+    assert os.listdir(tmp_path / "store" / "files") == [stored["id"]]
 
 
 def test_kills_between_any_two_steps_store_one_file(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

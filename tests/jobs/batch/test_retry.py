@@ -257,6 +257,9 @@ def test_the_limit_of_queued_tokens_is_tested_before_lines_are_copied(
     for most in (tokens + share + 1, None):
         with pytest.raises(BatchRefused, match="input file"):
             retry(redis_client, tmp_path, record, tenant="t", queued_tokens=most)
+    failed = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(40), tenant="t", queued_tokens=1).id)
+    with pytest.raises(BatchRefused, match="failed as a whole"):
+        retry(redis_client, tmp_path, failed, tenant="t", queued_tokens=1)
     run_to_end(redis_client, other.id)
     with pytest.raises(BatchRefused, match="input file"):
         retry(redis_client, tmp_path, record, tenant="t", queued_tokens=1)
