@@ -275,6 +275,38 @@ def test_a_file_that_redis_has_no_room_for_leaves_its_key_to_another(redis_clien
     assert os.listdir(tmp_path / "store" / "files") == [stored["id"]]
 
 
+def test_a_batch_that_redis_has_no_room_for_leaves_its_key_to_another(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    store = store_of(redis_client, tmp_path)
+    file_id, queue = put(store, LINES), Queue(redis_client, QueueSettings(redis_retry_seconds=0.1))
+    files = FileStore(queue, str(store.root), forget_output)
+    new = BatchSubmission(input_file_id=file_id, endpoint=CHAT, completion_window="24h", seconds=86400)
+
+    def find(batch: str) -> dict[str, Any] | None:
+        record = submitted_batch(queue, files, "", batch)
+        return None if record is None else {"id": record.id}
+
+    def make(batch: str) -> dict[str, Any]:
+        return {"id": submit_batch(queue, files, new, batch).id}
+
+    def call(digest: str) -> tuple[dict[str, Any], bool]:
+        with IdempotencyKeys(queue, files).hold("", BATCH, "key") as held:
+            return held.make_once(digest, new_id(BATCH, queue.now()), find, make)
+
+    redis_client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(QueueFull):
+            call("first")
+    finally:
+        redis_client.config_set("maxmemory", "0")
+    made, replayed = call("corrected")
+    assert not replayed
+    assert call("corrected") == (made, True)
+    assert [path.name for path in store.root.glob("batches/*")] == [made["id"]]
+    assert faults(redis_client) == []
+
+
 def test_kills_between_any_two_steps_store_one_file(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     root = str(tmp_path / "store")
     stored: list[str] = []
