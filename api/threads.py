@@ -20,7 +20,10 @@ SUBMISSIONS = ThreadPoolExecutor(32, "submit")
 """Submits live calls, which Redis may have no room for while it still has answers."""
 
 COPIES = ThreadPoolExecutor(4, "copy")
-"""Copies lines of input files, for batches that are retried, and parts of uploads into files."""
+"""Copies lines of input files, for batches that are retried."""
+
+JOINS = ThreadPoolExecutor(4, "join")
+"""Copies the parts of uploads into files."""
 
 KEYS = ThreadPoolExecutor(1, "keys")
 """Reads the API keys on disk; requests that wait together share one reading."""

@@ -83,7 +83,8 @@ class FileWriter:
             self._key.close()
 
     def _make(self) -> dict[str, Any]:
-        return file_object(self.upload.commit())
+        with self.upload:  # so that nothing is found of one that was refused
+            return file_object(self.upload.commit())
 
     def _find(self, file_id: str) -> dict[str, Any] | None:
         record = self._files.finish(file_id)

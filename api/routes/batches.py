@@ -216,16 +216,14 @@ def _retry(state: ApiState, caller: Caller, record: BatchRecord, key: str | None
 
     def make(batch_id: str) -> dict[str, Any]:
         new = _again(record, caller, state.settings)
-        return batch_object(retry_batch(state.queue, state.files, record, new, batch_id))
+        try:
+            with _refusing_too_many(caller):
+                return batch_object(retry_batch(state.queue, state.files, record, new, batch_id))
+        except BatchRefused as error:
+            raise ApiError(400, str(error), param="batch_id") from None
 
-    try:
-        with (
-            _refusing_too_many(caller),
-            state.idempotency_keys.hold(caller.tenant, f"retry {record.id}", key or "") as held,
-        ):
-            body, replayed = held.make_once("", new_id(BATCH, held.now), find, make)
-    except BatchRefused as error:
-        raise ApiError(400, str(error), param="batch_id") from None
+    with state.idempotency_keys.hold(caller.tenant, f"retry {record.id}", key or "") as held:
+        body, replayed = held.make_once("", new_id(BATCH, held.now), find, make)
     if replayed and key is None and is_deleted(str(state.files.batch_root(body["id"]))):
         message = (
             f"The batch {body['id']} that a retry of {record.id} made was deleted; to make another, send an"

@@ -17,9 +17,9 @@ from api.http.multipart import FormPart
 from api.http.openapi import json_body
 from api.http.request_body import read_body
 from api.http.responses import json_response
-from api.idempotency import PARAMETER, answers, make_once, respond
+from api.idempotency import PARAMETER, Answer, answers, make_once, respond
 from api.state import queue_reachable, state_of
-from api.threads import COPIES, run_in
+from api.threads import JOINS, run_in
 from api.uploads import EXPIRY_SCHEMA, base_name, check_content, check_purpose, most_bytes, read_expiry
 from jobs.protocol import fields
 from jobs.protocol.ids import PART, UPLOAD, micros_of
@@ -77,7 +77,30 @@ router = APIRouter(dependencies=[Depends(queue_reachable)])
 @router.post("/v1/uploads", responses=answers(Upload), openapi_extra={**_NEW, "parameters": [PARAMETER]})
 async def create_upload(request: Request) -> Response:
     """Begin an upload, which can be completed within an hour."""
-    body = fields.mapping(decode_body(await read_body(request, _MAX_BODY)), "body")
+    raw = await read_body(request, _MAX_BODY)
+    return respond(await state_of(request).fleet.unless_away(on_disk(_create, request, raw)))
+
+
+@router.post("/v1/uploads/{upload_id}/parts", responses={200: {"model": UploadPart}}, openapi_extra=_PART)
+async def add_part(request: Request, upload_id: str) -> Response:
+    """Store a part of an upload; parts may be sent side by side."""
+    return json_response(await receive(request, _PartForm(request, upload_id)))
+
+
+@router.post("/v1/uploads/{upload_id}/complete", responses={200: {"model": Upload}}, openapi_extra=_COMPLETION)
+async def complete_upload(request: Request, upload_id: str) -> Response:
+    """Make a file of an upload's parts, in the order of `part_ids`; it may be asked for again."""
+    return await _answer(request, _complete(request, upload_id, await read_body(request, _MAX_BODY)))
+
+
+@router.post("/v1/uploads/{upload_id}/cancel", responses={200: {"model": Upload}})
+async def cancel_upload(request: Request, upload_id: str) -> Response:
+    """End an upload and remove its parts."""
+    return await _answer(request, on_disk(state_of(request).uploads.cancel, caller_of(request).tenant, upload_id))
+
+
+def _create(request: Request, raw: bytes) -> Answer:
+    body = fields.mapping(decode_body(raw), "body")
     purpose = fields.text(fields.required(body, "purpose"), "purpose")
     filename = base_name(fields.text(fields.required(body, "filename"), "filename"), "filename")
     check_purpose(purpose, filename)
@@ -105,31 +128,21 @@ async def create_upload(request: Request) -> Response:
         )
         return upload_object(record)
 
-    return respond(await state.fleet.unless_away(on_disk(make_once, request, UPLOAD, body, find, make)))
+    return make_once(request, UPLOAD, body, find, make)
 
 
-@router.post("/v1/uploads/{upload_id}/parts", responses={200: {"model": UploadPart}}, openapi_extra=_PART)
-async def add_part(request: Request, upload_id: str) -> Response:
-    """Store a part of an upload; parts may be sent side by side."""
-    return json_response(await receive(request, _PartForm(request, upload_id)))
+async def _complete(request: Request, upload_id: str, raw: bytes) -> UploadRecord:
+    part_ids, md5 = await on_disk(_read_completion, raw)
+    tenant, uploads = caller_of(request).tenant, state_of(request).uploads
+    return await run_in(JOINS, uploads.complete, tenant, upload_id, part_ids, check_content, md5)
 
 
-@router.post("/v1/uploads/{upload_id}/complete", responses={200: {"model": Upload}}, openapi_extra=_COMPLETION)
-async def complete_upload(request: Request, upload_id: str) -> Response:
-    """Make a file of an upload's parts, in the order of `part_ids`; it may be asked for again."""
-    body = fields.mapping(decode_body(await read_body(request, _MAX_BODY)), "body")
+def _read_completion(raw: bytes) -> tuple[list[str], str | None]:
+    """Return the ids of the parts, and the md5 of the content if it is given."""
+    body = fields.mapping(decode_body(raw), "body")
     given = fields.array(fields.required(body, "part_ids"), "part_ids", MOST_PARTS, least=1)
     part_ids = [fields.text(part_id, f"part_ids[{place}]") for place, part_id in enumerate(given)]
-    md5 = fields.optional(body, "md5", _md5, None)
-    tenant, uploads = caller_of(request).tenant, state_of(request).uploads
-    completing = run_in(COPIES, uploads.complete, tenant, upload_id, part_ids, check_content, md5)
-    return await _answer(request, completing)
-
-
-@router.post("/v1/uploads/{upload_id}/cancel", responses={200: {"model": Upload}})
-async def cancel_upload(request: Request, upload_id: str) -> Response:
-    """End an upload and remove its parts."""
-    return await _answer(request, on_disk(state_of(request).uploads.cancel, caller_of(request).tenant, upload_id))
+    return part_ids, fields.optional(body, "md5", _md5, None)
 
 
 class _PartForm(MultipartForm[PartWriter, dict[str, Any]]):

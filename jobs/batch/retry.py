@@ -13,7 +13,7 @@ from jobs.batch.bitmap import Bitmap
 from jobs.batch.client import BatchRecord, BatchRefused
 from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, read_lines, write_spool
 from jobs.batch.submit import BatchSubmission, TooManyBatches, check_open, submit_batch
-from jobs.protocol.results import line_of
+from jobs.protocol.results import ApiError, line_of
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.file_store import FileRecord, FileStore, Upload
@@ -33,10 +33,14 @@ def retry_batch(
     """Make the batch `new`, of an unused id, of the lines of an ended one that have no answer; its
     input is a new file.
 
-    Raise `BatchRefused` where there are none, or where they are no longer known, and what
-    `submit_batch` raises. Where no batch was made, no file is left.
+    Raise `BatchRefused` where there are none, or where they are no longer known, `ApiError` 429
+    where the tenant's open batches leave no room for their tokens, and what `submit_batch` raises.
+    Where no batch was made, no file is left.
     """
-    check_open(queue, new)  # which is tested again for the batch, after a copy that may take long
+    _check_any_unanswered(record)
+    # This and the next are tested again for the batch, after a copy that may take long
+    check_open(queue, new)
+    _check_tokens(queue, record, new)
     file = _copy_unanswered(files, record)
     try:
         return submit_batch(queue, files, msgspec.structs.replace(new, input_file_id=file.id), batch_id)
@@ -44,6 +48,35 @@ def retry_batch(
         with contextlib.suppress(KeyError, StoreError, QueueUnavailable):
             files.delete(file.tenant, file.id)
         raise
+
+
+def _check_any_unanswered(record: BatchRecord) -> None:
+    if record.state == "failed":
+        raise BatchRefused(
+            f"The batch {record.id} failed as a whole, as its errors say: create a batch of its file once that is"
+            " corrected."
+        )
+    if record.output is not None and record.error_output is None:
+        raise BatchRefused(f"Every request of the batch {record.id} was answered, so there is nothing to retry.")
+
+
+def _check_tokens(queue: Queue, record: BatchRecord, new: BatchSubmission) -> None:
+    """Raise `ApiError` 429 where the new batch and the tenant's open ones would have more tokens
+    than they may, by the share of the lines without an answer in the tokens of the ended one.
+
+    Alone, it is left to the validation, which counts: no wait would help.
+    """
+    if new.queued_tokens is None:
+        return
+    tokens = queue.batch_fields(record.id).queued_tokens
+    own = tokens if record.output is None else -(-tokens * record.failed // max(record.total, 1))
+    others = sum(queue.open_tokens(new.tenant).values())
+    if others and own + others > new.queued_tokens:
+        message = (
+            f"About {own} tokens in the lines to retry and {others} in batches that have not ended are more than the"
+            f" {new.queued_tokens} that may be queued; try again when one has ended."
+        )
+        raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded")
 
 
 def _copy_unanswered(files: FileStore, record: BatchRecord) -> FileRecord:
@@ -78,15 +111,8 @@ def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
     """Return the lines without an answer, which count from 1; None for all of the file, as where a
     batch was cancelled while it was validated.
     """
-    if record.state == "failed":
-        raise BatchRefused(
-            f"The batch {record.id} failed as a whole, as its errors say: create a batch of its file once that is"
-            " corrected."
-        )
     if record.output is None:
         return None
-    if record.error_output is None:
-        raise BatchRefused(f"Every request of the batch {record.id} was answered, so there is nothing to retry.")
     file_id = record.error_file_id or ""
     try:
         location = files.content_path(files.get(record.spec.tenant, file_id))

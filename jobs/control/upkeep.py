@@ -34,6 +34,7 @@ class Upkeep:
         """Batches of which something may be left."""
         self._queue = queue
         self._files = None if file_store is None else FileStore(queue, file_store, forget_output)
+        self._idempotency_keys = None if self._files is None else IdempotencyKeys(queue, self._files)
         self._token = secrets.token_hex(8).encode()
         self._next_sweep = 0.0  # monotonic seconds
         # Folders of batches that may lack a record, to be looked into
@@ -97,7 +98,8 @@ class Upkeep:
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))
             uploads = UploadStore(self._queue, files).sweep(now, MOMENT_SECONDS)
-            IdempotencyKeys(self._queue, files).sweep(now, MOMENT_SECONDS)
+            if self._idempotency_keys is not None:
+                self._idempotency_keys.sweep(now, MOMENT_SECONDS)
         except StoreError as error:
             logger.error("failed to remove expired files; retrying in %d s: %s", SWEEP_SECONDS, error)
             return

@@ -3,6 +3,9 @@
 A key has a file, to which lines are appended: what is about to be made, and then the answer. Who
 makes something holds the lock of that file, which the kernel takes from a process that dies. So
 there is one at a time, and one that comes after a killed one first looks for what that has made.
+A refusal frees the key, so that a corrected request may have it: one that was killed before it did
+so has given no client its refusal, and the same request comes again.
+
 The files are in the file store: they outlive an empty Redis, as what was made does.
 """
 
@@ -13,23 +16,24 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from jobs.protocol.results import ApiError
-from jobs.queue.request_queue import Queue
+from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
 from jobs.store.file_store import FileStore
 from jobs.store.marker import IDEMPOTENCY_FOLDER
-from jobs.store.storage import StoreError, make_folder, named, sync_folder
+from jobs.store.storage import StoreError, StoreFull, make_folder, named, sync_folder
 
 logger = logging.getLogger(__name__)
 
 HEADER = "Idempotency-Key"
 
 _KEPT_SECONDS = 24 * 3600
+_REFUSALS = (ApiError, QueueFull, StoreFull)
 _SWEPT_SECONDS = _KEPT_SECONDS + 3600  # by the time of the file, of another clock
 
 
@@ -49,6 +53,7 @@ class IdempotencyKeys:
         self._queue = queue
         self._files = files
         self._folder = files.root / IDEMPOTENCY_FOLDER
+        self._unswept: Iterator[os.DirEntry[str]] | None = None  # what the last sweep had no time for
 
     def hold(self, tenant: str, kind: str, key: str) -> "HeldKey":
         """Take a tenant's key for a kind of things. Raise `ApiError` 409 while a call has it."""
@@ -61,17 +66,24 @@ class IdempotencyKeys:
         return held
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
-        """Remove keys whose time is over, for about `seconds`. Return how many."""
+        """Remove keys whose time is over, for about `seconds`; the next call goes on from there.
+
+        Return how many. One that cannot be removed delays no other. For one thread at a time.
+        """
         self._files.check()
         removed, deadline = 0, time.monotonic() + seconds
-        with named("cannot list", str(self._folder)), contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self._folder):
-                if time.monotonic() >= deadline:
-                    break
-                with contextlib.suppress(FileNotFoundError):
-                    if _is_over(entry.stat(), now):
-                        removed += _remove_if_free(entry.path, now)
+        entries, self._unswept = self._unswept or self._entries(), None
+        for entry in entries:
+            removed += _sweep_one(entry, now)
+            if time.monotonic() >= deadline:
+                self._unswept = entries
+                break
         return removed
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        folder = self._folder
+        with named("cannot list", str(folder)), contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            yield from entries
 
 
 class HeldKey:
@@ -112,8 +124,8 @@ class HeldKey:
         """Return the first request's answer, and whether that was another one than this.
 
         `make` makes something under the given id, `find` the answer for an id of which something
-        was begun, or None where that came to nothing. Raise `ApiError` 422 for a body of another
-        digest than the first.
+        was begun, or None where that came to nothing. Where `make` refuses and has made nothing,
+        the key is free. Raise `ApiError` 422 for a body of another digest than the first.
         """
         first = self.first
         if first is not None and first.digest != digest:
@@ -125,7 +137,11 @@ class HeldKey:
         if first is None or answer is None:
             first = FirstRequest(self.now, digest, new_id)
             self._append(first)
-            made = make(new_id)
+            try:
+                made = make(new_id)
+            except _REFUSALS:
+                self._free_unless(new_id, find)
+                raise
             self._note_answer(first, made)
             return made, False
         self._note_answer(first, answer)
@@ -140,6 +156,14 @@ class HeldKey:
                 self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._file.close()
+
+    def _free_unless(self, made: str, find: Callable[[str], dict[str, Any] | None]) -> None:
+        """Drop what the file says, unless a refused call has made something, or that is unknown."""
+        with contextlib.suppress(ApiError, QueueUnavailable, StoreError, OSError):
+            if find(made) is None:
+                self._file.truncate(0)
+                os.fsync(self._file.fileno())
+                self.first = None
 
     def _note_answer(self, first: FirstRequest, answer: dict[str, Any]) -> None:
         """Append an answer, where there is room for it: it can be found again by what was made."""
@@ -174,6 +198,16 @@ class HeldKey:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _sweep_one(entry: os.DirEntry[str], now: float) -> bool:
+    try:
+        return _is_over(entry.stat(), now) and _remove_if_free(entry.path, now)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.error("failed to remove the idempotency key %s; retrying later: %s", entry.path, error)
+        return False
 
 
 def _is_over(status: os.stat_result, now: float) -> bool:

@@ -285,30 +285,39 @@ class Busy(JobsError):
     retry = True
 
 
-@contextlib.contextmanager
-def exclusive(root: str, patience: float, lock: str = ".lock") -> Iterator[None]:
+def exclusive(root: str, patience: float, lock: str = ".lock") -> contextlib.AbstractContextManager[None]:
     """Hold a folder against every other process on this file system, stopped ones included; the
     kernel lets go when the holder dies.
 
     Raise `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has
     no such lock.
     """
+    return _held(root, patience, lock, fcntl.LOCK_EX)
+
+
+def shared(root: str, patience: float, lock: str = ".lock") -> contextlib.AbstractContextManager[None]:
+    """Hold a folder beside others that share it, as `exclusive` does against those that do not."""
+    return _held(root, patience, lock, fcntl.LOCK_SH)
+
+
+@contextlib.contextmanager
+def _held(root: str, patience: float, lock: str, kind: int) -> Iterator[None]:
     path = _local(root)
     if path is None:
         raise StoreError(f"{root} is remote: a batch's folder must be on a file system that has locks")
     with named("cannot write to", root):
         handle = os.open(os.path.join(path, lock), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        _lock(handle, root, time.monotonic() + patience)
+        _lock(handle, kind, root, time.monotonic() + patience)
         yield
     finally:
         os.close(handle)
 
 
-def _lock(handle: int, root: str, deadline: float) -> None:
+def _lock(handle: int, kind: int, root: str, deadline: float) -> None:
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:

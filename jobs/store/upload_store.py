@@ -1,8 +1,9 @@
 """Uploads in parts: each has a folder in the file store, from its creation until a day later.
 
 The disk alone knows them. The folder holds a record, upload.json, and each whole part under its id.
-Who changes the record, or adds a part, holds the folder's lock. A completion notes the id of the
-file that it is about to make: after a kill the next one finds that file, or makes another.
+Who changes the record holds the folder's lock, and who adds a part shares it; no call waits for it.
+A completion notes the id of the file that it is about to make: after a kill the next one finds that
+file, or makes another.
 """
 
 import contextlib
@@ -24,7 +25,17 @@ from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileRecord, FileStore, Upload
 from jobs.store.marker import UPLOADS_FOLDER
-from jobs.store.storage import Busy, StoreError, exclusive, list_names, make_folder, named, sync_folder, write_bytes
+from jobs.store.storage import (
+    Busy,
+    StoreError,
+    exclusive,
+    list_names,
+    make_folder,
+    named,
+    shared,
+    sync_folder,
+    write_bytes,
+)
 
 PART_BYTES = 64 * 1024 * 1024
 """The largest part."""
@@ -36,7 +47,6 @@ UploadStatus = Literal["pending", "completed", "cancelled", "expired"]
 _RECORD, _LOCK = "upload.json", ".lock"
 _OPEN_SECONDS = 3600  # in which an upload can be completed
 _KEPT_SECONDS = 24 * 3600  # in which a completion may be repeated, and an error says what became of it
-_PATIENCE_SECONDS = 5.0
 _COPY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -172,14 +182,17 @@ class UploadStore:
         return removed
 
     @contextlib.contextmanager
-    def held(self, tenant: str, upload_id: str) -> Iterator[UploadRecord]:
-        """Keep all others from changing an upload, and give it as it is."""
+    def held(self, tenant: str, upload_id: str, *, alone: bool = True) -> Iterator[UploadRecord]:
+        """Keep all others from changing an upload, and, `alone`, from adding parts; give it as it
+        is. Raise `ApiError` 409 at once where another has it.
+        """
         self.get(tenant, upload_id)
+        hold = exclusive if alone else shared
         try:
-            with exclusive(str(self._folder / upload_id), _PATIENCE_SECONDS, lock=_LOCK):
+            with hold(str(self._folder / upload_id), 0, lock=_LOCK):
                 yield self.get(tenant, upload_id)
         except Busy:
-            message = f"Another call is completing the upload {upload_id}; try again in a moment."
+            message = f"Another call is at work on the upload {upload_id}; try again in a moment."
             raise ApiError(409, message, param="upload_id", code="upload_busy") from None
 
     def folder(self, upload_id: str) -> Path:
@@ -188,8 +201,13 @@ class UploadStore:
 
     def parts(self, upload_id: str) -> dict[str, int]:
         """Return the bytes of each whole part."""
+        sizes: dict[str, int] = {}
         with named("cannot list", str(self._folder / upload_id)), os.scandir(self._folder / upload_id) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if is_id(PART, entry.name)}
+            for entry in entries:
+                if is_id(PART, entry.name):
+                    with contextlib.suppress(FileNotFoundError):  # taken back since
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def _paths(self, record: UploadRecord, part_ids: Sequence[str]) -> list[Path]:
         """Return the files of the parts, each of which is there and named once."""
@@ -305,7 +323,6 @@ class PartWriter:
         self._upload = upload
         self._path = store.folder(upload.id) / part_id
         self._temporary = self._path.with_name(f".{part_id}.tmp")
-        self._bytes = 0
         with named("cannot write", str(self._path)):
             self._file = open(self._temporary, "xb")  # noqa: SIM115 - closed by `close`
 
@@ -313,19 +330,17 @@ class PartWriter:
         """Appends."""
         with named("cannot write", str(self._path)):
             self._file.write(data)
-        self._bytes += len(data)
 
     def commit(self) -> None:
         """Make the part durable, then a part of its upload, unless that has ended meanwhile."""
         with named("cannot write", str(self._path)):
             self._file.flush()
             os.fsync(self._file.fileno())
-        with self._store.held(self._upload.tenant, self.upload_id) as upload:
+        with self._store.held(self._upload.tenant, self.upload_id, alone=False) as upload:
             _check_pending(upload)
-            self._check_room(upload)
-            with named("cannot write", str(self._path)):
-                self._temporary.rename(self._path)
-                sync_folder(self._path.parent)
+            self._add(upload)
+        with named("cannot write", str(self._path)):
+            sync_folder(self._path.parent)
 
     def close(self) -> None:
         """Remove what was not committed."""
@@ -334,14 +349,26 @@ class PartWriter:
         with contextlib.suppress(OSError):
             self._temporary.unlink(missing_ok=True)
 
+    def _add(self, upload: UploadRecord) -> None:
+        """Add the part, and take it back where there is no room: of parts that are added at once,
+        each counts the others.
+        """
+        with named("cannot write", str(self._path)):
+            self._temporary.rename(self._path)
+            try:
+                self._check_room(upload)
+            except BaseException:
+                self._path.unlink()
+                raise
+
     def _check_room(self, upload: UploadRecord) -> None:
         """Parts may be sent again where an answer was lost, and not without end."""
         sizes = self._store.parts(upload.id)
         most = 2 * upload.bytes + PART_BYTES
-        if len(sizes) >= MOST_PARTS or sum(sizes.values()) + self._bytes > most:
+        if len(sizes) > MOST_PARTS or sum(sizes.values()) > most:
             fields.fail(
-                f"The upload {upload.id} has {len(sizes)} parts of {sum(sizes.values())} bytes, and may have"
-                f" {MOST_PARTS} of {most}.",
+                f"With this part the upload {upload.id} would have {len(sizes)} parts of {sum(sizes.values())} bytes;"
+                f" it may have {MOST_PARTS} of {most}.",
                 "data",
                 "upload_full",
             )

@@ -2,6 +2,7 @@
 are not theirs, late cancels.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from openai.types import Batch
 
 from api.settings import ApiSettings
 from jobs.batch import client as client_module
+from jobs.batch import retry as retry_module
 from jobs.batch import submit as submit_module
 from jobs.batch.client import cancel_batch, get_batch
 from jobs.batch.manifest import Manifest
@@ -375,6 +377,25 @@ def test_a_retry_keeps_to_the_limits_of_its_key(redis_client: redis.Redis, api_u
     assert [file.id for file in tenant.files.list()] == before
 
 
+def test_a_retry_of_more_tokens_than_may_be_queued_is_refused_at_once(
+    redis_client: redis.Redis, api_url: str, tmp_path: Path
+) -> None:
+    serve(redis_client, "m")
+    _, secret = create_key(str(tmp_path / "store"), tenant="a", queued_tokens=1500)
+    tenant = official_client(api_url, secret)
+    ended = run_to_end(redis_client, create(tenant, lines_of(50)).id, failing(*range(1, 51)))
+    other = create(tenant, lines_of(50))
+    step(redis_client, other.id)
+    before = [file.id for file in tenant.files.list()]
+    with pytest.raises(openai.RateLimitError, match="tokens in the lines to retry and") as caught:
+        retry(tenant, ended.id)
+    assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+    assert [file.id for file in tenant.files.list()] == before
+    assert os.listdir(tmp_path / "store" / "idempotency") == []
+    run_to_end(redis_client, other.id)
+    assert retry(tenant, ended.id).status == "validating"
+
+
 def test_a_retry_whose_queue_goes_away_makes_one_batch_once_it_is_repeated(
     redis_client: redis.Redis,
     client: openai.OpenAI,
@@ -412,6 +433,38 @@ def test_many_retries_at_once_make_one_batch(
     assert len({made, *keyed}) == 3
     assert {one.id for one in client.batches.list()} == {batch, made, *keyed}
     assert len(list(client.files.list(purpose="batch"))) == 4
+
+
+def test_retries_that_copy_for_long_hold_up_no_upload(
+    redis_client: redis.Redis,
+    client: openai.OpenAI,
+    http: httpx.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(2)).id
+    copying, disk, copy = threading.Semaphore(0), threading.Event(), retry_module._copy_lines
+
+    def copy_slowly(*arguments: Any) -> None:
+        copying.release()
+        assert disk.wait(120)
+        copy(*arguments)
+
+    monkeypatch.setattr(retry_module, "_copy_lines", copy_slowly)
+    with ThreadPoolExecutor(6) as threads:
+        try:
+            asking = [
+                threads.submit(http.post, f"/v1/batches/{batch}/retry", headers={"idempotency-key": f"{number}"})
+                for number in range(6)
+            ]
+            for _ in range(4):
+                assert copying.acquire(timeout=60)
+            upload = client.uploads.create(bytes=1, filename="a", mime_type="text/plain", purpose="vision")
+            part = client.uploads.parts.create(upload.id, data=b"x")
+            assert client.uploads.complete(upload.id, part_ids=[part.id], timeout=30).status == "completed"
+        finally:
+            disk.set()
+        assert [answer.result().status_code for answer in asking] == [200] * 6
 
 
 def test_a_retry_whose_batch_was_deleted_makes_another_with_a_key_only(

@@ -4,6 +4,7 @@ also where API processes are killed.
 
 import contextlib
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
 from jobs.protocol.chat import CHAT
 from jobs.protocol.ids import BATCH, FILE, new_id
 from jobs.queue.connection import connect
-from jobs.queue.request_queue import Queue, QueueUnavailable
+from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
+from jobs.queue.settings import QueueSettings
 from jobs.store.api_keys import create_key
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
@@ -99,12 +101,50 @@ def test_a_file_is_stored_once(http: httpx.Client, client: openai.OpenAI, tmp_pa
     check_replay(first, send_file(http, "k"))
 
 
+def test_a_file_that_was_deleted_is_stored_again_under_a_new_key_only(
+    http: httpx.Client, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    first = send_file(http, "k")
+    client.files.delete(first.json()["id"])
+    check_replay(first, send_file(http, "k"), send_file(http, "k"))
+    check_error(http.get(f"/v1/files/{first.json()['id']}"), 404, None, "id")
+    assert client.files.list().data == []
+    again = send_file(http, "k2")
+    check_replay(again, send_file(http, "k2"))
+    assert [file.id for file in client.files.list()] == [again.json()["id"]]
+
+
+def test_a_file_that_was_deleted_before_its_answer_was_noted_is_stored_again(
+    http: httpx.Client, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """As where the process was killed between the two, and another client deleted the file."""
+    first = send_file(http, "k").json()["id"]
+    [noted] = (tmp_path / "store" / "idempotency").iterdir()
+    noted.write_bytes(noted.read_bytes().splitlines(keepends=True)[0])
+    client.files.delete(first)
+    again = send_file(http, "k")
+    assert again.json()["id"] != first
+    check_replay(again, send_file(http, "k"))
+    assert [file.id for file in client.files.list()] == [again.json()["id"]]
+
+
 def test_an_upload_is_begun_once(http: httpx.Client, tmp_path: Path) -> None:
     first = send(http, "/v1/uploads", "k", UPLOAD)
     check_replay(first, send(http, "/v1/uploads", "k", UPLOAD))
     changed = send(http, "/v1/uploads", "k", UPLOAD | {"bytes": 8})
     check_error(changed, 422, "idempotency_key_reused", "Idempotency-Key")
     assert [path.name for path in (tmp_path / "store" / "uploads").iterdir()] == [first.json()["id"]]
+
+
+def test_a_refused_batch_leaves_its_key_to_a_corrected_one(api_url: str, tmp_path: Path) -> None:
+    _, secret = create_key(str(tmp_path / "store"), tenant="blue", open_batches=1)
+    with plain_client(api_url, headers={"authorization": f"Bearer {secret}"}) as http:
+        body = new_batch(send_file(http, "k").json()["id"])
+        open_batch = send(http, "/v1/batches", "open", body).json()["id"]
+        for _ in range(2):
+            check_error(send(http, "/v1/batches", "k", body), 429, "rate_limit_exceeded", None)
+        check_error(send(http, "/v1/batches", "k", body | {"metadata": {"a": "b"}}), 429, "rate_limit_exceeded", None)
+        assert [batch["id"] for batch in http.get("/v1/batches").json()["data"]] == [open_batch]
 
 
 def test_the_answer_outlives_an_emptied_redis(
@@ -210,6 +250,60 @@ def test_kills_between_any_two_steps_make_one_batch(redis_client: redis.Redis, r
         assert sorted(Queue(redis_client).open_batches("")) == sorted(made), number
         assert Queue(redis_client).listed_batches("", None, 1000) == made[::-1], number
     assert number > 20
+    assert faults(redis_client) == []
+
+
+def test_a_file_that_redis_has_no_room_for_leaves_its_key_to_another(redis_client: redis.Redis, tmp_path: Path) -> None:
+    queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0.1))
+    files = FileStore(queue, str(tmp_path / "store"), forget_output)
+
+    def writer(content: bytes) -> FileWriter:
+        held = IdempotencyKeys(queue, files).hold("", FILE, "key")
+        found = FileWriter(files, files.begin(filename="in.jsonl", purpose="batch", tenant=""), held)
+        found.write(content)
+        return found
+
+    refused = writer(LINES)
+    redis_client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(QueueFull):
+            refused.commit()
+    finally:
+        redis_client.config_set("maxmemory", "0")
+    stored, replayed = writer(LINES + LINES).commit()
+    assert not replayed
+    assert os.listdir(tmp_path / "store" / "files") == [stored["id"]]
+
+
+def test_a_batch_that_redis_has_no_room_for_leaves_its_key_to_another(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    store = store_of(redis_client, tmp_path)
+    file_id, queue = put(store, LINES), Queue(redis_client, QueueSettings(redis_retry_seconds=0.1))
+    files = FileStore(queue, str(store.root), forget_output)
+    new = BatchSubmission(input_file_id=file_id, endpoint=CHAT, completion_window="24h", seconds=86400)
+
+    def find(batch: str) -> dict[str, Any] | None:
+        record = submitted_batch(queue, files, "", batch)
+        return None if record is None else {"id": record.id}
+
+    def make(batch: str) -> dict[str, Any]:
+        return {"id": submit_batch(queue, files, new, batch).id}
+
+    def call(digest: str) -> tuple[dict[str, Any], bool]:
+        with IdempotencyKeys(queue, files).hold("", BATCH, "key") as held:
+            return held.make_once(digest, new_id(BATCH, queue.now()), find, make)
+
+    redis_client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(QueueFull):
+            call("first")
+    finally:
+        redis_client.config_set("maxmemory", "0")
+    made, replayed = call("corrected")
+    assert not replayed
+    assert call("corrected") == (made, True)
+    assert [path.name for path in store.root.glob("batches/*")] == [made["id"]]
     assert faults(redis_client) == []
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,9 @@ import redis
 from openai.types import Upload
 from openai.types.uploads import UploadPart
 
+from api.routes import uploads as routes
 from api.settings import ApiSettings
+from jobs.protocol.validation import decode_body
 from jobs.store.api_keys import create_key
 from jobs.store.upload_store import PART_BYTES
 from tests.api.test_file_limits import api_process, peak_bytes
@@ -109,6 +112,28 @@ def test_parts_are_sent_side_by_side(client: openai.OpenAI) -> None:
     assert done.file is not None
     assert (done.file.expires_at, done.file.purpose) == (None, "user_data")
     assert client.files.content(done.file.id).content == b"".join(pieces)
+
+
+@pytest.mark.parametrize("end", ["", "/complete"])
+def test_a_body_is_read_off_the_event_loop(
+    http: httpx.Client, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    upload = create(client)
+    path, body = ("/v1/uploads", NEW) if not end else (f"/v1/uploads/{upload.id}{end}", {"part_ids": ["x"] * 9_000})
+    reading, other_was_answered = threading.Event(), threading.Event()
+
+    def read_slowly(raw: bytes) -> Any:
+        reading.set()
+        assert other_was_answered.wait(60)
+        return decode_body(raw)
+
+    monkeypatch.setattr(routes, "decode_body", read_slowly)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(http.post, path, json=body, timeout=120)
+        assert reading.wait(60)
+        assert client.files.list(timeout=30).data == []
+        other_was_answered.set()
+        assert answer.result().status_code == (400 if end else 200)
 
 
 BAD_NEW: list[tuple[dict[str, Any], int, str | None, str | None]] = [

@@ -20,6 +20,7 @@ from jobs.batch.retry import retry_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches
 from jobs.control.ticker import Ticker
 from jobs.protocol.chat import CHAT
+from jobs.protocol.results import ApiError
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileRecord
@@ -236,6 +237,45 @@ def test_the_limit_of_open_batches_is_tested_before_lines_are_copied(redis_clien
         retry(redis_client, tmp_path, record, open_batches=1)
     with pytest.raises(BatchRefused):
         retry(redis_client, tmp_path, record, open_batches=2)
+
+
+def test_the_limit_of_queued_tokens_is_tested_before_lines_are_copied(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """Here of an input that is gone, which a copy would find first."""
+    asked = {"tenant": "t", "queued_tokens": 10_000}
+    record = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(40), **asked).id, failing(*range(1, 11)))
+    tokens = Queue(redis_client).batch_fields(record.id).queued_tokens
+    other = submit(redis_client, tmp_path, lines_of(40), **asked)
+    assert step(redis_client, other.id).state == "in_progress"
+    store_of(redis_client, tmp_path).delete("t", record.spec.input_file_id or "")
+    share = tokens // 4
+    assert share > 40
+    with pytest.raises(ApiError, match=f"{tokens} in batches that have not ended are more than the") as caught:
+        retry(redis_client, tmp_path, record, tenant="t", queued_tokens=tokens + share - 1)
+    assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+    for most in (tokens + share + 1, None):
+        with pytest.raises(BatchRefused, match="input file"):
+            retry(redis_client, tmp_path, record, tenant="t", queued_tokens=most)
+    failed = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(40), tenant="t", queued_tokens=1).id)
+    with pytest.raises(BatchRefused, match="failed as a whole"):
+        retry(redis_client, tmp_path, failed, tenant="t", queued_tokens=1)
+    run_to_end(redis_client, other.id)
+    with pytest.raises(BatchRefused, match="input file"):
+        retry(redis_client, tmp_path, record, tenant="t", queued_tokens=1)
+
+
+def test_a_batch_without_an_answer_is_retried_with_all_its_tokens(redis_client: redis.Redis, tmp_path: Path) -> None:
+    asked = {"tenant": "t", "queued_tokens": 10_000}
+    record = submit(redis_client, tmp_path, lines_of(4), **asked)
+    assert step(redis_client, record.id).state == "in_progress"
+    cancel_batch(redis_client, record.id)
+    ended = run_to_end(redis_client, record.id)
+    tokens = Queue(redis_client).batch_fields(record.id).queued_tokens
+    step(redis_client, submit(redis_client, tmp_path, lines_of(4), **asked).id)
+    with pytest.raises(ApiError, match=f"About {tokens} tokens in the lines to retry and {tokens} in"):
+        retry(redis_client, tmp_path, ended, tenant="t", queued_tokens=2 * tokens - 1)
+    assert retry(redis_client, tmp_path, ended, tenant="t", queued_tokens=2 * tokens).state == "validating"
 
 
 def test_a_packed_input_that_cannot_be_read_any_more_is_refused(redis_client: redis.Redis, tmp_path: Path) -> None:

@@ -328,6 +328,25 @@ def test_uploads_and_idempotency_keys_are_removed_in_time(
     assert len(found) == left, found
 
 
+def test_idempotency_keys_are_removed_however_many_there_are(
+    queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment is enough for one of them here."""
+    monkeypatch.setattr(upkeep, "MOMENT_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep, "SWEEP_SECONDS", 0.0)
+    files = FileStore(queue, str(tmp_path), forget_output)
+    for number in range(6):
+        with IdempotencyKeys(queue, files).hold("", UPLOAD, f"{number}") as held:
+            held.make_once("digest", "id", lambda _: None, lambda _: {})
+    last = list(os.scandir(tmp_path / "idempotency"))[-1]
+    os.utime(last.path, (0, 0))
+    leader = upkeep.Upkeep(queue, str(tmp_path))
+    for _ in range(6):
+        leader.run_once()
+    assert len(os.listdir(tmp_path / "idempotency")) == 5
+    assert not os.path.exists(last.path)
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_kill_rounds(redis_client: redis.Redis, redis_url: str, tmp_path: Path, seed: int) -> None:

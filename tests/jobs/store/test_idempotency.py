@@ -15,9 +15,10 @@ import pytest
 from jobs.batch.retention import forget_output
 from jobs.protocol.results import ApiError
 from jobs.queue.connection import connect
-from jobs.queue.request_queue import Queue
+from jobs.queue.request_queue import Queue, QueueFull
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import HeldKey, IdempotencyKeys
+from jobs.store.storage import StoreError, StoreFull
 from tests.support.control_plane import ROOT
 from tests.support.killed_steps import killed_before_each_step
 
@@ -123,7 +124,7 @@ from jobs.queue.connection import connect
 from jobs.batch.retention import forget_output
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
-from jobs.queue.request_queue import Queue
+from jobs.queue.request_queue import Queue, QueueFull
 queue = Queue(connect({redis_url!r}))
 held = IdempotencyKeys(queue, FileStore(queue, {str(tmp_path / "store")!r}, forget_output)).hold("t", "batch_", "k")
 print("held", flush=True)
@@ -158,6 +159,96 @@ def test_a_failed_call_may_be_repeated(idempotency_keys: IdempotencyKeys, things
     assert (replayed, things.names) == (False, [first["id"]])
 
 
+REFUSALS = [ApiError(429, "too many"), QueueFull("no memory"), StoreFull("no room")]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__)
+def test_a_refused_call_leaves_its_key_to_a_corrected_one(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path, refusal: Exception
+) -> None:
+    def refuse(_: str) -> dict[str, Any]:
+        raise refusal
+
+    for digest in ("first", "second"):
+        with pytest.raises(type(refusal)), idempotency_keys.hold("t", "batch_", "k") as held:
+            held.make_once(digest, "id", things.find, refuse)
+        assert files_in(tmp_path) == []
+    first, replayed = things.once(idempotency_keys.hold("t", "batch_", "k"), "corrected")
+    assert not replayed
+    assert things.once(idempotency_keys.hold("t", "batch_", "k"), "corrected") == (first, True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_call_that_was_refused_after_it_made_something_keeps_its_key(
+    idempotency_keys: IdempotencyKeys, things: Things, known: bool
+) -> None:
+    def make(thing: str) -> dict[str, Any]:
+        things.make(thing)
+        raise StoreFull("no room")
+
+    def find(thing: str) -> dict[str, Any] | None:
+        if not known:
+            raise StoreError(f"cannot read {thing}")
+        return things.find(thing)
+
+    with pytest.raises(StoreFull), idempotency_keys.hold("t", "batch_", "k") as held:
+        held.make_once("digest", "one", find, make)
+    refused(422, "idempotency_key_reused", lambda: things.once(idempotency_keys.hold("t", "batch_", "k"), "other"))
+    assert things.once(idempotency_keys.hold("t", "batch_", "k")) == ({"id": "one"}, True)
+    assert things.names == ["one"]
+
+
+def test_a_key_is_in_use_until_it_was_freed(idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path) -> None:
+    """A call that opened its file before that takes another file, which each later call finds."""
+    opened: list[Any] = []
+
+    def refuse(_: str) -> dict[str, Any]:
+        refused(409, "idempotency_key_in_use", lambda: idempotency_keys.hold("t", "batch_", "k"))
+        [name] = files_in(tmp_path)
+        opened.append(open(tmp_path / "store" / "idempotency" / name, "ab+"))  # noqa: SIM115 - closed below
+        raise REFUSALS[0]
+
+    with pytest.raises(ApiError), idempotency_keys.hold("t", "batch_", "k") as held:
+        held.make_once("first", "id", things.find, refuse)
+    with opened[0] as file:
+        assert (os.fstat(file.fileno()).st_nlink, os.fstat(file.fileno()).st_size) == (0, 0)
+    first, _ = things.once(idempotency_keys.hold("t", "batch_", "k"), "corrected")
+    assert things.once(idempotency_keys.hold("t", "batch_", "k"), "corrected") == (first, True)
+
+
+def test_kills_between_any_two_steps_of_a_refusal_bind_no_corrected_call(
+    redis_url: str, idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path
+) -> None:
+    """Of a killed call no client has an answer, so each sends the same once more."""
+
+    def refuse(thing: str) -> dict[str, Any]:
+        things.make(thing)
+        os.rmdir(things.folder / thing)
+        raise REFUSALS[0]
+
+    def call(keys: IdempotencyKeys) -> None:
+        with pytest.raises(ApiError) as caught, keys.hold("t", "batch_", "k") as held:
+            held.make_once("first", f"id{os.getpid()}", find, refuse)
+        assert caught.value is REFUSALS[0]
+
+    def find(thing: str) -> dict[str, Any] | None:
+        found = things.find(thing)
+        if found is not None:
+            os.rmdir(things.folder / thing)
+        return None
+
+    def call_elsewhere() -> None:
+        queue = Queue(connect(redis_url))
+        call(IdempotencyKeys(queue, FileStore(queue, str(tmp_path / "store"), forget_output)))
+
+    for number in killed_before_each_step(call_elsewhere):
+        call(idempotency_keys)
+        assert files_in(tmp_path) == [], number
+        things.once(idempotency_keys.hold("t", "batch_", "k"), f"corrected {number}")
+        os.unlink(tmp_path / "store" / "idempotency" / files_in(tmp_path)[0])
+    assert number > 5
+
+
 def test_a_key_is_kept_for_a_day(
     idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +265,43 @@ def test_a_key_is_kept_for_a_day(
         assert idempotency_keys.sweep(now + 2 * DAY) == 0
     assert idempotency_keys.sweep(now + 2 * DAY) == 1
     assert files_in(tmp_path) == []
+
+
+def test_a_sweep_goes_on_where_the_last_one_had_no_more_time(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path
+) -> None:
+    for number in range(8):
+        things.once(idempotency_keys.hold("t", "batch_", f"{number}"))
+    names = [entry.name for entry in os.scandir(tmp_path / "store" / "idempotency")]
+    for name in names[-2:]:
+        age(tmp_path, name)
+    removed = [idempotency_keys.sweep(time.time(), 0.0) for _ in names]
+    assert removed == [0] * 6 + [1] * 2
+    assert set(files_in(tmp_path)) == set(names[:-2])
+    assert idempotency_keys.sweep(time.time(), 0.0) == 0
+    age(tmp_path, names[0])
+    assert sum(idempotency_keys.sweep(time.time(), 0.0) for _ in names) == 1, "it begins again at the end"
+    assert set(files_in(tmp_path)) == set(names[1:-2])
+
+
+def test_a_sweep_goes_past_what_cannot_be_removed(
+    idempotency_keys: IdempotencyKeys, things: Things, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(8):
+        things.once(idempotency_keys.hold("t", "batch_", f"{number}"))
+        bad = tmp_path / "store" / "idempotency" / f"bad{number}"
+        bad.mkdir()
+    for name in files_in(tmp_path):
+        age(tmp_path, name)
+    assert idempotency_keys.sweep(time.time()) == 8
+    assert sorted(files_in(tmp_path)) == [f"bad{number}" for number in range(8)]
+    assert caplog.text.count("failed to remove the idempotency key") == 8
+
+
+def age(tmp_path: Path, name: str) -> None:
+    """Let a key's time be over."""
+    made = time.time() - 2 * DAY
+    os.utime(tmp_path / "store" / "idempotency" / name, (made, made))
 
 
 def test_a_line_that_was_cut_off_does_not_count(

@@ -26,6 +26,7 @@ from jobs.store.storage import (
     make_folder,
     open_input,
     read_bytes,
+    shared,
     size_of,
     sweep,
 )
@@ -138,6 +139,17 @@ def test_a_kill_leaves_a_file_that_sweep_removes(tmp_path: Path) -> None:
     assert list_names(str(tmp_path)) != []
     sweep(str(tmp_path))
     assert list_names(str(tmp_path)) == []
+
+
+def test_a_folder_is_shared_by_many_or_held_by_one(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    with shared(root, 0), shared(root, 0), pytest.raises(Busy), exclusive(root, 0):
+        raise AssertionError
+    for hold in (shared, exclusive):
+        with exclusive(root, 0), pytest.raises(Busy), hold(root, 0):
+            raise AssertionError
+    with pytest.raises(StoreError, match="is remote"), shared("memory://x", 0):
+        raise AssertionError
 
 
 def test_the_kernel_lets_go_of_a_dead_holder_s_folder(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import redis
@@ -22,10 +22,13 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.store import upload_store
 from jobs.store.file_store import FileStore, Upload
-from jobs.store.storage import StoreFull, exclusive
+from jobs.store.storage import StoreFull, exclusive, shared
 from jobs.store.upload_store import PART_BYTES, UploadRecord, UploadStore
 from tests.support.integrity import faults
 from tests.support.killed_steps import killed_before_each_step
+from tests.support.waiting import wait_until
+
+T = TypeVar("T")
 
 PIECES = [b'{"custom_id":"a"}\n{"cust', b'om_id":"b"}\n', b'{"custom_id":"c"}\n']
 WHOLE = b"".join(PIECES)
@@ -84,6 +87,16 @@ def refused(status: int, code: str | None, call: Callable[..., object], *argumen
     return caught.value
 
 
+def unless_refused(code: str, call: Callable[..., T], *arguments: Any) -> T | None:
+    """Return what the call returns, None where it was refused with this code."""
+    try:
+        return call(*arguments)
+    except ApiError as error:
+        if error.code != code:
+            raise
+    return None
+
+
 def test_parts_become_a_file_in_the_named_order(uploads: UploadStore, files: FileStore) -> None:
     upload = begin(uploads)
     assert (upload.status, upload.expires_at - upload.created_at) == ("pending", HOUR)
@@ -137,9 +150,13 @@ def test_another_tenant_s_upload_is_unknown(uploads: UploadStore) -> None:
 def test_parts_of_many_callers_at_once(uploads: UploadStore, files: FileStore) -> None:
     pieces = [b"%06d\n" % number for number in range(60)]
     upload = begin(uploads, 7 * len(pieces))
+
+    def completed(_: int) -> UploadRecord:
+        return wait_until(lambda: unless_refused("upload_busy", complete, uploads, upload, ids), 60, "the completion")
+
     with ThreadPoolExecutor(8) as threads:
         ids = list(threads.map(lambda piece: add(uploads, upload, piece), pieces))
-        done = list(threads.map(lambda _: complete(uploads, upload, ids), range(8)))
+        done = list(threads.map(completed, range(8)))
     assert set(map(repr, done)) == {repr(done[0])}
     assert listed(files) == [b"".join(pieces)]
 
@@ -193,14 +210,45 @@ def test_parts_have_no_room_without_end(uploads: UploadStore, monkeypatch: pytes
     assert len(left(uploads, upload)) == 5
 
 
-def test_a_second_call_does_not_wait_for_a_long_completion(
+def test_parts_that_are_added_at_once_have_no_more_room_together(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload_store, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(upload_store, "PART_BYTES", 10)
+    upload = begin(uploads, 20)
+
+    def send(_: int) -> str | None:
+        return unless_refused("upload_full", add, uploads, upload, b"0123456789")
+
+    with ThreadPoolExecutor(8) as threads:
+        added = set(threads.map(send, range(40))) - {None}
+    assert left(uploads, upload) == added
+    assert len(added) <= 5
+    for number in range(6):
+        send(number)
+    assert len(left(uploads, upload)) == 5
+
+
+def test_parts_are_added_while_another_is_and_a_completion_has_the_upload_alone(uploads: UploadStore) -> None:
+    upload = begin(uploads)
+    with shared(str(uploads.folder(upload.id)), 0):
+        part_id = add(uploads, upload, WHOLE)
+        refused(409, "upload_busy", complete, uploads, upload, [part_id])
+        refused(409, "upload_busy", uploads.cancel, "t", upload.id)
+    assert complete(uploads, upload, [part_id]).status == "completed"
+
+
+def test_no_call_waits_for_a_long_completion(uploads: UploadStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"a thread that others need waits {seconds} s")
+
     upload = begin(uploads)
     part_id = add(uploads, upload, WHOLE)
+    monkeypatch.setattr(time, "sleep", sleep)
     with exclusive(str(uploads.folder(upload.id)), 0):
         refused(409, "upload_busy", complete, uploads, upload, [part_id])
+        refused(409, "upload_busy", add, uploads, upload, b"x")
+        refused(409, "upload_busy", uploads.cancel, "t", upload.id)
+        assert left(uploads, upload) == {part_id}
         assert uploads.sweep(time.time() + 2 * HOUR) == 0
     assert complete(uploads, upload, [part_id]).status == "completed"
 
