@@ -164,6 +164,81 @@ def test_options_that_do_not_fit_the_file_are_refused_at_its_first_line(
         first_line(str(source), RowOptions(**options))
 
 
+YEAR_10000 = 253_402_300_800  # in seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "type", "shown"),
+    [
+        (YEAR_10000, pyarrow.timestamp("s"), "10000-01-01 00:00:00.000"),
+        (YEAR_10000 * 1000 - 1, pyarrow.timestamp("ms", "Europe/Berlin"), "10000-01-01 00:59:59.999+0100"),
+        (YEAR_10000 * 4_000_000, pyarrow.timestamp("us"), "<value out of range: 1013609203200000000>"),
+        (-(2**63) + 1, pyarrow.timestamp("ns"), "1677-09-21 00:12:43.145224193"),
+        (-(10**11), pyarrow.timestamp("s"), "-1199-02-15 14:13:20.000"),
+        (2_932_897, pyarrow.date32(), "10000-01-01"),
+    ],
+)
+def test_a_kept_value_that_could_not_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, value: int, type: pyarrow.DataType, shown: str
+) -> None:
+    integers = pyarrow.int32() if type == pyarrow.date32() else pyarrow.int64()
+    good = pyarrow.array([0] * 69 + [None], integers)
+    column = pyarrow.concat_arrays([good, pyarrow.array([value, value], integers)]).cast(type)
+    source = write_parquet(tmp_path / "in.parquet", {"p": ["a"] * 72, "when": column})
+    with pytest.raises(InputError, match=r"in row 71 of the column when that cannot be kept: ") as found:
+        spooled(source, prompt_column="p", keep_columns=("when",))
+    assert f"kept: {shown}; change it, or leave the column out of --keep-columns" in str(found.value)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def no_utf8() -> pyarrow.Array:
+    """70 texts of two bytes, of which the last one is not UTF-8."""
+    offsets = pyarrow.array(range(0, 141, 2), pyarrow.int32())
+    return pyarrow.StringArray.from_buffers(70, offsets.buffers()[1], pyarrow.py_buffer(b"ab" * 69 + b"a\xff"))
+
+
+def test_bytes_that_are_no_text_are_named_by_row_and_column(tmp_path: Path) -> None:
+    texts = no_utf8()
+    columns = {
+        "custom_id": [str(n) for n in range(70)],
+        "prompt": texts,
+        "nested": pyarrow.StructArray.from_arrays([texts], ["a"]),
+        "few": texts.dictionary_encode(),
+        "user": texts.cast(pyarrow.binary()),
+    }
+    source = write_parquet(tmp_path / "in.parquet", columns)
+    for name in ("prompt", "nested", "few", "user"):
+        with pytest.raises(
+            InputError, match=rf"in\.parquet has a column {name} that holds bytes .*, first in row 70: "
+        ):
+            spooled(source, template=f"{{{name}}}")
+    with pytest.raises(
+        InputError, match="has a column prompt that holds bytes which are not UTF-8 text, first in row 70"
+    ):
+        spooled(source)
+    parquet.write_table(parquet.read_table(source).set_column(1, "prompt", [["x"] * 70]), source)
+    with pytest.raises(
+        InputError, match="has a column user that holds bytes which are not UTF-8 text, first in row 70"
+    ):
+        spooled(source)
+
+
+def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "in.parquet", {"zz": [1]})
+    source.write_bytes(source.read_bytes().replace(b"zz", b"z\xff"))
+    with pytest.raises(InputError, match=r"in\.parquet has a column whose name is not UTF-8 text: rename it"):
+        spooled(source, prompt_column="zz")
+
+
+def test_a_cell_that_python_cannot_hold_is_named(tmp_path: Path) -> None:
+    when = pyarrow.array([0, YEAR_10000]).cast(pyarrow.timestamp("s"))
+    source = write_parquet(tmp_path / "in.parquet", {"custom_id": when, "prompt": ["a", "b"]})
+    with pytest.raises(
+        InputError, match=r"has a timestamp\[ms\] in row 2 of the column custom_id that cannot be read: "
+    ):
+        spooled(source)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
