@@ -258,6 +258,55 @@ def test_csv_that_cannot_be_read_is_named(tmp_path: Path, data: bytes, reason: s
     assert list(tmp_path.iterdir()) == [source]
 
 
+OPEN_QUOTES = {
+    "to the end of the file": (b'id,text\n1,a\n2,"b\n3,c\n', 3),
+    "in the last line": (b'id,text\r\n1,a\r\n2,"b\r\n', 3),
+    "in a column that is not read": (b'text,id\na,1\nb,"2\nc,3\n', 3),
+    "to a quote of another cell": (b'id,text\n1,"a, ""x""\ny"\n2,"b\n3,"c"\n4,d\n', 4),
+    "with too few cells": (b'id,text\n1,a\n"2,b\n3,c\n', 3),
+    "over more than a row may have": (b'text,id\na,"1\n' + b"b,2\n" * (2 << 20), 2),
+    "in the first row": (b'id,"text\n1,a\n', 1),
+    "in the first row of a long file": (b'"id,text\n' + b"1,a\n" * 100_000, 1),
+    "behind an escaped one": (b'id,text\n1,"a""\n2,c\n', 2),
+}
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.csv.gz"])
+@pytest.mark.parametrize(("data", "line"), OPEN_QUOTES.values(), ids=OPEN_QUOTES)
+def test_a_quote_that_is_not_closed_is_named_by_its_line(tmp_path: Path, name: str, data: bytes, line: int) -> None:
+    """Else the rows behind it would be one cell."""
+    source = packed(tmp_path / name, data)
+    with pytest.raises(
+        InputError, match=rf"{name} has a cell in line {line} that begins with a quote and does not end"
+    ):
+        spooled(source, prompt_column="text")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        (b'id,text\n1,"a\n2,b"\n', ["a\n2,b"]),
+        (b'id,text\n1,"a\n""2"",""b"""\n2,c\n', ['a\n"2","b"', "c"]),
+        (b'id,text\n1,5" pipe\n2,"x"y\n3,"a\nb" \n', ['5" pipe', "xy", "a\nb "]),
+        (b'\xef\xbb\xbf"te\nxt","text"\r\n1,"a\r\n\r\nb"\r\n', ["a\r\n\r\nb"]),
+        (b'"text"\r"a\rb"\rc', ["a\rb", "c"]),
+        (b'"text"\n""\n"c"', ["", "c"]),
+    ],
+)
+def test_quotes_that_are_closed_are_read(tmp_path: Path, data: bytes, texts: list[str]) -> None:
+    assert contents(spooled(packed(tmp_path / "in.csv", data), prompt_column="text")) == texts
+
+
+@pytest.mark.parametrize(("name", "right"), [("in.csv", ".jsonl"), ("IN.CSV.gz", ".jsonl.gz")])
+def test_jsonl_with_the_name_of_csv_is_named(tmp_path: Path, name: str, right: str) -> None:
+    data = b'\n{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
+    source = packed(tmp_path / name, data)
+    for options in ({}, {"prompt_column": "text"}):
+        with pytest.raises(InputError, match=rf"{name} holds JSONL, not CSV: give it a name that ends with {right}$"):
+            spooled(source, **options)
+
+
 def test_a_cut_compressed_csv_is_named(tmp_path: Path) -> None:
     source = tmp_path / "in.csv.gz"
     source.write_bytes(gzip.compress(CSV_TEXT * 1000)[:-12])
