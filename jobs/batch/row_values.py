@@ -93,12 +93,43 @@ def _can_be_read(column: "pyarrow.Array", values_of: _Values) -> bool:
 
 
 def _python_values(column: "pyarrow.Array") -> list[Any]:
-    return list(column.to_pylist())
+    """Return the values with floats and decimals in as few digits as give them back."""
+    from pyarrow import types
+
+    if types.is_decimal(column.type):
+        return [None if value is None else format(value, "f") for value in column.to_pylist()]
+    return list(_widened(column).to_pylist())
 
 
 def _json_values(column: "pyarrow.Array") -> list[Any]:
+    from pyarrow import types
+
     plain = column.cast(_plain_type(column.type))
-    return list(plain.cast(_json_type(plain.type)).to_pylist())
+    return _python_values(plain if types.is_decimal(plain.type) else plain.cast(_json_type(plain.type)))
+
+
+def _widened(column: "pyarrow.Array") -> "pyarrow.Array":
+    """Return a column with each float32 as the float64 of the same shortest text: 0.1 stays 0.1."""
+    import pyarrow
+
+    text = _without_float32(column.type, pyarrow.string())
+    return column if text == column.type else column.cast(text).cast(_without_float32(column.type, pyarrow.float64()))
+
+
+def _without_float32(type: "pyarrow.DataType", other: "pyarrow.DataType") -> "pyarrow.DataType":
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_float32(type):
+        return other
+    if types.is_struct(type):
+        return pyarrow.struct([field.with_type(_without_float32(field.type, other)) for field in type])
+    if types.is_list(type) or types.is_large_list(type) or types.is_fixed_size_list(type):
+        item = type.value_field.with_type(_without_float32(type.value_type, other))
+        if types.is_fixed_size_list(type):
+            return pyarrow.list_(item, type.list_size)
+        return pyarrow.list_(item) if types.is_list(type) else pyarrow.large_list(item)
+    return type
 
 
 def _check_kept(location: str, name: str, column: "pyarrow.Array", values: list[Any], before: int) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from jobs.batch.input_files import Bounds, InputError, first_line, format_of, is_table, write_spool
 from jobs.batch.row_requests import ROW_ENDPOINTS, RowExtras, RowOptions, read_extras
+from jobs.batch.row_values import as_array, json_rows
 
 CSV_TEXT = b'\xef\xbb\xbfid,text,n\r\na,"one, ""two""\nthree",1\r\nb,,2\r\nc,"",3\r\n'
 ROWS = {"id": [7, 8, 9], "text": ["one", "zwei\n", None], "n": [1, None, 3]}
@@ -189,6 +190,52 @@ def test_a_kept_value_that_could_not_be_written_is_refused_before_anything_runs(
         spooled(source, prompt_column="p", keep_columns=("when",))
     assert f"kept: {shown}; change it, or leave the column out of --keep-columns" in str(found.value)
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_numbers_have_as_few_digits_as_say_them(tmp_path: Path) -> None:
+    float32 = pyarrow.float32()
+    tiny = [decimal.Decimal("0E-10"), decimal.Decimal("-1.2E-9"), None]
+    columns = {
+        "f": pyarrow.array([0.1, 1e-7, 16_777_216], float32),
+        "l": pyarrow.array([[0.1, None], [math.nan, -math.inf], None], pyarrow.large_list(float32)),
+        "p": pyarrow.array([[0.1, 0.7], [1, 2], None], pyarrow.list_(float32, 2)),
+        "s": pyarrow.array([{"x": [{"y": 0.1}], "z": "ä"}] * 3),
+        "d": pyarrow.array(tiny, pyarrow.decimal128(20, 10)),
+        "e": pyarrow.array(tiny, pyarrow.decimal256(40, 10)),
+        "i": pyarrow.array([math.inf, -math.inf, math.nan], float32),
+    }
+    kind = pyarrow.struct([("x", pyarrow.list_(pyarrow.struct([("y", float32)]))), ("z", pyarrow.string())])
+    columns["s"] = columns["s"].cast(kind)
+    source = write_parquet(tmp_path / "in.parquet", columns)
+    lines = spooled(source, template="{f}|{l}|{p}|{s}|{d}|{e}|{i}", keep_columns=("f", "l", "s", "d", "e"))
+    assert contents(lines) == [
+        '0.1|[0.1, null]|[0.1, 0.7]|{"x": [{"y": 0.1}], "z": "ä"}|0.0000000000|0.0000000000|Infinity',
+        '1e-07|[null, null]|[1.0, 2.0]|{"x": [{"y": 0.1}], "z": "ä"}|-0.0000000012|-0.0000000012|-Infinity',
+        None,
+    ]
+    assert [line["columns"]["f"] for line in lines] == [0.1, 1e-7, 16_777_216]
+    assert lines[0]["columns"]["d"] == "0.0000000000"
+
+
+def test_columns_of_requests_have_numbers_in_few_digits(tmp_path: Path) -> None:
+    columns = {
+        "custom_id": [decimal.Decimal("0E-10")],
+        "prompt": ["a"],
+        "temperature": pyarrow.array([0.1], pyarrow.float32()),
+    }
+    line = spooled(write_parquet(tmp_path / "in.parquet", columns))[0]
+    assert (line["custom_id"], line["body"]["temperature"]) == ("0.0000000000", 0.1)
+
+
+@pytest.mark.proof
+def test_every_float_of_a_kept_column_is_given_back() -> None:
+    """What is written has the float32 that was read, for a sample over all of them."""
+    for start in range(-(2**31), 2**31 - 2**16, 2**25 + 1):
+        integers = pyarrow.array(range(start, start + 2**16), pyarrow.int32())
+        floats = integers.view(pyarrow.float32()).filter(compute.is_finite(integers.view(pyarrow.float32())))
+        rows = pyarrow.RecordBatch.from_arrays([floats], ["f"])
+        values = [row["f"] for row in json_rows("in.parquet", rows, ["f"])]
+        assert as_array(values, pyarrow.float32()).equals(floats)
 
 
 def no_utf8() -> pyarrow.Array:
