@@ -9,7 +9,7 @@ from jobs.batch.input_files import InputError, open_unpacked
 
 _MOST_CHARACTERS = 1 << 26
 """Of a line; no row that can be read is so long."""
-_OPENS = re.compile(r'(?:^|,)"')
+_OPENS = re.compile(r'(?:^(?:\xef\xbb\xbf)?|,)"')
 _CLOSES = re.compile(r'(?:[^"]|"")*+"')
 _ENDS = re.compile(r"[ \t]*(?:[,\r\n]|$)")
 

@@ -105,7 +105,10 @@ def _json_values(column: "pyarrow.Array") -> list[Any]:
     from pyarrow import types
 
     plain = column.cast(_plain_type(column.type))
-    return _python_values(plain if types.is_decimal(plain.type) else plain.cast(_json_type(plain.type)))
+    values = _python_values(plain if types.is_decimal(plain.type) else plain.cast(_json_type(plain.type)))
+    if types.is_temporal(plain.type) and any(value is not None and value.startswith("<") for value in values):
+        raise OverflowError("it is out of range")  # of the years that Arrow can name
+    return values
 
 
 def _widened(column: "pyarrow.Array") -> "pyarrow.Array":
