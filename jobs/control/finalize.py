@@ -154,7 +154,7 @@ def _answers(manifest: Manifest) -> Iterator[LineAnswer]:
                 record = next(records, None)
             if record is not None and record.line == number:
                 problem = row.problem(number)
-                if manifest.spec.skip_invalid_requests:
+                if manifest.spec.skip_invalid_requests and not record.result.succeeded:
                     problem = problem_of(raw or b"") or problem
                 result = problem.result(record.result.request_id) if problem else record.result
                 yield LineAnswer(number, custom_id, result, ("", ""), row.columns)

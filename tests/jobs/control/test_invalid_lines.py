@@ -83,7 +83,7 @@ def test_rows_of_a_table_too(redis_client: redis.Redis, tmp_path: Path) -> None:
     source = tmp_path / "in.parquet"
     columns = {"custom_id": ["a", "b"], "prompt": ["x", "y"], "model": ["m", "gone"]}
     parquet.write_table(pyarrow.table(columns), source)
-    run_to_end(redis_client, begin_skipping(redis_client, source).id, lambda claim: completion(claim))
+    run_to_end(redis_client, begin_skipping(redis_client, source).id, completion)
     assert reasons(tmp_path / "out.jsonl") == {"a": None, "b": "model_not_found"}
 
 
@@ -123,6 +123,28 @@ def test_a_second_start_goes_on_and_judges_lines_by_the_models_of_its_own(
     models = ("m", "gone")
     run_to_end(redis_client, begin_skipping(redis_client, source, models=models).id, answer, models)
     assert reasons(tmp_path / "out.jsonl") == REASONS | {"b": None}
+
+
+def test_an_answer_stays_where_its_model_is_no_longer_served(redis_client: redis.Redis, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", chat_line("a", model="gone") + chat_line("b", model="gone") + chat_line("c"))
+    batch = begin_skipping(redis_client, source, models=("m", "gone")).id
+    step(redis_client, batch)
+    answer_all(redis_client, answer, ("gone",), most=1)
+    step(redis_client, batch)
+    redis_client.flushall()
+    run_to_end(redis_client, begin_skipping(redis_client, source).id, answer)
+    found = reasons(tmp_path / "out.jsonl")
+    assert found.pop("c") is None
+    assert sorted(found.values(), key=str) == [None, "model_not_found"]
+
+
+def test_failed_lines_run_again_and_end_alike(redis_client: redis.Redis, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl")
+    run_to_end(redis_client, begin_skipping(redis_client, source).id, answer)
+    redis_client.flushall()
+    record = run_to_end(redis_client, begin_skipping(redis_client, source, retry_failed=True).id, answer)
+    assert (record.completed, record.failed) == (3, 6)
+    assert reasons(tmp_path / "out.jsonl") == REASONS
 
 
 @pytest.mark.parametrize("name", ["write_spool", "mark_invalid", "note_source"])
