@@ -150,6 +150,7 @@ class BatchRun:
             by_model=bool(task.hosted) and not fit_together(task.hosted, task.hosting),
             seed=task.model_flags["seed"],
             rows=task.rows,
+            skip_invalid_requests=task.skip_invalid_requests,
         )
 
     def _fleet_models(self, queue: Queue) -> tuple[str, ...]:

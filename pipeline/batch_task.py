@@ -36,6 +36,7 @@ class Task:
     queue: QueueSettings
     model_flags: Mapping[str, Any]
     starts_worker: bool
+    skip_invalid_requests: bool
     retry_failed: bool
     fail_on_error: bool
     log_level: str

@@ -77,11 +77,13 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     _check_same(found, spec)
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
-    _drop_failures(manifest, 400 if retry_failed else 500)
+    # Which requests are invalid follows from the models
+    judged = spec.skip_invalid_requests and found.spec.models != spec.models
+    _drop_failures(manifest, 400 if retry_failed or judged else 500)
     plan = join(spec.root, PLAN_NAME)
     served = spec.models is None or set(found.models) <= set(spec.models)
     planned = found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
-    if not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
+    if judged or not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
         manifest.plan_sha256 = None
     manifest.timestamps = {}
     manifest.enter("validating")
@@ -115,7 +117,7 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
             f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output"
         )
     differences = [
-        *_differences(found.spec, spec, ("default_model", "endpoint", "seed")),
+        *_differences(found.spec, spec, ("default_model", "endpoint", "seed", "skip_invalid_requests")),
         *_differences(found.spec.rows or RowOptions(), spec.rows or RowOptions(), RowOptions.__struct_fields__),
     ]
     if differences:

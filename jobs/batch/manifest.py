@@ -48,6 +48,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # from it and the line number comes the seed of a line that names none
     rows: RowOptions | None = None  # of a table; None: its columns are members of the lines
+    skip_invalid_requests: bool = False  # they get error lines, and the others run
     # Set for a batch that came through the API, whose lines are checked as OpenAI's are; so are the
     # next fields
     input_file_id: str | None = None

@@ -102,4 +102,8 @@ def _is_null(value: Any) -> bool:
 
 
 def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | dict):
+        value = msgspec.json.decode(msgspec.json.encode(value))  # null for NaN and infinity
+    return json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,6 @@
 """Values of a table's columns as JSON has them, and back again."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jobs.batch.input_files import InputError
@@ -24,11 +24,36 @@ def kept_schema(location: str, schema: "pyarrow.Schema", names: Iterable[str]) -
     return pyarrow.schema(fields)
 
 
-def json_rows(location: str, rows: "pyarrow.RecordBatch", names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows of a table with the values of JSON, text for others. Raise `InputError`."""
-    columns = [_json_values(location, name, rows.column(name)) for name in names]
-    for values in zip(*columns, strict=True):
-        yield dict(zip(names, values, strict=True))
+def json_rows(
+    location: str, rows: "pyarrow.RecordBatch", names: Sequence[str], kept: Collection[str] = (), before: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of a table with the values of JSON, text for others; `before` rows were read.
+
+    Raise `InputError`, also for a value of a `kept` column that its text does not give back.
+    """
+    columns = [_read(location, name, rows.column(name), _json_values, before) for name in names]
+    for name, values in zip(names, columns, strict=True):
+        if name in kept:
+            _check_kept(location, name, rows.column(name), values, before)
+    for row in zip(*columns, strict=True):
+        yield dict(zip(names, row, strict=True))
+
+
+def python_rows(
+    location: str, rows: "pyarrow.RecordBatch", names: Sequence[str], before: int
+) -> Iterator[dict[str, Any]]:
+    """The same with the values of Python."""
+    columns = [_read(location, name, rows.column(name), _python_values, before) for name in names]
+    for row in zip(*columns, strict=True):
+        yield dict(zip(names, row, strict=True))
+
+
+def no_text(location: str, name: str, row: int) -> InputError:
+    """Return why a table with bytes that are no text is refused; rows count from 1."""
+    return InputError(
+        f"{location} has a column {name} that holds bytes which are not UTF-8 text, first in row {row}: write the file"
+        " again with text there"
+    )
 
 
 def as_array(values: list[Any], type: "pyarrow.DataType") -> "pyarrow.Array":
@@ -38,17 +63,99 @@ def as_array(values: list[Any], type: "pyarrow.DataType") -> "pyarrow.Array":
     return pyarrow.array(values, _json_type(type)).cast(type)
 
 
-def _json_values(location: str, name: str, column: Any) -> list[Any]:
+_Values = Callable[["pyarrow.Array"], list[Any]]
+
+
+def _read(location: str, name: str, column: "pyarrow.Array", values_of: _Values, before: int) -> list[Any]:
     import pyarrow
 
-    plain = column.cast(_plain_type(column.type))
     try:
-        values: list[Any] = plain.cast(_json_type(plain.type)).to_pylist()
+        return values_of(column)
     except pyarrow.ArrowNotImplementedError:
-        raise InputError(f"{location} has a column {name} of type {plain.type}, which cannot be read as text") from None
-    except pyarrow.ArrowInvalid:
-        raise InputError(f"{location} has a column {name} that holds bytes which are not UTF-8 text") from None
+        kind = _plain_type(column.type)
+        raise InputError(f"{location} has a column {name} of type {kind}, which cannot be read as text") from None
+    except (ValueError, OverflowError) as error:
+        bad = next(row for row in range(len(column)) if not _can_be_read(column.slice(row, 1), values_of))
+        row = before + bad + 1
+        if isinstance(error, UnicodeDecodeError | pyarrow.ArrowInvalid):
+            raise no_text(location, name, row) from None
+        raise InputError(
+            f"{location} has a {column.type} in row {row} of the column {name} that cannot be read: {error}"
+        ) from None
+
+
+def _can_be_read(column: "pyarrow.Array", values_of: _Values) -> bool:
+    try:
+        values_of(column)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def _python_values(column: "pyarrow.Array") -> list[Any]:
+    """Return the values with floats and decimals in as few digits as give them back."""
+    from pyarrow import types
+
+    if types.is_decimal(column.type):
+        return [None if value is None else format(value, "f") for value in column.to_pylist()]
+    return list(_widened(column).to_pylist())
+
+
+def _json_values(column: "pyarrow.Array") -> list[Any]:
+    from pyarrow import types
+
+    plain = column.cast(_plain_type(column.type))
+    values = _python_values(plain if types.is_decimal(plain.type) else plain.cast(_json_type(plain.type)))
+    if types.is_temporal(plain.type) and any(value is not None and value.startswith("<") for value in values):
+        raise OverflowError("it is out of range")  # of the years that Arrow can name
     return values
+
+
+def _widened(column: "pyarrow.Array") -> "pyarrow.Array":
+    """Return a column with each float32 as the float64 of the same shortest text: 0.1 stays 0.1."""
+    import pyarrow
+
+    text = _without_float32(column.type, pyarrow.string())
+    return column if text == column.type else column.cast(text).cast(_without_float32(column.type, pyarrow.float64()))
+
+
+def _without_float32(type: "pyarrow.DataType", other: "pyarrow.DataType") -> "pyarrow.DataType":
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_float32(type):
+        return other
+    if types.is_struct(type):
+        return pyarrow.struct([field.with_type(_without_float32(field.type, other)) for field in type])
+    if types.is_list(type) or types.is_large_list(type) or types.is_fixed_size_list(type):
+        item = type.value_field.with_type(_without_float32(type.value_type, other))
+        if types.is_fixed_size_list(type):
+            return pyarrow.list_(item, type.list_size)
+        return pyarrow.list_(item) if types.is_list(type) else pyarrow.large_list(item)
+    return type
+
+
+def _check_kept(location: str, name: str, column: "pyarrow.Array", values: list[Any], before: int) -> None:
+    """Raise `InputError` for a value whose text does not give it back, such as a year after
+    9999.
+    """
+    plain = column.cast(_plain_type(column.type))
+    if _is_json(plain.type) or _gives_back(values, plain):
+        return
+    bad = next(row for row in range(len(values)) if not _gives_back(values[row : row + 1], plain.slice(row, 1)))
+    raise InputError(
+        f"{location} has a {plain.type} in row {before + bad + 1} of the column {name} that cannot be kept:"
+        f" {values[bad]}; change it, or leave the column out of --keep-columns"
+    )
+
+
+def _gives_back(values: list[Any], plain: "pyarrow.Array") -> bool:
+    import pyarrow
+
+    try:
+        return bool(as_array(values, plain.type).equals(plain))
+    except pyarrow.ArrowInvalid:
+        return False
 
 
 def _plain_type(type: "pyarrow.DataType") -> "pyarrow.DataType":

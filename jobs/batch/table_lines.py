@@ -21,7 +21,7 @@ import msgspec
 
 from jobs.batch.input_files import CSV, TABLE_REFUSED, TABLE_UNREADABLE, InputError
 from jobs.batch.row_requests import RowOptions, RowRequests
-from jobs.batch.row_values import json_rows, kept_schema
+from jobs.batch.row_values import json_rows, kept_schema, no_text, python_rows
 from jobs.batch.tables import OpenTable, open_table
 from jobs.errors import JobsError
 from jobs.protocol import fields
@@ -103,8 +103,8 @@ def _lines(location: str, kind: str, options: RowOptions | None) -> Iterator[dic
         yield from _lines_by_columns(location, kind, table) if options is None else _requests(location, table, options)
     except MemoryError:  # Arrow's own is one of both kinds
         raise
-    except _BadColumn as error:
-        raise InputError(f"{location} has a column {error} that holds bytes which are not UTF-8 text") from error
+    except UnicodeDecodeError:
+        raise InputError(f"{location} has a column whose name is not UTF-8 text: rename it") from None
     except (pyarrow.ArrowException, OSError) as error:
         # Arrow's own, for damaged pages, have none
         if isinstance(error, OSError) and error.errno is not None:
@@ -126,7 +126,7 @@ def _requests(location: str, table: OpenTable, options: RowOptions) -> Iterator[
         first = {"schema": base64.b64encode(schema.serialize()).decode()}
     number = 0
     for rows in table.read(requests.columns):
-        for row in json_rows(location, rows, requests.columns):
+        for row in json_rows(location, rows, requests.columns, options.keep_columns, number):
             number += 1
             yield requests.line(number, row) | (first if number == 1 else {})
 
@@ -140,9 +140,15 @@ def _lines_by_columns(location: str, kind: str, table: OpenTable) -> Iterator[di
     parsed = _BODY_COLUMNS if kind == CSV else _PARSED_COLUMNS
     columns = [name for name in _COLUMNS if name in names]
     _check_single(location, table, columns)
+    number = 0
     for rows in table.read(columns):
-        for row in rows.to_pylist():
-            yield _line_of(row, parsed)
+        for row in python_rows(location, rows, columns, number):
+            number += 1
+            try:
+                line = _line_of(row, parsed)
+            except _BadColumn as error:
+                raise no_text(location, str(error), number) from error
+            yield line
 
 
 def _check_single(location: str, table: OpenTable, columns: Collection[str]) -> None:

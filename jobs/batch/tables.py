@@ -1,12 +1,15 @@
 """Parquet and CSV files as batches of rows, read without threads and a little at a time."""
 
 import csv
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from jobs.batch.input_files import InputError, open_text, open_unpacked
-from jobs.store.input_formats import PARQUET
+from jobs.batch.csv_quotes import check_quotes
+from jobs.batch.input_files import CSV, InputError, open_text, open_unpacked
+from jobs.protocol.lines import decode_json
+from jobs.store.input_formats import JSONL, PARQUET
 from jobs.store.storage import open_input
 
 if TYPE_CHECKING:
@@ -71,17 +74,35 @@ def _csv_batches(location: str, columns: Sequence[str]) -> Iterator["pyarrow.Rec
                 for start in range(0, rows.num_rows, MOST_ROWS):
                     yield rows.slice(start, MOST_ROWS)
     except pyarrow.ArrowInvalid as error:
+        check_quotes(location)
         if "straddl" in str(error):
             raise InputError(f"{location} has a row of more than {CSV_BLOCK_BYTES >> 20} MiB") from error
         raise
+    check_quotes(location)
 
 
 def _csv_header(location: str) -> list[str]:
     try:
         with open_text(location) as lines:
-            header = next(filter(None, csv.reader(lines)), None)
-    except (UnicodeDecodeError, csv.Error) as error:
+            first = next((line for line in lines if line.strip("\r\n")), "")
+            if _is_json(first):
+                suffix = location[location.lower().rindex(CSV) :].lower().replace(CSV, JSONL)
+                raise InputError(f"{location} holds JSONL, not CSV: give it a name that ends with {suffix}")
+            header = next(filter(None, csv.reader(itertools.chain([first], lines))), None)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{location} is not CSV in UTF-8: {error}") from error
+    except csv.Error as error:
+        check_quotes(location)
         raise InputError(f"{location} is not CSV in UTF-8: {error}") from error
     if header is None:
         raise InputError(f"{location} is empty: the first row of CSV names the columns")
+    if any("\n" in name for name in header):
+        check_quotes(location)
     return header
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return line.lstrip().startswith("{") and isinstance(decode_json(line.encode()), dict)
+    except ValueError:
+        return False

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from jobs.batch.input_files import is_csv, is_parquet, read_lines
+from jobs.batch.invalid_lines import problem_of
 from jobs.batch.manifest import Manifest, save_manifest
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
@@ -153,6 +154,8 @@ def _answers(manifest: Manifest) -> Iterator[LineAnswer]:
                 record = next(records, None)
             if record is not None and record.line == number:
                 problem = row.problem(number)
+                if manifest.spec.skip_invalid_requests and not record.result.succeeded:
+                    problem = problem_of(raw or b"") or problem
                 result = problem.result(record.result.request_id) if problem else record.result
                 yield LineAnswer(number, custom_id, result, ("", ""), row.columns)
             elif why is not None:

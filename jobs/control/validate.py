@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 
 from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
+from jobs.batch.invalid_lines import mark_invalid
 from jobs.batch.manifest import LineProblem
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
@@ -63,12 +64,11 @@ def _read_input(held: Slice) -> Checked:
     manifest = held.manifest
     location = manifest.spec.input
     before = stamp_of(location)
-    if format_of(location) != JSONL:
+    if format_of(location) != JSONL or manifest.spec.skip_invalid_requests:
         manifest.input_sha256 = sha256_of(location)
         held.check_current()
         source = join(held.root, SPOOL_NAME)
-        bounds = api_bounds(location, manifest.spec.max_lines) if manifest.spec.of_api else OWN_FILE
-        source_sha256 = write_spool(location, source, bounds, held.check_current, manifest.spec.rows)
+        source_sha256 = _spool(held, source)
         checked = check_source(held, source)
     else:
         digest = hashlib.sha256()
@@ -81,18 +81,25 @@ def _read_input(held: Slice) -> Checked:
     return checked
 
 
+def _spool(held: Slice, spool: str) -> str:
+    """Write the requests of the input as JSONL, and return the hash of that."""
+    spec = held.manifest.spec
+    source, sha256 = spec.input, ""
+    if format_of(source) != JSONL:
+        bounds = api_bounds(source, spec.max_lines) if spec.of_api else OWN_FILE
+        source, sha256 = spool, write_spool(source, spool, bounds, held.check_current, spec.rows)
+    if spec.skip_invalid_requests:
+        sha256 = mark_invalid(spec, _served(held), source, spool, held.check_current)
+    return sha256
+
+
 def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len) -> Checked:
     """Check every line of JSONL in one pass; make the plan if all are good.
 
     `note` is handed every byte.
     """
     spec = held.manifest.spec
-    served: Mapping[str, Collection[str] | None]
-    if spec.models is None:
-        served = known_models(held, _REGISTRY_SECONDS if spec.of_api else 0.0)
-    else:
-        served = dict.fromkeys(spec.models)
-    with closing(SourceCheck(spec, held.root, served)) as check, open_input(source) as file:
+    with closing(SourceCheck(spec, held.root, _served(held))) as check, open_input(source) as file:
         for count, line in enumerate(read_lines(file, note, _MOST_BLANK if spec.of_api else None)):
             if count % _CHECK_LINES == 0:
                 held.check_current()
@@ -105,6 +112,13 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
         if spec.of_api and not problems:
             problems = _token_problems(held, check.body_bytes)
         return Checked(problems=problems) if problems else check.finish()
+
+
+def _served(held: Slice) -> Mapping[str, Collection[str] | None]:
+    spec = held.manifest.spec
+    if spec.models is not None:
+        return dict.fromkeys(spec.models)
+    return known_models(held, _REGISTRY_SECONDS if spec.of_api else 0.0)
 
 
 def known_models(held: Slice, patience: float) -> dict[str, tuple[str, ...] | None]:

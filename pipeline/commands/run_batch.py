@@ -66,6 +66,12 @@ if TYPE_CHECKING:
     help="Seed for lines that set none; each line's seed is derived from it and the line's number.",
 )
 @row_flags
+@flag(
+    "--skip-invalid-requests",
+    is_flag=True,
+    help="Give each line with an unknown model, url or the like an error line, and run the others. [default: refuse"
+    " the file]",
+)
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
@@ -84,6 +90,7 @@ def run_batch(
     output_file: Path | None,
     models: tuple[str, ...],
     model_flags: tuple[str, ...],
+    skip_invalid_requests: bool,
     retry_failed: bool,
     fail_on_error: bool,
     local_worker: bool,
@@ -129,6 +136,7 @@ def run_batch(
         queue=QueueSettings.from_environment(**values_of(QueueSettings, ctx.params)),
         model_flags=ctx.params,
         starts_worker=starts_worker,
+        skip_invalid_requests=skip_invalid_requests,
         retry_failed=retry_failed,
         fail_on_error=fail_on_error,
         log_level=log_level,

@@ -79,6 +79,22 @@ def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(tmp_path: Path) ->
 
 
 @pytest.mark.proof
+def test_bad_lines_are_errors_of_their_own_where_that_is_asked(tmp_path: Path) -> None:
+    good = line()
+    source = write(
+        tmp_path / "requests.jsonl",
+        line("b", body={**good["body"], "model": "other"}),
+        good,
+        line("c", url="/v1/responses"),
+    )
+    done = run_pipeline("run-batch", source, "--skip-invalid-requests")
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(text) for text in (tmp_path / "requests.results.jsonl").read_text().splitlines()]
+    codes = [(result["custom_id"], result["error"] and result["error"]["code"]) for result in results]
+    assert codes == [("b", "model_not_found"), ("a", None), ("c", "invalid_url")]
+    assert "3 requests, 2 failed" in done.stdout
+
+
 def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:
     source = write(tmp_path / "requests.jsonl")
     done = run_pipeline("run-batch", source)

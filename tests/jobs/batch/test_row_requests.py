@@ -11,10 +11,11 @@ from typing import Any
 
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from jobs.batch.input_files import Bounds, InputError, first_line, format_of, is_table, write_spool
 from jobs.batch.row_requests import ROW_ENDPOINTS, RowExtras, RowOptions, read_extras
+from jobs.batch.row_values import as_array, json_rows
 
 CSV_TEXT = b'\xef\xbb\xbfid,text,n\r\na,"one, ""two""\nthree",1\r\nb,,2\r\nc,"",3\r\n'
 ROWS = {"id": [7, 8, 9], "text": ["one", "zwei\n", None], "n": [1, None, 3]}
@@ -164,6 +165,135 @@ def test_options_that_do_not_fit_the_file_are_refused_at_its_first_line(
         first_line(str(source), RowOptions(**options))
 
 
+YEAR_10000 = 253_402_300_800  # in seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "type", "shown"),
+    [
+        (YEAR_10000, pyarrow.timestamp("s"), "10000-01-01 00:00:00.000"),
+        (YEAR_10000 * 1000 - 1, pyarrow.timestamp("ms", "Europe/Berlin"), "10000-01-01 00:59:59.999+0100"),
+        (-(2**63) + 1, pyarrow.timestamp("ns"), "1677-09-21 00:12:43.145224193"),
+        (-(10**11), pyarrow.timestamp("s"), "-1199-02-15 14:13:20.000"),
+        (2_932_897, pyarrow.date32(), "10000-01-01"),
+    ],
+)
+def test_a_kept_value_that_could_not_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, value: int, type: pyarrow.DataType, shown: str
+) -> None:
+    integers = pyarrow.int32() if type == pyarrow.date32() else pyarrow.int64()
+    good = pyarrow.array([0] * 69 + [None], integers)
+    column = pyarrow.concat_arrays([good, pyarrow.array([value, value], integers)]).cast(type)
+    source = write_parquet(tmp_path / "in.parquet", {"p": ["a"] * 72, "when": column})
+    with pytest.raises(InputError, match=r"in row 71 of the column when that cannot be kept: ") as found:
+        spooled(source, prompt_column="p", keep_columns=("when",))
+    assert f"kept: {shown}; change it, or leave the column out of --keep-columns" in str(found.value)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_numbers_have_as_few_digits_as_say_them(tmp_path: Path) -> None:
+    float32 = pyarrow.float32()
+    tiny = [decimal.Decimal("0E-10"), decimal.Decimal("-1.2E-9"), None]
+    columns = {
+        "f": pyarrow.array([0.1, 1e-7, 16_777_216], float32),
+        "l": pyarrow.array([[0.1, None], [math.nan, -math.inf], None], pyarrow.large_list(float32)),
+        "p": pyarrow.array([[0.1, 0.7], [1, 2], None], pyarrow.list_(float32, 2)),
+        "s": pyarrow.array([{"x": [{"y": 0.1}], "z": "ä"}] * 3),
+        "d": pyarrow.array(tiny, pyarrow.decimal128(20, 10)),
+        "e": pyarrow.array(tiny, pyarrow.decimal256(40, 10)),
+        "i": pyarrow.array([math.inf, -math.inf, math.nan], float32),
+    }
+    kind = pyarrow.struct([("x", pyarrow.list_(pyarrow.struct([("y", float32)]))), ("z", pyarrow.string())])
+    columns["s"] = columns["s"].cast(kind)
+    source = write_parquet(tmp_path / "in.parquet", columns)
+    lines = spooled(source, template="{f}|{l}|{p}|{s}|{d}|{e}|{i}", keep_columns=("f", "l", "s", "d", "e"))
+    assert contents(lines) == [
+        '0.1|[0.1, null]|[0.1, 0.7]|{"x": [{"y": 0.1}], "z": "ä"}|0.0000000000|0.0000000000|Infinity',
+        '1e-07|[null, null]|[1.0, 2.0]|{"x": [{"y": 0.1}], "z": "ä"}|-0.0000000012|-0.0000000012|-Infinity',
+        None,
+    ]
+    assert [line["columns"]["f"] for line in lines] == [0.1, 1e-7, 16_777_216]
+    assert lines[0]["columns"]["d"] == "0.0000000000"
+
+
+def test_columns_of_requests_have_numbers_in_few_digits(tmp_path: Path) -> None:
+    columns = {
+        "custom_id": [decimal.Decimal("0E-10")],
+        "prompt": ["a"],
+        "temperature": pyarrow.array([0.1], pyarrow.float32()),
+    }
+    line = spooled(write_parquet(tmp_path / "in.parquet", columns))[0]
+    assert (line["custom_id"], line["body"]["temperature"]) == ("0.0000000000", 0.1)
+
+
+@pytest.mark.proof
+def test_every_float_of_a_kept_column_is_given_back() -> None:
+    """What is written has the float32 that was read, for a sample over all of them."""
+    for start in range(-(2**31), 2**31 - 2**16, 2**25 + 1):
+        integers = pyarrow.array(range(start, start + 2**16), pyarrow.int32())
+        floats = integers.view(pyarrow.float32()).filter(compute.is_finite(integers.view(pyarrow.float32())))
+        rows = pyarrow.RecordBatch.from_arrays([floats], ["f"])
+        values = [row["f"] for row in json_rows("in.parquet", rows, ["f"])]
+        assert as_array(values, pyarrow.float32()).equals(floats)
+
+
+def no_utf8() -> pyarrow.Array:
+    """70 texts of two bytes, of which the last one is not UTF-8."""
+    offsets = pyarrow.array(range(0, 141, 2), pyarrow.int32())
+    return pyarrow.StringArray.from_buffers(70, offsets.buffers()[1], pyarrow.py_buffer(b"ab" * 69 + b"a\xff"))
+
+
+def test_bytes_that_are_no_text_are_named_by_row_and_column(tmp_path: Path) -> None:
+    texts = no_utf8()
+    columns = {
+        "custom_id": [str(n) for n in range(70)],
+        "prompt": texts,
+        "nested": pyarrow.StructArray.from_arrays([texts], ["a"]),
+        "few": texts.dictionary_encode(),
+        "user": texts.cast(pyarrow.binary()),
+    }
+    source = write_parquet(tmp_path / "in.parquet", columns)
+    for name in ("prompt", "nested", "few", "user"):
+        with pytest.raises(
+            InputError, match=rf"in\.parquet has a column {name} that holds bytes .*, first in row 70: "
+        ):
+            spooled(source, template=f"{{{name}}}")
+    with pytest.raises(
+        InputError, match="has a column prompt that holds bytes which are not UTF-8 text, first in row 70"
+    ):
+        spooled(source)
+    parquet.write_table(parquet.read_table(source).set_column(1, "prompt", [["x"] * 70]), source)
+    with pytest.raises(
+        InputError, match="has a column user that holds bytes which are not UTF-8 text, first in row 70"
+    ):
+        spooled(source)
+
+
+def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "in.parquet", {"zz": [1]})
+    source.write_bytes(source.read_bytes().replace(b"zz", b"z\xff"))
+    with pytest.raises(InputError, match=r"in\.parquet has a column whose name is not UTF-8 text: rename it"):
+        spooled(source, prompt_column="zz")
+
+
+def test_a_time_without_a_name_is_refused_in_a_prompt_too(tmp_path: Path) -> None:
+    when = pyarrow.array([0, YEAR_10000, YEAR_10000 * 4]).cast(pyarrow.timestamp("s"))
+    source = write_parquet(tmp_path / "in.parquet", {"when": when})
+    with pytest.raises(InputError, match=r"in row 3 of the column when that cannot be read: it is out of range"):
+        spooled(source, prompt_column="when")
+    write_parquet(source, {"when": when[:2]})
+    assert contents(spooled(source, prompt_column="when"))[1] == "10000-01-01 00:00:00.000"
+
+
+def test_a_cell_that_python_cannot_hold_is_named(tmp_path: Path) -> None:
+    when = pyarrow.array([0, YEAR_10000]).cast(pyarrow.timestamp("s"))
+    source = write_parquet(tmp_path / "in.parquet", {"custom_id": when, "prompt": ["a", "b"]})
+    with pytest.raises(
+        InputError, match=r"has a timestamp\[ms\] in row 2 of the column custom_id that cannot be read: "
+    ):
+        spooled(source)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -181,6 +311,56 @@ def test_csv_that_cannot_be_read_is_named(tmp_path: Path, data: bytes, reason: s
     with pytest.raises(InputError, match=rf"in\.csv {reason}" if "UTF8" not in reason else reason):
         spooled(source, prompt_column="text")
     assert list(tmp_path.iterdir()) == [source]
+
+
+OPEN_QUOTES = {
+    "to the end of the file": (b'id,text\n1,a\n2,"b\n3,c\n', 3),
+    "in the last line": (b'id,text\r\n1,a\r\n2,"b\r\n', 3),
+    "in a column that is not read": (b'text,id\na,1\nb,"2\nc,3\n', 3),
+    "to a quote of another cell": (b'id,text\n1,"a, ""x""\ny"\n2,"b\n3,"c"\n4,d\n', 4),
+    "with too few cells": (b'id,text\n1,a\n"2,b\n3,c\n', 3),
+    "over more than a row may have": (b'text,id\na,"1\n' + b"b,2\n" * (2 << 20), 2),
+    "in the first row": (b'id,"text\n1,a\n', 1),
+    "in the first row of a long file": (b'"id,text\n' + b"1,a\n" * 100_000, 1),
+    "behind a byte order mark": (b'\xef\xbb\xbf"text\n1,a\n', 1),
+    "behind an escaped one": (b'id,text\n1,"a""\n2,c\n', 2),
+}
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.csv.gz"])
+@pytest.mark.parametrize(("data", "line"), OPEN_QUOTES.values(), ids=OPEN_QUOTES)
+def test_a_quote_that_is_not_closed_is_named_by_its_line(tmp_path: Path, name: str, data: bytes, line: int) -> None:
+    """Else the rows behind it would be one cell."""
+    source = packed(tmp_path / name, data)
+    with pytest.raises(
+        InputError, match=rf"{name} has a cell in line {line} that begins with a quote and does not end"
+    ):
+        spooled(source, prompt_column="text")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        (b'id,text\n1,"a\n2,b"\n', ["a\n2,b"]),
+        (b'id,text\n1,"a\n""2"",""b"""\n2,c\n', ['a\n"2","b"', "c"]),
+        (b'id,text\n1,5" pipe\n2,"x"y\n3,"a\nb" \n', ['5" pipe', "xy", "a\nb "]),
+        (b'\xef\xbb\xbf"te\nxt","text"\r\n1,"a\r\n\r\nb"\r\n', ["a\r\n\r\nb"]),
+        (b'"text"\r"a\rb"\rc', ["a\rb", "c"]),
+        (b'"text"\n""\n"c"', ["", "c"]),
+    ],
+)
+def test_quotes_that_are_closed_are_read(tmp_path: Path, data: bytes, texts: list[str]) -> None:
+    assert contents(spooled(packed(tmp_path / "in.csv", data), prompt_column="text")) == texts
+
+
+@pytest.mark.parametrize(("name", "right"), [("in.csv", ".jsonl"), ("IN.CSV.gz", ".jsonl.gz")])
+def test_jsonl_with_the_name_of_csv_is_named(tmp_path: Path, name: str, right: str) -> None:
+    data = b'\n{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n'
+    source = packed(tmp_path / name, data)
+    for options in ({}, {"prompt_column": "text"}):
+        with pytest.raises(InputError, match=rf"{name} holds JSONL, not CSV: give it a name that ends with {right}$"):
+            spooled(source, **options)
 
 
 def test_a_cut_compressed_csv_is_named(tmp_path: Path) -> None:

@@ -128,6 +128,17 @@ def test_parquet_keeps_the_types_of_columns(redis_client: redis.Redis, tmp_path:
     assert table["when"].to_pylist() == before["when"].to_pylist()
 
 
+def test_a_row_that_could_not_be_written_at_the_end_is_refused_at_the_start(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    seconds = pyarrow.array([0, 253_402_300_800]).cast(pyarrow.timestamp("s"))  # the year 10000
+    source = tmp_path / "in.parquet"
+    parquet.write_table(pyarrow.table({"id": ["a", "b"], "text": ["x"] * 2, "n": [1] * 2, "when": seconds}), source)
+    record = step(redis_client, begin_rows(redis_client, source, tmp_path / "out.parquet").id)
+    assert (record.state, record.total) == ("failed", 0)
+    assert "in row 2 of the column when that cannot be kept: 10000-01-01" in record.errors[0].message
+
+
 def test_jsonl_has_the_columns_under_their_names(redis_client: redis.Redis, tmp_path: Path) -> None:
     run(redis_client, write_table(tmp_path / "in.parquet"), tmp_path / "out.jsonl")
     third = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[2])
