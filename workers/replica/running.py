@@ -100,6 +100,10 @@ class Running:
         tokens = sum(request.pooled_tokens for request in self._requests.values())
         return Load(len(self._requests), len(self._sequences) - live, live, tokens)
 
+    def prepared(self, digest: Digest) -> Prepared | None:
+        """As `Duplicates.prepared`."""
+        return self._duplicates.prepared(digest)
+
     def start(self, prepared: Iterable[Prepared]) -> None:
         """Hands requests to the engine, with what earlier workers generated as a forced
         beginning.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -22,9 +22,10 @@ from tests.support.scripted_engine import ScriptedEngine
 from workers.engine.messages.core import SamplingParams
 from workers.replica import duplicates
 from workers.replica.answer_parsers import AnswerParsers
-from workers.replica.duplicates import Digest, digest_of, prepare_with_digests
+from workers.replica.duplicates import Digest, digest_of, prepare_once
 from workers.replica.grammars import Grammars
 from workers.replica.preparation import Preparation
+from workers.replica.prepared import PreparedRequest
 from workers.replica.running import Running
 from workers.replica.sampling_params import ModelLimits
 from workers.settings import DEMO_MODEL
@@ -67,6 +68,7 @@ class Lab:
         clock = asyncio.get_running_loop().time
         self.running = Running(self.engine, self, Grammars(self), clock, 2.0, suspects=suspects)
         self.results: list[Finished] = []
+        self.prepared = 0  # requests that were rendered and tokenized
         self._seq = 0
 
     def _script(self, _prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -102,10 +104,14 @@ class Lab:
         """Claim, and start what was claimed."""
         self._seq += 1
         claims = self.queue.claim(self.worker, self._seq, limit, models=["demo"])
-        prepared, errors = prepare_with_digests(PREPARATION.prepare, claims)
+        prepared, errors = prepare_once(self._prepare, self.running.prepared, None, claims)
         assert errors == []
         self.running.start(prepared)
         return claims
+
+    def _prepare(self, claims: Sequence[Claim]) -> tuple[list[PreparedRequest], list[Finished]]:
+        self.prepared += len(claims)
+        return PREPARATION.prepare(claims)
 
     async def run(self) -> None:
         """Step until nothing runs and nothing waits."""
@@ -185,12 +191,12 @@ def form(*names: str) -> dict[str, Any]:
 
 SAME = [
     (body(), body()),
-    (body(top_p=0.5, n=2), dict(reversed(body(n=2, top_p=0.5).items()))),  # in another order
     (body(temperature=1, seed=7), body(temperature=1, seed=7)),
     (body(user="\ud800"), body(user="\ud800")),
 ]
 DIFFERENT = [
     (body(), body("Say something: ")),
+    (body(top_p=0.5, n=2), dict(reversed(body(n=2, top_p=0.5).items()))),  # in another order
     (body(temperature=1), body(temperature=1)),
     (body(temperature=1, seed=None), body(temperature=1, seed=None)),
     (body(temperature=1, seed=7), body(temperature=1, seed=8)),
@@ -586,9 +592,63 @@ def test_digests_of_what_takes_no_part_are_empty(queue: Queue) -> None:
     claim = Claim(
         RequestKey("batch_a", 0), 1, Request(CHAT, "demo", json.dumps(body()).encode(), seed=1), None, 1, live=False
     )
-    (item,), _ = PREPARATION.prepare([claim])
-    assert len(digest_of(item)) == 32
+    assert len(digest_of(claim)) == 32
     claim.engine_crashes = 1
-    assert digest_of(item) == b""
+    assert digest_of(claim) == b""
     claim.engine_crashes, claim.live = 0, True
-    assert digest_of(item) == b""
+    assert digest_of(claim) == b""
+
+
+def test_a_copy_of_what_is_known_is_not_prepared(queue: Queue) -> None:
+    """Neither beside its original, nor while that runs, nor after it has ended."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 9)
+        lab.claim(3)
+        lab.claim(3)
+        assert len(lab.running.keys()) == 6
+        await lab.run()
+        lab.claim()
+        await lab.run()
+        assert (lab.prepared, lab.computed, len(answers(queue))) == (1, 1, 9)
+
+    run(scenario())
+
+
+def test_a_copy_that_was_not_prepared_runs_as_itself(queue: Queue) -> None:
+    """Its original was lost between its claim and its start."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 2)
+        (first,) = lab.claim(1)
+        (second,) = queue.claim("w1", 2, 1, models=["demo"])
+        copies, errors = prepare_once(lab._prepare, lab.running.prepared, None, [second])
+        assert lab.running.lose([(first.key, first.fence)]) == 1
+        await asyncio.sleep(0)
+        lab.running.start(copies)
+        assert (lab.running.keys_in_engine(), errors, lab.prepared) == ([second.key], [], 1)
+        await lab.run()
+        assert [line for line, _ in queue.results("batch_a")] == [1]
+
+    run(scenario())
+
+
+def test_lines_whose_answers_are_not_certain_are_prepared_each(queue: Queue) -> None:
+    """So are those of which the first cannot run."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body(temperature=1)] * 3)
+        lab.claim()
+        await lab.run()
+        assert (lab.prepared, lab.computed) == (3, 3)
+        assert len(lab.seeds) == 3  # each its own
+        submit(queue, *[body(max_tokens=-1)] * 3, batch="batch_b")
+        claims = queue.claim("w1", 2, 10, models=["demo"])
+        prepared, errors = prepare_once(lab._prepare, lab.running.prepared, None, claims)
+        assert (prepared, {finished.key for finished in errors}) == ([], set(names(claims)))
+        assert {finished.result.status for finished in errors} == {400}
+
+    run(scenario())
