@@ -282,7 +282,11 @@ class Running:
 
     def _start_copy(self, item: Prepared) -> None:
         """Run a copy whose original got no answer."""
-        self._add(self._begin_or_end(item, self._clock()))
+        added = self._begin_or_end(item, self._clock())
+        try:
+            self._add(added)
+        except Exception as error:
+            self._fail(self._requests[item.claim.key], _unforeseen(item.claim, error))
 
     def _repeat(self, request: AnyInFlight, copy: Copy) -> None:
         """Give a copy the answer of a request that has ended."""

@@ -19,7 +19,7 @@ from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import FIRST_ID, ControlMessage
 from tests.support.scripted_engine import ScriptedEngine
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import EngineRequest, SamplingParams
 from workers.replica import duplicates
 from workers.replica.answer_parsers import AnswerParsers
 from workers.replica.duplicates import Digest, digest_of, prepare_once
@@ -403,6 +403,34 @@ def test_all_copies_run_where_the_original_fails(queue: Queue) -> None:
         await lab.run()
         assert [line for line, result in queue.results("batch_a") if not result.succeeded] == [0]
         assert [line for line, _ in queue.results("batch_a")] == list(range(6))
+
+    run(scenario())
+
+
+def test_a_copy_that_the_engine_does_not_take_fails(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for it any longer, and what waited runs."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 4)
+        claims = lab.claim()
+        add, refused = lab.engine.add, [claims[1].key]
+
+        def add_others(requests: list[EngineRequest]) -> None:
+            if refused:
+                del refused[0]
+                raise OSError("no room for the message")
+            add(requests)
+
+        monkeypatch.setattr(lab.engine, "add", add_others)
+        lab.running.cancel(ControlMessage("1-0", "cancel", [claims[0].key]))
+        await asyncio.sleep(0)
+        assert [finished.key for finished in lab.results] == [claims[1].key]
+        assert lab.results[0].result.status == 500
+        assert sorted(lab.running.keys()) == names(claims[2:])
+        await lab.run()
+        assert [line for line, _ in queue.results("batch_a")] == [1, 2, 3]
+        assert queue.batch_fields("batch_a").failed == 1
 
     run(scenario())
 
