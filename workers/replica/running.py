@@ -207,8 +207,11 @@ class Running:
         """A client reads the tokens of these requests, or of every request of a batch, for a
         while.
         """
-        named = [self._requests[key] for key in self._named(order) if key in self._requests]
-        self._due.watch(named, order.seconds)
+        keys = self._named(order)
+        for key in keys:
+            if (copy := self._duplicates.claim(key)) is not None:
+                copy.watched = True  # from its start on, if it takes over
+        self._due.watch([self._requests[key] for key in keys if key in self._requests], order.seconds)
 
     def cancel(self, order: ControlMessage) -> list[Held]:
         """Drop the requests that an order names; return what was held of them."""

@@ -435,6 +435,31 @@ def test_a_copy_that_the_engine_does_not_take_fails(queue: Queue, monkeypatch: p
     run(scenario())
 
 
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+@pytest.mark.parametrize("what", ["line", "batch"])
+def test_a_watched_copy_that_takes_over_is_watched_at_once(queue: Queue, end: str, what: str) -> None:
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 3)
+        first, copy, other = names(lab.claim())
+        keys, batch = ([copy], "") if what == "line" else ([], copy.batch)
+        lab.running.watch(ControlMessage("1-0", "watch", keys, batch=batch, seconds=600))
+        if end == "cancelled":
+            lab.running.cancel(ControlMessage("1-0", "cancel", [first]))
+        else:
+            lab.engine.failing[lab.engine.added[0].request_id] = "too bad"
+            lab.running.on_step(lab.engine.step())
+        await asyncio.sleep(0)
+        lab.running.on_step(lab.engine.step(lambda request: 3))
+        lab.publish()
+        assert streamed(queue, copy)[0][1] == lab.texts[0][:3]
+        running = [copy] if end == "cancelled" else [copy, other]
+        assert lab.running.keys_in_engine() == running
+        assert (streamed(queue, other) != {}) == (other in running and what == "batch")
+
+    run(scenario())
+
+
 def test_more_copies_than_may_wait_run(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "MAX_COPIES", 3)
 
