@@ -179,7 +179,8 @@ class Replica:
         prepare: Prepare = partial(prepare_each, texts, numbers)
         if self._settings.deduplicate:
             prepare = partial(prepare_once, prepare, running.prepared, self._traces)
-        intake = Intake(queue, worker, models, *sizes, self._leases, prepare, tokenization, lambda: running.load)
+        leases, traces = self._leases, self._traces
+        intake = Intake(queue, worker, models, *sizes, leases, prepare, tokenization, lambda: running.load, traces)
         running.room_made = intake.room_made
         self._cancel_in_tokenizer = tokenization.cancel
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)
