@@ -126,15 +126,20 @@ class Lab:
 
 
 def submit(
-    queue: Queue, *bodies: dict[str, Any], batch: str = "batch_a", endpoint: str = CHAT, watched: bool = False
+    queue: Queue,
+    *bodies: dict[str, Any],
+    batch: str = "batch_a",
+    endpoint: str = CHAT,
+    watched: bool = False,
+    created: Sequence[float] = (),
 ) -> None:
     """A batch of these lines; each has another seed of its own."""
     queue.create_batch(batch, len(bodies), state="in_progress")
     if watched:
         queue.watch(batch, 600)
     lines = [
-        (line, Request(endpoint, "demo", json.dumps(one).encode(), seed=line, custom_id=f"c{line}"))
-        for line, one in enumerate(bodies)
+        (line, Request(endpoint, "demo", json.dumps(one).encode(), seed=line, custom_id=f"c{line}", created=when))
+        for line, (one, when) in enumerate(zip(bodies, created or [0.0] * len(bodies), strict=True))
     ]
     for first in range(0, len(lines), 500):
         some = lines[first : first + 500]
@@ -295,6 +300,26 @@ def streamed(queue: Queue, key: RequestKey) -> dict[int, tuple[str, list[int], A
         assert (chunk.index, chunk.text_offset) == (len(tokens), len(text))
         found[chunk.choice] = text + chunk.text, tokens + chunk.token_ids, logprobs + (chunk.logprobs or [])
     return found
+
+
+@pytest.mark.parametrize("line", [body(logprobs=True, top_logprobs=2), body(n=2), body(tools=TOOLS)], ids=str)
+def test_copies_differ_in_their_ids_alone(queue: Queue, line: dict[str, Any]) -> None:
+    """In `created` too, where the lines were submitted at other times."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[line] * 4, *[{**line, "seed": 1}] * 2, created=[5.0, 5.5, 5.5, 6.0, 5.5, 5.5])
+        lab.claim()
+        await lab.run()
+        raw = [result.body for _, result in queue.results("batch_a")]
+        bodies = [json.loads(one) for one in raw]
+        assert [one["created"] for one in bodies] == [5, 5, 5, 6, 5, 5]
+        assert len({one["id"] for one in bodies}) == len(bodies)
+        shared = [one.replace(made["id"].encode(), b"", 1) for one, made in zip(raw, bodies, strict=True)]
+        assert shared[1] == shared[2] == shared[3].replace(b'"created":6', b'"created":5', 1)
+        assert bodies[1]["choices"] == bodies[0]["choices"]
+
+    run(scenario())
 
 
 def test_calls_of_tools_have_ids_of_their_own(queue: Queue) -> None:
