@@ -23,7 +23,7 @@ from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.threads import COPIES, run_in
 from api.uploads import EXPIRY_SCHEMA, read_expiry
 from jobs.batch.client import BatchRecord, BatchRefused, cancel_batch, list_batches
-from jobs.batch.deleted import is_deleted
+from jobs.batch.deleted import refuse_deleted
 from jobs.batch.forgetting import delete_batch
 from jobs.batch.retry import retry_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch, submitted_batch
@@ -224,12 +224,9 @@ def _retry(state: ApiState, caller: Caller, record: BatchRecord, key: str | None
 
     with state.idempotency_keys.hold(caller.tenant, f"retry {record.id}", key or "") as held:
         body, replayed = held.make_once("", new_id(BATCH, held.now), find, make)
-    if replayed and key is None and is_deleted(str(state.files.batch_root(body["id"]))):
-        message = (
-            f"The batch {body['id']} that a retry of {record.id} made was deleted; to make another, send an"
-            " 'Idempotency-Key'."
-        )
-        raise ApiError(404, message, param="batch_id")
+    if replayed and key is None:
+        root, instead = state.files.batch_root(body["id"]), "; to make another, send an 'Idempotency-Key'"
+        refuse_deleted(str(root), f"a retry of {record.id} made", instead)
     return body, replayed
 
 

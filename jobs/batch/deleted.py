@@ -6,6 +6,7 @@ knows of it.
 
 from pathlib import Path
 
+from jobs.protocol.results import ApiError
 from jobs.store.marker import DELETED_FOLDER
 from jobs.store.storage import make_folder, named, size_of, sync_folder
 
@@ -23,6 +24,15 @@ def note_deleted(root: str) -> None:
     with named("cannot write", str(note)):
         note.touch()  # an empty file, which a full disk has room for
         sync_folder(note.parent)
+
+
+def refuse_deleted(root: str, made_by: str = "this request made first", instead: str = "") -> None:
+    """Raise `ApiError` 404 for a batch that was deleted, or `StoreError`. `made_by` says what made
+    it, `instead` what to do.
+    """
+    if is_deleted(root):
+        message = f"The batch {Path(root).name} that {made_by} was deleted{instead}."
+        raise ApiError(404, message, param="batch_id")
 
 
 def is_deleted(root: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch, record_of
-from jobs.batch.deleted import is_deleted
+from jobs.batch.deleted import refuse_deleted
 from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.rebuild import rebuild
 from jobs.batch.register import register
@@ -17,7 +17,6 @@ from jobs.batch.result_files import result_locations
 from jobs.errors import JobsError
 from jobs.protocol import fields
 from jobs.protocol.ids import BATCH, FILE, new_id, time_of
-from jobs.protocol.results import ApiError
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
 from jobs.store.file_store import FileStore
@@ -91,8 +90,7 @@ def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> 
     root = files.batch_root(batch)
     manifest = load_manifest(str(root))
     # Asked after, since a deletion notes it before the manifest goes
-    if is_deleted(str(root)):
-        raise ApiError(404, f"The batch {batch} that this request made first was deleted.", param="batch_id")
+    refuse_deleted(str(root))
     if manifest is None:
         _remove(queue, tenant, batch, root)
         return None

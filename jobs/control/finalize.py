@@ -6,19 +6,20 @@ Running it again writes the same bytes.
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jobs.batch.input_files import is_csv, is_parquet, read_lines
 from jobs.batch.invalid_lines import problem_of
 from jobs.batch.manifest import Manifest, save_manifest
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
-from jobs.batch.result_files import ResultFile, log_output, may_become_log, open_output, publish_result_files
+from jobs.batch.result_files import log_output, may_become_log, publish_result_files
 from jobs.batch.row_requests import RowExtras, read_extras
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
-from jobs.control.csv_results import CsvWriter
+from jobs.control.csv_results import csv_writer
 from jobs.control.line_answer import LineAnswer
+from jobs.control.line_results import LineWriter
 from jobs.control.number_columns import NumberColumns, number_columns
 from jobs.control.parquet_results import ParquetWriter
 from jobs.control.slices import Slice
@@ -27,7 +28,6 @@ from jobs.protocol.lines import read_line
 from jobs.protocol.results import Usage, batch_request_id, output_line, unanswered_line, with_columns
 from jobs.store.storage import join, sweep_beside
 
-_FLUSH_BYTES = 1 << 18
 _CHECK_LINES = 256
 _WHY_UNANSWERED = {
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -164,54 +164,19 @@ def _answers(manifest: Manifest) -> Iterator[LineAnswer]:
                 raise ResultsMissing(f"the results of line {number} and perhaps others were lost with a damaged part")
 
 
-def _writer(
-    manifest: Manifest, location: str, numbers: NumberColumns | None = None
-) -> "_JsonlWriter | CsvWriter | ParquetWriter":
+def _writer(manifest: Manifest, location: str, numbers: NumberColumns | None = None) -> LineWriter | ParquetWriter:
     if is_parquet(location):
         return ParquetWriter(manifest, location, numbers or NumberColumns())
     if is_csv(location):
-        return CsvWriter(manifest, location)
-    return _JsonlWriter(manifest, location)
+        return csv_writer(manifest, location)
+    return LineWriter(manifest, location, partial(_jsonl_line, manifest.batch_id))
 
 
-class _JsonlWriter:
-    """OpenAI's result lines. Like `ParquetWriter`, it makes no file before there is something to
-    write, or to commit.
-    """
-
-    def __init__(self, manifest: Manifest, location: str) -> None:
-        self._batch_id = manifest.batch_id
-        self._open = partial(open_output, manifest, location)
-        self._file: ResultFile | None = None
-        self._lines: list[bytes] = []
-        self._size = 0
-
-    def add(self, answer: LineAnswer) -> None:
-        request_id = batch_request_id(self._batch_id, answer.line)
-        if answer.result is None:
-            line = unanswered_line(answer.custom_id, *answer.reason, request_id)
-        else:
-            line = output_line(answer.custom_id, answer.result, request_id)
-        line = with_columns(line, answer.columns)
-        self._lines.append(line)
-        self._size += len(line)
-        if self._size >= _FLUSH_BYTES:
-            self._flush()
-
-    def commit(self) -> None:
-        self._flush().commit()
-
-    def _flush(self) -> ResultFile:
-        self._file = self._file or self._open()
-        if self._lines:
-            self._file.write(b"\n".join(self._lines) + b"\n")
-        self._lines, self._size = [], 0
-        return self._file
-
-    def __enter__(self) -> "_JsonlWriter":
-        return self
-
-    def __exit__(self, *error: object) -> Literal[False]:
-        if self._file is not None:
-            self._file.close()
-        return False
+def _jsonl_line(batch: str, answer: LineAnswer) -> bytes:
+    """Return OpenAI's result line."""
+    request_id = batch_request_id(batch, answer.line)
+    if answer.result is None:
+        line = unanswered_line(answer.custom_id, *answer.reason, request_id)
+    else:
+        line = output_line(answer.custom_id, answer.result, request_id)
+    return with_columns(line, answer.columns) + b"\n"

@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jobs.protocol.requests import Claim, Finished, RequestKey
-from jobs.protocol.validation import decode_body
 from workers.replica.due_tokens import AnyInFlight
 from workers.replica.pooling_in_flight import PreparedPooling
 from workers.replica.prepared import Prepare, Prepared
+from workers.replica.tracing import RequestTraces
 
 MAX_KEPT_BYTES = 1 << 24
 """Memory that finished answers take at most, for copies that are claimed later."""
@@ -39,29 +38,50 @@ Digest = tuple[str, bytes]
 """Of a batch the id, and of its request what `digest_of` returns."""
 
 
-def prepare_with_digests(prepare: Prepare, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
-    """Prepare requests, and say which get the same answer."""
-    prepared, errors = prepare(claims)
-    for item in prepared:
-        item.digest = digest_of(item)
-    return prepared, errors
+def prepare_once(
+    prepare: Prepare,
+    known: Callable[[Digest], Prepared | None],
+    traces: RequestTraces | None,
+    claims: Sequence[Claim],
+) -> tuple[list[Prepared], list[Finished]]:
+    """Prepare requests, of those that get the same answer only one, and say which these are.
 
-
-def digest_of(item: Prepared) -> bytes:
-    """Return what requests of a batch have in common that get the same answer.
-
-    It is empty for a live call, for a request that may have crashed an engine core, and for one
-    whose answer depends on the seed that is stored with it.
+    `known` as `Duplicates.prepared`. The first one, prepared, says whether the answer is certain;
+    where it is not, and where the first one cannot run, each is prepared.
     """
-    claim = item.claim
-    if claim.live or claim.engine_crashes or not (isinstance(item, PreparedPooling) or item.call.is_deterministic):
+    digests = {claim.key: (claim.key.batch, digest) for claim in claims if (digest := digest_of(claim))}
+    alike = {digest: item for digest in set(digests.values()) if (item := known(digest)) is not None}
+    firsts = {digest: key for key, digest in reversed(digests.items()) if digest not in alike}
+
+    def prepare_some(some: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
+        prepared, errors = prepare(some) if some else ([], [])
+        for item in prepared:
+            digest = digests.get(item.claim.key)
+            if digest is not None and (isinstance(item, PreparedPooling) or item.call.is_deterministic):
+                item.digest = digest[1]
+                alike[digest] = item
+        return prepared, errors
+
+    own = {claim.key for claim in claims if claim.key not in digests} | set(firsts.values())
+    prepared, errors = prepare_some([claim for claim in claims if claim.key in own])
+    others = [claim for claim in claims if claim.key not in own]
+    copies = [dataclasses.replace(alike[d], claim=claim) for claim in others if (d := digests[claim.key]) in alike]
+    if traces is not None:
+        traces.copied(copies)
+    copied = {item.claim.key for item in copies}
+    more, more_errors = prepare_some([claim for claim in others if claim.key not in copied])
+    return [*prepared, *copies, *more], [*errors, *more_errors]
+
+
+def digest_of(claim: Claim) -> bytes:
+    """Return what requests of a batch have in common that may get the same answer: their endpoint
+    and their body, byte for byte.
+
+    It is empty for a live call, and for a request that may have crashed an engine core.
+    """
+    if claim.live or claim.engine_crashes:
         return b""
-    try:
-        fields = sorted(decode_body(claim.request.body).items())  # within them templates and grammars see the order
-        body = json.dumps(fields)
-    except RecursionError:
-        return b""
-    return hashlib.sha256(f"{claim.request.endpoint} {body}".encode()).digest()
+    return hashlib.sha256(b"%b %b" % (claim.request.endpoint.encode(), claim.request.body)).digest()
 
 
 class Copy(NamedTuple):
@@ -69,6 +89,14 @@ class Copy(NamedTuple):
 
     claim: Claim
     arrived: float
+
+
+class _KeptAnswer(NamedTuple):
+    """A request that has ended, for copies that are claimed later, and how it was prepared."""
+
+    answer: AnyInFlight
+    prepared: Prepared
+    size: int  # bytes, about
 
 
 @dataclass(slots=True)
@@ -99,10 +127,17 @@ class Duplicates:
         self._start = start
         self._suspects: set[Digest] = set() if suspects is None else suspects
         self._groups: dict[Digest, _CopyGroup] = {}
-        self._digests: dict[RequestKey, Digest] = {}  # of requests in flight
+        self._items: dict[RequestKey, Prepared] = {}  # requests in flight that have a digest
         self._waiting = 0  # copies
-        self._kept: OrderedDict[Digest, tuple[AnyInFlight, int]] = OrderedDict()
+        self._kept: OrderedDict[Digest, _KeptAnswer] = OrderedDict()
         self._kept_bytes = 0
+
+    def prepared(self, digest: Digest) -> Prepared | None:
+        """Return how a request was prepared that has or gets the answer of this digest, if there is
+        one. It only reads: the thread that prepares may call it.
+        """
+        known = self._groups.get(digest) or self._kept.get(digest)
+        return None if known is None else known.prepared
 
     def take(self, item: Prepared, now: float) -> bool:
         """Have a request wait for an answer and return True; else it is to run.
@@ -113,7 +148,8 @@ class Duplicates:
         if not item.digest:
             return False
         key = item.claim.key
-        digest = self._digests[key] = key.batch, item.digest
+        self._items[key] = item
+        digest = _digest_in_batch(item)
         if item.claim.checkpoint is not None or digest in self._suspects:
             self._groups.setdefault(digest, _CopyGroup(key, item))
             return False
@@ -123,7 +159,7 @@ class Duplicates:
             return False
         if group is None:
             self._kept.move_to_end(digest)
-            group = self._groups[digest] = _CopyGroup(None, item, self._kept[digest][0])
+            group = self._groups[digest] = _CopyGroup(None, item, self._kept[digest].answer)
             self._go_on_soon(digest)
         if group.answer is None and self._waiting >= MAX_COPIES:
             return False
@@ -143,33 +179,34 @@ class Duplicates:
 
     def answered(self, request: AnyInFlight, finished: Finished) -> None:
         """Note the answer of a request that ran."""
-        digest = self._digests.get(request.claim.key)
-        if digest is None:
+        item = self._items.get(request.claim.key)
+        if item is None:
             return
+        digest = _digest_in_batch(item)
         self._suspects.discard(digest)
         if (group := self._groups.get(digest)) is not None:
             group.answer = request
         tokens = sum(len(sequence.token_ids) for sequence in request.sequences)
         shown = len(request.claim.request.body) + len(finished.result.body)
-        self._keep(digest, request, _BYTES_OF_OBJECTS * shown + _BYTES_OF_TOKEN * tokens)
+        self._keep(digest, _KeptAnswer(request, item, _BYTES_OF_OBJECTS * shown + _BYTES_OF_TOKEN * tokens))
         self.leave(request.claim.key)
 
     def leave(self, key: RequestKey, failed: bool = False) -> None:
         """Forget a request that has ended in some way; copies that waited for it go on."""
-        group, digest = self._group_of(key), self._digests.pop(key, None)
-        if group is None or digest is None:
+        group, item = self._group_of(key), self._items.pop(key, None)
+        if group is None or item is None:
             return
         if group.copies.pop(key, None) is not None:
             self._waiting -= 1
         if group.original == key:
             group.original, group.failed = None, failed
-            self._go_on_soon(digest)
+            self._go_on_soon(_digest_in_batch(item))
 
     def suspect(self, keys: Iterable[RequestKey]) -> None:
         """Note requests that ran when the core crashed."""
         if len(self._suspects) > _MOST_SUSPECTS:
             self._suspects.clear()
-        self._suspects.update(self._digests[key] for key in keys if key in self._digests)
+        self._suspects.update(_digest_in_batch(self._items[key]) for key in keys if key in self._items)
 
     def forget_batch(self, batch: str) -> None:
         """Drop what is kept of a batch."""
@@ -178,8 +215,8 @@ class Duplicates:
 
     def _group_of(self, key: RequestKey) -> _CopyGroup | None:
         """Return the group of a request; it lasts as long as its original and its copies."""
-        digest = self._digests.get(key)
-        return None if digest is None else self._groups.get(digest)
+        item = self._items.get(key)
+        return None if item is None else self._groups.get(_digest_in_batch(item))
 
     def _go_on_soon(self, digest: Digest) -> None:
         asyncio.get_running_loop().call_soon(self._go_on, digest)
@@ -202,13 +239,17 @@ class Duplicates:
                 self._waiting -= 1
                 self._start(dataclasses.replace(group.prepared, claim=group.copies.pop(key).claim))
 
-    def _keep(self, digest: Digest, request: AnyInFlight, size: int) -> None:
+    def _keep(self, digest: Digest, kept: _KeptAnswer) -> None:
         if digest in self._kept:
             self._drop(digest)
-        self._kept[digest] = request, size
-        self._kept_bytes += size
+        self._kept[digest] = kept
+        self._kept_bytes += kept.size
         while self._kept_bytes > MAX_KEPT_BYTES:
             self._drop(next(iter(self._kept)))
 
     def _drop(self, digest: Digest) -> None:
-        self._kept_bytes -= self._kept.pop(digest)[1]
+        self._kept_bytes -= self._kept.pop(digest).size
+
+
+def _digest_in_batch(item: Prepared) -> Digest:
+    return item.claim.key.batch, item.digest

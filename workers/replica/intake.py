@@ -20,6 +20,7 @@ from workers.replica.leases import Leases
 from workers.replica.prepared import Prepare, Prepared
 from workers.replica.running import Load
 from workers.replica.tokenization import Tokenization
+from workers.replica.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Intake:
         prepare: Prepare,
         tokenization: Tokenization,
         load: Callable[[], Load],
+        traces: RequestTraces | None = None,
     ) -> None:
         """`prepare` makes requests of claims, in a thread unless they are short; `load` is what the
         engine has.
@@ -77,6 +79,7 @@ class Intake:
         self._prepare = prepare
         self._tokenization = tokenization
         self._load = load
+        self._traces = traces
         self._state = IntakeState.WOKEN
         self._changed = asyncio.Event()
         self._claiming = asyncio.Lock()  # until what was claimed has been handed on
@@ -170,7 +173,24 @@ class Intake:
             logger.debug("claimed %d requests", len(claims))
             self._leases.add((claim.key, claim.fence) for claim in claims)
             others = self._tokenization.take(claims)
-            start(*(self._prepare(others) if is_short(others) else await in_thread(self._prepare, others)))
+            found = self._prepare(others) if is_short(others) else await in_thread(self._prepare, others)
+            start(*self._without_lost(others, *found))
+
+    def _without_lost(
+        self, claims: list[Claim], prepared: list[Prepared], errors: list[Finished]
+    ) -> tuple[list[Prepared], list[Finished]]:
+        """Drop requests whose leases were lost while they were prepared: another worker may have
+        them by now.
+        """
+        lost = {claim.key: claim for claim in claims if not self._leases.holds((claim.key, claim.fence))}
+        if not lost:
+            return prepared, errors
+        logger.warning("dropped %d requests: their leases were lost while they were prepared", len(lost))
+        if self._traces is not None:
+            for claim in lost.values():
+                self._traces.dropped(claim, "cancelled or lost")
+        held = [item for item in prepared if item.claim.key not in lost]
+        return held, [finished for finished in errors if finished.key not in lost]
 
     def _room_beside(self, load: Load) -> int:
         """Return how many more requests may wait here beside those of the engine."""

@@ -58,6 +58,11 @@ class Leases:
                 if self._fences.get(key) == fence:
                     del self._fences[key]
 
+    def holds(self, held: Held) -> bool:
+        """Return whether a lease is still held, under its fence."""
+        key, fence = held
+        return self._fences.get(key) == fence
+
     def count(self) -> int:
         """Return how many there are."""
         return len(self._fences)

@@ -21,7 +21,7 @@ from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.replica.answer_parsers import find_parsers
-from workers.replica.duplicates import Digest, prepare_with_digests
+from workers.replica.duplicates import Digest, prepare_once
 from workers.replica.fingerprint import system_fingerprint
 from workers.replica.grammars import Grammars
 from workers.replica.intake import Intake
@@ -178,8 +178,9 @@ class Replica:
         worker, sizes = self._registration.id, (info.max_num_seqs, info.max_num_batched_tokens)
         prepare: Prepare = partial(prepare_each, texts, numbers)
         if self._settings.deduplicate:
-            prepare = partial(prepare_with_digests, prepare)
-        intake = Intake(queue, worker, models, *sizes, self._leases, prepare, tokenization, lambda: running.load)
+            prepare = partial(prepare_once, prepare, running.prepared, self._traces)
+        leases, traces = self._leases, self._traces
+        intake = Intake(queue, worker, models, *sizes, leases, prepare, tokenization, lambda: running.load, traces)
         running.room_made = intake.room_made
         self._cancel_in_tokenizer = tokenization.cancel
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)

@@ -7,18 +7,36 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from jobs.protocol.endpoint import AnswerHead
 from jobs.protocol.requests import ChoiceCheckpoint, Claim, Delta, Finished, TokenChunk
-from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
+from jobs.protocol.results import (
+    ApiError,
+    Choice,
+    PositionLogprobs,
+    Result,
+    TokenLogprob,
+    Usage,
+    encode_json,
+    new_request_id,
+)
 from workers.engine.messages.core import EngineRequest, OutputGuide, TokenLogprobs
 from workers.replica.checked_answers import has_form
 from workers.replica.in_flight import InFlight
 from workers.replica.parsed_text import ParsedText
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
+
+
+class _Body(NamedTuple):
+    """The body of an answer, and what it was made with besides the choices."""
+
+    head: AnswerHead
+    usage: Usage
+    raw: bytes
 
 
 class RequestInFlight(InFlight[Sequence]):
@@ -33,6 +51,7 @@ class RequestInFlight(InFlight[Sequence]):
         "_at_once",
         "_call",
         "_guide",
+        "_last_body",
         "_parsing",
         "_prompt_logprobs",
         "_prompts",
@@ -63,6 +82,7 @@ class RequestInFlight(InFlight[Sequence]):
         self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         self._tries_left = prepared.retries
         self._spent: Usage | None = None  # what earlier tries took
+        self._last_body: _Body | None = None
         self.sequences = self._make_sequences({} if self.claim.checkpoint is None else self.claim.checkpoint.choices)
         for number in range(len(self._prompts)):
             self._line_up(number, ids)
@@ -154,17 +174,10 @@ class RequestInFlight(InFlight[Sequence]):
 
     def finish(self) -> Finished:
         """The result, once all choices have ended."""
-        call, request = self._call, self.claim.request
-        choices = [
-            sequence.choice(prompt * call.n + rank, self._prompt_logprobs.get(prompt))
-            for prompt in range(len(self._prompts))
-            for rank, sequence in enumerate(self._best_of(prompt))
-        ]
-        usage, delta = self._usage(), None if self._spent is not None else self.delta()
-        created = int(request.created or time.time())
-        head = AnswerHead(call.endpoint.new_id(), call.model, created, self.system_fingerprint, call.service_tier)
-        result = Result(200, encode_json(call.endpoint.body(head, choices, usage)), usage, new_request_id())
-        return Finished(self.claim.key, self.claim.fence, result, delta, request.reply_to)
+        usage = self._usage()
+        result = Result(200, self._body(usage), usage, new_request_id())
+        delta = None if self._spent is not None else self.delta()
+        return Finished(self.claim.key, self.claim.fence, result, delta, self.claim.request.reply_to)
 
     def repeat(self, claim: Claim, arrived: float) -> Finished:
         """Return the result again, with all tokens: nothing of this claim is published yet."""
@@ -174,6 +187,29 @@ class RequestInFlight(InFlight[Sequence]):
         if self._spent is not None:
             self._spent = msgspec.structs.replace(self._spent, cached_tokens=self._spent.prompt_tokens)
         return super().repeat(claim, arrived)
+
+    def _body(self, usage: Usage) -> bytes:
+        """Return the body of the answer.
+
+        The bodies of copies differ in their ids alone, unless calls of tools have ids too, or a
+        second has passed. To make one of many log probabilities takes milliseconds.
+        """
+        call, created = self._call, int(self.claim.request.created or time.time())
+        head = AnswerHead(call.endpoint.new_id(), call.model, created, self.system_fingerprint, call.service_tier)
+        last = self._last_body
+        if last is not None and self._parsing is None and (head._replace(id=last.head.id), usage) == last[:2]:
+            return last.raw.replace(last.head.id.encode(), head.id.encode(), 1)  # a body begins with its id
+        raw = encode_json(call.endpoint.body(head, self._choices(), usage))
+        self._last_body = _Body(head, usage, raw)
+        return raw
+
+    def _choices(self) -> list[Choice]:
+        n = self._call.n
+        return [
+            sequence.choice(prompt * n + rank, self._prompt_logprobs.get(prompt))
+            for prompt in range(len(self._prompts))
+            for rank, sequence in enumerate(self._best_of(prompt))
+        ]
 
     def _usage(self) -> Usage:
         """Return what all tries took."""

@@ -100,6 +100,10 @@ class Running:
         tokens = sum(request.pooled_tokens for request in self._requests.values())
         return Load(len(self._requests), len(self._sequences) - live, live, tokens)
 
+    def prepared(self, digest: Digest) -> Prepared | None:
+        """As `Duplicates.prepared`."""
+        return self._duplicates.prepared(digest)
+
     def start(self, prepared: Iterable[Prepared]) -> None:
         """Hands requests to the engine, with what earlier workers generated as a forced
         beginning.
@@ -203,8 +207,11 @@ class Running:
         """A client reads the tokens of these requests, or of every request of a batch, for a
         while.
         """
-        named = [self._requests[key] for key in self._named(order) if key in self._requests]
-        self._due.watch(named, order.seconds)
+        keys = self._named(order)
+        for key in keys:
+            if (copy := self._duplicates.claim(key)) is not None:
+                copy.watched = True  # from its start on, if it takes over
+        self._due.watch([self._requests[key] for key in keys if key in self._requests], order.seconds)
 
     def cancel(self, order: ControlMessage) -> list[Held]:
         """Drop the requests that an order names; return what was held of them."""
@@ -278,7 +285,11 @@ class Running:
 
     def _start_copy(self, item: Prepared) -> None:
         """Run a copy whose original got no answer."""
-        self._add(self._begin_or_end(item, self._clock()))
+        added = self._begin_or_end(item, self._clock())
+        try:
+            self._add(added)
+        except Exception as error:
+            self._fail(self._requests[item.claim.key], _unforeseen(item.claim, error))
 
     def _repeat(self, request: AnyInFlight, copy: Copy) -> None:
         """Give a copy the answer of a request that has ended."""

@@ -82,6 +82,12 @@ class RequestTraces:
                 limit = {"gen_ai.embeddings.dimension.count": dimensions} if dimensions else {}
                 trace.span.set_attributes(limit | {"pipeline.pooling.inputs": len(item.inputs)})
 
+    def copied(self, items: Sequence[PreparedRequest | PreparedPooling]) -> None:
+        """Begin the spans of requests that were prepared as identical ones."""
+        self.claimed(item.claim for item in items)
+        self.prepared(item for item in items if isinstance(item, PreparedRequest))
+        self.prepared_pooling(item for item in items if isinstance(item, PreparedPooling))
+
     def entered(self, claim: Claim, requests: Sequence[EngineRequest]) -> None:
         """Note that the engine gets a request."""
         if trace := self._of(claim):

@@ -14,7 +14,7 @@ from jobs.batch import ending
 from jobs.batch.client import cancel_batch, get_batch, list_batches
 from jobs.batch.rebuild import rebuild_all
 from jobs.batch.retention import remove_ended
-from jobs.control import finalize, slices
+from jobs.control import finalize, line_results, slices
 from jobs.control.ticker import Ticker
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
@@ -94,9 +94,9 @@ def test_finalize_killed_anywhere_writes_the_same(
     failures = () if point == "drop" else (3,)  # which is for a file without lines
     record = finished(redis_client, tmp_path, failures)
     owners = {
-        "open_output": finalize,
+        "open_output": line_results,
         "write_outputs": finalize,
-        "commit": finalize._JsonlWriter,
+        "commit": finalize.LineWriter,
         "put": FileStore,
         "drop": FileStore,
         "transition": Queue,

@@ -126,7 +126,7 @@ def test_killed_anywhere_it_writes_the_same_bytes(
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 20)
     batch = ready_to_finalize(redis_client, source)
-    owner: Any = {"write_outputs": finalize, "commit": finalize._JsonlWriter, "transition": Queue}.get(call, slices)
+    owner: Any = {"write_outputs": finalize, "commit": finalize.LineWriter, "transition": Queue}.get(call, slices)
     real = getattr(owner, call)
 
     def run_then_die(*arguments: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from jobs.batch.client import BatchRecord, InputChanged, cancel_batch
 from jobs.batch.manifest import load_manifest
 from jobs.batch.row_requests import RowOptions
-from jobs.control import csv_results
+from jobs.control import line_results
 from jobs.protocol.chat import CHAT
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
@@ -166,7 +166,7 @@ def test_csv_in_and_out(redis_client: redis.Redis, tmp_path: Path) -> None:
 
 
 def test_csv_is_written_in_pieces(redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_results, "_FLUSH_CHARACTERS", 300)
+    monkeypatch.setattr(line_results, "_FLUSH_BYTES", 300)
     run(redis_client, write_table(tmp_path / "in.parquet"), tmp_path / "out.csv.gz")
     check(tmp_path / "out.csv.gz")
 

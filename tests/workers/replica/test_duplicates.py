@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -19,12 +19,13 @@ from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import FIRST_ID, ControlMessage
 from tests.support.scripted_engine import ScriptedEngine
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import EngineRequest, SamplingParams
 from workers.replica import duplicates
 from workers.replica.answer_parsers import AnswerParsers
-from workers.replica.duplicates import Digest, digest_of, prepare_with_digests
+from workers.replica.duplicates import Digest, digest_of, prepare_once
 from workers.replica.grammars import Grammars
 from workers.replica.preparation import Preparation
+from workers.replica.prepared import PreparedRequest
 from workers.replica.running import Running
 from workers.replica.sampling_params import ModelLimits
 from workers.settings import DEMO_MODEL
@@ -67,6 +68,7 @@ class Lab:
         clock = asyncio.get_running_loop().time
         self.running = Running(self.engine, self, Grammars(self), clock, 2.0, suspects=suspects)
         self.results: list[Finished] = []
+        self.prepared = 0  # requests that were rendered and tokenized
         self._seq = 0
 
     def _script(self, _prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -102,10 +104,14 @@ class Lab:
         """Claim, and start what was claimed."""
         self._seq += 1
         claims = self.queue.claim(self.worker, self._seq, limit, models=["demo"])
-        prepared, errors = prepare_with_digests(PREPARATION.prepare, claims)
+        prepared, errors = prepare_once(self._prepare, self.running.prepared, None, claims)
         assert errors == []
         self.running.start(prepared)
         return claims
+
+    def _prepare(self, claims: Sequence[Claim]) -> tuple[list[PreparedRequest], list[Finished]]:
+        self.prepared += len(claims)
+        return PREPARATION.prepare(claims)
 
     async def run(self) -> None:
         """Step until nothing runs and nothing waits."""
@@ -120,15 +126,20 @@ class Lab:
 
 
 def submit(
-    queue: Queue, *bodies: dict[str, Any], batch: str = "batch_a", endpoint: str = CHAT, watched: bool = False
+    queue: Queue,
+    *bodies: dict[str, Any],
+    batch: str = "batch_a",
+    endpoint: str = CHAT,
+    watched: bool = False,
+    created: Sequence[float] = (),
 ) -> None:
     """A batch of these lines; each has another seed of its own."""
     queue.create_batch(batch, len(bodies), state="in_progress")
     if watched:
         queue.watch(batch, 600)
     lines = [
-        (line, Request(endpoint, "demo", json.dumps(one).encode(), seed=line, custom_id=f"c{line}"))
-        for line, one in enumerate(bodies)
+        (line, Request(endpoint, "demo", json.dumps(one).encode(), seed=line, custom_id=f"c{line}", created=when))
+        for line, (one, when) in enumerate(zip(bodies, created or [0.0] * len(bodies), strict=True))
     ]
     for first in range(0, len(lines), 500):
         some = lines[first : first + 500]
@@ -185,12 +196,12 @@ def form(*names: str) -> dict[str, Any]:
 
 SAME = [
     (body(), body()),
-    (body(top_p=0.5, n=2), dict(reversed(body(n=2, top_p=0.5).items()))),  # in another order
     (body(temperature=1, seed=7), body(temperature=1, seed=7)),
     (body(user="\ud800"), body(user="\ud800")),
 ]
 DIFFERENT = [
     (body(), body("Say something: ")),
+    (body(top_p=0.5, n=2), dict(reversed(body(n=2, top_p=0.5).items()))),  # in another order
     (body(temperature=1), body(temperature=1)),
     (body(temperature=1, seed=None), body(temperature=1, seed=None)),
     (body(temperature=1, seed=7), body(temperature=1, seed=8)),
@@ -289,6 +300,26 @@ def streamed(queue: Queue, key: RequestKey) -> dict[int, tuple[str, list[int], A
         assert (chunk.index, chunk.text_offset) == (len(tokens), len(text))
         found[chunk.choice] = text + chunk.text, tokens + chunk.token_ids, logprobs + (chunk.logprobs or [])
     return found
+
+
+@pytest.mark.parametrize("line", [body(logprobs=True, top_logprobs=2), body(n=2), body(tools=TOOLS)], ids=str)
+def test_copies_differ_in_their_ids_alone(queue: Queue, line: dict[str, Any]) -> None:
+    """In `created` too, where the lines were submitted at other times."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[line] * 4, *[{**line, "seed": 1}] * 2, created=[5.0, 5.5, 5.5, 6.0, 5.5, 5.5])
+        lab.claim()
+        await lab.run()
+        raw = [result.body for _, result in queue.results("batch_a")]
+        bodies = [json.loads(one) for one in raw]
+        assert [one["created"] for one in bodies] == [5, 5, 5, 6, 5, 5]
+        assert len({one["id"] for one in bodies}) == len(bodies)
+        shared = [one.replace(made["id"].encode(), b"", 1) for one, made in zip(raw, bodies, strict=True)]
+        assert shared[1] == shared[2] == shared[3].replace(b'"created":6', b'"created":5', 1)
+        assert bodies[1]["choices"] == bodies[0]["choices"]
+
+    run(scenario())
 
 
 def test_calls_of_tools_have_ids_of_their_own(queue: Queue) -> None:
@@ -397,6 +428,59 @@ def test_all_copies_run_where_the_original_fails(queue: Queue) -> None:
         await lab.run()
         assert [line for line, result in queue.results("batch_a") if not result.succeeded] == [0]
         assert [line for line, _ in queue.results("batch_a")] == list(range(6))
+
+    run(scenario())
+
+
+def test_a_copy_that_the_engine_does_not_take_fails(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for it any longer, and what waited runs."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 4)
+        claims = lab.claim()
+        add, refused = lab.engine.add, [claims[1].key]
+
+        def add_others(requests: list[EngineRequest]) -> None:
+            if refused:
+                del refused[0]
+                raise OSError("no room for the message")
+            add(requests)
+
+        monkeypatch.setattr(lab.engine, "add", add_others)
+        lab.running.cancel(ControlMessage("1-0", "cancel", [claims[0].key]))
+        await asyncio.sleep(0)
+        assert [finished.key for finished in lab.results] == [claims[1].key]
+        assert lab.results[0].result.status == 500
+        assert sorted(lab.running.keys()) == names(claims[2:])
+        await lab.run()
+        assert [line for line, _ in queue.results("batch_a")] == [1, 2, 3]
+        assert queue.batch_fields("batch_a").failed == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+@pytest.mark.parametrize("what", ["line", "batch"])
+def test_a_watched_copy_that_takes_over_is_watched_at_once(queue: Queue, end: str, what: str) -> None:
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 3)
+        first, copy, other = names(lab.claim())
+        keys, batch = ([copy], "") if what == "line" else ([], copy.batch)
+        lab.running.watch(ControlMessage("1-0", "watch", keys, batch=batch, seconds=600))
+        if end == "cancelled":
+            lab.running.cancel(ControlMessage("1-0", "cancel", [first]))
+        else:
+            lab.engine.failing[lab.engine.added[0].request_id] = "too bad"
+            lab.running.on_step(lab.engine.step())
+        await asyncio.sleep(0)
+        lab.running.on_step(lab.engine.step(lambda request: 3))
+        lab.publish()
+        assert streamed(queue, copy)[0][1] == lab.texts[0][:3]
+        running = [copy] if end == "cancelled" else [copy, other]
+        assert lab.running.keys_in_engine() == running
+        assert (streamed(queue, other) != {}) == (other in running and what == "batch")
 
     run(scenario())
 
@@ -586,9 +670,63 @@ def test_digests_of_what_takes_no_part_are_empty(queue: Queue) -> None:
     claim = Claim(
         RequestKey("batch_a", 0), 1, Request(CHAT, "demo", json.dumps(body()).encode(), seed=1), None, 1, live=False
     )
-    (item,), _ = PREPARATION.prepare([claim])
-    assert len(digest_of(item)) == 32
+    assert len(digest_of(claim)) == 32
     claim.engine_crashes = 1
-    assert digest_of(item) == b""
+    assert digest_of(claim) == b""
     claim.engine_crashes, claim.live = 0, True
-    assert digest_of(item) == b""
+    assert digest_of(claim) == b""
+
+
+def test_a_copy_of_what_is_known_is_not_prepared(queue: Queue) -> None:
+    """Neither beside its original, nor while that runs, nor after it has ended."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 9)
+        lab.claim(3)
+        lab.claim(3)
+        assert len(lab.running.keys()) == 6
+        await lab.run()
+        lab.claim()
+        await lab.run()
+        assert (lab.prepared, lab.computed, len(answers(queue))) == (1, 1, 9)
+
+    run(scenario())
+
+
+def test_a_copy_that_was_not_prepared_runs_as_itself(queue: Queue) -> None:
+    """Its original was lost between its claim and its start."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body()] * 2)
+        (first,) = lab.claim(1)
+        (second,) = queue.claim("w1", 2, 1, models=["demo"])
+        copies, errors = prepare_once(lab._prepare, lab.running.prepared, None, [second])
+        assert lab.running.lose([(first.key, first.fence)]) == 1
+        await asyncio.sleep(0)
+        lab.running.start(copies)
+        assert (lab.running.keys_in_engine(), errors, lab.prepared) == ([second.key], [], 1)
+        await lab.run()
+        assert [line for line, _ in queue.results("batch_a")] == [1]
+
+    run(scenario())
+
+
+def test_lines_whose_answers_are_not_certain_are_prepared_each(queue: Queue) -> None:
+    """So are those of which the first cannot run."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, *[body(temperature=1)] * 3)
+        lab.claim()
+        await lab.run()
+        assert (lab.prepared, lab.computed) == (3, 3)
+        assert len(lab.seeds) == 3  # each its own
+        submit(queue, *[body(max_tokens=-1)] * 3, batch="batch_b")
+        claims = queue.claim("w1", 2, 10, models=["demo"])
+        prepared, errors = prepare_once(lab._prepare, lab.running.prepared, None, claims)
+        assert (prepared, {finished.key for finished in errors}) == ([], set(names(claims)))
+        assert {finished.result.status for finished in errors} == {400}
+
+    run(scenario())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -261,6 +262,39 @@ def test_what_cannot_run_comes_back_as_an_error(queue: Queue) -> None:
         await until(lambda: len(collector.refused) == 1, "the error")
         assert collector.refused[0].result.status == 400
         assert collector.taken == []
+
+    with_intake(queue, 16, scenario)
+
+
+def test_a_claim_whose_lease_is_lost_while_it_is_prepared_is_dropped(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker has it by then; this one would compute it too. So with what cannot run."""
+    add_lines(queue, "batch_a", 2)
+    add_lines(queue, "batch_b", 2, b"{}")
+    preparing, go_on = threading.Event(), threading.Event()
+
+    def prepare(self: Preparation, claims: list[Claim]) -> tuple[list[PreparedRequest], list[Finished]]:
+        preparing.set()
+        assert go_on.wait(60)
+        return real_prepare(self, claims)
+
+    real_prepare = Preparation.prepare
+    monkeypatch.setattr(Preparation, "prepare", prepare)
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        assert await asyncio.to_thread(preparing.wait, 60)
+        lost = [(key, fence) for key, fence in leases.all() if key.line == 0]
+        assert len(lost) == 2
+        queue.requeue("worker", lost)
+        again = queue.claim("other", 1, 2, models=["demo"])
+        assert queue.renew("worker", leases.all(), 0) == [key for key, _ in lost]
+        leases.drop(lost)
+        go_on.set()
+        await until(lambda: len(collector.taken) + len(collector.refused) == 2, "what is still held")
+        assert [item.claim.key for item in collector.taken] == [RequestKey("batch_a", 1)]
+        assert [finished.key for finished in collector.refused] == [RequestKey("batch_b", 1)]
+        assert {claim.key for claim in again} == {key for key, _ in lost}
 
     with_intake(queue, 16, scenario)
 

@@ -26,7 +26,7 @@ from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
 from tests.support.small_tokenizers import bert, write_folder
 from workers.engine.messages.core import PoolingParams, Ready
-from workers.replica.duplicates import prepare_with_digests
+from workers.replica.duplicates import prepare_once
 from workers.replica.grammars import Grammars
 from workers.replica.pooling_in_flight import PreparedPooling
 from workers.replica.pooling_preparation import PoolingPreparation, prepare_each
@@ -195,7 +195,7 @@ class PoolingBench:
         self.results: list[Finished] = []
         texts = Preparation(tokenizer, ["m"], ModelLimits(12, 100, tasks=tuple(info.tasks)))
         numbers = PoolingPreparation(tokenizer, ["m"], info, SentenceFiles())
-        self._prepare = partial(prepare_with_digests, partial(prepare_each, texts, numbers))
+        self._prepare = partial(prepare_once, partial(prepare_each, texts, numbers), self.running.prepared, None)
         self._seq = 0
 
     def accept_later(self, delta: Delta) -> None:

@@ -19,6 +19,7 @@ from jobs.protocol.results import ApiError
 from jobs.queue.streams import ControlMessage
 from jobs.tracing import Tracing
 from tests.support.scripted_engine import ScriptedEngine
+from workers.replica.duplicates import prepare_once
 from workers.replica.grammars import Grammars
 from workers.replica.preparation import Preparation
 from workers.replica.requests_in_flight import rejected
@@ -140,6 +141,24 @@ def test_a_request_that_leaves_without_a_result_says_why(why: str, bench: Traced
     assert events(named["llm_request"]) == [why]
     assert {"queue", "prepare", "wait", "prefill", "decode"} < named.keys()
     assert "gen_ai.latency.e2e" not in attributes(named["llm_request"])
+
+
+def test_a_copy_has_a_span_though_it_is_not_prepared(bench: TracedBench) -> None:
+    claims = [claim(live=False), claim(live=False)]
+    for line, one in enumerate(claims):
+        one.key = RequestKey("batch_a", line)
+        one.request.body = one.request.body.replace(b"{", b'{"temperature": 0, ', 1)
+    prepared, errors = prepare_once(bench.preparation.prepare, bench.running.prepared, bench.traces, claims)
+
+    async def start_and_end() -> None:
+        bench.running.start(prepared)
+        assert (errors, len(bench.engine.added)) == ([], 1)
+        bench.running.cancel(ControlMessage("1-0", "cancel", batch="batch_a"))
+
+    asyncio.run(start_and_end())
+    found = [attributes(span) for span in bench.spans.get_finished_spans() if span.name == "llm_request"]
+    assert {span["pipeline.line"] for span in found} == {0, 1}
+    assert [span["gen_ai.request.max_tokens"] for span in found] == [3, 3]
 
 
 def test_the_next_worker_goes_on_in_the_trace_without_the_wait_in_the_queue(bench: TracedBench) -> None:
