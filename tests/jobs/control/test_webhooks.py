@@ -4,6 +4,8 @@ between, by deliveries that OpenAI's client accepts.
 
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import redis
 
 from api.settings import ApiSettings
 from jobs.batch.client import cancel_batch
+from jobs.batch.ending import begin_cancel
 from jobs.batch.forgetting import delete_batch
 from jobs.batch.webhook_notes import list_webhooks
 from jobs.control import webhooks
@@ -28,8 +31,9 @@ from jobs.queue.settings import QueueSettings
 from jobs.queue.webhook_settings import secret_key
 from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick, wait_for_batch
-from tests.support.control_plane import Answering, chat_line, control_plane
+from tests.support.control_plane import ROOT, Answering, chat_line, control_plane
 from tests.support.killed_steps import killed_before_each_step
+from tests.support.ports import reserved_port
 from tests.support.rollback import EarlierRedis
 from tests.support.store_batches import lines_of, store_of, submit
 from tests.support.waiting import wait_until
@@ -222,20 +226,40 @@ def test_nothing_is_sent_of_a_deleted_batch_nor_of_one_that_ended_before(
     assert [batch for _, _, batch in events(receiver)] == [told]
 
 
-def test_an_end_that_redis_loses_is_told_when_clients_see_it(
-    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+@pytest.mark.parametrize(("was_cancelled", "state"), [(False, "completed"), (True, "cancelled")])
+def test_an_end_that_redis_loses_is_told_as_clients_see_it(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, was_cancelled: bool, state: str
 ) -> None:
-    batch = submit(redis_client, tmp_path, lines_of(2)).id
+    """A cancel that Redis had before it got the end turns one into the other."""
+    queue, batch = Queue(redis_client), submit(redis_client, tmp_path, lines_of(2)).id
     while step(redis_client, batch).state != "finalizing":
         answer_all(redis_client)
     earlier = EarlierRedis(redis_client)
     run_to_end(redis_client, batch)
     earlier.restore()
+    if was_cancelled:
+        assert begin_cancel(queue, batch, queue.batch_fields(batch).generation)
     with delivering(redis_client, tmp_path, receiver):
-        cancel_batch(redis_client, batch)
-        run_to_end(redis_client, batch)
+        assert run_to_end(redis_client, batch).state == state
         wait_until_sent(tmp_path)
-    assert [kind for _, kind, _ in events(receiver)] == ["batch.cancelled"]
+    assert [kind for _, kind, _ in events(receiver)] == [f"batch.{state}"]
+
+
+def test_the_receiver_of_the_page_prints_the_event_once(redis_client: redis.Redis, tmp_path: Path) -> None:
+    [text] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/webhooks.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "webhook_secret").write_text(SECRET)
+    batch = complete(redis_client, tmp_path)
+    with reserved_port() as port, (tmp_path / "out").open("wb") as out:
+        program = [sys.executable, "-uc", text.replace("8787", str(port))]
+        with subprocess.Popen(program, cwd=tmp_path, stdout=out) as process:
+            try:
+                url = f"http://127.0.0.1:{port}"
+                with delivering(redis_client, tmp_path, WebhookReceiver(url), (1.0,) * 200):
+                    wait_until_sent(tmp_path)
+                assert httpx.post(url, content=b"{}").status_code == 400
+            finally:
+                process.kill()
+    assert (tmp_path / "out").read_text() == f"batch.completed {batch}\n"
 
 
 @pytest.mark.proof
