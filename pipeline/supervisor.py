@@ -102,7 +102,8 @@ class Supervisor:
         """Start the control plane: two RQ workers, and the ticker, which rebuilds an empty Redis
         from the `file_store`. Raise `SettingsError` for webhooks without a usable secret.
         """
-        self.settings.webhook_key()
+        if file_store is not None:
+            self.settings.webhook_key()
         for number in range(_JOB_PROCESSES):
             self._add(f"jobs-{number}", partial(_python, "jobs.control.rq_worker"))
         store = ["--file-store", file_store] if file_store is not None else []

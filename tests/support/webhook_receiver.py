@@ -24,7 +24,7 @@ class WebhookReceiver:
 def webhook_receiver() -> Iterator[WebhookReceiver]:
     """A receiver on a port of its own; its URL holds a password."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class DeliveryHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             receiver.received.append(({name.lower(): value for name, value in self.headers.items()}, body))
@@ -40,7 +40,7 @@ def webhook_receiver() -> Iterator[WebhookReceiver]:
             pass
 
     stopping = threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), DeliveryHandler) as server:
         server.daemon_threads = True
         receiver = WebhookReceiver(f"http://user:pass-word@127.0.0.1:{server.server_port}/webhooks?token=to-ken")
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

@@ -31,6 +31,7 @@ from jobs.queue.settings import QueueSettings
 from jobs.queue.webhook_settings import secret_key
 from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick, wait_for_batch
+from tests.support.commands import run_pipeline
 from tests.support.control_plane import ROOT, Answering, chat_line, control_plane
 from tests.support.killed_steps import killed_before_each_step
 from tests.support.ports import reserved_port
@@ -281,6 +282,24 @@ def test_a_kill_at_any_step_of_the_end_loses_no_event(
         wait_until_sent(tmp_path)
     assert len(made) > 5
     assert {(kind, batch) for _, kind, batch in events(receiver)} == {("batch.completed", batch) for batch in made[:-1]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--webhook-url", "example.com/pass-word"), "webhooks go to a URL such as https://example.com/webhooks"),
+        (
+            ("--webhook-url", "http://u:pass-word@h"),
+            "PIPELINE_WEBHOOK_URL needs a secret: set PIPELINE_WEBHOOK_SECRET_FILE",
+        ),
+    ],
+)
+def test_the_command_refuses_to_start(redis_url: str, tmp_path: Path, flags: tuple[str, str], problem: str) -> None:
+    done = run_pipeline("jobs", "--file-store", tmp_path / "store", *flags, redis_url=redis_url)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "pass-word" not in done.stderr
 
 
 @pytest.mark.parametrize("url", ["ftp://example.com", "example.com", "http://", "http://a:99999", "http://a b"])
