@@ -4,6 +4,7 @@ between, by deliveries that OpenAI's client accepts.
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -225,6 +226,17 @@ def test_nothing_is_sent_of_a_deleted_batch_nor_of_one_that_ended_before(
         told = complete(redis_client, tmp_path)
         wait_until_sent(tmp_path)
     assert [batch for _, _, batch in events(receiver)] == [told]
+
+
+def test_the_end_of_a_batch_whose_folder_is_lost_is_told(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+) -> None:
+    record = submit(redis_client, tmp_path, lines_of(2))
+    shutil.rmtree(record.spec.root)
+    assert cancel_batch(redis_client, record.id).ended
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+    assert [told[1:] for told in events(receiver)] == [("batch.cancelled", record.id)]
 
 
 @pytest.mark.parametrize(("was_cancelled", "state"), [(False, "completed"), (True, "cancelled")])
