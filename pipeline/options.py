@@ -370,7 +370,10 @@ json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help=
 
 tracing_option = flag_of(QueueSettings, "otlp_traces_endpoint")
 
-control_options = flags_of(QueueSettings, "redis_url", "file_store", "otlp_traces_endpoint")
+_WEBHOOKS = ("webhook_url", "webhook_secret_file")
+webhook_options = all_of(*(flag_of(QueueSettings, name) for name in _WEBHOOKS))
+
+control_options = flags_of(QueueSettings, "redis_url", "file_store", "otlp_traces_endpoint", *_WEBHOOKS)
 """Of processes that make no spans."""
 
 queue_options = all_of(control_options, tracing_option)
@@ -458,6 +461,8 @@ def log_settings(ctx: click.Context) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
+    if name == "webhook_url":  # a path or a query may be secret too
+        return f"{urlsplit(value).scheme}://{urlsplit(value).hostname}"
     return without_secrets(str(value)) if name == "redis_url" else str(value)
 
 

@@ -100,8 +100,10 @@ class Supervisor:
 
     def start_jobs(self, file_store: str | None = None) -> None:
         """Start the control plane: two RQ workers, and the ticker, which rebuilds an empty Redis
-        from the `file_store`.
+        from the `file_store`. Raise `SettingsError` for webhooks without a usable secret.
         """
+        if file_store is not None:
+            self.settings.webhook_key()
         for number in range(_JOB_PROCESSES):
             self._add(f"jobs-{number}", partial(_python, "jobs.control.rq_worker"))
         store = ["--file-store", file_store] if file_store is not None else []

@@ -9,6 +9,7 @@ import msgspec
 from jobs.batch.ending import clean_up
 from jobs.batch.manifest import BatchSpec, ManifestDamaged, load_manifest
 from jobs.batch.result_files import drop_partial_output
+from jobs.batch.webhook_notes import note_webhook
 from jobs.protocol.states import JOBS
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
@@ -60,8 +61,10 @@ def end_lost(queue: Queue, batch: str, fields: BatchFields, reason: str) -> None
     if fields.state not in JOBS:
         return
     state = "cancelled" if fields.state == "cancelling" else "failed"
+    spec = msgspec.json.decode(fields.spec, type=BatchSpec)
+    note_webhook(queue, batch, spec, state)
     changes = {"problem": reason, "lost": True, "timestamps": {state: time.time()}}
     if queue.transition(batch, [fields.state], state, changes, fields.generation):
         logger.error("batch %s ends as %s: %s", batch, state, reason)
         clean_up(queue, batch)
-        drop_partial_output(queue, msgspec.json.decode(fields.spec, type=BatchSpec))
+        drop_partial_output(queue, spec)

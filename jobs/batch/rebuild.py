@@ -10,6 +10,7 @@ import time
 from jobs.batch.deleted import is_deleted
 from jobs.batch.manifest import Manifest, is_marked_cancelled, load_manifest, save_manifest
 from jobs.batch.register import register
+from jobs.batch.webhook_notes import note_webhook
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
 from jobs.store.marker import BATCHES_FOLDER
@@ -68,6 +69,7 @@ def rebuild(queue: Queue, root: str) -> bool:
         manifest.generation = max(manifest.generation, record.generation)
         if manifest.state in END_STATES and _was_cancelled(manifest):
             manifest.end_cancelled()
+            note_webhook(queue, manifest.batch_id, manifest.spec, manifest.state)
             save_manifest(manifest)
         register(queue, manifest)
     return True

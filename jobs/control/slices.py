@@ -7,6 +7,7 @@ from typing import Any
 
 from jobs.batch.ending import clean_up
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, load_manifest, save_manifest
+from jobs.batch.webhook_notes import note_webhook
 from jobs.errors import JobsError
 from jobs.protocol.states import JOBS, State
 from jobs.queue.batch_fields import BatchFields
@@ -113,6 +114,7 @@ class Slice:
             if "cancelling" in self.fields.timestamps:
                 self.manifest.timestamps["cancelling"] = self.fields.timestamps["cancelling"]
             self.manifest.end_cancelled()
+            self._note_webhook()
             save_manifest(self.manifest)
         self.queue.remove_unfinished(self.batch)  # what is committed after the end would count
         self.note({"timestamps": self.manifest.timestamps})
@@ -127,7 +129,11 @@ class Slice:
     def _enter(self, state: State) -> None:
         self.note({})
         self.manifest.enter(state)
+        self._note_webhook()
         save_manifest(self.manifest)
+
+    def _note_webhook(self) -> None:
+        note_webhook(self.queue, self.batch, self.manifest.spec, self.manifest.state)
 
     def _record_end(self) -> None:
         self._record_state(end_fields(self.manifest))

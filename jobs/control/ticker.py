@@ -14,6 +14,7 @@ import secrets
 import signal
 import threading
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,7 @@ from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
+from jobs.queue.settings import QueueSettings
 from jobs.queue.tasks import (
     WAITING,
     Execution,
@@ -65,6 +67,8 @@ def main() -> None:
     configure_logs("ticker")
     client = connect(options.redis_url)
     ticker = Ticker(Queue(client), options.file_store)
+    if options.file_store:
+        _start_webhooks(ticker, options.redis_url, options.file_store)
     with contextlib.suppress(_Stopped):
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, _stop)
@@ -78,6 +82,19 @@ def main() -> None:
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
     ticker.resign()
+
+
+def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str) -> None:
+    """Deliver webhooks while the ticker leads, where they are configured."""
+    settings = QueueSettings.from_environment()
+    key = settings.webhook_key()
+    if settings.webhook_url is None or key is None:
+        return
+    from jobs.control.webhooks import Webhooks  # which imports an HTTP client
+
+    queue = Queue(connect(redis_url), replace(settings, redis_retry_seconds=0.0))  # it retries by itself
+    webhooks = Webhooks(queue, file_store, settings.webhook_url, key)
+    threading.Thread(target=webhooks.run, args=(ticker.leads, _stopping), daemon=True).start()
 
 
 class Ticker:
@@ -94,6 +111,10 @@ class Ticker:
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
         self._orphans: dict[Execution, float] = {}  # what RQ takes for running, since when (monotonic seconds)
         self._seen = ""  # the last batch that the tick before had time for
+
+    def leads(self) -> bool:
+        """Return whether it does now."""
+        return self._leads
 
     def run(self) -> None:
         """Lead whenever it can, until the process is ordered to end. Raises what Redis raises."""

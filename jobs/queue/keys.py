@@ -17,7 +17,7 @@ TICK = "{q}:tick"  # hash: time, run_id, reap_after
 # Hash: model -> since when its quarantined requests have waited without one being taken, ms of
 # Redis TIME
 QUARANTINE_WAITS = "{q}:trials"
-# Hash: generated, delivered (tokens), ended (requests), since Redis was empty
+# Hash: generated, delivered (tokens), ended (requests), webhooks_<result>, since Redis was empty
 TOTALS = "{q}:totals"
 # Hash: state -> how many times a batch came to it from another one, since Redis was empty
 ENTERED = "{q}:entered"

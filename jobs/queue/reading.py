@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jobs.queue.gauges import Depths, WorkerGauges
 from jobs.queue.registry import WorkerRecord
-from jobs.queue.request_queue import Queue, TokenTotals
+from jobs.queue.request_queue import Queue, TokenTotals, WebhookResult
 
 
 class QueueReading(NamedTuple):
@@ -15,6 +15,7 @@ class QueueReading(NamedTuple):
     requests_ended: int
     workers: list[WorkerRecord]
     reported: list[tuple[WorkerRecord, WorkerGauges]]  # of the workers those that reported lately
+    webhook_attempts: dict[WebhookResult, int]
 
 
 def read_fleet(queue: Queue) -> QueueReading:
@@ -22,4 +23,11 @@ def read_fleet(queue: Queue) -> QueueReading:
     workers, models = queue.workers(), [record.name for record in queue.models()]
     gauges = queue.gauges([worker.id for worker in workers])
     reported = [(worker, gauges[worker.id]) for worker in workers if worker.id in gauges]
-    return QueueReading(queue.depths(models), queue.token_totals(), queue.requests_ended(), workers, reported)
+    return QueueReading(
+        queue.depths(models),
+        queue.token_totals(),
+        queue.requests_ended(),
+        workers,
+        reported,
+        queue.webhook_attempts(),
+    )

@@ -7,7 +7,7 @@ streams in `streams.py`, workers and models in `registry.py` and `on_demand.py`,
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import redis
@@ -52,6 +52,10 @@ CLAIM_BYTES = 16 * 1024 * 1024
 """Requests that one claim returns, in bytes: the one with which it gets there is the last. What is
 kept for batches beside live calls has as many.
 """
+
+
+WebhookResult = Literal["delivered", "failed", "abandoned"]
+"""What came of an attempt to deliver a webhook; one that failed is retried."""
 
 
 class TokenTotals(NamedTuple):
@@ -238,6 +242,16 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
     def requests_ended(self) -> int:
         """Live calls and lines that ever ended with a result, since Redis was empty."""
         return int(self._command("HGET", keys.TOTALS, "ended") or 0)
+
+    def count_webhook(self, result: WebhookResult) -> None:
+        """Count an attempt to deliver a webhook."""
+        self._command("HINCRBY", keys.TOTALS, f"webhooks_{result}", 1)
+
+    def webhook_attempts(self) -> dict[WebhookResult, int]:
+        """Attempts to deliver a webhook by what came of them, since Redis was empty."""
+        results: tuple[WebhookResult, ...] = get_args(WebhookResult)
+        counts = self._command("HMGET", keys.TOTALS, *(f"webhooks_{result}" for result in results))
+        return {result: int(count or 0) for result, count in zip(results, counts, strict=True)}
 
     def tokens_in_flight(self) -> int:
         """Return the output tokens that unfinished requests have published; the next worker

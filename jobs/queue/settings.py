@@ -6,6 +6,8 @@ Plain, for it is among the first things that every process imports.
 from dataclasses import dataclass, fields
 from functools import partial
 
+from jobs.errors import SettingsError
+from jobs.queue.webhook_settings import check_webhook_secret, check_webhook_url, read_secret_key, secret_key
 from jobs.settings import Settings, setting, variable
 from jobs.tracing import check_endpoint
 
@@ -40,6 +42,18 @@ class QueueSettings(Settings):
         " [default: no traces]",
         prefix="OTEL_EXPORTER_",
         check=check_endpoint,
+    )
+    webhook_url: str | None = setting(
+        None,
+        "URL that is told when a batch of the API ends, as https://example.com/webhooks; needs a secret."
+        " [default: no webhooks]",
+        check=check_webhook_url,
+    )
+    webhook_secret_file: str | None = setting(
+        None, "File with the secret that webhooks are signed with, `whsec_` and base64."
+    )
+    webhook_secret: str | None = setting(
+        None, "The same secret itself; it wins over the file.", flag=None, check=check_webhook_secret
     )
     redis_retry_seconds: float = _setting(
         20.0, "Seconds for which one call retries while Redis cannot answer.", min=0, flag=None
@@ -87,6 +101,21 @@ class QueueSettings(Settings):
         above=0,
         flag=None,
     )
+
+    def webhook_key(self) -> bytes | None:
+        """Return the key that webhooks are signed with, None where there are no webhooks.
+
+        Raise `SettingsError`.
+        """
+        if self.webhook_url is None:
+            return None
+        if self.webhook_secret is not None:
+            return secret_key(self.webhook_secret)
+        if self.webhook_secret_file is None:
+            raise SettingsError(
+                "PIPELINE_WEBHOOK_URL needs a secret: set PIPELINE_WEBHOOK_SECRET_FILE or PIPELINE_WEBHOOK_SECRET"
+            )
+        return read_secret_key(self.webhook_secret_file)
 
     def environment(self) -> dict[str, str]:
         """The variables that give another process the same settings."""

@@ -17,7 +17,7 @@ from jobs.store.storage import StoreError, exclusive, make_folder, named, write_
 MARKER = "store_id"
 _PATIENCE_SECONDS = 10.0
 BATCHES_FOLDER, FILES_FOLDER, UPLOADS_FOLDER = "batches", "files", "uploads"
-DELETED_FOLDER, IDEMPOTENCY_FOLDER = "deleted", "idempotency"
+DELETED_FOLDER, IDEMPOTENCY_FOLDER, WEBHOOKS_FOLDER = "deleted", "idempotency", "webhooks"
 
 
 class StoreAway(StoreError):

@@ -4,16 +4,25 @@ from pathlib import Path
 
 import click
 
-from pipeline.options import common_options, control_options, fleet_redis_option, log_settings, store_option, values_of
+from pipeline.options import (
+    common_options,
+    control_options,
+    fleet_redis_option,
+    log_settings,
+    store_option,
+    values_of,
+    webhook_options,
+)
 
 
 @click.command()
 @store_option
 @fleet_redis_option
 @control_options
+@webhook_options
 @common_options
 @click.pass_context
-def jobs(ctx: click.Context, /, file_store: str, redis_url: str, log_level: str, **_: float) -> None:
+def jobs(ctx: click.Context, /, file_store: str, redis_url: str, log_level: str, **_: object) -> None:
     """Validate, feed and finalize batches: RQ workers for two queues, and the ticker."""
     log_settings(ctx)
     from jobs.queue.settings import QueueSettings

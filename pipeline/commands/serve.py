@@ -25,6 +25,7 @@ from pipeline.options import (
     replicas_option,
     store_option,
     values_of,
+    webhook_options,
 )
 
 _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
@@ -60,6 +61,7 @@ _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
 @replicas_option
 @redis_option
 @queue_options
+@webhook_options
 @common_options
 @click.pass_context
 def serve(

@@ -1,0 +1,47 @@
+"""Notes in the file store of webhooks that are due, one for each end of a batch of the API.
+
+A note is made before the manifest, or Redis, names the end. So no kill loses one, nor a Redis that
+goes back; a note of an end that did not come about is dropped when the batch has ended otherwise.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jobs.batch.manifest import BatchSpec
+from jobs.protocol.ids import BATCH, is_id
+from jobs.protocol.states import END_STATES
+from jobs.queue.request_queue import Queue
+from jobs.store.marker import WEBHOOKS_FOLDER
+from jobs.store.storage import join, list_names, make_folder, named, sync_folder
+
+
+class WebhookNote(NamedTuple):
+    """The end that a webhook is due for."""
+
+    batch: str
+    state: str
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.batch}.{self.state}"
+
+
+def note_webhook(queue: Queue, batch: str, spec: BatchSpec, state: str) -> None:
+    """Note durably that a webhook is due once the batch has ended so. Raise `StoreError`.
+
+    Does nothing without webhooks, nor for batches that did not come through the API.
+    """
+    if queue.settings.webhook_url is None or not spec.of_api or state not in END_STATES:
+        return
+    note = Path(spec.root).parents[1] / WEBHOOKS_FOLDER / WebhookNote(batch, state).name
+    make_folder(str(note.parent))
+    with named("cannot write", str(note)):
+        note.touch()  # an empty file, which a full disk has room for
+        sync_folder(note.parent)
+
+
+def list_webhooks(file_store: str) -> list[WebhookNote]:
+    """Return the notes, those of the oldest batches first. Raise `StoreError`."""
+    found = (WebhookNote(*name.split(".", 1)) for name in list_names(join(file_store, WEBHOOKS_FOLDER)) if "." in name)
+    return [note for note in found if is_id(BATCH, note.batch) and note.state in END_STATES]

@@ -1,0 +1,189 @@
+"""Webhooks: tell the operator's server that batches of the API ended, as OpenAI's service does.
+
+Runs in a thread of the leading ticker, with an event loop of its own: a receiver that is slow, or
+gone, holds up nothing else. Each delivery is signed as Standard Webhooks has it. Every attempt for
+one event has the same `webhook-id`, so that a receiver can drop doubles.
+"""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx2
+import msgspec
+import redis
+
+from jobs.batch.deleted import is_deleted
+from jobs.batch.webhook_notes import WebhookNote, list_webhooks
+from jobs.protocol.states import END_STATES
+from jobs.queue.request_queue import Queue, WebhookResult
+from jobs.queue.scripts import QueueUnavailable
+from jobs.store.marker import BATCHES_FOLDER, WEBHOOKS_FOLDER, check_store
+from jobs.store.storage import StoreError, delete, join, read_bytes, write_bytes
+
+DELAYS = (5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.0)
+"""Seconds between the attempts for one event, three days in all, as Standard Webhooks advises."""
+
+TIMEOUT_SECONDS = 15.0
+_AT_ONCE = 16
+_LOOK_SECONDS = 1.0
+_GONE = 410
+
+logger = logging.getLogger(__name__)
+
+
+class _Attempts(msgspec.Struct):
+    """What a note says of the attempts that failed."""
+
+    count: int = 0
+    due_at: float = 0.0  # unix seconds
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """The body of a delivery, as OpenAI's."""
+
+    id: str
+    created_at: int
+    type: str
+    data: dict[str, str]
+    object: str = "event"
+
+
+class Webhooks:
+    """Delivers what is noted in the file store to one URL, while it `leads`."""
+
+    def __init__(self, queue: Queue, file_store: str, url: str, key: bytes, delays: tuple[float, ...] = DELAYS) -> None:
+        self._queue = queue
+        self._store = file_store
+        self._url = url
+        self._key = key
+        self._delays = delays
+        self._attempts: dict[WebhookNote, _Attempts] = {}
+        self._under_way: dict[WebhookNote, asyncio.Task[None]] = {}
+
+    def run(self, leads: Callable[[], bool], stopping: threading.Event) -> None:
+        """Deliver until the process is ordered to end, through outages of Redis and the store."""
+        asyncio.run(self._run(leads, stopping))
+
+    async def _run(self, leads: Callable[[], bool], stopping: threading.Event) -> None:
+        async with httpx2.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False) as client:
+            while not stopping.is_set():
+                if leads():
+                    await self._start_due(client)
+                else:
+                    self._attempts.clear()  # another ticker's are in the notes
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _start_due(self, client: httpx2.AsyncClient) -> None:
+        try:
+            due = await asyncio.to_thread(self._find_due, _AT_ONCE - len(self._under_way))
+        except (StoreError, redis.RedisError, QueueUnavailable) as error:
+            logger.warning("webhooks wait for the file store and Redis: %s", error)
+            return
+        except Exception:
+            logger.exception("internal error of the webhooks, which go on")
+            return
+        for note, event in due:
+            self._under_way[note] = asyncio.create_task(self._deliver(client, note, event))
+
+    def _find_due(self, most: int) -> list[tuple[WebhookNote, _Event]]:
+        """Return up to `most` events to be sent now; drop the notes of those that never will be."""
+        notes = list_webhooks(self._store)
+        if notes:
+            check_store(self._queue, Path(self._store))  # in which what is missing is gone
+        self._attempts = {note: self._attempts.get(note) or self._read(note) for note in notes}
+        now = time.time()
+        waiting = [note for note in notes if self._attempts[note].due_at <= now and note not in self._under_way]
+        found: list[tuple[WebhookNote, _Event]] = []
+        for note in sorted(waiting, key=lambda note: self._attempts[note].due_at):
+            if len(found) >= most:
+                break
+            if event := self._event(note):
+                found.append((note, event))
+        return found
+
+    def _event(self, note: WebhookNote) -> _Event | None:
+        """Return the event of an end that clients can see; None for one that may come yet, or will
+        not.
+        """
+        root = join(self._store, BATCHES_FOLDER, note.batch)
+        fields = self._queue.batch_fields(note.batch)
+        if is_deleted(root) or (fields.state in END_STATES and fields.state != note.state):
+            delete(self._location(note))
+            return None
+        if not fields.exists and not Path(root).exists():
+            delete(self._location(note))
+            return None
+        if fields.state != note.state:
+            return None
+        digest = hashlib.sha256(note.name.encode()).hexdigest()
+        return _Event(
+            f"evt_{digest[:32]}", int(fields.timestamps[note.state]), f"batch.{note.state}", {"id": note.batch}
+        )
+
+    async def _deliver(self, client: httpx2.AsyncClient, note: WebhookNote, event: _Event) -> None:
+        status, outcome = 0, ""
+        try:
+            status = await self._post(client, event)
+            outcome = f"status {status}"
+        except Exception as error:  # its text may name the URL
+            outcome = f"no answer ({type(error).__name__})"
+        try:
+            await asyncio.to_thread(self._settle, note, status, outcome)
+        except (StoreError, redis.RedisError, QueueUnavailable) as error:
+            logger.warning("the webhook of batch %s may be sent again: %s", note.batch, error)
+        finally:
+            del self._under_way[note]
+
+    async def _post(self, client: httpx2.AsyncClient, event: _Event) -> int:
+        """Return the status; of the body nothing is read."""
+        body, now = msgspec.json.encode(event), int(time.time())
+        headers = {
+            "content-type": "application/json",
+            "user-agent": "batch-inference-pipeline",
+            "webhook-id": event.id,
+            "webhook-timestamp": str(now),
+            "webhook-signature": sign(self._key, event.id, now, body),
+        }
+        async with (
+            asyncio.timeout(TIMEOUT_SECONDS),
+            client.stream("POST", self._url, content=body, headers=headers) as answer,
+        ):
+            return answer.status_code
+
+    def _settle(self, note: WebhookNote, status: int, outcome: str) -> None:
+        """Note what came of an attempt: the last one, or when the next is due."""
+        attempts = self._attempts.setdefault(note, _Attempts())
+        delay = self._delays[attempts.count] if attempts.count < len(self._delays) else self._delays[-1]
+        is_last = attempts.count >= len(self._delays) or status == _GONE
+        attempts.count, attempts.due_at = attempts.count + 1, time.time() + delay
+        result: WebhookResult = "delivered" if 200 <= status < 300 else "abandoned" if is_last else "failed"
+        if result == "failed":
+            logger.warning("the webhook of batch %s failed: %s; retrying in %.0f s", note.batch, outcome, delay)
+            write_bytes(self._location(note), msgspec.json.encode(attempts))
+        else:
+            if result == "abandoned":
+                logger.error("the webhook of batch %s failed for good: %s", note.batch, outcome)
+            delete(self._location(note))
+        self._queue.count_webhook(result)
+
+    def _read(self, note: WebhookNote) -> _Attempts:
+        try:
+            return msgspec.json.decode(read_bytes(self._location(note)), type=_Attempts)
+        except msgspec.DecodeError:  # new, and so empty
+            return _Attempts()
+
+    def _location(self, note: WebhookNote) -> str:
+        return join(self._store, WEBHOOKS_FOLDER, note.name)
+
+
+def sign(key: bytes, event_id: str, timestamp: int, body: bytes) -> str:
+    """Return the header `webhook-signature` of Standard Webhooks."""
+    digest = hmac.digest(key, f"{event_id}.{timestamp}.".encode() + body, "sha256")
+    return f"v1,{base64.b64encode(digest).decode()}"

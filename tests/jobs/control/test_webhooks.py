@@ -1,0 +1,336 @@
+"""Webhooks: every end of a batch of the API is told at least once, whatever is killed or goes back
+between, by deliveries that OpenAI's client accepts.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import redis
+
+from api.settings import ApiSettings
+from jobs.batch.client import cancel_batch
+from jobs.batch.ending import begin_cancel
+from jobs.batch.forgetting import delete_batch
+from jobs.batch.webhook_notes import list_webhooks
+from jobs.control import webhooks
+from jobs.control.runner import Runner
+from jobs.control.ticker import Ticker
+from jobs.control.webhooks import DELAYS, Webhooks
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from jobs.queue.webhook_settings import secret_key
+from tests.support.api_server import running_api
+from tests.support.batch_steps import answer_all, run_to_end, step, tick, wait_for_batch
+from tests.support.commands import run_pipeline
+from tests.support.control_plane import ROOT, Answering, chat_line, control_plane
+from tests.support.killed_steps import killed_before_each_step
+from tests.support.ports import reserved_port
+from tests.support.rollback import EarlierRedis
+from tests.support.store_batches import lines_of, store_of, submit
+from tests.support.waiting import wait_until
+from tests.support.webhook_receiver import SECRET, WebhookReceiver, webhook_receiver
+
+
+@pytest.fixture
+def receiver() -> Iterator[WebhookReceiver]:
+    with webhook_receiver() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _configured(monkeypatch: pytest.MonkeyPatch, receiver: WebhookReceiver) -> None:
+    monkeypatch.setenv("PIPELINE_WEBHOOK_URL", receiver.url)
+    monkeypatch.setenv("PIPELINE_WEBHOOK_SECRET", SECRET)
+
+
+@contextmanager
+def delivering(
+    client: redis.Redis, folder: Path, receiver: WebhookReceiver, delays: tuple[float, ...] = (0.0,) * 5
+) -> Iterator[None]:
+    """Webhooks in this process, for a store that is there."""
+    stopping = threading.Event()
+    sender = Webhooks(Queue(client), str(folder / "store"), receiver.url, secret_key(SECRET), delays)
+    thread = threading.Thread(target=sender.run, args=(lambda: True, stopping))
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def wait_until_sent(folder: Path) -> None:
+    wait_until(lambda: list_webhooks(str(folder / "store")) == [], 120, "no webhook to be due")
+
+
+def events(receiver: WebhookReceiver) -> list[tuple[str, str, str]]:
+    """The id, type and batch of each delivery, as OpenAI's client reads it."""
+    client = openai.OpenAI(api_key="none", webhook_secret=SECRET)
+    found = [client.webhooks.unwrap(body, headers) for headers, body in receiver.received]
+    assert [headers["webhook-id"] for headers, _ in receiver.received] == [event.id for event in found]
+    return [(event.id, event.type, event.data.id) for event in found]  # type: ignore[union-attr]
+
+
+def complete(client: redis.Redis, folder: Path) -> str:
+    return run_to_end(client, submit(client, folder, lines_of(2)).id).id
+
+
+def fail(client: redis.Redis, folder: Path) -> str:
+    return run_to_end(client, submit(client, folder, b"no line\n").id).id
+
+
+def cancel(client: redis.Redis, folder: Path) -> str:
+    batch = submit(client, folder, lines_of(2)).id
+    cancel_batch(client, batch)
+    return run_to_end(client, batch).id
+
+
+def expire(client: redis.Redis, folder: Path) -> str:
+    batch = submit(client, folder, lines_of(2), seconds=0.001).id
+    tick(Ticker(Queue(client), str(folder / "store")))
+    return run_to_end(client, batch).id
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [(complete, "completed"), (fail, "failed"), (cancel, "cancelled"), (expire, "expired")]
+)
+def test_each_end_is_told_once(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    receiver: WebhookReceiver,
+    end: Callable[[redis.Redis, Path], str],
+    state: str,
+) -> None:
+    batch = end(redis_client, tmp_path)
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+    [(event, kind, told)] = events(receiver)
+    assert (kind, told) == (f"batch.{state}", batch)
+    body = json.loads(receiver.received[0][1])
+    assert body.keys() == {"id", "object", "created_at", "type", "data"}
+    assert (body["object"], event[:4]) == ("event", "evt_")
+
+
+def test_a_failed_delivery_is_repeated_under_the_same_id_and_counted(redis_url: str, tmp_path: Path) -> None:
+    """All of it as processes: the control plane, the API, the official client."""
+    store = str(tmp_path / "store")
+    with webhook_receiver() as receiver:
+        receiver.statuses = [500, 302]
+        variables = {"FILE_STORE": store, "PIPELINE_WEBHOOK_URL": receiver.url, "PIPELINE_WEBHOOK_SECRET": SECRET}
+        with (
+            control_plane(redis_url, ("--file-store", store), variables) as plane,
+            running_api(ApiSettings(redis_url=redis_url, file_store=store)) as url,
+            Answering(redis_url),
+        ):
+            client = openai.OpenAI(api_key="none", base_url=f"{url}/v1")
+            file = client.files.create(file=("in.jsonl", chat_line("c1")), purpose="batch")
+            batch = client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            wait_for_batch(connect(redis_url), batch.id, 120)
+            wait_until(lambda: len(receiver.received) == 1, 120, "the first attempt")
+            plane.kill("ticker")
+            plane.start("ticker")
+            wait_until(lambda: len(receiver.received) >= 2, 120, "the second attempt")
+            # A kill costs a count at most
+            wait_until(
+                lambda: re.search(r'webhook_deliveries_total{result="failed"} [12]', httpx.get(f"{url}/metrics").text),
+                120,
+                "the count of the last one at least",
+            )
+        told = events(receiver)
+        assert set(told) == {(told[0][0], "batch.completed", batch.id)}
+        assert list_webhooks(store) != []  # 302 is no success
+
+
+@pytest.mark.parametrize(
+    ("statuses", "attempts", "result"),
+    [
+        ([500, 302, 404, 200], 4, "delivered"),
+        ([500, 410], 2, "abandoned"),
+        ([503] * 9, 6, "abandoned"),
+    ],
+)
+def test_attempts_end_with_a_success_a_410_or_the_last_delay(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    receiver: WebhookReceiver,
+    caplog: pytest.LogCaptureFixture,
+    statuses: list[int],
+    attempts: int,
+    result: str,
+) -> None:
+    receiver.statuses = list(statuses)
+    complete(redis_client, tmp_path)
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+    assert len(receiver.received) == attempts
+    assert len(set(events(receiver))) == 1
+    counts = Queue(redis_client).webhook_attempts()
+    assert counts == {"delivered": 0, "abandoned": 0, result: 1, "failed": attempts - 1}
+    assert not [secret for secret in ("pass-word", "to-ken", SECRET) if secret in caplog.text]
+    assert "status" in caplog.text
+
+
+def test_a_receiver_that_does_not_answer_is_tried_again(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhooks, "TIMEOUT_SECONDS", 0.5)
+    receiver.silent.set()
+    complete(redis_client, tmp_path)
+    with delivering(redis_client, tmp_path, receiver, (0.0,) * 500):
+        wait_until(lambda: len(receiver.received) >= 2, 120, "a second attempt")
+        receiver.silent.clear()
+        wait_until_sent(tmp_path)
+    assert len(set(events(receiver))) == 1
+
+
+def test_attempts_go_on_for_three_days_where_another_process_left_off(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+) -> None:
+    assert 3 * 86400 <= sum(DELAYS) < 4 * 86400
+    receiver.statuses = [500]
+    complete(redis_client, tmp_path)
+    with delivering(redis_client, tmp_path, receiver, (86400.0,)):
+        wait_until(lambda: Queue(redis_client).webhook_attempts()["failed"] == 1, 120, "the first attempt")
+    other = complete(redis_client, tmp_path)
+    with delivering(redis_client, tmp_path, receiver, (86400.0,)):
+        wait_until(lambda: len(list_webhooks(str(tmp_path / "store"))) == 1, 120, "the other's delivery")
+    assert [batch for _, _, batch in events(receiver)][1:] == [other]
+
+
+def test_nothing_is_sent_of_a_deleted_batch_nor_of_one_that_ended_before(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted = complete(redis_client, tmp_path)
+    delete_batch(Queue(redis_client), store_of(redis_client, tmp_path), deleted)
+    with monkeypatch.context() as without:
+        without.delenv("PIPELINE_WEBHOOK_URL")
+        complete(redis_client, tmp_path)
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+        redis_client.flushall()
+        tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
+        assert len(Queue(redis_client).batches()) == 1
+        told = complete(redis_client, tmp_path)
+        wait_until_sent(tmp_path)
+    assert [batch for _, _, batch in events(receiver)] == [told]
+
+
+def test_the_end_of_a_batch_whose_folder_is_lost_is_told(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+) -> None:
+    record = submit(redis_client, tmp_path, lines_of(2))
+    shutil.rmtree(record.spec.root)
+    assert cancel_batch(redis_client, record.id).ended
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+    assert [told[1:] for told in events(receiver)] == [("batch.cancelled", record.id)]
+
+
+@pytest.mark.parametrize(("was_cancelled", "state"), [(False, "completed"), (True, "cancelled")])
+def test_an_end_that_redis_loses_is_told_as_clients_see_it(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, was_cancelled: bool, state: str
+) -> None:
+    """A cancel that Redis had before it got the end turns one into the other."""
+    queue, batch = Queue(redis_client), submit(redis_client, tmp_path, lines_of(2)).id
+    while step(redis_client, batch).state != "finalizing":
+        answer_all(redis_client)
+    earlier = EarlierRedis(redis_client)
+    run_to_end(redis_client, batch)
+    earlier.restore()
+    if was_cancelled:
+        assert begin_cancel(queue, batch, queue.batch_fields(batch).generation)
+    with delivering(redis_client, tmp_path, receiver):
+        assert run_to_end(redis_client, batch).state == state
+        wait_until_sent(tmp_path)
+    assert [kind for _, kind, _ in events(receiver)] == [f"batch.{state}"]
+
+
+def test_the_receiver_of_the_page_prints_the_event_once(redis_client: redis.Redis, tmp_path: Path) -> None:
+    [text] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/webhooks.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "webhook_secret").write_text(SECRET)
+    batch = complete(redis_client, tmp_path)
+    with reserved_port() as port, (tmp_path / "out").open("wb") as out:
+        program = [sys.executable, "-uc", text.replace("8787", str(port))]
+        with subprocess.Popen(program, cwd=tmp_path, stdout=out) as process:
+            try:
+                url = f"http://127.0.0.1:{port}"
+                with delivering(redis_client, tmp_path, WebhookReceiver(url), (1.0,) * 200):
+                    wait_until_sent(tmp_path)
+                assert httpx.post(url, content=b"{}").status_code == 400
+            finally:
+                process.kill()
+    assert (tmp_path / "out").read_text() == f"batch.completed {batch}\n"
+
+
+@pytest.mark.proof
+def test_a_kill_at_any_step_of_the_end_loses_no_event(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, receiver: WebhookReceiver
+) -> None:
+    made: list[str] = []
+
+    def begin() -> None:
+        made.append(submit(redis_client, tmp_path, lines_of(1)).id)
+        while step(redis_client, made[-1]).state != "finalizing":
+            answer_all(redis_client)
+
+    begin()
+    with delivering(redis_client, tmp_path, receiver):
+        for _ in killed_before_each_step(lambda: Runner(Queue(connect(redis_url))).run(made[-1])):
+            run_to_end(redis_client, made[-1])
+            begin()
+        wait_until_sent(tmp_path)
+    assert len(made) > 5
+    assert {(kind, batch) for _, kind, batch in events(receiver)} == {("batch.completed", batch) for batch in made[:-1]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--webhook-url", "example.com/pass-word"), "webhooks go to a URL such as https://example.com/webhooks"),
+        (
+            ("--webhook-url", "http://u:pass-word@h"),
+            "PIPELINE_WEBHOOK_URL needs a secret: set PIPELINE_WEBHOOK_SECRET_FILE",
+        ),
+    ],
+)
+def test_the_command_refuses_to_start(redis_url: str, tmp_path: Path, flags: tuple[str, str], problem: str) -> None:
+    done = run_pipeline("jobs", "--file-store", tmp_path / "store", *flags, redis_url=redis_url)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "pass-word" not in done.stderr
+
+
+@pytest.mark.parametrize("url", ["ftp://example.com", "example.com", "http://", "http://a:99999", "http://a b"])
+def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="PIPELINE_WEBHOOK_URL: webhooks go to a URL such as"):
+        QueueSettings(webhook_url=url)
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", f"whsec_{'?' * 40}", SECRET[6:], "whsec_ü"])
+def test_a_secret_that_cannot_be_used_is_refused(tmp_path: Path, secret: str) -> None:
+    file = tmp_path / "secret"
+    file.write_text(secret)
+    settings = QueueSettings(webhook_url="https://example.com", webhook_secret_file=str(file))
+    with pytest.raises(ValueError, match="a webhook secret is whsec_ and the base64 of 24 to 64 bytes"):
+        settings.webhook_key()
+    file.write_text(f"{SECRET}\n")
+    assert settings.webhook_key() == b"secret" * 4
+    file.unlink()
+    with pytest.raises(ValueError, match="cannot be used: No such file"):
+        settings.webhook_key()
+    with pytest.raises(ValueError, match="PIPELINE_WEBHOOK_URL needs a secret"):
+        QueueSettings(webhook_url="https://example.com").webhook_key()
