@@ -66,8 +66,8 @@ def qwen25_05b(setting: Setting) -> dict[str, Any]:
 
 
 def qwen3_8b(setting: Setting) -> dict[str, Any]:
-    """1,024 requests of half those lengths, so that all fit into the cache at once and the row into
-    its time.
+    """1,024 requests of half those lengths, so that all fit into the cache of an H200 at once and
+    the row into its time.
     """
     return _throughput(setting, "qwen3-8b", _benchmark(setting, 1024, 50, 512), full_warmup=False)
 

@@ -64,14 +64,14 @@ def _check_tokens(queue: Queue, record: BatchRecord, new: BatchSubmission) -> No
     """Raise `ApiError` 429 where the new batch and the tenant's open ones would have more tokens
     than they may, by the share of the lines without an answer in the tokens of the ended one.
 
-    Alone, it is left to the validation, which counts: no wait would help.
+    Where it has more tokens by itself, no wait helps, and the validation refuses it.
     """
     if new.queued_tokens is None:
         return
     tokens = queue.batch_fields(record.id).queued_tokens
     own = tokens if record.output is None else -(-tokens * record.failed // max(record.total, 1))
     others = sum(queue.open_tokens(new.tenant).values())
-    if others and own + others > new.queued_tokens:
+    if own <= new.queued_tokens < own + others:
         message = (
             f"About {own} tokens in the lines to retry and {others} in batches that have not ended are more than the"
             f" {new.queued_tokens} that may be queued; try again when one has ended."

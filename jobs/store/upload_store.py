@@ -192,7 +192,7 @@ class UploadStore:
             with hold(str(self._folder / upload_id), 0, lock=_LOCK):
                 yield self.get(tenant, upload_id)
         except Busy:
-            message = f"Another call is at work on the upload {upload_id}; try again in a moment."
+            message = f"Another call is using the upload {upload_id}; try again in a moment."
             raise ApiError(409, message, param="upload_id", code="upload_busy") from None
 
     def folder(self, upload_id: str) -> Path:

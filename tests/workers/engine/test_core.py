@@ -30,14 +30,14 @@ from workers.engine.messages.core import (
     StepOutput,
     ToCore,
 )
-from workers.engine.messages.errors import StepOutOfMemory
+from workers.engine.messages.errors import ModelLoadError, StepOutOfMemory
 from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 
 MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
 
 
-def make_core(depth: int = 0, place: Place = CPU, **settings: float | bool) -> EngineCore:
+def make_core(depth: int = 0, place: Place = CPU, **settings: float | bool | str) -> EngineCore:
     config = EngineConfig(
         model=str(folder(MODEL)),
         depth=depth,
@@ -80,6 +80,11 @@ def test_a_tight_cache_changes_no_token(depth: int, place: Place) -> None:
     outputs = run_dry(core)
     assert outputs[-1].stats.preemptions > 0
     assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens
+
+
+def test_a_cache_of_8_bits_is_for_the_gpus_kernels() -> None:
+    with pytest.raises(ModelLoadError, match=r"fp8 needs .*, and this is the (cpu|torch) backend on cpu; leave it at"):
+        make_core(kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -25,8 +25,8 @@ from workers.engine.models.config import ModelConfig
 def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedConfig:
     """Decide what is left open, for a model on one of the replica's devices.
 
-    Raises ModelLoadError for a backend that does not exist or cannot store what was asked for, and
-    for a context longer than the model's.
+    Raises ModelLoadError for a backend that does not exist, for a context longer than the model's,
+    and for an encoder whose keys and values are asked for in 8 bits.
     """
     place = torch.device(device)
     cuda, dtype = place.type == "cuda", resolve_dtype(config.dtype, model, place)
@@ -36,7 +36,7 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
     settled = {
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
-        "cache_dtype": str(_cache_dtype(config, backend, place, model, dtype)).removeprefix("torch."),
+        "cache_dtype": str(_cache_dtype(config, backend, model, dtype)).removeprefix("torch."),
         "attention_backend": backend.name,
         "max_model_len": length,
         "may_shorten": config.max_model_len is None,
@@ -50,14 +50,12 @@ def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedCo
     return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | settled)
 
 
-def _cache_dtype(
-    config: EngineConfig, backend: Backend, device: torch.device, model: ModelConfig, dtype: torch.dtype
-) -> torch.dtype:
+def _cache_dtype(config: EngineConfig, backend: Backend, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     if config.kv_cache_dtype == "fp8":
-        if not backend.stores_fp8(device):
+        if model.whole_prompts:
             raise ModelLoadError(
-                "--kv-cache-dtype fp8 needs the engine's own kernels on a GPU of compute capability 8.9 or newer, and"
-                f" this is the {backend.name} backend on {device}; leave it at auto"
+                "--kv-cache-dtype fp8 is for models that generate: an encoder reads its keys and values once; leave it"
+                " at auto"
             )
         return torch.float8_e4m3fn
     narrow = backend.widens and config.dtype == "auto" and dtype == torch.float32 and _suits_narrow_cache(model)

@@ -123,11 +123,11 @@ def _rotate_and_write(
     angle = token * angle_stride + HEAD_DIM // 2 + column
     cosine = tl.load(cos + angle, inside, 0.0).to(tl.float32)
     sine = tl.load(sin + angle, inside, 0.0).to(tl.float32)
-    low = tl.where(is_value, low, turned_low * cosine - turned_high * sine).to(q.dtype.element_ty)
-    high = tl.where(is_value, high, turned_high * cosine + turned_low * sine).to(q.dtype.element_ty)
+    low = tl.where(is_value, low, turned_low * cosine - turned_high * sine)
+    high = tl.where(is_value, high, turned_high * cosine + turned_low * sine)
     target = q + (token * heads + head) * HEAD_DIM + column
-    tl.store(target, low, mask & is_query)
-    tl.store(target + HEAD_DIM // 2, high, mask & is_query)
+    tl.store(target, low.to(q.dtype.element_ty), mask & is_query)
+    tl.store(target + HEAD_DIM // 2, high.to(q.dtype.element_ty), mask & is_query)
     place = tl.load(slot_mapping + token)
     cache += (place // BLOCK_SIZE) * block_stride + (place % BLOCK_SIZE) * HEAD_DIM
     kv_head = tl.where(is_value, head - heads - kv_heads, head - heads)

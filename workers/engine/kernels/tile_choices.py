@@ -36,7 +36,7 @@ def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch
 @cache  # for where nothing can be kept on disk: a replica sets its attention up twice
 def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
     group = num_heads // shape.kv_heads
-    offered = {kind: candidates(kind, shape.head_dim, group, dtype) for kind in ("decode", "prefill")}
+    offered = {kind: candidates(kind, shape.head_dim, group, dtype, shape.dtype) for kind in ("decode", "prefill")}
     if device.type != "cuda":
         return {kind: among[0] for kind, among in offered.items()}
     known = ChoiceCache(cache_folder(), torch.cuda.get_device_name(device), Path(kernels.__file__).read_text())

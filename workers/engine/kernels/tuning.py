@@ -1,4 +1,4 @@
-"""Which tiles the attention kernel works in: a few candidates by head size, group and dtype, timed
+"""Which tiles the attention kernel works in: a few candidates by head size, group and dtypes, timed
 on the GPU at the first start with a shape, and the quickest remembered on disk.
 
 The file is JSON, one for each GPU, version of Triton and source of the kernels, so that a choice
@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -42,15 +43,19 @@ class TileChoice:
     stages: int  # rounds whose loads are under way or in use
 
 
-def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list[TileChoice]:
+def candidates(
+    kind: str, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
+) -> list[TileChoice]:
     """For a `kind` of step, "decode" (one token a row) or "prefill".
 
     Larger heads have smaller tiles. Smaller ones have larger tiles in decode steps, which live on
-    bytes under way, not in prefill steps, which live on registers.
+    bytes under way, not in prefill steps, which live on registers. So decode steps over a narrower
+    cache have the choice between both.
     """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     found = []
-    for block_m, tile, warps, stages in _CANDIDATES[kind]:
+    sizes = {dtype.itemsize, (cache_dtype or dtype).itemsize} if kind == "decode" else {dtype.itemsize}
+    for size, (block_m, tile, warps, stages) in product(sorted(sizes, reverse=True), _CANDIDATES[kind]):
+        row_bytes = triton.next_power_of_2(head_dim) * size
         tile = max(16, min(128 if kind == "decode" else tile, tile * _ROW_BYTES // row_bytes))
         if dtype == torch.float32 and kind == "prefill":  # three products for one take registers
             block_m, tile, warps, stages = max(16, 64 * _ROW_BYTES // row_bytes), min(tile, 32), 4, 2

@@ -77,7 +77,7 @@ class EngineConfig:
     kv_cache_dtype: str = _flag(
         "auto",
         "Type of keys and values in the KV cache. auto: the model's, on a CPU bfloat16 for checkpoints in it. fp8, on a"
-        " GPU: 8 bits (e4m3), so twice the tokens, and half the bytes to read.",
+        " GPU: 8 bits (e4m3), so that it holds twice the tokens of bfloat16.",
         choices=("auto", "fp8"),
     )
     max_model_len: int | None = _flag(

@@ -28,14 +28,12 @@ def test_what_is_left_open_is_decided_for_the_device_and_the_model(monkeypatch: 
     assert resolved("llama", device="cpu", dtype="float16").dtype == "float16"
 
 
-def test_a_cache_of_8_bits_is_for_the_gpus_kernels() -> None:
-    assert (
-        resolved("llama", device="cpu", attention_backend="triton", kv_cache_dtype="fp8").cache_dtype == "float8_e4m3fn"
-    )
-    with pytest.raises(
-        ModelLoadError, match=r"--kv-cache-dtype fp8 needs .* this is the torch backend on cpu; leave it"
-    ):
-        resolved("llama", device="cpu", attention_backend="torch", kv_cache_dtype="fp8")
+def test_a_cache_of_8_bits_is_for_models_that_generate() -> None:
+    config = resolved("llama", device="cpu", attention_backend="triton", kv_cache_dtype="fp8")
+    assert config.cache_dtype == "float8_e4m3fn"
+    encoder = EngineConfig(model=str(pooling_folder("bert")), device="cpu", kv_cache_dtype="fp8")
+    with pytest.raises(ModelLoadError, match=r"--kv-cache-dtype fp8 is for models that generate: .*; leave it at auto"):
+        resolve(encoder, "cpu", open_checkpoint(encoder.model).config)
 
 
 @needs_native

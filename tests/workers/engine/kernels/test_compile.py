@@ -137,7 +137,11 @@ def test_every_candidate_compiles(dim: int, dtype: torch.dtype, capability: int)
 @pytest.mark.proof
 @pytest.mark.parametrize("dim", [64, 128])
 def test_every_candidate_compiles_for_a_cache_of_8_bits(dim: int) -> None:
-    kinds = [(kind, choice) for kind in ("decode", "prefill") for choice in candidates(kind, dim, 4, torch.bfloat16)]
+    kinds = [
+        (kind, choice)
+        for kind in ("decode", "prefill")
+        for choice in candidates(kind, dim, 4, torch.bfloat16, torch.float8_e4m3fn)
+    ]
     check([attend(kind, choice, dim, 4, torch.bfloat16, fp8=True) for kind, choice in kinds], 96, 90)
 
 

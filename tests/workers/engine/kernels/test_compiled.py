@@ -3,6 +3,7 @@ in wide accesses.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,15 @@ VARIANTS = {
         **PARTED,
     ),
 }
+
+
+@pytest.mark.proof
+def test_a_cache_of_8_bits_is_written_by_instructions_that_saturate() -> None:
+    writing = [VARIANTS[name] for name in ("rotary with norms", "rotary", "write")]
+    narrow = [replace(each, signature=each.signature | {"cache": "*fp8e4nv"}) for each in writing]
+    for code in compiled(narrow, 90):
+        assert code.spilled == 0
+        assert "cvt.rn.satfinite.e4m3x2" in code.ptx
 
 
 @pytest.mark.proof
