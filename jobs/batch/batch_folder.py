@@ -77,8 +77,9 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     _check_same(found, spec)
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
-    # Which requests are invalid follows from the models
-    judged = spec.skip_invalid_requests and found.spec.models != spec.models
+    # Which lines are invalid depends on the models; those of a fleet may have changed
+    same = found.spec.skip_invalid_requests and spec.models is not None and found.spec.models == spec.models
+    judged = spec.skip_invalid_requests and not same
     _drop_failures(manifest, 400 if retry_failed or judged else 500)
     plan = join(spec.root, PLAN_NAME)
     served = spec.models is None or set(found.models) <= set(spec.models)
@@ -117,7 +118,8 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
             f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output"
         )
     differences = [
-        *_differences(found.spec, spec, ("default_model", "endpoint", "seed", "skip_invalid_requests")),
+        *_differences(found.spec, spec, ("default_model", "endpoint", "seed")),
+        *_differences(found.spec, spec, ("skip_invalid_requests",) if found.spec.skip_invalid_requests else ()),
         *_differences(found.spec.rows or RowOptions(), spec.rows or RowOptions(), RowOptions.__struct_fields__),
     ]
     if differences:

@@ -9,7 +9,8 @@ from jobs.batch.input_files import InputError, open_unpacked
 
 _MOST_CHARACTERS = 1 << 26
 """Of a line; no row that can be read is so long."""
-_OPENS = re.compile(r'(?:^(?:\xef\xbb\xbf)?|,)"')
+_BOM = "\xef\xbb\xbf"
+_OPENS = re.compile(r'(?:^|,)"')
 _CLOSES = re.compile(r'(?:[^"]|"")*+"')
 _ENDS = re.compile(r"[ \t]*(?:[,\r\n]|$)")
 
@@ -34,7 +35,7 @@ def _open_quote(lines: Iterable[str]) -> int | None:
     """
     began: int | None = None
     for number, line in enumerate(lines, 1):
-        at = 0
+        line, at = line.removeprefix(_BOM) if number == 1 else line, 0
         while began is not None or '"' in line:
             if began is None:
                 opened = _OPENS.search(line, at)

@@ -1,8 +1,9 @@
-"""Lines that are no requests, as requests that no worker takes, where they are to have error lines
-instead of a whole file being refused.
+"""Replace invalid lines by placeholders, requests that every worker refuses, so that each ends with
+an error line of its own.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from jobs.batch.input_files import MAX_LINE_BYTES, InputError, read_lines
 from jobs.batch.manifest import BatchSpec
@@ -19,23 +20,22 @@ Served = Mapping[str, Collection[str] | None]
 
 
 def mark_invalid(spec: BatchSpec, served: Served, source: str, target: str, check: Callable[[], object]) -> str:
-    """Write a file of JSONL to `target`, its lines in their places, and return the hash of that;
-    calls `check` often. A line without a custom_id stays as it is.
+    """Write the JSONL of `source` to `target` with a placeholder for each invalid line that has a
+    custom_id, and return the hash of that; calls `check` often.
+
+    A placeholder goes to the model and the url of the first valid line, so that a batch needs no
+    worker for it that it does not need anyway. Where no line is valid, all stay as they are.
 
     Raise `InputError`, `StoreError` and what `check` raises.
     """
-    stand_in = _stand_in(spec, served)
-    with open_input(source) as file, AtomicWriter(target) as writer:
+    placeholder = _placeholder(spec, served, source, check)
+    with AtomicWriter(target) as writer:
         written = 0
-        for line in read_lines(file):
-            check()
-            if line.raw is None:
-                raise InputError(f"line {line.number} of {spec.input} is longer than {MAX_LINE_BYTES} bytes")
-            found = check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
-            marked = _marked(line.raw, found, stand_in) if isinstance(found, LineError) else None
-            blank = b"\n" * (line.number - 1 - written)
-            writer.write(blank + (marked or (b" " if line.raw.startswith(_MARK) else b"") + line.raw))
-            written = line.number
+        for number, raw, found in _checked(spec, served, source, check):
+            marked = _marked(raw, found, placeholder) if isinstance(found, LineError) and placeholder else None
+            blank = b"\n" * (number - 1 - written)
+            writer.write(blank + (marked or (b" " if raw.startswith(_MARK) else b"") + raw))
+            written = number
         writer.commit()
         return writer.sha256
 
@@ -48,28 +48,36 @@ def problem_of(raw: bytes) -> ApiError | None:
     return ApiError(400, problem["message"], param=problem["param"], code=problem["code"])
 
 
-def _stand_in(spec: BatchSpec, served: Served) -> dict[str, object]:
-    """Return the request of such lines; an empty one where no model is served."""
-    for model in sorted(served, key=lambda name: name != spec.default_model):
-        for url, endpoint in BATCH_ENDPOINTS.items():
-            request: dict[str, object] = {
-                "method": "POST",
-                "url": url,
-                "body": {"model": model, endpoint.prompt_field: {}},
-            }
-            if isinstance(check_line(encode_body({"custom_id": "a", **request}), 1, spec.endpoint, served), Line):
-                return request
-    return {}
+def _placeholder(spec: BatchSpec, served: Served, source: str, check: Callable[[], object]) -> dict[str, Any] | None:
+    """Return the members of placeholders but their ids; None where no line is valid."""
+    lines = _checked(spec, served, source, check)
+    valid = next((found for _, _, found in lines if isinstance(found, Line)), None)
+    if valid is None:
+        return None
+    model = {"model": valid.model} if valid.model else {}
+    return {"method": "POST", "url": valid.url, "body": {**model, BATCH_ENDPOINTS[valid.url].prompt_field: {}}}
 
 
-def _marked(raw: bytes, error: LineError, stand_in: dict[str, object]) -> bytes | None:
+def _checked(
+    spec: BatchSpec, served: Served, source: str, check: Callable[[], object]
+) -> Iterator[tuple[int, bytes, Line | LineError]]:
+    """Yield the number of each line, the line, and what its check says."""
+    with open_input(source) as file:
+        for line in read_lines(file):
+            check()
+            if line.raw is None:
+                raise InputError(f"line {line.number} of {spec.input} is longer than {MAX_LINE_BYTES} bytes")
+            yield line.number, line.raw, check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
+
+
+def _marked(raw: bytes, error: LineError, placeholder: dict[str, Any]) -> bytes | None:
     """Return the line with its problem in front; None where that has no custom_id."""
     try:
         line = decode_json(raw)
     except ValueError:
         return None
-    if not isinstance(line, dict) or error.param == "custom_id" or not stand_in:
+    if not isinstance(line, dict) or error.param == "custom_id":
         return None
     line.pop("invalid_request", None)
     problem = {"code": error.code, "message": error.message, "param": error.param}
-    return encode_body({"invalid_request": problem, **line, **stand_in}) + b"\n"
+    return encode_body({"invalid_request": problem, **line, **placeholder}) + b"\n"

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 @flag(
     "--skip-invalid-requests",
     is_flag=True,
-    help="Give each line with an unknown model, url or the like an error line, and run the others. [default: refuse"
-    " the file]",
+    help="Give each invalid line, such as one with an unknown model or url, an error line, and run the others."
+    " [default: refuse the file]",
 )
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")

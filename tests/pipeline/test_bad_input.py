@@ -95,6 +95,7 @@ def test_bad_lines_are_errors_of_their_own_where_that_is_asked(tmp_path: Path) -
     assert "3 requests, 2 failed" in done.stdout
 
 
+@pytest.mark.proof
 def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:
     source = write(tmp_path / "requests.jsonl")
     done = run_pipeline("run-batch", source)

@@ -88,7 +88,8 @@ def test_rows_of_a_table_too(redis_client: redis.Redis, tmp_path: Path) -> None:
 
 
 def completion(claim: Claim) -> Result:
-    return echo(claim) if "prompt" in json.loads(claim.request.body) else answer(claim)
+    prompt = json.loads(claim.request.body).get("prompt")
+    return echo(claim) if isinstance(prompt, str) else ApiError(400, "no prompt").result(f"req_{claim.key.line}")
 
 
 @pytest.mark.parametrize("line", [b"{", b"[]", chat_line("").replace(b'""', b"5"), chat_line("a")])
@@ -98,6 +99,29 @@ def test_a_line_without_an_id_of_its_own_still_refuses_the_file(
     source = write(tmp_path / "in.jsonl", chat_line("a") + chat_line("b", model="gone") + line)
     record = step(redis_client, begin_skipping(redis_client, source).id)
     assert (record.state, [problem.line for problem in record.errors]) == ("failed", [3])
+
+
+def test_placeholders_need_no_other_model_than_the_valid_lines(redis_client: redis.Redis, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", chat_line("a", model="gone") + chat_line("b"))
+    record = run_to_end(redis_client, begin_skipping(redis_client, source, models=("dead", "m")).id, answer, ("m",))
+    assert (record.state, record.failed) == ("completed", 1)
+
+
+def test_a_file_without_a_valid_line_is_refused(redis_client: redis.Redis, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", chat_line("a", model="gone") + chat_line("b", model="gone"))
+    record = step(redis_client, begin_skipping(redis_client, source).id)
+    assert (record.state, [problem.line for problem in record.errors]) == ("failed", [1, 2])
+
+
+def test_invalid_lines_may_be_skipped_from_a_later_start_on(redis_client: redis.Redis, tmp_path: Path) -> None:
+    source, models = write(tmp_path / "in.jsonl", chat_line("a") + chat_line("b", model="gone")), ("m", "gone")
+    batch = begin(redis_client, source, models=models).id
+    step(redis_client, batch)
+    answer_all(redis_client, answer, most=1)
+    step(redis_client, batch)
+    redis_client.flushall()
+    run_to_end(redis_client, begin_skipping(redis_client, source).id, answer)
+    assert reasons(tmp_path / "out.jsonl") == {"a": None, "b": "model_not_found"}
 
 
 def test_without_a_model_the_file_is_refused(redis_client: redis.Redis, tmp_path: Path) -> None:
