@@ -23,7 +23,7 @@ import redis
 from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.runner import Runner
 from jobs.control.upkeep import Upkeep
-from jobs.errors import JobsError
+from jobs.errors import JobsError, SettingsError
 from jobs.process import add_redis_url, configure_logs, die_with_parent
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE
 from jobs.queue import keys
@@ -46,6 +46,7 @@ from jobs.server import ServerError
 
 TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
+_SECRET_SECONDS = 30.0  # between looks for the secret of webhooks
 GONE_SECONDS = 2.5
 """A driver whose key is missing for this long is dead."""
 STALE_SECONDS = 5.0
@@ -87,14 +88,24 @@ def main() -> None:
 def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str) -> None:
     """Deliver webhooks while the ticker leads, where they are configured."""
     settings = QueueSettings.from_environment()
-    key = settings.webhook_key()
-    if settings.webhook_url is None or key is None:
-        return
+    if settings.webhook_url is not None:
+        arguments = (ticker, redis_url, file_store, settings, settings.webhook_url)
+        threading.Thread(target=_deliver_webhooks, args=arguments, daemon=True).start()
+
+
+def _deliver_webhooks(ticker: "Ticker", redis_url: str, file_store: str, settings: QueueSettings, url: str) -> None:
     from jobs.control.webhooks import Webhooks  # which imports an HTTP client
 
-    queue = Queue(connect(redis_url), replace(settings, redis_retry_seconds=0.0))  # it retries by itself
-    webhooks = Webhooks(queue, file_store, settings.webhook_url, key)
-    threading.Thread(target=webhooks.run, args=(ticker.leads, _stopping), daemon=True).start()
+    while not _stopping.is_set():
+        try:
+            key = settings.webhook_key()
+        except SettingsError as error:  # the file of the secret is gone since the start
+            logger.error("webhooks wait: %s", error)
+            _stopping.wait(_SECRET_SECONDS)
+            continue
+        if key is not None:
+            queue = Queue(connect(redis_url), replace(settings, redis_retry_seconds=0.0))  # it retries by itself
+            Webhooks(queue, file_store, url, key).run(ticker.leads, _stopping)
 
 
 class Ticker:

@@ -1,4 +1,4 @@
-"""Webhooks: tell the operator's server that batches of the API ended, as OpenAI's service does.
+"""Webhooks: notify the operator's server that batches of the API ended, as OpenAI's service does.
 
 Runs in a thread of the leading ticker, with an event loop of its own: a receiver that is slow, or
 gone, holds up nothing else. Each delivery is signed as Standard Webhooks has it. Every attempt for
@@ -13,7 +13,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import httpx2
 import msgspec
@@ -33,9 +35,13 @@ DELAYS = (5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.
 TIMEOUT_SECONDS = 15.0
 _AT_ONCE = 16
 _LOOK_SECONDS = 1.0
+_RESTART_SECONDS = 30.0
 _GONE = 410
+_Due = tuple["WebhookNote", "_Attempts", "_Event"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class _Attempts(msgspec.Struct):
@@ -66,12 +72,20 @@ class Webhooks:
         self._delays = delays
         self._attempts: dict[WebhookNote, _Attempts] = {}
         self._under_way: dict[WebhookNote, asyncio.Task[None]] = {}
+        # One thread, so that no note is looked at while it is settled
+        self._notes = ThreadPoolExecutor(1, "webhook-notes")
 
     def run(self, leads: Callable[[], bool], stopping: threading.Event) -> None:
-        """Deliver until the process is ordered to end, through outages of Redis and the store."""
-        asyncio.run(self._run(leads, stopping))
+        """Deliver until the process is ordered to end, whatever fails meanwhile."""
+        while not stopping.is_set():
+            try:
+                asyncio.run(self._run(leads, stopping))
+            except Exception:  # of the client's settings in the environment, such as proxies
+                logger.exception("webhooks cannot be sent; starting again in %.0f s", _RESTART_SECONDS)
+                stopping.wait(_RESTART_SECONDS)
 
     async def _run(self, leads: Callable[[], bool], stopping: threading.Event) -> None:
+        self._under_way.clear()  # tasks of a loop that ended
         async with httpx2.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False) as client:
             while not stopping.is_set():
                 if leads():
@@ -82,30 +96,36 @@ class Webhooks:
 
     async def _start_due(self, client: httpx2.AsyncClient) -> None:
         try:
-            due = await asyncio.to_thread(self._find_due, _AT_ONCE - len(self._under_way))
+            due = await self._on_disk(self._find_due, _AT_ONCE - len(self._under_way))
         except (StoreError, redis.RedisError, QueueUnavailable) as error:
             logger.warning("webhooks wait for the file store and Redis: %s", error)
             return
         except Exception:
             logger.exception("internal error of the webhooks, which go on")
             return
-        for note, event in due:
-            self._under_way[note] = asyncio.create_task(self._deliver(client, note, event))
+        for note, attempts, event in due:
+            self._under_way[note] = asyncio.create_task(self._deliver(client, note, attempts, event))
 
-    def _find_due(self, most: int) -> list[tuple[WebhookNote, _Event]]:
+    async def _on_disk(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._notes, call, *arguments)
+
+    def _find_due(self, most: int) -> list[_Due]:
         """Return up to `most` events to be sent now; drop the notes of those that never will be."""
         notes = list_webhooks(self._store)
         if notes:
             check_store(self._queue, Path(self._store))  # in which what is missing is gone
-        self._attempts = {note: self._attempts.get(note) or self._read(note) for note in notes}
+        known = {note: self._attempts.get(note) or self._read(note) for note in notes}
+        self._attempts = {note: attempts for note, attempts in known.items() if attempts is not None}
         now = time.time()
-        waiting = [note for note in notes if self._attempts[note].due_at <= now and note not in self._under_way]
-        found: list[tuple[WebhookNote, _Event]] = []
+        waiting = [
+            note for note in self._attempts if self._attempts[note].due_at <= now and note not in self._under_way
+        ]
+        found: list[_Due] = []
         for note in sorted(waiting, key=lambda note: self._attempts[note].due_at):
             if len(found) >= most:
                 break
             if event := self._event(note):
-                found.append((note, event))
+                found.append((note, self._attempts[note], event))
         return found
 
     def _event(self, note: WebhookNote) -> _Event | None:
@@ -120,14 +140,14 @@ class Webhooks:
         if not fields.exists and not Path(root).exists():
             delete(self._location(note))
             return None
-        if fields.state != note.state:
+        if fields.state != note.state or note.state not in fields.timestamps:
             return None
         digest = hashlib.sha256(note.name.encode()).hexdigest()
         return _Event(
             f"evt_{digest[:32]}", int(fields.timestamps[note.state]), f"batch.{note.state}", {"id": note.batch}
         )
 
-    async def _deliver(self, client: httpx2.AsyncClient, note: WebhookNote, event: _Event) -> None:
+    async def _deliver(self, client: httpx2.AsyncClient, note: WebhookNote, attempts: _Attempts, event: _Event) -> None:
         status, outcome = 0, ""
         try:
             status = await self._post(client, event)
@@ -135,9 +155,13 @@ class Webhooks:
         except Exception as error:  # its text may name the URL
             outcome = f"no answer ({type(error).__name__})"
         try:
-            await asyncio.to_thread(self._settle, note, status, outcome)
-        except (StoreError, redis.RedisError, QueueUnavailable) as error:
+            result = await self._on_disk(self._settle, note, attempts, status, outcome)
+            if result is not None:
+                await asyncio.to_thread(self._queue.count_webhook, result)
+        except StoreError as error:
             logger.warning("the webhook of batch %s may be sent again: %s", note.batch, error)
+        except (redis.RedisError, QueueUnavailable) as error:
+            logger.warning("the webhook of batch %s is not counted: %s", note.batch, error)
         finally:
             del self._under_way[note]
 
@@ -155,11 +179,16 @@ class Webhooks:
             asyncio.timeout(TIMEOUT_SECONDS),
             client.stream("POST", self._url, content=body, headers=headers) as answer,
         ):
+            client.cookies.clear()  # a receiver's would be kept for as long as the process runs
             return answer.status_code
 
-    def _settle(self, note: WebhookNote, status: int, outcome: str) -> None:
-        """Note what came of an attempt: the last one, or when the next is due."""
-        attempts = self._attempts.setdefault(note, _Attempts())
+    def _settle(self, note: WebhookNote, attempts: _Attempts, status: int, outcome: str) -> WebhookResult | None:
+        """Note the result of an attempt, and when the next is due; None for a note that another
+        process has settled since.
+        """
+        if not Path(self._location(note)).exists():
+            return None
+        self._attempts[note] = attempts  # read anew, where the lead was lost meanwhile
         delay = self._delays[attempts.count] if attempts.count < len(self._delays) else self._delays[-1]
         is_last = attempts.count >= len(self._delays) or status == _GONE
         attempts.count, attempts.due_at = attempts.count + 1, time.time() + delay
@@ -171,13 +200,17 @@ class Webhooks:
             if result == "abandoned":
                 logger.error("the webhook of batch %s failed for good: %s", note.batch, outcome)
             delete(self._location(note))
-        self._queue.count_webhook(result)
+        return result
 
-    def _read(self, note: WebhookNote) -> _Attempts:
+    def _read(self, note: WebhookNote) -> _Attempts | None:
+        """Return what a note says; None for one that cannot be read, which delays no other."""
         try:
             return msgspec.json.decode(read_bytes(self._location(note)), type=_Attempts)
         except msgspec.DecodeError:  # new, and so empty
             return _Attempts()
+        except StoreError as error:
+            logger.warning("the webhook of batch %s waits: %s", note.batch, error)
+            return None
 
     def _location(self, note: WebhookNote) -> str:
         return join(self._store, WEBHOOKS_FOLDER, note.name)

@@ -45,7 +45,7 @@ class QueueSettings(Settings):
     )
     webhook_url: str | None = setting(
         None,
-        "URL that is told when a batch of the API ends, as https://example.com/webhooks; needs a secret."
+        "URL to notify when a batch of the API ends, as https://example.com/webhooks; needs a secret."
         " [default: no webhooks]",
         check=check_webhook_url,
     )

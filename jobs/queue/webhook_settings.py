@@ -12,6 +12,7 @@ from jobs.errors import SettingsError
 
 _PREFIX = "whsec_"
 _SECRET_BYTES = range(24, 65)
+_MOST_URL = 2048  # characters
 _FORM = f"a webhook secret is {_PREFIX} and the base64 of 24 to 64 bytes, as of `openssl rand -base64 32`"
 
 
@@ -26,7 +27,7 @@ def check_webhook_url(url: str | None) -> None:
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
-    if not usable or not url.isprintable() or " " in url:
+    if not usable or len(url) > _MOST_URL or not url.isprintable() or " " in url:
         raise ValueError("webhooks go to a URL such as https://example.com/webhooks, and this is none")
 
 

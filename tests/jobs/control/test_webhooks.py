@@ -1,4 +1,4 @@
-"""Webhooks: every end of a batch of the API is told at least once, whatever is killed or goes back
+"""Webhooks: each end of a batch of the API is sent at least once, whatever is killed or goes back
 between, by deliveries that OpenAI's client accepts.
 """
 
@@ -26,6 +26,7 @@ from jobs.control import webhooks
 from jobs.control.runner import Runner
 from jobs.control.ticker import Ticker
 from jobs.control.webhooks import DELAYS, Webhooks
+from jobs.protocol.ids import BATCH, new_id
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
@@ -105,7 +106,7 @@ def expire(client: redis.Redis, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("end", "state"), [(complete, "completed"), (fail, "failed"), (cancel, "cancelled"), (expire, "expired")]
 )
-def test_each_end_is_told_once(
+def test_each_end_is_sent_once(
     redis_client: redis.Redis,
     tmp_path: Path,
     receiver: WebhookReceiver,
@@ -115,8 +116,8 @@ def test_each_end_is_told_once(
     batch = end(redis_client, tmp_path)
     with delivering(redis_client, tmp_path, receiver):
         wait_until_sent(tmp_path)
-    [(event, kind, told)] = events(receiver)
-    assert (kind, told) == (f"batch.{state}", batch)
+    [(event, kind, sent)] = events(receiver)
+    assert (kind, sent) == (f"batch.{state}", batch)
     body = json.loads(receiver.received[0][1])
     assert body.keys() == {"id", "object", "created_at", "type", "data"}
     assert (body["object"], event[:4]) == ("event", "evt_")
@@ -149,8 +150,8 @@ def test_a_failed_delivery_is_repeated_under_the_same_id_and_counted(redis_url: 
                 120,
                 "the count of the last one at least",
             )
-        told = events(receiver)
-        assert set(told) == {(told[0][0], "batch.completed", batch.id)}
+        sent = events(receiver)
+        assert set(sent) == {(sent[0][0], "batch.completed", batch.id)}
         assert list_webhooks(store) != []  # 302 is no success
 
 
@@ -196,6 +197,38 @@ def test_a_receiver_that_does_not_answer_is_tried_again(
     assert len(set(events(receiver))) == 1
 
 
+def test_a_note_that_cannot_be_read_delays_no_other(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = complete(redis_client, tmp_path)
+    damaged = tmp_path / "store" / "webhooks" / f"{new_id(BATCH, 1.0)}.completed"
+    damaged.mkdir()
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until(
+            lambda: [note.name for note in list_webhooks(str(tmp_path / "store"))] == [damaged.name],
+            120,
+            "the delivery",
+        )
+    assert [each for _, _, each in events(receiver)] == [batch]
+    assert "waits: " in caplog.text
+
+
+def test_a_client_that_cannot_be_made_is_made_again(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = complete(redis_client, tmp_path)
+    monkeypatch.setattr(webhooks, "_RESTART_SECONDS", 0.1)
+    failed = threading.Event()
+    with monkeypatch.context() as broken:
+        broken.setenv("HTTP_PROXY", "bogus://nowhere")
+        broken.setattr(webhooks.logger, "exception", lambda *_: failed.set())
+        with delivering(redis_client, tmp_path, receiver):
+            assert failed.wait(120)
+            broken.delenv("HTTP_PROXY")
+            wait_until_sent(tmp_path)
+    assert [each for _, _, each in events(receiver)] == [batch]
+
+
 def test_attempts_go_on_for_three_days_where_another_process_left_off(
     redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
 ) -> None:
@@ -223,12 +256,12 @@ def test_nothing_is_sent_of_a_deleted_batch_nor_of_one_that_ended_before(
         redis_client.flushall()
         tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
         assert len(Queue(redis_client).batches()) == 1
-        told = complete(redis_client, tmp_path)
+        sent = complete(redis_client, tmp_path)
         wait_until_sent(tmp_path)
-    assert [batch for _, _, batch in events(receiver)] == [told]
+    assert [batch for _, _, batch in events(receiver)] == [sent]
 
 
-def test_the_end_of_a_batch_whose_folder_is_lost_is_told(
+def test_the_end_of_a_batch_whose_folder_is_lost_is_sent(
     redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
 ) -> None:
     record = submit(redis_client, tmp_path, lines_of(2))
@@ -236,11 +269,11 @@ def test_the_end_of_a_batch_whose_folder_is_lost_is_told(
     assert cancel_batch(redis_client, record.id).ended
     with delivering(redis_client, tmp_path, receiver):
         wait_until_sent(tmp_path)
-    assert [told[1:] for told in events(receiver)] == [("batch.cancelled", record.id)]
+    assert [sent[1:] for sent in events(receiver)] == [("batch.cancelled", record.id)]
 
 
 @pytest.mark.parametrize(("was_cancelled", "state"), [(False, "completed"), (True, "cancelled")])
-def test_an_end_that_redis_loses_is_told_as_clients_see_it(
+def test_an_end_that_redis_loses_is_sent_as_clients_see_it(
     redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, was_cancelled: bool, state: str
 ) -> None:
     """A cancel that Redis had before it got the end turns one into the other."""
