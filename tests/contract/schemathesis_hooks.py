@@ -11,6 +11,7 @@ import schemathesis
 
 KNOWN: dict[str, list[str]] = json.loads(os.environ["KNOWN_IDS"])  # by "file", "upload", "batch", "model"
 STREAM_SECONDS = 3.0  # for the tokens of a batch that waits and has none
+DELETED: set[str] = set()  # ids
 
 
 @schemathesis.hook
@@ -26,11 +27,24 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
 
 
 @schemathesis.hook
+def after_call(context: Any, case: Any, response: Any) -> None:
+    if case.method.upper() == "DELETE" and response.status_code == 200:
+        DELETED.update(_ids(case))
+
+
+@schemathesis.hook
 def filter_failure(context: Any, failure: Any, case: Any, response: Any) -> bool:
     """A model of whose workers none is there at the moment is a 503 by right; schemathesis reads
-    its name in the batches that wait.
+    its name in the batches that wait. A call that repeats an idempotency key gets the answer that
+    the first one had, with the id of what may be deleted since: that id is a 404 by right.
     """
+    if response.status_code == 404 and DELETED & _ids(case):
+        return False
     return not (response.status_code == 503 and json.loads(response.content)["error"]["code"] == "no_worker")
+
+
+def _ids(case: Any) -> set[str]:
+    return {str(value) for value in (case.path_parameters or {}).values()}
 
 
 def _set(values: dict[str, Any] | None, name: str, kind: str) -> None:
