@@ -67,9 +67,10 @@ def main() -> None:
     die_with_parent()
     configure_logs("ticker")
     client = connect(options.redis_url)
-    ticker = Ticker(Queue(client), options.file_store)
+    queue = Queue(client)
+    ticker = Ticker(queue, options.file_store)
     if options.file_store:
-        _start_webhooks(ticker, options.redis_url, options.file_store)
+        _start_webhooks(ticker, options.redis_url, options.file_store, queue.settings)
     with contextlib.suppress(_Stopped):
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, _stop)
@@ -85,9 +86,8 @@ def main() -> None:
     ticker.resign()
 
 
-def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str) -> None:
+def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str, settings: QueueSettings) -> None:
     """Deliver webhooks while the ticker leads, where they are configured."""
-    settings = QueueSettings.from_environment()
     if settings.webhook_url is not None:
         arguments = (ticker, redis_url, file_store, settings, settings.webhook_url)
         threading.Thread(target=_deliver_webhooks, args=arguments, daemon=True).start()

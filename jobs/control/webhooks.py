@@ -134,10 +134,8 @@ class Webhooks:
         """
         root = join(self._store, BATCHES_FOLDER, note.batch)
         fields = self._queue.batch_fields(note.batch)
-        if is_deleted(root) or (fields.state in END_STATES and fields.state != note.state):
-            delete(self._location(note))
-            return None
-        if not fields.exists and not Path(root).exists():
+        ended_otherwise = fields.state in END_STATES and fields.state != note.state
+        if is_deleted(root) or ended_otherwise or not (fields.exists or Path(root).exists()):
             delete(self._location(note))
             return None
         if fields.state != note.state or note.state not in fields.timestamps:

@@ -31,7 +31,7 @@ from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
 
 
-class _Body(NamedTuple):
+class _EncodedAnswer(NamedTuple):
     """The body of an answer, and what it was made with besides the choices."""
 
     head: AnswerHead
@@ -82,7 +82,7 @@ class RequestInFlight(InFlight[Sequence]):
         self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         self._tries_left = prepared.retries
         self._spent: Usage | None = None  # what earlier tries took
-        self._last_body: _Body | None = None
+        self._last_body: _EncodedAnswer | None = None
         self.sequences = self._make_sequences({} if self.claim.checkpoint is None else self.claim.checkpoint.choices)
         for number in range(len(self._prompts)):
             self._line_up(number, ids)
@@ -200,7 +200,7 @@ class RequestInFlight(InFlight[Sequence]):
         if last is not None and self._parsing is None and (head._replace(id=last.head.id), usage) == last[:2]:
             return last.raw.replace(last.head.id.encode(), head.id.encode(), 1)  # a body begins with its id
         raw = encode_json(call.endpoint.body(head, self._choices(), usage))
-        self._last_body = _Body(head, usage, raw)
+        self._last_body = _EncodedAnswer(head, usage, raw)
         return raw
 
     def _choices(self) -> list[Choice]:

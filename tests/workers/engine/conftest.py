@@ -30,13 +30,13 @@ def _tiles_of_no_measurement(request: pytest.FixtureRequest, monkeypatch: pytest
     if request.node.get_closest_marker("gpu") is None:
         return
     from workers.engine.kernels import tile_choices
-    from workers.engine.kernels.tuning import TileChoice, candidates
 
-    def first(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
-        group = num_heads // shape.kv_heads
-        return {kind: candidates(kind, shape.head_dim, group, dtype)[0] for kind in ("decode", "prefill")}
+    choices = tile_choices.choices
 
-    monkeypatch.setattr(tile_choices, "choices", first)
+    def unmeasured(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> object:
+        return choices(shape, num_heads, dtype, torch.device("cpu"))
+
+    monkeypatch.setattr(tile_choices, "choices", unmeasured)
 
 
 @pytest.fixture

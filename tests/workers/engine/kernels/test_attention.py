@@ -61,10 +61,10 @@ class KernelStep:
     dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    cache_dtype: torch.dtype | None = None  # where it is another one
     pattern: AttentionPattern = CAUSAL
     reach: int | None = None  # of a bias
     seed: int = field(default_factory=lambda: int(os.environ.get("ATTENTION_SEED", 1)))
+    cache_dtype: torch.dtype | None = None  # where it is another one
 
     def __post_init__(self) -> None:
         print(f"seed {self.seed}")
@@ -234,9 +234,9 @@ def test_wide_grid(
     if split:
         request.getfixturevalue("_short_pieces")
     for rows, dtype in ((DECODE, torch.float32), (MIXED, torch.bfloat16)):
-        KernelStep(rows, 1, group, dim, block_size, dtype, pattern=AttentionPattern(window=window)).check()
+        KernelStep(rows, 1, group, dim, block_size, dtype, AttentionPattern(window=window)).check()
     for rows, dtype, reach in ((TEXTS, torch.float32, 40), (MIXED, torch.bfloat16, None)):
-        KernelStep(rows, 1, group, dim, block_size, dtype, None, AttentionPattern(False, window), reach).check()
+        KernelStep(rows, 1, group, dim, block_size, dtype, AttentionPattern(False, window), reach).check()
 
 
 def test_heads_are_normed_and_rotated_on_the_way() -> None:
@@ -277,7 +277,7 @@ def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dt
         for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
     ]
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
-        KernelStep(rows, kv_heads, group, dim, 16, dtype, pattern=AttentionPattern(window=window)).check()
+        KernelStep(rows, kv_heads, group, dim, 16, dtype, AttentionPattern(window=window)).check()
 
 
 @pytest.mark.gpu
@@ -286,7 +286,7 @@ def test_real_shapes_over_a_cache_of_8_bits(kv_heads: int, group: int, dim: int)
     random = np.random.default_rng(1)
     decode = [(1, int(length)) for length in random.integers(1, 6000, 40)] + [(1, 0)] * 3
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [*decode, (100, 2000)]):
-        KernelStep(rows, kv_heads, group, dim, 16, torch.bfloat16, torch.float8_e4m3fn).check()
+        KernelStep(rows, kv_heads, group, dim, 16, torch.bfloat16, cache_dtype=torch.float8_e4m3fn).check()
 
 
 @pytest.mark.gpu

@@ -126,23 +126,24 @@ def test_loads_and_products_are_as_wide_as_they_can_be() -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("dim", "dtype", "capability"),
-    [(64, torch.bfloat16, 90), (128, torch.bfloat16, 90), (128, torch.bfloat16, 80), (128, torch.float32, 90)],
+    ("dim", "dtype", "cache_dtype", "capability"),
+    [
+        (64, torch.bfloat16, torch.bfloat16, 90),
+        (128, torch.bfloat16, torch.bfloat16, 90),
+        (128, torch.bfloat16, torch.bfloat16, 80),
+        (128, torch.float32, torch.float32, 90),
+        (64, torch.bfloat16, torch.float8_e4m3fn, 90),
+        (128, torch.bfloat16, torch.float8_e4m3fn, 90),
+    ],
 )
-def test_every_candidate_compiles(dim: int, dtype: torch.dtype, capability: int) -> None:
-    kinds = [(kind, choice) for kind in ("decode", "prefill") for choice in candidates(kind, dim, 4, dtype)]
-    check([attend(kind, choice, dim, 4, dtype) for kind, choice in kinds], SPILLED[dtype], capability)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("dim", [64, 128])
-def test_every_candidate_compiles_for_a_cache_of_8_bits(dim: int) -> None:
-    kinds = [
-        (kind, choice)
+def test_every_candidate_compiles(dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, capability: int) -> None:
+    fp8 = cache_dtype == torch.float8_e4m3fn
+    variants = [
+        attend(kind, choice, dim, 4, dtype, fp8=fp8)
         for kind in ("decode", "prefill")
-        for choice in candidates(kind, dim, 4, torch.bfloat16, torch.float8_e4m3fn)
+        for choice in candidates(kind, dim, 4, dtype, cache_dtype)
     ]
-    check([attend(kind, choice, dim, 4, torch.bfloat16, fp8=True) for kind, choice in kinds], 96, 90)
+    check(variants, SPILLED[dtype], capability)
 
 
 @pytest.mark.proof
