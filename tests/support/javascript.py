@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "contract" / "javascript"
 
 
-def run_javascript(file: str, api_url: str) -> None:
+def run_javascript(file: str, api_url: str = "", **variables: str) -> None:
     """Fail where one of its tests does; skip where there is no node or no client."""
     node = shutil.which("node")
     if node is None:
@@ -20,7 +20,7 @@ def run_javascript(file: str, api_url: str) -> None:
     done = subprocess.run(
         [node, "--test", "--test-reporter=spec", file],
         cwd=FOLDER,
-        env={**os.environ, "OPENAI_BASE_URL": f"{api_url}/v1"},
+        env={**os.environ, "OPENAI_BASE_URL": f"{api_url}/v1", **variables},
         capture_output=True,
         text=True,
         timeout=200,

@@ -44,7 +44,8 @@ def prepare_once(
     traces: RequestTraces | None,
     claims: Sequence[Claim],
 ) -> tuple[list[Prepared], list[Finished]]:
-    """Prepare requests, of those that get the same answer only one, and say which these are.
+    """Prepare requests, of those that get the same answer only one, and say which these are; return
+    them in the order of the claims.
 
     `known` as `Duplicates.prepared`. The first one, prepared, says whether the answer is certain;
     where it is not, and where the first one cannot run, each is prepared.
@@ -70,7 +71,9 @@ def prepare_once(
         traces.copied(copies)
     copied = {item.claim.key for item in copies}
     more, more_errors = prepare_some([claim for claim in others if claim.key not in copied])
-    return [*prepared, *copies, *more], [*errors, *more_errors]
+    turns = {claim.key: turn for turn, claim in enumerate(claims)}
+    everything = sorted([*prepared, *copies, *more], key=lambda item: turns[item.claim.key])
+    return everything, [*errors, *more_errors]
 
 
 def digest_of(claim: Claim) -> bytes:

@@ -35,6 +35,7 @@ from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick, wait_for_batch
 from tests.support.commands import run_pipeline
 from tests.support.control_plane import ROOT, Answering, chat_line, control_plane
+from tests.support.javascript import run_javascript
 from tests.support.killed_steps import killed_before_each_step
 from tests.support.ports import reserved_port
 from tests.support.rollback import EarlierRedis
@@ -121,6 +122,19 @@ def test_each_end_is_sent_once(
     body = json.loads(receiver.received[0][1])
     assert body.keys() == {"id", "object", "created_at", "type", "data"}
     assert (body["object"], event[:4]) == ("event", "evt_")
+
+
+def test_the_javascript_client_reads_the_same_events(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+) -> None:
+    for end in (complete, fail, cancel, expire):
+        end(redis_client, tmp_path)
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+    deliveries = [{"headers": headers, "body": body.decode()} for headers, body in receiver.received]
+    assert len(deliveries) == 4
+    found = {"secret": SECRET, "events": events(receiver), "deliveries": deliveries}
+    run_javascript("webhooks.js", DELIVERIES=json.dumps(found))
 
 
 def test_a_failed_delivery_is_repeated_under_the_same_id_and_counted(redis_url: str, tmp_path: Path) -> None:

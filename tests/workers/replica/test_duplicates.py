@@ -713,6 +713,19 @@ def test_a_copy_that_was_not_prepared_runs_as_itself(queue: Queue) -> None:
     run(scenario())
 
 
+def test_lines_start_in_the_order_of_the_claim(queue: Queue) -> None:
+    """Copies, and lines like an earlier one whose answers are not certain, do not change it."""
+
+    async def scenario() -> None:
+        lab = Lab(queue)
+        submit(queue, body(temperature=1), body(), body(temperature=1), body(), body("Something else"))
+        claims = queue.claim("w1", 1, 10, models=["demo"])
+        prepared, errors = prepare_once(lab._prepare, lab.running.prepared, None, claims)
+        assert ([item.claim.key for item in prepared], errors) == (names(claims), [])
+
+    run(scenario())
+
+
 def test_lines_whose_answers_are_not_certain_are_prepared_each(queue: Queue) -> None:
     """So are those of which the first cannot run."""
 
