@@ -179,13 +179,13 @@ class Intake:
     def _without_lost(
         self, claims: list[Claim], prepared: list[Prepared], errors: list[Finished]
     ) -> tuple[list[Prepared], list[Finished]]:
-        """Drop requests whose leases were lost while they were prepared: another worker may have
-        them by now.
+        """Drop requests that were cancelled, or whose leases were lost, while they were prepared:
+        another worker may have them by now.
         """
         lost = {claim.key: claim for claim in claims if not self._leases.holds((claim.key, claim.fence))}
         if not lost:
             return prepared, errors
-        logger.warning("dropped %d requests: their leases were lost while they were prepared", len(lost))
+        logger.info("dropped %d requests: cancelled, or their leases lost, while they were prepared", len(lost))
         if self._traces is not None:
             for claim in lost.values():
                 self._traces.dropped(claim, "cancelled or lost")

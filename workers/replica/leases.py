@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from jobs.protocol.requests import RequestKey
 from jobs.queue.request_queue import Held, Queue, QueueUnavailable
+from jobs.queue.streams import ControlMessage
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,12 @@ class Leases:
         """Return whether a lease is still held, under its fence."""
         key, fence = held
         return self._fences.get(key) == fence
+
+    def named(self, order: ControlMessage) -> list[Held]:
+        """Return those of the requests that an order names."""
+        with self._lock:
+            of_batch = [key for key in self._fences if key.batch == order.batch] if order.batch else []
+            return [(key, self._fences[key]) for key in {*order.keys, *of_batch} if key in self._fences]
 
     def count(self) -> int:
         """Return how many there are."""

@@ -232,7 +232,9 @@ class Replica:
                 handle(order)
 
     def _cancel(self, order: ControlMessage) -> None:
-        self._on_ended([*self._running.cancel(order), *self._cancel_in_tokenizer(order.keys)])
+        self._running.cancel(order)
+        self._cancel_in_tokenizer(order.keys)
+        self._on_ended(self._leases.named(order))  # those that are being prepared too
 
     def _on_ended(self, held: list[Held]) -> None:
         self._leases.drop(held)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
 from jobs.protocol.requests import Claim, Finished, Request, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
+from jobs.queue.streams import FIRST_ID
 from tests.support.requests import ready_length
 from workers.replica.intake import Intake, batch_slots, free_places, is_short, requests_for
 from workers.replica.leases import Leases
@@ -266,12 +267,9 @@ def test_what_cannot_run_comes_back_as_an_error(queue: Queue) -> None:
     with_intake(queue, 16, scenario)
 
 
-def test_a_claim_whose_lease_is_lost_while_it_is_prepared_is_dropped(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another worker has it by then; this one would compute it too. So with what cannot run."""
-    add_lines(queue, "batch_a", 2)
-    add_lines(queue, "batch_b", 2, b"{}")
+@pytest.fixture
+def held_preparation(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """The first event is set once requests are to be prepared; they are, once the second one is."""
     preparing, go_on = threading.Event(), threading.Event()
 
     def prepare(self: Preparation, claims: list[Claim]) -> tuple[list[PreparedRequest], list[Finished]]:
@@ -281,6 +279,17 @@ def test_a_claim_whose_lease_is_lost_while_it_is_prepared_is_dropped(
 
     real_prepare = Preparation.prepare
     monkeypatch.setattr(Preparation, "prepare", prepare)
+    yield preparing, go_on
+    go_on.set()
+
+
+def test_a_claim_whose_lease_is_lost_while_it_is_prepared_is_dropped(
+    queue: Queue, held_preparation: tuple[threading.Event, threading.Event]
+) -> None:
+    """Another worker has it by then; this one would compute it too. So with what cannot run."""
+    add_lines(queue, "batch_a", 2)
+    add_lines(queue, "batch_b", 2, b"{}")
+    preparing, go_on = held_preparation
 
     async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
         assert await asyncio.to_thread(preparing.wait, 60)
@@ -295,6 +304,31 @@ def test_a_claim_whose_lease_is_lost_while_it_is_prepared_is_dropped(
         assert [item.claim.key for item in collector.taken] == [RequestKey("batch_a", 1)]
         assert [finished.key for finished in collector.refused] == [RequestKey("batch_b", 1)]
         assert {claim.key for claim in again} == {key for key, _ in lost}
+
+    with_intake(queue, 16, scenario)
+
+
+def test_a_claim_that_is_cancelled_while_it_is_prepared_is_dropped(
+    queue: Queue, held_preparation: tuple[threading.Event, threading.Event]
+) -> None:
+    """A batch is cancelled by its name, a live call by its own."""
+    add_lines(queue, "batch_a", 3)
+    add_lines(queue, "batch_b", 1)
+    for call in ("live_1", "live_2"):
+        queue.submit(call, Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+    preparing, go_on = held_preparation
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        assert await asyncio.to_thread(preparing.wait, 60)
+        queue.remove_unfinished("batch_a")
+        queue.cancel([RequestKey("live_1", 0)])
+        orders = [order for order in queue.control_messages("worker", FIRST_ID, 5) if order.kind == "cancel"]
+        assert len(orders) == 2
+        for order in orders:
+            leases.drop(leases.named(order))
+        go_on.set()
+        await until(lambda: bool(collector.taken), "what is still held")
+        assert {str(item.claim.key) for item in collector.taken} == {"batch_b/0", "live_2/0"}
 
     with_intake(queue, 16, scenario)
 
