@@ -225,8 +225,8 @@ def _retry(state: ApiState, caller: Caller, record: BatchRecord, key: str | None
     with state.idempotency_keys.hold(caller.tenant, f"retry {record.id}", key or "") as held:
         body, replayed = held.make_once("", new_id(BATCH, held.now), find, make)
     if replayed and key is None:
-        root, instead = state.files.batch_root(body["id"]), "; to make another, send an 'Idempotency-Key'"
-        refuse_deleted(str(root), f"a retry of {record.id} made", instead)
+        why = f"that a retry of {record.id} made was deleted; to make another, send an 'Idempotency-Key'"
+        refuse_deleted(str(state.files.batch_root(body["id"])), why)
     return body, replayed
 
 

@@ -26,13 +26,12 @@ def note_deleted(root: str) -> None:
         sync_folder(note.parent)
 
 
-def refuse_deleted(root: str, made_by: str = "this request made first", instead: str = "") -> None:
-    """Raise `ApiError` 404 for a batch that was deleted, or `StoreError`. `made_by` says what made
-    it, `instead` what to do.
+def refuse_deleted(root: str, why: str = "that this request made first was deleted") -> None:
+    """Raise `ApiError` 404 for a batch that was deleted, with the sentence "The batch … `why`.", or
+    `StoreError`.
     """
     if is_deleted(root):
-        message = f"The batch {Path(root).name} that {made_by} was deleted{instead}."
-        raise ApiError(404, message, param="batch_id")
+        raise ApiError(404, f"The batch {Path(root).name} {why}.", param="batch_id")
 
 
 def is_deleted(root: str) -> bool:

@@ -29,6 +29,10 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype | None = None
 
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return that of keys and values of an attention that computes in `dtype`."""
+        return self.dtype or dtype
+
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return bytes of keys and values that one block of one layer takes."""
         return 2 * self.block_size * self.kv_heads * self.head_dim * dtype.itemsize

@@ -52,7 +52,7 @@ class TritonAttention:
     ) -> None:
         """`choices`: tiles for "decode" and "prefill" steps."""
         self._shape, self._heads, self._device = shape, num_heads, device
-        self._cache_dtype = shape.dtype or dtype
+        self._cache_dtype = shape.stored_dtype(dtype)
         self._group = num_heads // shape.kv_heads
         self._block_d = max(16, _power_of_two(shape.head_dim))
         self._choices = choices

@@ -59,7 +59,8 @@ class _Measured:
     """
 
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = replace(shape, num_blocks=max(64, _POOL_BYTES // shape.block_bytes(shape.dtype or dtype)))
+        block_bytes = shape.block_bytes(shape.stored_dtype(dtype))
+        self._shape = replace(shape, num_blocks=max(64, _POOL_BYTES // block_bytes))
         self._heads, self._dtype, self._device = num_heads, dtype, device
         self._cache: torch.Tensor | None = None
 

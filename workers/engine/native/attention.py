@@ -99,7 +99,8 @@ class PreparedStep:
 class CpuAttention:
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype) -> None:
         """Raise NativeUnavailable."""
-        self._shape, self._heads, self._dtype, self._cache_dtype = shape, num_heads, dtype, shape.dtype or dtype
+        self._shape, self._heads, self._dtype = shape, num_heads, dtype
+        self._cache_dtype = shape.stored_dtype(dtype)
         self._mode = _MODES.index((dtype, self._cache_dtype))
         functions = _functions()
         self._attend, self._plan = functions.attend_layer, functions.attention_plan
