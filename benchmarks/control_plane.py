@@ -10,6 +10,7 @@ Scenarios, each on a Redis that was just started:
 - batches: 1,000 batches of 10 lines, created as fast as the API takes them
 - behind: 10 lines behind 8 batches of 150,000 that run, of the same tenant and of another one
 - file: 300,000 lines as `run-batch` has them
+- million: 1,000,000 lines by `pipeline run-batch` itself, and the memory of every process
 """
 
 import os
@@ -27,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.memory_samples import REDIS, MemorySamples
 from benchmarks.null_worker import MODEL
 from benchmarks.ports import free_port
 from benchmarks.processes import ProcessorTime
@@ -45,8 +47,9 @@ _ROLES = {
     "control.ticker": "ticker",
     "pipeline api": "api",
     "null_worker": "null worker",
-    "server": "Redis",
-    "aof-rewrite": "Redis",
+    "run-batch": "the command",
+    "server": REDIS,
+    "aof-rewrite": REDIS,
 }
 _LINE_BYTES = 200
 _POLL_SECONDS = 0.02
@@ -71,8 +74,9 @@ def main() -> None:
 class BatchLoad:
     """What is asked of a running fleet, and what is measured of that."""
 
-    def __init__(self, queue: Queue, store: Path, url: str, first_claims: dict[str, float]) -> None:
+    def __init__(self, queue: Queue, redis_url: str, store: Path, url: str, first_claims: dict[str, float]) -> None:
         self.queue = queue
+        self.redis_url = redis_url
         self.store = store
         self.first_claims = first_claims
         """By batch, unix seconds."""
@@ -135,7 +139,7 @@ def running_fleet(worker: list[str]) -> Iterator[BatchLoad]:
         supervisor.start_jobs(str(store))
         supervisor.start_api(["--port", str(port), "--file-store", str(store), "--max-batch-lines", "1000000"])
         first_claims = stack.enter_context(_null_worker(supervisor.redis_url, worker))
-        load = BatchLoad(supervisor.queue, store, f"http://127.0.0.1:{port}", first_claims)
+        load = BatchLoad(supervisor.queue, supervisor.redis_url, store, f"http://127.0.0.1:{port}", first_claims)
         while not (load.queue.models() and _answers(load)):
             time.sleep(_POLL_SECONDS)
         yield load
@@ -161,6 +165,22 @@ def one_file_of_run_batch(load: BatchLoad, scale: float) -> dict[str, Any]:
         batch = create_batch(load.queue.redis, spec).id
         fields = load.wait_for_end(batch)
     return {**_figures_of(load, fields, batch, began), **load.redis_figures(), **processors}
+
+
+def one_million_lines(load: BatchLoad, scale: float) -> dict[str, Any]:
+    lines = int(1_000_000 * scale)
+    source, output = write_lines(load.store.with_name("input.jsonl"), lines), load.store.with_name("out.jsonl")
+    command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(output)]
+    with _measured(lines) as processors:
+        samples, began = MemorySamples(os.getpid(), _ROLES), time.monotonic()
+        subprocess.run(command, env={**os.environ, "REDIS_URL": load.redis_url}, check=True, capture_output=True)
+        seconds = time.monotonic() - began
+        levels = samples.end()
+    with output.open("rb") as answered:
+        if (count := sum(1 for _ in answered)) != lines:
+            raise RuntimeError(f"{count} of {lines} lines have an answer")
+    figures = {"lines": lines, "seconds": round(seconds, 2), "lines_per_second": round(lines / seconds), "mb": levels}
+    return {**figures, **load.redis_figures(), **processors}
 
 
 def many_small_batches(load: BatchLoad, scale: float) -> dict[str, Any]:
@@ -209,6 +229,7 @@ SCENARIOS = {
     "batches": many_small_batches,
     "behind": small_behind_large,
     "file": one_file_of_run_batch,
+    "million": one_million_lines,
 }
 
 

@@ -18,6 +18,20 @@ def _throughput(figures: Figures) -> str:
     return f"{figures['lines_per_second']:,} lines/s; Redis' peak {figures['redis_peak_mb']} MB"
 
 
+def _memory(figures: Figures) -> str:
+    resident = {name: level for name, level in figures["mb"].items() if name.endswith(", resident")}
+    peak, (redis, grown) = max(level["peak"] for level in resident.values()), _redis_and_growth(figures)
+    return (
+        f"{figures['lines_per_second']:,} lines/s; no process above {peak:.0f} MB, none grows by more than"
+        f" {grown:.1f} MB from the third fifth to the last; Redis' peak {redis} MB"
+    )
+
+
+def _redis_and_growth(figures: Figures) -> tuple[float, float]:
+    followed = [level for name, level in figures["mb"].items() if "last" in level and "third" in level]
+    return figures["redis_peak_mb"], max(level["last"] - level["third"] for level in followed)
+
+
 def _batches(figures: Figures) -> str:
     commands = round(figures["redis_commands"] / figures["batches"])
     return f"{figures['seconds']} s to the end of the last; {commands} commands of Redis a batch"
@@ -35,5 +49,6 @@ _ROWS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "1,000 batches of 10 lines": ("batches", _batches),
     "10 lines behind 8 batches of 150,000 that run": ("behind", _waits),
     "a file of 300,000 lines by `run-batch`": ("file", _throughput),
+    "a file of 1,000,000 lines by the command `run-batch`": ("million", _memory),
 }
 FILES = tuple(f"control-plane-{scenario}" for scenario, _ in _ROWS.values())

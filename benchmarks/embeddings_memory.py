@@ -5,27 +5,22 @@ encoder so small that the processes around it do most of the work; and how long 
     python -m benchmarks.embeddings_memory --texts 50000 --model tiny-384
     python -m benchmarks.embeddings_memory --texts 100000 --format parquet
 
-Of each kind of process, and of what Redis says of itself: the peak, and the medians of the third
-and of the last fifth of the run. A process that comes late has none of the third. `resident` counts
-what processes share in each of them; `own` divides that among them, as PSS does.
+What the figures of memory are: `memory_samples.py`.
 """
 
 import json
 import random
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.encoders import ENCODERS, encoder_folder, model_flags
-from benchmarks.processes import ProcessorTime, command_line, family, memory, proportional_bytes
+from benchmarks.memory_samples import REDIS, MemorySamples, megabytes
+from benchmarks.processes import ProcessorTime
 from benchmarks.report import arguments, write_report
-from jobs.queue.connection import connect
 
 _ROLES = {
     "core_process": "engine core",
@@ -33,14 +28,10 @@ _ROLES = {
     "rq_worker": "rq worker",
     "control.ticker": "ticker",
     "run-batch": "the command",
-    "-server": "Redis",
+    "-server": REDIS,
 }
 _WORDS = ("red", "blue", "old", "new", "small", "large", "river", "stone", "bread", "night")
 _TEXT_WORDS = (4, 12)
-_LOOK_SECONDS = 0.5
-_THIRD, _LAST = (0.4, 0.6), (0.8, 1.0)
-
-Samples = dict[str, list[tuple[float, int]]]
 
 
 def main() -> None:
@@ -68,7 +59,8 @@ def measure(scratch: Path, model: str, count: int, file_format: str, seed: int) 
         usage = ProcessorTime(process.pid, _ROLES)
         usage.begin()
         began = time.monotonic()
-        samples = _follow(process)
+        samples = MemorySamples(process.pid, _ROLES)
+        process.wait()
         seconds = time.monotonic() - began
     finally:
         process.kill()
@@ -78,8 +70,8 @@ def measure(scratch: Path, model: str, count: int, file_format: str, seed: int) 
     return {
         "seconds": round(seconds, 1),
         "texts_per_second": round(count / seconds),
-        "output_mb": _mb(results.stat().st_size),
-        "mb": {name: _levels(values, seconds) for name, values in sorted(samples.items())},
+        "output_mb": megabytes(results.stat().st_size),
+        "mb": samples.end(),
         "processor_us_per_text": {role: round(1e6 * used / count, 1) for role, used in usage.end().items()},
     }
 
@@ -105,49 +97,6 @@ def _texts(count: int, seed: int) -> Any:
     draw = random.Random(seed)
     for number in range(count):
         yield " ".join([str(number), *draw.choices(_WORDS, k=draw.randint(*_TEXT_WORDS))])
-
-
-def _follow(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> Samples:
-    """Return bytes by the time since the start, until the command ends."""
-    samples: Samples = defaultdict(list)
-    began = time.monotonic()
-    while process.poll() is None:
-        now = time.monotonic() - began
-        most: dict[str, int] = defaultdict(int)
-        for pid in family(process.pid):
-            words = command_line(pid)
-            role = next((role for part, role in _ROLES.items() if part in words), "other")
-            sizes = {"resident": memory(pid).get("resident", 0), "own": proportional_bytes(pid)}
-            if role == "Redis":
-                sizes["used_memory"] = _redis_bytes(words)
-            for kind, size in sizes.items():
-                most[f"{role}, {kind}"] = max(most[f"{role}, {kind}"], size)
-        for name, size in most.items():
-            samples[name].append((now, size))
-        time.sleep(_LOOK_SECONDS)
-    return samples
-
-
-def _redis_bytes(words: str) -> int:
-    """Return what the server of this command line says that it uses; 0 while it does not answer."""
-    found = re.search(r"unixsocket:(\S+)", words)
-    try:
-        info: Any = connect(f"unix://{found[1]}").info("memory") if found else {"used_memory": 0}
-    except Exception:
-        return 0
-    return int(info["used_memory"])
-
-
-def _levels(values: list[tuple[float, int]], seconds: float) -> dict[str, float]:
-    levels = {"peak": _mb(max(size for _, size in values))}
-    for name, (first, last) in {"third": _THIRD, "last": _LAST}.items():
-        if there := [size for when, size in values if first * seconds <= when <= last * seconds]:
-            levels[name] = _mb(median(there))
-    return levels
-
-
-def _mb(size: float) -> float:
-    return round(size / 1e6, 1)
 
 
 if __name__ == "__main__":
