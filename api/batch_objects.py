@@ -44,7 +44,7 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
 
 
 def batch_object(record: BatchRecord) -> dict[str, Any]:
-    """Every field of `openai.types.Batch`.
+    """Every field of `openai.types.Batch`, and beyond these a priority and a risk, if there is one.
 
     Counts are of lines on disk, which nothing takes back; so states only move forward.
     """
@@ -76,7 +76,8 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         usage=_usage(record.usage),
         metadata=spec.metadata,
     )
-    return shown.model_dump()
+    beyond = {"priority": spec.priority, "risk": record.risk}
+    return shown.model_dump() | {name: value for name, value in beyond.items() if value}
 
 
 def _times(record: BatchRecord) -> dict[str, int]:

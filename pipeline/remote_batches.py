@@ -39,6 +39,7 @@ class NewRemoteBatch:
     endpoint: str | None = None  # None: that of the file's first line
     completion_window: str = "24h"
     metadata: dict[str, str] = field(default_factory=dict)
+    priority: int = 0
     output_expires_after: int | None = None  # seconds
 
     @property
@@ -71,6 +72,8 @@ def _create(client: "openai.OpenAI", new: NewRemoteBatch, file_id: str, endpoint
     options: dict[str, Any] = {"metadata": new.metadata} if new.metadata else {}
     if new.output_expires_after is not None:
         options["output_expires_after"] = {"anchor": "created_at", "seconds": new.output_expires_after}
+    if new.priority:
+        options["extra_body"] = {"priority": new.priority}
     wanted: Any = {"endpoint": endpoint or CHAT, "completion_window": new.completion_window}
     return client.batches.create(input_file_id=file_id, **wanted, **options)
 

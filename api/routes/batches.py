@@ -30,6 +30,7 @@ from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch, sub
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.ids import BATCH, is_id, new_id
+from jobs.protocol.priority import MOST_PRIORITY
 from jobs.protocol.results import ApiError
 from jobs.protocol.states import STATES
 from jobs.protocol.validation import decode_body
@@ -58,6 +59,7 @@ _BODY = json_body(
             "endpoint": {"type": "string", "enum": list(BATCH_ENDPOINTS)},
             "completion_window": {"type": "string"},
             "metadata": _METADATA,
+            "priority": or_null({"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY, "default": 0}),
             "output_expires_after": or_null(EXPIRY_SCHEMA),
         },
     }
@@ -181,6 +183,7 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
         completion_window=window,
         seconds=window_seconds(window),
         metadata=fields.optional(body, "metadata", _metadata, None),
+        priority=fields.optional(body, "priority", _priority, 0),
         tenant=caller.tenant,
         output_expires_seconds=fields.optional(body, "output_expires_after", read_expiry, None),
         max_lines=settings.max_batch_lines,
@@ -242,6 +245,7 @@ def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchS
         completion_window=spec.completion_window or "",
         seconds=spec.completion_window_seconds or 0.0,
         metadata=metadata if len(metadata) <= _MAX_PAIRS else spec.metadata,
+        priority=spec.priority,
         tenant=caller.tenant,
         output_expires_seconds=spec.output_expires_seconds,
         max_lines=settings.max_batch_lines,
@@ -283,6 +287,10 @@ def _find(request: Request, batch_id: str) -> BatchRecord:
 
 def _choice(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
     return fields.choice(fields.required(body, name), name, choices)
+
+
+def _priority(value: Any, param: str) -> int:
+    return fields.integer(value, param, -MOST_PRIORITY, MOST_PRIORITY)
 
 
 def _metadata(value: Any, param: str) -> dict[str, str]:

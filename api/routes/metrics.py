@@ -173,6 +173,14 @@ QUEUE_METRICS = (
         lambda reading: _by_state(reading.depths.batches),
     ),
     QueueMetric(
+        "pipeline_batches_at_risk",
+        "gauge",
+        "Batches in progress that may miss the end of their windows: those that go first (urgent), and those that even"
+        " all of their tenant's rate cannot save (late).",
+        ("risk",),
+        lambda reading: _by_state(reading.depths.at_risk),
+    ),
+    QueueMetric(
         "pipeline_batches_ended",
         "counter",
         "Batches that ended, by final state.",

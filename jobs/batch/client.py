@@ -104,6 +104,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_file_id: str | None  # once it can be read: from the first success that was logged
     error_file_id: str | None
     problem: str | None  # why it makes no progress: a full disk, a missing file; it is retried
+    risk: str | None  # of missing the end of its window, while it is in progress: "urgent" or "late"
 
     @property
     def ended(self) -> bool:
@@ -260,6 +261,7 @@ def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0
         output_file_id=spec.output_file_id if readable else None,
         error_file_id=spec.error_file_id if fields.error_output else None,
         problem=fields.problem or None,
+        risk=fields.shown_risk or None,
     )
 
 

@@ -45,6 +45,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     by_model: bool = False  # one model's lines after another's, where they are not loaded together
     tenant: str = ""
     metadata: dict[str, str] | None = None
+    priority: int = 0  # a lower one goes first among the tenant's batches
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # from it and the line number comes the seed of a line that names none
     rows: RowOptions | None = None  # of a table; None: its columns are members of the lines

@@ -82,6 +82,7 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "timestamps": {"created": manifest.created_at, **expires, **manifest.timestamps},
         "generation": manifest.generation,
         "owner": manifest.owner,
+        "priority": spec.priority,
         "outcome": manifest.outcome,
         "input_bytes": _input_bytes(manifest),
         "queued_tokens": manifest.queued_tokens,

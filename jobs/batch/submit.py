@@ -34,6 +34,7 @@ class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
     completion_window: str
     seconds: float  # of the completion window
     metadata: dict[str, str] | None = None
+    priority: int = 0
     tenant: str = ""
     # None: as long as the file store keeps a batch's files
     output_expires_seconds: int | None = None
@@ -170,6 +171,7 @@ def _spec(files: FileStore, new: BatchSubmission, root: Path, now: float) -> Bat
         endpoint=new.endpoint,
         tenant=new.tenant,
         metadata=new.metadata,
+        priority=new.priority,
         completion_window_seconds=new.seconds,
         input_file_id=new.input_file_id,
         output_file_id=output_file_id,

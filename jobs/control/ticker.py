@@ -2,8 +2,9 @@
 
 Any number may run; one leads, the others wait for its place.
 
-The leader ends expired leases and completion windows, and hands the batches of processes that died
-to others under a new generation. With `--file-store` it looks after the files too (`upkeep`).
+The leader ends expired leases and completion windows, judges which batches may miss theirs
+(`deadlines`), and hands the batches of processes that died to others under a new generation. With
+`--file-store` it looks after the files too (`upkeep`).
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 
 import redis
 
+from jobs.control.deadlines import Deadlines
 from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.runner import Runner
 from jobs.control.upkeep import Upkeep
@@ -115,6 +117,7 @@ class Ticker:
         self.upkeep = Upkeep(queue, file_store)
         self._queue = queue
         self._client = queue.redis
+        self._deadlines = Deadlines(queue)
         self._leads = False
         self._upkeep_due = threading.Event()
         self._upkeep_thread = threading.Thread(target=self._run_upkeep, daemon=True)
@@ -207,6 +210,7 @@ class Ticker:
         self._tidy_rq()
         self._look_for_drivers(records)
         now = self._queue.now() if records else 0.0
+        self._deadlines.judge(records, now)
         deadline = time.monotonic() + MOMENT_SECONDS
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
         self._seen = ""

@@ -1,7 +1,8 @@
 """Upkeep: what the leading ticker does about files, in a thread of its own since disks may be slow.
 
-It cleans up after ended batches, rebuilds what a server that was restarted or emptied has lost, and
-removes the files and batches whose time is over, or that were deleted.
+It cleans up after ended batches, publishes the weights of tenants, rebuilds what a server that was
+restarted or emptied has lost, and removes the files and batches whose time is over, or that were
+deleted.
 """
 
 import logging
@@ -14,12 +15,14 @@ from jobs.batch.rebuild import rebuild_all, unknown_folders
 from jobs.batch.retention import forget_output, remove_ended
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
+from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
 from jobs.store.storage import StoreError
 from jobs.store.upload_store import UploadStore
 
 SWEEP_SECONDS = 60.0
+WEIGHTS_SECONDS = 2.0
 MOMENT_SECONDS = 0.5
 """At a time for each thing that takes the longer the more batches and files there are."""
 
@@ -35,6 +38,8 @@ class Upkeep:
         self._queue = queue
         self._files = None if file_store is None else FileStore(queue, file_store, forget_output)
         self._idempotency_keys = None if self._files is None else IdempotencyKeys(queue, self._files)
+        self._keys = None if file_store is None else KeyRing(file_store)
+        self._next_weights = 0.0  # monotonic seconds
         self._token = secrets.token_hex(8).encode()
         self._next_sweep = 0.0  # monotonic seconds
         # Folders of batches that may lack a record, to be looked into
@@ -47,12 +52,14 @@ class Upkeep:
         if self._files is None:
             return bool(self.ended)
         lost = restored != self._server(run_id) or self._unknown or self._unlisted
-        return bool(self.ended or lost or time.monotonic() >= self._next_sweep)
+        return bool(self.ended or lost or time.monotonic() >= min(self._next_sweep, self._next_weights))
 
     def run_once(self) -> None:
         """Do what is due. Raises what Redis raises."""
         for batch in self.ended:
             clean_up(self._queue, batch)
+        if self._keys is not None and time.monotonic() >= self._next_weights:
+            self._publish_weights(self._keys)
         if self._files is None:
             return
         try:
@@ -78,6 +85,14 @@ class Upkeep:
         self._unlisted = files.reindex(self._unlisted, MOMENT_SECONDS)
         if count:
             logger.warning("rebuilt %d batches that were missing from Redis", count)
+
+    def _publish_weights(self, ring: KeyRing) -> None:
+        self._next_weights = time.monotonic() + WEIGHTS_SECONDS
+        try:
+            self._queue.set_weights(ring.weights())
+        except StoreError as error:
+            self._next_weights = time.monotonic() + SWEEP_SECONDS
+            logger.error("failed to read the weights of tenants; retrying in %d s: %s", SWEEP_SECONDS, error)
 
     def _server(self, run_id: bytes | None) -> bytes:
         """Return the note that all is restored: of another ticker, the rest of its list may be

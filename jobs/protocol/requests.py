@@ -18,16 +18,17 @@ def new_live_id(tenant: str) -> str:
 
     It bears a mark of the tenant, so that nothing has to be remembered to keep it from others.
     """
-    return f"{_live_ids_of(tenant)}{secrets.token_hex(10)}"
+    return f"{LIVE_PREFIX}{mark_of(tenant)}{secrets.token_hex(10)}"
 
 
 def is_live_id_of(tenant: str, live_id: str) -> bool:
     """Return whether `new_live_id` made it for this tenant."""
-    return live_id.startswith(_live_ids_of(tenant))
+    return live_id.startswith(LIVE_PREFIX + mark_of(tenant))
 
 
-def _live_ids_of(tenant: str) -> str:
-    return LIVE_PREFIX + hashlib.sha256(tenant.encode()).hexdigest()[:12]
+def mark_of(tenant: str) -> str:
+    """The mark of a tenant that its live ids bear."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:12]
 
 
 class RequestKey(msgspec.Struct, frozen=True, order=True, gc=False):

@@ -8,6 +8,8 @@ import msgspec
 
 from jobs.protocol.states import EndState
 
+RISKS = ("urgent", "late")
+"""Of a batch that may miss the end of its window: it goes first, or cannot be saved."""
 FORGOTTEN = "forgotten"
 """In place of a state: the batch's keys are being removed."""
 
@@ -32,6 +34,11 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     passed_over: list[str] = []  # models whose lines wait for the next pass
     low_water: int = 0  # length of a ready list at which a claim asks for more lines
     result_bytes: int = 0  # of the results that no part holds yet
+    tenant: str = ""
+    queued_tokens: int = 0  # an estimate, once validated
+    used_lines: int = 0  # this and the next: what finished since the record was made, and its tokens
+    used_tokens: int = 0
+    risk: str = ""  # one of `RISKS`, or none
 
     @property
     def exists(self) -> bool:
@@ -42,6 +49,11 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     def finished(self) -> int:
         """Lines that have a result."""
         return self.completed + self.failed
+
+    @property
+    def shown_risk(self) -> str:
+        """The risk as far as it still counts."""
+        return self.risk if self.state == "in_progress" else ""
 
     @property
     def all_done(self) -> bool:
@@ -62,7 +74,7 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
 
     token: str = ""  # of the last transition
     owner: str = ""  # as in the manifest, which names the record that may work on it
-    tenant: str = ""
+    priority: int = 0  # a lower one goes first among the tenant's batches
     root: str = ""  # the batch's folder
     spec: str = ""  # JSON of `manifest.BatchSpec`
     input_bytes: int = 0  # 0: unknown
@@ -78,7 +90,6 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    queued_tokens: int = 0  # an estimate, once validated
     output: str = ""  # this and the next: locations, once written
     error_output: str = ""
     restored: bool = False  # lines of the plan may be done already

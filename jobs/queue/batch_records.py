@@ -11,7 +11,7 @@ from jobs.protocol.requests import Request, pack, unpack_result
 from jobs.protocol.results import Result
 from jobs.protocol.states import END_STATES
 from jobs.queue import keys
-from jobs.queue.base import QueueBase, flat, text
+from jobs.queue.base import QueueBase, chunks, flat, text
 from jobs.queue.batch_fields import FORGOTTEN, BatchFields, BatchStatus, written
 from jobs.queue.scripts import MAX_ITEMS
 
@@ -78,6 +78,11 @@ class BatchQueue(QueueBase):
                 pipeline.hmget(keys.batch(batch), *names)
             rows = pipeline.execute()
         return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
+
+    def note_risks(self, risks: Mapping[str, str]) -> None:
+        """Note the `risk` of batches in progress, which decides on their places in the queue."""
+        for group in chunks([batch, risk] for batch, risk in risks.items()):
+            self._scripts.call("risk", flat(group))
 
     def batches(self) -> list[str]:
         """Ids of all batches that have a record."""

@@ -12,6 +12,7 @@ from jobs.protocol.requests import pack
 from jobs.protocol.states import END_STATES
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, text
+from jobs.queue.batch_fields import RISKS
 
 GAUGES_SECONDS = 30
 """How long a worker's gauges are believed."""
@@ -72,6 +73,7 @@ class Depths:
     batch: dict[str, int]
     quarantined: dict[str, int]  # by model
     batches: dict[str, int]  # those that the control plane has work on, by state
+    at_risk: dict[str, int]  # by risk, of those in progress: `BatchStatus.risk`
     ended: dict[str, int]  # how many batches came to each end, since Redis was empty
     # By model, of those for which one waits: seconds since the oldest live call was submitted, and
     # since the oldest batch with lines in the ready lists was created
@@ -104,10 +106,11 @@ class Gauges(QueueBase):
         active, ended, *counts = self.commands([["SMEMBERS", keys.ACTIVE], ["HMGET", keys.ENTERED, *ends], *of_models])
         batches = sorted(map(text, active))
         replies = self.commands([command for batch in batches for command in _of_batch(batch)])
-        states = Counter(text(state) for state, _ in replies[::2])
+        states = Counter(text(state) for state, *_ in replies[::2])
+        risks = Counter(text(risk) for state, _, risk in replies[::2] if state == b"in_progress" and risk)
         lists = [
             _WaitingList("batch", model, keys.ready(batch, model), created)
-            for batch, (_, created), members in zip(batches, replies[::2], replies[1::2], strict=True)
+            for batch, (_, created, _), members in zip(batches, replies[::2], replies[1::2], strict=True)
             for model in map(text, members)
         ]
         lists += [_WaitingList("live", model, keys.live(model)) for model in models]
@@ -127,6 +130,7 @@ class Gauges(QueueBase):
             batch=dict(waiting["batch"]),
             quarantined=dict(zip(models, counts[::2], strict=True)),
             batches={state: count for state, count in states.items() if state},
+            at_risk={risk: risks[risk] for risk in RISKS},
             ended={state: int(count or 0) for state, count in zip(ends, ended, strict=True)},
             oldest_live=ages["live"],
             oldest_batch=ages["batch"],
@@ -165,4 +169,4 @@ def _of_model(model: str) -> list[list[Any]]:
 
 
 def _of_batch(batch: str) -> list[list[str]]:
-    return [["HMGET", keys.batch(batch), "state", "created_at"], ["SMEMBERS", keys.batch_models(batch)]]
+    return [["HMGET", keys.batch(batch), "state", "created_at", "risk"], ["SMEMBERS", keys.batch_models(batch)]]

@@ -28,6 +28,8 @@ RETAINED_BYTES = "{q}:retained_bytes"  # hash: such a call -> bytes of its strea
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
 ENDED = "{q}:ended"  # zset: each of the batches that ended last -> when it was cleaned, ms of Redis TIME
+WEIGHTS = "{q}:weights"  # hash: tenant -> its weight, where that is not 1
+LIVE_WEIGHTS = "{q}:live_weights"  # hash: the same by the mark of the tenant that ids of live calls bear
 WAITING_BATCHES = "{q}:waiting_batches"  # zset: batch that no process has taken -> since when, unix seconds
 LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
@@ -42,15 +44,15 @@ STORE = "{q}:store"  # id of the file store, as its marker file has it
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
-PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, ENDED, FILE_EXPIRY, STORE})
+PERMANENT = frozenset(
+    {SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, WEIGHTS, LIVE_WEIGHTS, ENDED, FILE_EXPIRY, STORE}
+)
 """What stays in an idle queue."""
 
 
 def batch(batch_id: str) -> str:
-    """Hash: the fields of `batch_fields.BatchFields`.
-
-    Also used_tokens by used_lines, which finished since the record was made: what a line of this
-    batch costs.
+    """Hash: the fields of `batch_fields.BatchFields`; used_tokens by used_lines is what a line of
+    this batch costs.
     """
     return f"{{q}}:batch:{batch_id}"
 
@@ -90,7 +92,7 @@ def live(model: str) -> str:
 
 
 def live_tenants(model: str) -> str:
-    """Zset: mark of a tenant whose live calls wait -> service received, in tokens."""
+    """Zset: mark of a tenant whose live calls wait -> service received, in tokens by weight."""
     return f"{{q}}:live_tenants:{model}"
 
 
@@ -175,18 +177,20 @@ def held(worker: str) -> str:
 
 
 def tenants(model: str) -> str:
-    """Zset: tenant -> service received, in tokens; the least served comes next."""
+    """Zset: tenant -> service received, in tokens by weight; the least served comes next."""
     return f"{{q}}:tenants:{model}"
 
 
 def ring(model: str, tenant: str) -> str:
-    """Zset: batch with waiting lines -> service received, in tokens."""
+    """Zset: batch with waiting lines -> its place: urgent ones by the end of their window, then the
+    classes of priorities by service received, in tokens (`common.lua`).
+    """
     return f"{{q}}:ring:{model}\0{tenant}"  # either may hold colons
 
 
 def level(ring: str) -> str:
     """Service that the last member of a ring to have its turn had received before it; the others
-    are no lower. Lasts some minutes.
+    are no lower. Of batches of another priority than 0 it is apart. Lasts some minutes.
     """
     return f"{{q}}:level:{ring}"
 

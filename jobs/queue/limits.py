@@ -1,12 +1,15 @@
 """How many requests a key may send in a minute, and how many live calls there may be at once,
-counted in Redis for all API processes together.
+counted in Redis for all API processes together; and the weights of tenants.
 """
 
 import secrets
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jobs.errors import JobsError
-from jobs.queue.base import QueueBase
+from jobs.protocol.requests import mark_of
+from jobs.queue import keys
+from jobs.queue.base import QueueBase, flat, text
 
 
 class Admission(NamedTuple):
@@ -36,3 +39,14 @@ class RateLimits(QueueBase):
         """Counts a request of the key unless its bucket is empty."""
         admitted, left, wait, full = self._scripts.call("admit", [key_id, per_minute, secrets.token_hex(6)])
         return Admission(bool(admitted), left, wait / 1000, full / 1000)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Make these the weights of tenants; each other tenant has 1."""
+        by_tenant = {tenant: f"{weight:g}" for tenant, weight in weights.items() if weight != 1}
+        by_mark = {mark_of(tenant): weight for tenant, weight in by_tenant.items()}
+        for name, wanted in ((keys.WEIGHTS, by_tenant), (keys.LIVE_WEIGHTS, by_mark)):
+            found = {text(one): text(weight) for one, weight in self._command("HGETALL", name).items()}
+            if new := wanted.items() - found.items():
+                self._command("HSET", name, *flat(new))
+            if gone := found.keys() - wanted.keys():
+                self._command("HDEL", name, *gone)

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from jobs.protocol import ids
+from jobs.protocol.priority import LEAST_WEIGHT, MOST_WEIGHT
 from jobs.store.file_store import store_folder
 from jobs.store.storage import StoreError, make_folder, sync_folder, write_bytes
 
@@ -32,6 +33,7 @@ _SETTLED_NS = 2 * 10**9
 logger = logging.getLogger(__name__)
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_LIMIT)]
+Weight = Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +48,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     # Of all open batches of the tenant; one that goes beyond fails
     queued_tokens: Limit | None = None
     open_batches: Limit | None = None  # of the tenant: those that have not ended
+    # Of the tenant, among all that wait; None: that of an older key of the tenant, or 1
+    weight: Weight | None = None
 
 
 class KeysUnreadable(StoreError):
@@ -60,6 +64,7 @@ def create_key(
     requests_per_minute: int | None = None,
     queued_tokens: int | None = None,
     open_batches: int | None = None,
+    weight: float | None = None,
 ) -> tuple[KeyRecord, str]:
     """A new key, on disk when this returns, and its secret, which is not stored.
 
@@ -72,6 +77,8 @@ def create_key(
     for limit in (requests_per_minute, queued_tokens, open_batches):
         if limit is not None and not 1 <= limit <= MAX_LIMIT:
             raise ValueError(f"a limit is a number from 1 to {MAX_LIMIT:,}, not {limit:,}")
+    if weight is not None and not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise ValueError(f"a weight is a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {weight:g}")
     secret = f"sk-{secrets.token_urlsafe(32)}"
     record = KeyRecord(
         id=ids.new_id(ids.KEY, time.time()),
@@ -82,6 +89,7 @@ def create_key(
         requests_per_minute=requests_per_minute,
         queued_tokens=queued_tokens,
         open_batches=open_batches,
+        weight=weight,
     )
     folder = folder_of(store)
     content = msgspec.json.format(msgspec.json.encode(record), indent=1)
@@ -171,6 +179,11 @@ class KeyRing:
         """The key with this secret."""
         self._look()
         return self._by_hash.get(_hash(secret))
+
+    def weights(self) -> dict[str, float]:
+        """Return the weights of tenants: of each that of its newest key which names one."""
+        self._look()
+        return {record.tenant: record.weight for record in self._by_hash.values() if record.weight is not None}
 
     def _look(self) -> None:
         with self._lock:

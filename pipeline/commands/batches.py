@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from jobs.protocol.priority import MOST_PRIORITY
 from jobs.protocol.states import STATES
 from pipeline.api_client import api_client, client_options, object_id, output_option, print_json, server_option, show
 from pipeline.errors import Refused
@@ -47,6 +48,12 @@ def _check_wait(wait: bool, output_file: Path | None, fail_on_error: bool) -> No
     help="What the requests are for. [default: what the first line of a local file says, else /v1/chat/completions]",
 )
 @flag("--completion-window", default="24h", help="How long it may take; must be one that the server allows.")
+@flag(
+    "--priority",
+    type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),
+    default=0,
+    help="Among the tenant's batches a lower one goes first.",
+)
 @flag("--metadata", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="Noted with the batch; may be repeated.")
 @flag(
     "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"
@@ -59,6 +66,7 @@ def submit(
     source: str,
     endpoint: str | None,
     completion_window: str,
+    priority: int,
     metadata: dict[str, str],
     output_expires_after: int | None,
     wait: bool,
@@ -75,6 +83,7 @@ def submit(
         source=source,
         endpoint=endpoint,
         completion_window=completion_window,
+        priority=priority,
         metadata=metadata,
         output_expires_after=output_expires_after,
     )

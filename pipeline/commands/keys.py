@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from jobs.protocol.priority import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.errors import Refused
 from pipeline.options import Size, flag, json_option, store_option
 
@@ -51,14 +52,23 @@ def keys() -> None:
     type=Size(),
     help="Most batches of the tenant that have not ended. [default: any number]",
 )
+@flag(
+    "--weight",
+    env="PIPELINE_KEY_WEIGHT",
+    type=click.FloatRange(LEAST_WEIGHT, MOST_WEIGHT),
+    help=(
+        "The tenant's share of tokens where several wait, against that of a tenant with 1; its newest key that names"
+        " one decides. [default: as before, or 1]"
+    ),
+)
 @store_option
 @json_option
-def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int | None) -> None:
+def create(tenant: str, name: str, weight: float | None, file_store: str, as_json: bool, **limits: int | None) -> None:
     """Make a key and print its secret, which cannot be shown again."""
     from jobs.store.api_keys import create_key
 
     try:
-        record, secret = create_key(file_store, tenant=tenant, name=name, **limits)
+        record, secret = create_key(file_store, tenant=tenant, name=name, weight=weight, **limits)
     except ValueError as error:
         raise Refused(str(error)) from None
     if as_json:
@@ -84,13 +94,13 @@ def list_(file_store: str, as_json: bool) -> None:
         return
     from pipeline.tables import new_listing, print_table
 
-    rows = new_listing("id", "tenant", "name", "created", "requests/min", "queued tokens", "open batches")
+    rows = new_listing("id", "tenant", "name", "created", "requests/min", "queued tokens", "open batches", "weight")
     for record in records:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created_at))
         limits = (record.requests_per_minute, record.queued_tokens, record.open_batches)
-        rows.add_row(
-            record.id, record.tenant, record.name, created, *("" if limit is None else f"{limit:,}" for limit in limits)
-        )
+        numbers = ["" if limit is None else f"{limit:,}" for limit in limits]
+        weight = "" if record.weight is None else f"{record.weight:g}"
+        rows.add_row(record.id, record.tenant, record.name, created, *numbers, weight)
     print_table(rows)
 
 

@@ -58,6 +58,8 @@ _COLORS = {
     "initializing": "yellow",
     "draining": "yellow",
     "in_progress": "green",
+    "urgent": "yellow",
+    "late": "red",
     "failed": "red",
     "expired": "red",
     "cancelling": "yellow",
@@ -138,7 +140,7 @@ class Frame:
         status, at_work = batch.status, batch.ended_ago is None
         return [
             Text(plain(batch.id), "" if at_work else "dim"),
-            _state(status.state),
+            _state(status.shown_risk or status.state),
             ProgressBar(
                 total=max(1, status.total), completed=status.finished, complete_style="cyan", finished_style="green"
             ),

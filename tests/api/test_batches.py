@@ -44,9 +44,10 @@ def api_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def create(client: openai.OpenAI, data: bytes) -> Batch:
+def create(client: openai.OpenAI, data: bytes, **asked: Any) -> Batch:
+    wanted: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"} | asked
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    return client.batches.create(input_file_id=file.id, **wanted)
 
 
 def delete(client: openai.OpenAI, batch_id: str) -> Any:
@@ -134,6 +135,36 @@ def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
     run_to_end(redis_client, batch)
     seen.append(client.batches.retrieve(batch))
     assert [(one.status, one.finalizing_at) for one in seen] == [("in_progress", None), ("expired", None)]
+
+
+def test_a_batch_has_the_priority_that_it_was_given(redis_client: redis.Redis, client: openai.OpenAI) -> None:
+    serve(redis_client, "m")
+    batch = create(client, lines_of(1), extra_body={"priority": -7})
+    assert batch.to_dict()["priority"] == client.batches.retrieve(batch.id).to_dict()["priority"] == -7
+    usual = create(client, lines_of(1), extra_body={"priority": 0}).to_dict()
+    assert not {"priority", "risk"} & usual.keys()
+
+
+def test_priority_risk_and_place_are_kept_or_found_again_in_an_empty_redis(
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """The priority is on disk; the risk is judged anew."""
+    queue = Queue(redis_client)
+    first, other = (submit(redis_client, tmp_path, lines_of(20), priority=priority).id for priority in (-5, 0))
+    for batch in (other, first):
+        step(redis_client, batch)
+    queue.note_risks({first: "late"})
+    shown = client.batches.retrieve(first).to_dict()
+    assert (shown["priority"], shown["risk"]) == (-5, "late")
+    redis_client.flushall()
+    serve(redis_client, "m")
+    tick(Ticker(queue, str(tmp_path / "store")))
+    for batch in (other, first):
+        step(redis_client, batch)
+    shown = client.batches.retrieve(first).to_dict()
+    assert (shown["status"], shown["priority"], shown.get("risk")) == ("in_progress", -5, None)
+    claims = queue.claim("w", 1, 30, models=["m"])
+    assert [claim.key.batch for claim in claims] == [first] * 20 + [other] * 10
 
 
 def test_a_limit_of_one_batch_is_told_in_the_singular(redis_client: redis.Redis, api_url: str, tmp_path: Path) -> None:
@@ -324,7 +355,7 @@ def test_a_retry_asks_for_what_the_batch_asked_for(
     redis_client: redis.Redis, api_url: str, client: openai.OpenAI, tmp_path: Path
 ) -> None:
     pairs = {f"k{number}": "v" for number in range(15)}
-    expiry = {"output_expires_seconds": 7200}
+    expiry = {"output_expires_seconds": 7200, "priority": 5}
     first = run_to_end(
         redis_client, submit(redis_client, tmp_path, lines_of(3), metadata=pairs, **expiry).id, failing(2)
     )
@@ -333,7 +364,8 @@ def test_a_retry_asks_for_what_the_batch_asked_for(
     assert made.metadata == {**pairs, "retry_of": first.id}
     assert client.files.content(made.input_file_id).content == lines_of(3).splitlines(keepends=True)[1]
     assert client.files.retrieve(made.input_file_id).purpose == "batch"
-    assert get_batch(redis_client, made.id).spec.output_expires_seconds == 7200
+    spec = get_batch(redis_client, made.id).spec
+    assert (spec.output_expires_seconds, spec.priority) == (7200, 5)
     again = run_to_end(redis_client, made.id, failing(1))
     twice = retry(client, again.id)
     assert twice.metadata == {**pairs, "retry_of": made.id}

@@ -72,6 +72,8 @@ def test_every_metric_of_the_queue_is_reported(http: httpx.Client, queue: Queue,
         'pipeline_oldest_request_age_seconds{kind="batch",model_name="m"} 0.0',  # of a batch without a date
         "pipeline_requests_ended_total 0.0",
         'pipeline_batches{state="in_progress"} 1.0',
+        'pipeline_batches_at_risk{risk="urgent"} 0.0',
+        'pipeline_batches_at_risk{risk="late"} 0.0',
         'pipeline_batches_ended_total{state="completed"} 0.0',
         "pipeline_generated_tokens_total 0.0",
         "pipeline_delivered_tokens_total 0.0",

@@ -175,7 +175,7 @@ def test_one_file_serves_many_batches(client: openai.OpenAI) -> None:
 
 def test_null_is_as_good_as_nothing(http: httpx.Client, client: openai.OpenAI) -> None:
     wanted = {"input_file_id": upload(client, lines("one")), "endpoint": CHAT, "completion_window": WINDOW}
-    nothing = {"metadata": None, "output_expires_after": None, "colour": "blue"}
+    nothing = {"metadata": None, "priority": None, "output_expires_after": None, "colour": "blue"}
     answer = http.post("/v1/batches", json={**wanted, **nothing}, params={"shade": "dark"})
     assert answer.status_code == 200, answer.text
     assert body_faults(Batch, answer.content) == []
@@ -203,6 +203,11 @@ CREATES: list[tuple[dict[str, Any], str, str]] = [
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "object_above_max_properties"),
     ({"metadata": {"k" * 65: ""}}, "metadata", "string_above_max_length"),
     ({"metadata": {"long": "v" * 513}}, "metadata.long", "string_above_max_length"),
+    ({"priority": 101}, "priority", "integer_above_max_value"),
+    ({"priority": -101}, "priority", "integer_below_min_value"),
+    ({"priority": "high"}, "priority", "invalid_type"),
+    ({"priority": 0.5}, "priority", "invalid_type"),
+    ({"priority": True}, "priority", "invalid_type"),
     ({"output_expires_after": 3600}, "output_expires_after", "invalid_type"),
     ({"output_expires_after": {"anchor": "created_at"}}, "output_expires_after.seconds", "missing_required_parameter"),
     ({"output_expires_after": {"seconds": 3600}}, "output_expires_after.anchor", "missing_required_parameter"),

@@ -128,6 +128,12 @@ def test_a_batch_is_made_now_and_fetched_later(
     assert batches("list").out.splitlines()[1].startswith(batch_id)
 
 
+def test_a_batch_is_made_with_a_priority(batches: Batches, tmp_path: Path) -> None:
+    batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 1), "--priority", "-3").out.strip()
+    assert "priority           -3\n" in batches("get", batch_id).out
+    assert batches("wait", batch_id).code == 0
+
+
 def test_every_bad_line_of_a_refused_file_is_listed(batches: Batches, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(chat_line("a") + b"{\n" + chat_line("a") + chat_line("b", model="unknown"))
@@ -295,6 +301,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(
         (["submit", "{tmp}/in.jsonl", "--endpoint", "/v1/responses"], "Supported values are"),
         (["submit", "{tmp}/in.jsonl", "--completion-window", "3h"], "completion_window"),
         (["submit", "{tmp}/in.jsonl", "--metadata", "x"], "is not KEY=VALUE"),
+        (["submit", "{tmp}/in.jsonl", "--priority", "101"], "101 is not in the range -100<=x<=100"),
         (["submit", "{tmp}/in.jsonl", "-o", "x"], "need --wait"),
         (["submit", "{tmp}/bad.parquet"], "bad.parquet"),
     ],

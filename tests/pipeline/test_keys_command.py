@@ -2,12 +2,17 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import httpx
 import pytest
+import redis
 
 from api.settings import ApiSettings
+from jobs.control.upkeep import Upkeep
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key, revoke_key
 from pipeline.commands.api import check_open
 from pipeline.errors import Refused
@@ -43,6 +48,38 @@ def test_a_key_comes_is_listed_and_goes(run_here: RunHere, tmp_path: Path, redis
         "",
         f"Error: there is no key {key_id[0]} in {tmp_path}\n",
     )
+
+
+def test_a_weight_is_listed_and_reaches_the_queue_also_after_it_lost_all(
+    run_here: RunHere, tmp_path: Path, redis_client: redis.Redis
+) -> None:
+    store = ("--file-store", tmp_path)
+    queue = Queue(redis_client)
+    for tenant, weight in (("acme", "2"), ("acme", "2.5"), ("acme", None), ("other", None)):
+        chosen = () if weight is None else ("--weight", weight)
+        assert run_here("keys", "create", "--tenant", tenant, *chosen, *store).code == 0
+    listed = json.loads(run_here("keys", "list", "--json", *store).out)
+    assert [key["weight"] for key in listed] == [2.0, 2.5, None, None]
+    assert "2.5" in run_here("keys", "list", *store).out
+    for _ in range(2):
+        Upkeep(queue, str(tmp_path)).run_once()
+        assert redis_client.hgetall(keys.WEIGHTS) == {b"acme": b"2.5"}, "that of the newest key that names one"
+        redis_client.flushall()
+    upkeep = Upkeep(queue, str(tmp_path))
+    upkeep.run_once()
+    run_here("keys", "revoke", listed[1]["id"], *store)
+    wait_until(lambda: upkeep.run_once() or redis_client.hget(keys.WEIGHTS, "acme") == b"2", 30, "the older key's")
+
+
+def test_weights_stay_while_the_keys_cannot_be_read(
+    tmp_path: Path, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    create_key(str(tmp_path), tenant="acme", weight=2)
+    upkeep = Upkeep(Queue(redis_client), str(tmp_path))
+    upkeep.run_once()
+    shutil.rmtree(tmp_path / "keys")
+    wait_until(lambda: upkeep.run_once() or "failed to read the weights" in caplog.text, 30, "the next look")
+    assert redis_client.hgetall(keys.WEIGHTS) == {b"acme": b"2"}
 
 
 def test_a_server_that_nobody_may_use_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,6 +118,10 @@ def test_programs_get_json(run_here: RunHere, tmp_path: Path) -> None:
         (["create", "--tenant", "a b"], "a tenant is named by"),
         (["create", "--requests-per-minute", "0"], "below 1"),
         (["create", "--open-batches", "1000000000001"], "from 1 to 1,000,000,000,000"),
+        (["create", "--weight", "0"], "0 is not in the range 0.01<=x<=100"),
+        (["create", "--weight", "101"], "101.0 is not in the range"),
+        (["create", "--weight", "nan"], "a weight is a number from 0.01 to 100, not nan"),
+        (["create", "--weight", "heavy"], "'heavy' is not a valid float"),
         (["create", "--name", "\udcff"], "surrogates"),
         (["create", "--file-store", "s3://bucket/x"], "is remote"),
         (["revoke"], "Missing argument"),

@@ -117,26 +117,32 @@ local function cost_of_a_line(used_lines, used_tokens, size)
   return size / BYTES_PER_TOKEN + GUESSED_OUTPUT
 end
 
--- The least served tenant's least served batch that may run, with its tenant, low water, and cost
--- and bytes of a line; or nil. A batch that may not run is taken out; `drained` brings it back.
+-- The least served tenant's first batch that may run, with its tenant, low water, and cost and bytes
+-- of a line; or nil. First is an urgent one, then those of the best priority, of these the least
+-- served. A batch that may not run is taken out; `drained` brings it back.
 local function next_batch(model)
   while true do
     local tenant = redis.call('ZRANGE', key.tenants(model), 0, 0)[1]
     if not tenant then
       return nil
     end
-    local batch = redis.call('ZRANGE', key.ring(model, tenant), 0, 0)[1]
-    if batch then
-      local state, undrained, low_water, used_lines, used_tokens, bytes_of_all = unpack(redis.call('HMGET',
-        key.batch(batch), 'state', 'result_bytes', 'low_water', 'used_lines', 'used_tokens', 'body_bytes'))
-      local may_run = state == 'in_progress' and tonumber(undrained or 0) <= most_undrained
-      if may_run and redis.call('EXISTS', key.ready(batch, model)) == 1 then
+    local ring = key.ring(model, tenant)
+    local batch = redis.call('ZRANGE', ring, 0, 0)[1]
+    local record = redis.call('HMGET', key.batch(batch or ''), 'state', 'result_bytes', 'low_water', 'used_lines',
+      'used_tokens', 'body_bytes', 'priority', 'risk', 'expires_at')
+    local state, undrained, low_water, used_lines, used_tokens, bytes_of_all = unpack(record)
+    local may_run = state == 'in_progress' and tonumber(undrained or 0) <= most_undrained
+    if not may_run or redis.call('EXISTS', key.ready(batch, model)) == 0 then
+      leave(batch or '', model, tenant)
+    else
+      -- A script of the version before may have put it at the place of another
+      place(ring, batch, unpack(record, 7))
+      if redis.call('ZRANGE', ring, 0, 0)[1] == batch then
         local size = tonumber(bytes_of_all or 0) / math.max(1, redis.call('HLEN', key.bodies(batch)))
         local cost = cost_of_a_line(tonumber(used_lines or 0), tonumber(used_tokens or 0), size)
         return batch, tenant, tonumber(low_water or 0), cost, math.max(1, size)
       end
     end
-    leave(batch or '', model, tenant)
   end
 end
 
@@ -156,7 +162,7 @@ local function take_lines(model, most)
   redis.call('LPOP', ready, taken)
   local service = math.ceil(taken * cost)
   serve(key.ring(model, tenant), batch, service)
-  serve(key.tenants(model), tenant, service)
+  serve_tenant(key.tenants(model), tenant, service, key.WEIGHTS)
   local left = redis.call('LLEN', ready)
   if left == 0 then
     leave(batch, model, tenant)

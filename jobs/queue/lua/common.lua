@@ -151,38 +151,89 @@ local function wake_workers(model, count, busy_too)
   end
 end
 
+-- The scores of a ring: service received, of batches within the class of their priority, which has
+-- CLASS numbers for itself; the service of tenants stays in that of priority 0. Urgent batches are
+-- in a class before all priorities, by the end of their window.
+local CLASS, URGENT_PRIORITY = 2 ^ 45, -128
+
+local function priority_of(score)
+  return math.floor(score / CLASS)
+end
+
+local function is_urgent(score)
+  return priority_of(score) == URGENT_PRIORITY
+end
+
+local function level_of(ring, priority)
+  return key.level(priority == 0 and ring or ring .. '\0' .. priority)
+end
+
 -- A new member starts level with the one that had the last turn, so that it neither waits for long
--- nor gets ahead; one that returns keeps the service that it received beyond that.
-local function add_to_ring(ring, member)
-  if not redis.call('ZSCORE', ring, member) then
-    local level = redis.call('GET', key.level(ring)) or redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES')[2] or 0
-    local served = redis.call('GETDEL', key.served(ring, member)) or 0
-    redis.call('ZADD', ring, digits(math.max(tonumber(level), tonumber(served))), member)
+-- nor gets ahead; one that returns keeps the service that it received beyond that. One in the class
+-- of another priority moves. Numbers outside the class are of a script of the version before.
+local function add_to_ring(ring, member, priority)
+  local score = redis.call('ZSCORE', ring, member)
+  if score and priority_of(score) == priority then
+    return
   end
+  local first = priority * CLASS
+  local range = {digits(first), '(' .. digits(first + CLASS)}
+  local least = redis.call('ZRANGE', ring, range[1], range[2], 'BYSCORE', 'LIMIT', 0, 1, 'WITHSCORES')[2]
+  local level = redis.call('GET', level_of(ring, priority))
+  if not level or priority_of(level) ~= 0 then
+    level = least and least - first or 0
+  end
+  local served = redis.call('GETDEL', key.served(ring, member))
+  if not served or priority_of(served) ~= 0 then
+    served = 0
+  end
+  redis.call('ZADD', ring, digits(first + math.max(tonumber(level), tonumber(served))), member)
 end
 
 -- What a member received expires after a while, and before the level: a new member must not start
 -- below one that returns.
 local function remove_from_ring(ring, member)
-  local served = redis.call('ZSCORE', ring, member)
-  if served then
+  local score = redis.call('ZSCORE', ring, member)
+  if score then
     redis.call('ZREM', ring, member)
-    if redis.call('EXPIRE', key.level(ring), 2 * SERVED_SECONDS) == 1 then
-      redis.call('SET', key.served(ring, member), digits(tonumber(served)), 'EX', SERVED_SECONDS)
+    local priority = priority_of(score)
+    if not is_urgent(score) and redis.call('EXPIRE', level_of(ring, priority), 2 * SERVED_SECONDS) == 1 then
+      redis.call('SET', key.served(ring, member), digits(score - priority * CLASS), 'EX', SERVED_SECONDS)
     end
   end
 end
 
+-- Counts service, but not that of an urgent member, which keeps its place.
 local function serve(ring, member, service)
-  redis.call('SET', key.level(ring), digits(tonumber(redis.call('ZSCORE', ring, member))), 'EX', 2 * SERVED_SECONDS)
-  redis.call('ZINCRBY', ring, service, member)
+  local score = tonumber(redis.call('ZSCORE', ring, member))
+  if not is_urgent(score) then
+    local priority = priority_of(score)
+    redis.call('SET', level_of(ring, priority), digits(score - priority * CLASS), 'EX', 2 * SERVED_SECONDS)
+    redis.call('ZINCRBY', ring, service, member)
+  end
+end
+
+-- Counts service of a tenant, which gets the more turns the higher its weight.
+local function serve_tenant(ring, tenant, service, weights)
+  serve(ring, tenant, service / (redis.call('HGET', weights, tenant) or 1))
+end
+
+-- Brings a batch to its place in a ring.
+local function place(ring, batch, priority, risk, expires)
+  if risk == 'urgent' and expires then
+    redis.call('ZADD', ring, digits(URGENT_PRIORITY * CLASS + math.floor(expires)), batch)
+  else
+    add_to_ring(ring, batch, tonumber(priority or 0))
+  end
 end
 
 -- The batch takes part in the sharing of this model's workers.
 local function enlist(batch, model)
-  local tenant = redis.call('HGET', key.batch(batch), 'tenant')
-  add_to_ring(key.ring(model, tenant), batch)
-  add_to_ring(key.tenants(model), tenant)
+  local tenant, priority, risk, expires = unpack(
+    redis.call('HMGET', key.batch(batch), 'tenant', 'priority', 'risk', 'expires_at')
+  )
+  place(key.ring(model, tenant), batch, priority, risk, expires)
+  add_to_ring(key.tenants(model), tenant, 0)
 end
 
 -- Leaves the ring, and the tenant too when that was its last batch.
@@ -292,7 +343,7 @@ local function next_live(model)
     local wanted = name and has_client(name)
     if wanted then
       local bytes = redis.call('HSTRLEN', key.bodies((split(name))), 0)
-      serve(ring, tenant, math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT))
+      serve_tenant(ring, tenant, math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT), key.LIVE_WEIGHTS)
     elseif name then
       drop_abandoned(name)
     end

@@ -41,7 +41,7 @@ end
 redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to, 'since', digits(now_ms()))
 if in_turns then
   redis.call('RPUSH', key.live_of(model, tenant_of(name)), name)
-  add_to_ring(key.live_tenants(model), tenant_of(name))
+  add_to_ring(key.live_tenants(model), tenant_of(name), 0)
 else
   end_turns(model)
   redis.call('RPUSH', key.live(model), name)

@@ -82,6 +82,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     call("register", queue.register_worker, WorkerRecord("w1", [MODEL], "ready", 100, 1.0, "host", 1))
     answers += [call("transition", queue.create_batch, "batch_a", 9, state="in_progress")]
     answers += [call("ingest", queue.ingest, "batch_a", [(line, request()) for line in range(9)], 0, 9)]
+    call("risk", queue.note_risks, {"batch_a": "urgent"})
     call("submit", queue.submit, "live_a", request(reply_to="api1"))
     claims = claim("w1", 1, 5)
     answers += [call("publish", queue.publish, "w1", [delta(claim, 0, [1, 2], "ab") for claim in claims])]

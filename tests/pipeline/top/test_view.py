@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from jobs.queue.batch_fields import RISKS
 from jobs.queue.gauges import GpuGauges, MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -75,6 +76,15 @@ def test_batches_queues_and_workers_are_shown(queue: Queue) -> None:
     assert (queues[1], queues[4], queues[-1]) == ("1", "1", "0")
     assert row(lines, "w1")[1:] == ["m", "ready", "7", "2", "1,234", "25%", "25%"]
     assert row(lines, "w2")[1:] == ["m", "loading", *"–––––"]
+
+
+@pytest.mark.parametrize("risk", RISKS)
+def test_a_batch_at_risk_is_shown(queue: Queue, risk: str) -> None:
+    add_work(queue)
+    queue.note_risks({"batch_a": risk})
+    assert row(render(queue), "batch_a")[1] == risk
+    queue.transition("batch_a", ["in_progress"], "finalizing")
+    assert row(render(queue), "batch_a")[1] == "finalizing"
 
 
 def test_gpus_are_shown_where_there_are_any(queue: Queue) -> None:
