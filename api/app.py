@@ -19,6 +19,7 @@ from api.http.own_middleware import add_middleware
 from api.http.request_ids import RequestIds
 from api.reader import Reader
 from api.routes import (
+    batch_requests,
     batch_stream,
     batches,
     files,
@@ -92,7 +93,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
     if tracing is not None:
         app.add_middleware(Traced, tracing)
     install_error_handlers(app, settings)
-    for module in (live_calls, pooling, tokenization, streams, models, files, uploads, batches, batch_stream, server):
+    batch_modules = (batches, batch_requests, batch_stream)
+    for module in (live_calls, pooling, tokenization, streams, models, files, uploads, *batch_modules, server):
         app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)
     for router in (health.router, metrics.router, server.open_router):
         app.include_router(router)

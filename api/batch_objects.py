@@ -77,7 +77,15 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         metadata=spec.metadata,
     )
     beyond = {"priority": spec.priority, "risk": record.risk}
-    return shown.model_dump() | {name: value for name, value in beyond.items() if value}
+    shown_beyond = {name: value for name, value in beyond.items() if value}
+    return {**shown.model_dump(), **shown_beyond, **_open_members(record, times)}
+
+
+def _open_members(record: BatchRecord, times: dict[str, int]) -> dict[str, Any]:
+    """Members that OpenAI's batches do not have, of one whose requests are appended."""
+    if not record.spec.streams_input:
+        return {}
+    return {"input": "stream", "open": record.open and not record.ended, "last_append_at": times.get("appended")}
 
 
 def _times(record: BatchRecord) -> dict[str, int]:

@@ -22,6 +22,9 @@ SUBMISSIONS = ThreadPoolExecutor(32, "submit")
 COPIES = ThreadPoolExecutor(4, "copy")
 """Copies lines of input files, for batches that are retried."""
 
+APPENDS = ThreadPoolExecutor(32, "append")
+"""Appends requests to open batches; those of one batch wait for the same commit."""
+
 JOINS = ThreadPoolExecutor(4, "join")
 """Copies the parts of uploads into files."""
 

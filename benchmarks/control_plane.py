@@ -9,6 +9,7 @@ Scenarios, each on a Redis that was just started:
 - lines: one batch of 50,000 lines of 200 bytes through the API, from its creation to its end
 - batches: 1,000 batches of 10 lines, created as fast as the API takes them
 - behind: 10 lines behind 8 batches of 150,000 that run, of the same tenant and of another one
+- open: 50,000 lines of 200 bytes appended to an open batch, 500 in a call, while they run
 - file: 300,000 lines as `run-batch` has them
 - million: 1,000,000 lines by `pipeline run-batch` itself, and the memory of every process
 """
@@ -52,6 +53,7 @@ _ROLES = {
     "aof-rewrite": REDIS,
 }
 _LINE_BYTES = 200
+_APPENDED_LINES = 500  # in one call
 _POLL_SECONDS = 0.02
 _CREATORS = 4  # clients that create batches side by side
 _BUSY_LINES = 100  # of each batch are finished before another one counts as behind it
@@ -155,6 +157,28 @@ def one_batch_of_the_api(load: BatchLoad, scale: float) -> dict[str, Any]:
     return {**_figures_of(load, fields, batch, began), **load.redis_figures(), **processors}
 
 
+def one_open_batch(load: BatchLoad, scale: float) -> dict[str, Any]:
+    lines, client = int(50_000 * scale), load.client("first")
+    with tempfile.TemporaryDirectory() as scratch:
+        content = write_lines(Path(scratch) / "input.jsonl", lines).read_bytes()
+    body = {"input": "stream", "endpoint": "/v1/completions", "completion_window": "24h"}
+    with _measured(lines) as processors:
+        batch = str(client.post("/v1/batches", json=body).raise_for_status().json()["id"])
+        began = time.time()
+        for start in range(0, len(content), _APPENDED_LINES * _LINE_BYTES):
+            part = content[start : start + _APPENDED_LINES * _LINE_BYTES]
+            client.post(f"/v1/batches/{batch}/requests", content=part).raise_for_status()
+        appended = time.time()
+        client.post(f"/v1/batches/{batch}/close").raise_for_status()
+        fields = load.wait_for_end(batch)
+    return {
+        "appended_lines_per_second": round(lines / (appended - began)),
+        **_figures_of(load, fields, batch, began),
+        **load.redis_figures(),
+        **processors,
+    }
+
+
 def one_file_of_run_batch(load: BatchLoad, scale: float) -> dict[str, Any]:
     lines = int(300_000 * scale)
     source = write_lines(load.store.with_name("input.jsonl"), lines)
@@ -228,6 +252,7 @@ SCENARIOS = {
     "lines": one_batch_of_the_api,
     "batches": many_small_batches,
     "behind": small_behind_large,
+    "open": one_open_batch,
     "file": one_file_of_run_batch,
     "million": one_million_lines,
 }

@@ -32,6 +32,10 @@ def _redis_and_growth(figures: Figures) -> tuple[float, float]:
     return figures["redis_peak_mb"], max(level["last"] - level["third"] for level in followed)
 
 
+def _appended(figures: Figures) -> str:
+    return f"{figures['appended_lines_per_second']:,} lines/s acknowledged, on disk, while they run"
+
+
 def _batches(figures: Figures) -> str:
     commands = round(figures["redis_commands"] / figures["batches"])
     return f"{figures['seconds']} s to the end of the last; {commands} commands of Redis a batch"
@@ -48,6 +52,7 @@ _ROWS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "a batch of 50,000 lines through the API": ("lines", _throughput),
     "1,000 batches of 10 lines": ("batches", _batches),
     "10 lines behind 8 batches of 150,000 that run": ("behind", _waits),
+    "50,000 lines appended to an open batch, 500 in a call": ("open", _appended),
     "a file of 300,000 lines by `run-batch`": ("file", _throughput),
     "a file of 1,000,000 lines by the command `run-batch`": ("million", _memory),
 }

@@ -5,9 +5,10 @@ results.
 import contextlib
 import json
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import quote
 
 import click
@@ -29,6 +30,8 @@ from pipeline.waiting import wait_until_ended
 if TYPE_CHECKING:
     import openai
     from openai.types import Batch
+
+_APPEND_BYTES = 8 * 1024 * 1024  # of one call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +72,56 @@ def submit(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
 
 
 def _create(client: "openai.OpenAI", new: NewRemoteBatch, file_id: str, endpoint: str | None) -> "Batch":
+    extra = {"priority": new.priority} if new.priority else None
+    return client.batches.create(input_file_id=file_id, extra_body=extra, **_wanted(new, endpoint))
+
+
+def _wanted(new: NewRemoteBatch, endpoint: str | None) -> dict[str, Any]:
     options: dict[str, Any] = {"metadata": new.metadata} if new.metadata else {}
     if new.output_expires_after is not None:
         options["output_expires_after"] = {"anchor": "created_at", "seconds": new.output_expires_after}
-    if new.priority:
-        options["extra_body"] = {"priority": new.priority}
-    wanted: Any = {"endpoint": endpoint or CHAT, "completion_window": new.completion_window}
-    return client.batches.create(input_file_id=file_id, **wanted, **options)
+    return {"endpoint": endpoint or CHAT, "completion_window": new.completion_window, **options}
+
+
+def open_batch(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
+    """Create an open batch. `source` is not looked at."""
+    from openai.types import Batch
+
+    body = {"input": "stream", "priority": new.priority, **_wanted(new, new.endpoint)}
+    return client.post("/batches", cast_to=Batch, body=body)
+
+
+def append(client: "openai.OpenAI", batch_id: str, source: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Append the lines of a file, or of a pipe as they come; yield what became of each group.
+
+    The numbers of lines count from the first one of all.
+    """
+    number = 0
+    for content in _whole_lines(source):
+        answer = cast(dict[str, Any], client.post(f"{_path(batch_id)}/requests", cast_to=object, content=content))
+        errors = [{**error, "line": error["line"] and number + error["line"]} for error in answer["errors"]]
+        number += content.count(b"\n")
+        yield {**answer, "errors": errors}
+
+
+def _whole_lines(source: BinaryIO) -> Iterator[bytes]:
+    """Yield what can be read at a time, up to the end of a line."""
+    begun = b""
+    while data := source.read1(_APPEND_BYTES):  # type: ignore[attr-defined]
+        whole, line_feed, rest = data.rpartition(b"\n")
+        if line_feed:
+            yield begun + whole + line_feed
+            begun = b""
+        begun += rest
+    if begun:
+        yield begun
+
+
+def close(client: "openai.OpenAI", batch_id: str) -> "Batch":
+    """Close an open batch."""
+    from openai.types import Batch
+
+    return client.post(f"{_path(batch_id)}/close", cast_to=Batch)
 
 
 def delete(client: "openai.OpenAI", batch_id: str) -> dict[str, Any]:

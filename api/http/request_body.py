@@ -1,7 +1,7 @@
 """What a client sends, as long as it goes on sending."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import Request
 
@@ -14,7 +14,7 @@ _JSON = "application/json"
 
 async def read_body(request: Request, limit: int) -> bytes:
     """At most `limit` bytes of JSON. Raises `ApiError` 408, 413 and 415."""
-    _check_type(request)
+    check_type(request, (_JSON,))
     body = bytearray()
     async for chunk in chunks_of(request):
         body += chunk
@@ -23,13 +23,16 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def _check_type(request: Request) -> None:
-    """Refuse, where no key was asked for, what a web page may send to any server."""
-    given = request.headers.get("content-type") or _JSON
-    if given.partition(";")[0].strip().lower() != _JSON and request.state.caller.key_id is None:
-        raise ApiError(
-            415, f"Send JSON with the header 'Content-Type: {_JSON}', not '{fields.shown(given)}'.", code="not_json"
-        )
+def check_type(request: Request, types: Sequence[str]) -> None:
+    """Refuse, where no key was asked for, what a web page may send to any server.
+
+    `types` are others, the usual one first. Raise `ApiError` 415.
+    """
+    given = request.headers.get("content-type") or types[0]
+    if given.partition(";")[0].strip().lower() not in types and request.state.caller.key_id is None:
+        what = "JSON" if types[0] == _JSON else "JSONL"
+        message = f"Send {what} with the header 'Content-Type: {types[0]}', not '{fields.shown(given)}'."
+        raise ApiError(415, message, code="not_json")
 
 
 async def chunks_of(request: Request) -> AsyncIterator[bytes]:

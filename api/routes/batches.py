@@ -42,6 +42,7 @@ _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MAX_ID = 256
+_STREAM = "stream"  # `input` of a batch whose requests are appended
 _NO_RETRY = {"x-should-retry": "false"}
 
 _METADATA = {
@@ -53,9 +54,11 @@ _METADATA = {
 _BODY = json_body(
     {
         "type": "object",
-        "required": ["input_file_id", "endpoint", "completion_window"],
+        "required": ["endpoint", "completion_window"],
+        "oneOf": [{"required": ["input_file_id"]}, {"required": ["input"]}],
         "properties": {
             "input_file_id": {"type": "string", "maxLength": _MAX_ID},
+            "input": {"type": "string", "enum": [_STREAM]},
             "endpoint": {"type": "string", "enum": list(BATCH_ENDPOINTS)},
             "completion_window": {"type": "string"},
             "metadata": _METADATA,
@@ -90,7 +93,7 @@ router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=Blocking
 @router.post("/v1/batches", responses=answers(Batch), openapi_extra={**_BODY, "parameters": [PARAMETER]})
 async def create_batch(request: Request) -> Response:
     """Make a batch of an uploaded file; what is wrong with that file, the batch says once it was
-    validated.
+    validated. With `"input": "stream"`, make an open batch, to which requests are appended.
     """
     raw = await read_body(request, _MAX_BODY)
     state = state_of(request)
@@ -174,11 +177,15 @@ def delete(request: Request, batch_id: str) -> Response:
 def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSubmission:
     """Read what a client asks for; unknown keys are ignored. Raise `ApiError` 400."""
     body = fields.mapping(body, "body")
-    input_file_id = fields.text(fields.required(body, "input_file_id"), "input_file_id", _MAX_ID)
+    streams_input = fields.optional(body, "input", _read_input, False)
+    if streams_input and body.get("input_file_id") is not None:
+        fields.fail("'input_file_id' and 'input' are given; give one.", "input", "invalid_value")
+    input_file_id = "" if streams_input else _input_file_id(body)
     endpoint = _choice(body, "endpoint", tuple(BATCH_ENDPOINTS))
     window = _choice(body, "completion_window", settings.completion_windows)
     return BatchSubmission(
         input_file_id=input_file_id,
+        streams_input=streams_input,
         endpoint=endpoint,
         completion_window=window,
         seconds=window_seconds(window),
@@ -283,6 +290,14 @@ def _refusing_too_many(caller: Caller) -> Iterator[None]:
 
 def _find(request: Request, batch_id: str) -> BatchRecord:
     return find_batch(state_of(request), caller_of(request).tenant, batch_id)
+
+
+def _read_input(value: Any, param: str) -> bool:
+    return fields.choice(value, param, (_STREAM,)) == _STREAM
+
+
+def _input_file_id(body: dict[str, Any]) -> str:
+    return fields.text(fields.required(body, "input_file_id"), "input_file_id", _MAX_ID)
 
 
 def _choice(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:

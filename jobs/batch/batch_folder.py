@@ -11,6 +11,7 @@ import msgspec
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.input_files import compression_of, is_parquet
 from jobs.batch.manifest import BatchSpec, Manifest, load_manifest
+from jobs.batch.open_requests import OpenRequests
 from jobs.batch.parts import merge_parts, write_records
 from jobs.batch.plan import PLAN_NAME
 from jobs.batch.recovery import repair
@@ -43,6 +44,8 @@ def check_locations(spec: BatchSpec) -> None:
     if local_path(spec.root) is None:
         raise BatchRefused(f"the batch's folder {spec.root} is remote: it must be on a file system that has locks")
     try:
+        if spec.streams_input:
+            OpenRequests(spec).create()
         if size_of(spec.input) is None:
             raise BatchRefused(f"there is no file {spec.input}")
         open_input(spec.input).close()
@@ -79,11 +82,13 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     repair(manifest)
     # Which lines are invalid depends on the models; those of a fleet may have changed
     same = found.spec.skip_invalid_requests and spec.models is not None and found.spec.models == spec.models
-    judged = spec.skip_invalid_requests and not same
+    judged = spec.skip_invalid_requests and not spec.streams_input and not same
     _drop_failures(manifest, 400 if retry_failed or judged else 500)
     plan = join(spec.root, PLAN_NAME)
     served = spec.models is None or set(found.models) <= set(spec.models)
     planned = found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
+    if spec.streams_input:  # each line was judged as it came
+        planned = served = True
     if judged or not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
         manifest.plan_sha256 = None
     manifest.timestamps = {}

@@ -38,6 +38,7 @@ from jobs.batch.manifest import (
     progress_fields,
     unmark_cancelled,
 )
+from jobs.batch.open_requests import OpenRequests
 from jobs.batch.parts import drop_unlisted
 from jobs.batch.register import register
 from jobs.protocol.period import ALWAYS, Period
@@ -87,6 +88,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     outcome: EndState  # what it ends as, as far as is known
     spec: BatchSpec
+    open: bool  # lines may be appended
     total: int
     completed: int
     failed: int
@@ -245,6 +247,7 @@ def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0
         state=fields.state,  # type: ignore[arg-type]
         outcome=fields.outcome,
         spec=spec,
+        open=fields.open,
         total=fields.total,
         completed=fields.completed,
         failed=fields.failed,
@@ -281,6 +284,8 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
         end = {**end_fields(manifest), "state": manifest.state, "problem": ""}
         return msgspec.structs.replace(fields, timestamps=times, **end)
     fields = msgspec.structs.replace(fields, timestamps={**manifest.timestamps, **fields.timestamps})
+    if manifest.is_open:
+        fields = _as_appended(manifest, fields)
     stored = manifest.completed + manifest.failed
     lost = stored - fields.stored_completed - fields.stored_failed
     if lost <= 0:
@@ -291,6 +296,15 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
     if fields.completed < manifest.completed or fields.failed < manifest.failed:
         changes |= {"completed": manifest.completed, "failed": manifest.failed}
     return msgspec.structs.replace(fields, **changes)
+
+
+def _as_appended(manifest: Manifest, fields: BatchFields) -> BatchFields:
+    """Return the record of an open batch with what was appended since the last slice."""
+    with contextlib.suppress(StoreError):
+        found = OpenRequests(manifest.spec).committed()
+        times = {"appended": found.appended_at} if found.appended_at else {}
+        return fields.changed({"open": not found.closed, "total": found.lines, "timestamps": times})
+    return fields
 
 
 def _problems(root: str, fields: BatchFields) -> list[LineProblem]:

@@ -7,12 +7,11 @@ off by the next append. Of a batch whose lines were drained at once, the log is 
 under a second name.
 """
 
-import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-from jobs.store.storage import StoreError, delete, join, link, local_path, named, open_input, size_of, sync_folder
+from jobs.store.storage import StoreError, append_behind, delete, join, link, named, open_input, size_of
 
 LOG_NAME = "completed.jsonl"
 INDEX_NAME = "completed.index"
@@ -116,22 +115,9 @@ def remove_log(root: str) -> None:
 
 
 def _append(location: str, size: int, data: bytes) -> None:
-    path = local_path(location)
-    assert path is not None, "a batch's root is local"
-    with named("cannot write", location):
-        if size == 0:
-            path.unlink(missing_ok=True)  # it may be a name of an output file
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with os.fdopen(handle, "r+b") as file:
-            if os.fstat(handle).st_size < size:
-                raise StoreError(f"{location} is shorter than was noted")
-            file.truncate(size)
-            file.seek(size)
-            file.write(data)
-            file.flush()
-            os.fsync(handle)
-        if size == 0:
-            sync_folder(path.parent)
+    if size == 0:
+        delete(location)  # it may be a name of an output file
+    append_behind(location, size, data)
 
 
 def _place(index: BinaryIO, entry: int) -> int:

@@ -32,17 +32,46 @@ def mark_invalid(spec: BatchSpec, served: Served, source: str, target: str, chec
     with AtomicWriter(target) as writer:
         written = 0
         for number, raw, found in _checked(spec, served, source, check):
-            marked = _marked(raw, found, placeholder) if isinstance(found, LineError) and placeholder else None
+            marked = marked_line(raw, found, placeholder) if isinstance(found, LineError) and placeholder else None
             blank = b"\n" * (number - 1 - written)
-            writer.write(blank + (marked or (b" " if raw.startswith(_MARK) else b"") + raw))
+            writer.write(blank + (marked or unmarked_line(raw)))
             written = number
         writer.commit()
         return writer.sha256
 
 
+def placeholder_for(url: str, model: str) -> dict[str, Any]:
+    """Return the members of placeholders but their ids, for workers of a model ("": as others)."""
+    named = {"model": model} if model else {}
+    return {"method": "POST", "url": url, "body": {**named, BATCH_ENDPOINTS[url].prompt_field: {}}}
+
+
+def marked_line(raw: bytes, error: LineError, placeholder: dict[str, Any]) -> bytes | None:
+    """Return the line with its problem in front; None where that has no custom_id."""
+    try:
+        line = decode_json(raw)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or error.param == "custom_id":
+        return None
+    line.pop("invalid_request", None)
+    problem = {"code": error.code, "message": error.message, "param": error.param}
+    return encode_body({"invalid_request": problem, **line, **placeholder}) + b"\n"
+
+
+def unmarked_line(raw: bytes) -> bytes:
+    """Return a valid line, which looks like no other."""
+    return (b" " if raw.startswith(_MARK) else b"") + raw
+
+
+def is_placeholder(raw: bytes) -> bool:
+    """Return whether a line stands for an invalid one."""
+    return raw.startswith(_MARK)
+
+
 def problem_of(raw: bytes) -> ApiError | None:
     """Return the answer to a line that was no request; None for the others."""
-    if not raw.startswith(_MARK):
+    if not is_placeholder(raw):
         return None
     problem = decode_json(raw)["invalid_request"]
     return ApiError(400, problem["message"], param=problem["param"], code=problem["code"])
@@ -54,8 +83,7 @@ def _placeholder(spec: BatchSpec, served: Served, source: str, check: Callable[[
     valid = next((found for _, _, found in lines if isinstance(found, Line)), None)
     if valid is None:
         return None
-    model = {"model": valid.model} if valid.model else {}
-    return {"method": "POST", "url": valid.url, "body": {**model, BATCH_ENDPOINTS[valid.url].prompt_field: {}}}
+    return placeholder_for(valid.url, valid.model)
 
 
 def _checked(
@@ -68,16 +96,3 @@ def _checked(
             if line.raw is None:
                 raise InputError(f"line {line.number} of {spec.input} is longer than {MAX_LINE_BYTES} bytes")
             yield line.number, line.raw, check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
-
-
-def _marked(raw: bytes, error: LineError, placeholder: dict[str, Any]) -> bytes | None:
-    """Return the line with its problem in front; None where that has no custom_id."""
-    try:
-        line = decode_json(raw)
-    except ValueError:
-        return None
-    if not isinstance(line, dict) or error.param == "custom_id":
-        return None
-    line.pop("invalid_request", None)
-    problem = {"code": error.code, "message": error.message, "param": error.param}
-    return encode_body({"invalid_request": problem, **line, **placeholder}) + b"\n"

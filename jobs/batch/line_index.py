@@ -1,14 +1,15 @@
 """The offset of each line of a batch's source: 12 bytes for each number, zeros for a blank line.
 
-Written by validate beside the plan.
+Written by validate beside the plan, or with each append to an open batch.
 """
 
 import os
 import struct
+from collections.abc import Iterable
 
 from jobs.batch.plan import PlanEntry
 from jobs.protocol.lines import Line, read_line
-from jobs.store.storage import AtomicWriter, StoreError, join, open_input
+from jobs.store.storage import AtomicWriter, StoreError, append_behind, join, open_input
 
 INDEX_NAME = "lines.index"
 
@@ -37,6 +38,12 @@ class LineIndexWriter:
     def close(self) -> None:
         """Drop what was not committed."""
         self._file.close()
+
+
+def append_index(root: str, lines: int, entries: Iterable[PlanEntry]) -> None:
+    """Put the next lines behind the first `lines` of an index, durably. Raise `StoreError`."""
+    data = b"".join(_ENTRY.pack(entry.offset, entry.length) for entry in entries)
+    append_behind(join(root, INDEX_NAME), lines * _ENTRY.size, data)
 
 
 class LineIndex:

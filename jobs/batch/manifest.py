@@ -50,6 +50,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # from it and the line number comes the seed of a line that names none
     rows: RowOptions | None = None  # of a table; None: its columns are members of the lines
     skip_invalid_requests: bool = False  # they get error lines, and the others run
+    streams_input: bool = False  # lines are appended to `input` while the batch runs (`open_requests`)
     # Set for a batch that came through the API, whose lines are checked as OpenAI's are; so are the
     # next fields
     input_file_id: str | None = None
@@ -114,6 +115,11 @@ class Manifest(msgspec.Struct, kw_only=True):
     error_output: str | None = None
 
     @property
+    def is_open(self) -> bool:
+        """Whether lines may be appended, as far as a job has noted."""
+        return self.spec.streams_input and self.source_sha256 is None
+
+    @property
     def logged(self) -> Extent:
         """How much of the completion log counts."""
         return Extent(self.logged_lines, self.logged_bytes)
@@ -176,7 +182,8 @@ def progress_fields(manifest: Manifest) -> dict[str, int]:
 def end_fields(manifest: Manifest) -> dict[str, Any]:
     """What the record of an ended batch says."""
     return {
-        "outcome": manifest.outcome, "total": manifest.completed + manifest.failed, "completed": manifest.completed,
+        "open": False, "outcome": manifest.outcome,
+        "total": manifest.completed + manifest.failed, "completed": manifest.completed,
         "failed": manifest.failed, "output": manifest.output or "", "error_output": manifest.error_output or "",
         **progress_fields(manifest),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from jobs.protocol.endpoint import BatchEndpoint
-from jobs.store.storage import AtomicWriter, StoreError
+from jobs.store.storage import AtomicWriter, StoreError, append_behind
 
 PLAN_NAME = "plan.bin"
 
@@ -139,6 +139,14 @@ class PlanBuilder:
 
     def write(self, location: str) -> str:
         """Write the plan file durably and return its hash. Raise `StoreError`."""
+        with AtomicWriter(location) as writer:
+            for entry in self.ordered():
+                writer.write(_ENTRY.pack(*entry))
+            writer.commit()
+            return writer.sha256
+
+    def ordered(self) -> Iterator[PlanEntry]:
+        """Yield the lines in the plan's order, once. Raise `StoreError`."""
         longest = self._longest_by_group()
         ordered = Sorter(_BY_ORDER.size, self._folder, self._run_records)
         try:
@@ -147,12 +155,9 @@ class PlanBuilder:
                 groups = chain.from_iterable(zip(maxima, fields, strict=False))
                 ordered.add(_BY_ORDER.pack(turn, *groups, *fields[_LEVELS:]))
             self._by_prefix.close()
-            with AtomicWriter(location) as writer:
-                for record in ordered:
-                    *_, line, offset, length = _BY_ORDER.unpack(record)
-                    writer.write(_ENTRY.pack(line, offset, length))
-                writer.commit()
-                return writer.sha256
+            for record in ordered:
+                *_, line, offset, length = _BY_ORDER.unpack(record)
+                yield PlanEntry(line, offset, length)
         finally:
             ordered.close()
 
@@ -207,6 +212,11 @@ def prefix_hashes(model: str, pieces: list[str]) -> tuple[int, ...]:
         hashes.append(value)
         start = length
     return tuple(hashes)
+
+
+def append_plan(location: str, lines: int, entries: Iterable[PlanEntry]) -> None:
+    """Put entries behind the first `lines` of a plan file, durably. Raise `StoreError`."""
+    append_behind(location, lines * _ENTRY.size, b"".join(_ENTRY.pack(*entry) for entry in entries))
 
 
 def read_plan(file: BinaryIO, start: int, count: int) -> list[PlanEntry]:

@@ -83,6 +83,7 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "generation": manifest.generation,
         "owner": manifest.owner,
         "priority": spec.priority,
+        "open": manifest.is_open,
         "outcome": manifest.outcome,
         "input_bytes": _input_bytes(manifest),
         "queued_tokens": manifest.queued_tokens,

@@ -4,6 +4,7 @@ becomes of them in the file store.
 
 import contextlib
 import os
+import time
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.completion_log import Entry, Extent, adopt_log, append_log, logged_lines, sound_extent
@@ -12,11 +13,12 @@ from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import BatchSpec, Manifest
 from jobs.batch.parts import merge_parts
 from jobs.batch.retention import forget_output
+from jobs.protocol.ids import FILE, micros_of
 from jobs.protocol.results import Result, batch_request_id, output_line
 from jobs.queue.request_queue import Queue
 from jobs.store.compression import CompressedWriter
 from jobs.store.file_store import BATCH_FILE_SECONDS, RESULT_PURPOSE, FileRecord, FileStore
-from jobs.store.storage import AtomicWriter, StoreError, make_folder, size_of
+from jobs.store.storage import AtomicWriter, StoreError, link, make_folder, size_of
 
 ResultFile = AtomicWriter | CompressedWriter
 
@@ -106,6 +108,28 @@ def publish_result_files(
             store.drop(file_id)
         else:
             store.put(_complete(manifest, file_id, kind, location, int(ended_at)))
+
+
+def publish_input(queue: Queue, manifest: Manifest) -> None:
+    """Make the lines of a batch that was open a file for batches. Raise `StoreError`."""
+    spec = manifest.spec
+    store, file_id = _store(queue, manifest), spec.input_file_id or ""
+    created = micros_of(FILE, file_id) // 1_000_000
+    record = FileRecord(
+        id=file_id,
+        bytes=manifest.source_bytes,
+        created_at=created,
+        filename=f"{manifest.batch_id}_input.jsonl",
+        purpose="batch",
+        expires_at=int(time.time()) + BATCH_FILE_SECONDS,
+        tenant=spec.tenant,
+        suffix=".jsonl",
+    )
+    content = str(store.content_path(record))
+    make_folder(os.path.dirname(content))
+    if size_of(content) is None:
+        link(spec.input, content)
+    store.put(record)
 
 
 def drop_partial_output(queue: Queue, spec: BatchSpec) -> None:

@@ -5,6 +5,7 @@ input file in one pass that holds one line at a time, and a bit for each.
 """
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.client import BatchRecord, BatchRefused
 from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, read_lines, write_spool
+from jobs.batch.invalid_lines import is_placeholder
 from jobs.batch.submit import BatchSubmission, TooManyBatches, check_open, submit_batch
 from jobs.protocol.results import ApiError, line_of
 from jobs.queue.request_queue import Queue, QueueFull
@@ -89,10 +91,14 @@ def _copy_unanswered(files: FileStore, record: BatchRecord) -> FileRecord:
     kept = None if source.expires_at is None else source.expires_at - source.created_at
     name = f"{record.id}_retry{_format(location) if lines is None else JSONL}"
     with files.begin(filename=name, purpose="batch", tenant=source.tenant, expires_seconds=kept) as upload:
-        if lines is None:
+        if record.spec.streams_input:
+            _copy_jsonl(location, lines, upload, is_placeholder)
+        elif lines is None:
             _copy_whole(location, upload)
         else:
             _copy_lines(location, lines, record.spec.max_lines, upload)
+        if not upload.bytes:
+            raise BatchRefused(f"No request of the batch {record.id} without an answer is valid.")
         return upload.commit()
 
 
@@ -157,11 +163,13 @@ def _copy_lines(location: str, lines: Bitmap, max_lines: int | None, upload: Upl
     delete(spool)
 
 
-def _copy_jsonl(location: str, lines: Bitmap, upload: Upload) -> None:
+def _copy_jsonl(
+    location: str, lines: Bitmap | None, upload: Upload, omits: Callable[[bytes], bool] = lambda raw: False
+) -> None:
     group = bytearray()
     with open_input(location) as file:
         for line in read_lines(file):
-            if line.number in lines:
+            if (lines is None or line.number in lines) and not omits(line.raw or b""):
                 group += (line.raw or b"").removesuffix(b"\n") + b"\n"
             if len(group) >= _COPY_BYTES:
                 upload.write(bytes(group))

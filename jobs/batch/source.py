@@ -28,9 +28,11 @@ def open_source(manifest: Manifest, buffered: bool = True) -> BinaryIO:
 
     Read single lines without a buffer, which would be filled anew for each.
 
-    Raises `StoreError` if it changed.
+    Raises `StoreError` if it changed, other than that lines were appended to an open batch.
     """
     assert manifest.source is not None, "validate names it"
+    if manifest.is_open:
+        return open_input(manifest.source, buffered)
     stamp = stamp_of(manifest.source)
     if stamp != (manifest.source_bytes, manifest.source_mtime_ns):
         if stamp is None or not is_whole(manifest):

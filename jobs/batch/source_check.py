@@ -15,10 +15,12 @@ from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.lines import Line, read_line
 from jobs.protocol.validation import LineError, check_batch_line, check_line
+from jobs.queue.request_queue import Queue
 from jobs.store.storage import join, local_path, open_input
 
 MAX_PROBLEMS = 1000
 
+_BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 
 
@@ -30,6 +32,40 @@ class Checked(msgspec.Struct, frozen=True):
     endpoints: list[str] = []
     problems: list[LineProblem] = []
     plan_sha256: str = ""
+
+
+def estimated_tokens(size: int) -> int:
+    """Return about how many tokens bodies of `size` bytes together have."""
+    return -(-size // _BYTES_PER_TOKEN)
+
+
+def served_models(queue: Queue) -> dict[str, tuple[str, ...] | None]:
+    """Return the models that are or were served, with their tasks, and those loaded on demand."""
+    return dict.fromkeys(queue.on_demand()) | {model.name: model.tasks for model in queue.models()}
+
+
+def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[str] | None]) -> Line | LineError:
+    """Return what a line of the batch holds, or what is wrong with it."""
+    if line.raw is None:
+        return too_long(spec, line.number)
+    if spec.of_api:
+        return check_batch_line(line.raw, line.number, spec.endpoint, served)
+    return check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
+
+
+def too_long(spec: BatchSpec, line: int) -> LineError:
+    """Return what is wrong with a line that is longer than any may be."""
+    code = "invalid_request" if spec.of_api else "line_too_long"
+    return LineError(code, line, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")
+
+
+def duplicate_of(custom_id: str, line: int, original: int) -> LineProblem:
+    """Return what is wrong with a line whose custom_id another one has."""
+    message = (
+        f"The custom_id '{fields.shown(custom_id)}' for this request is a duplicate of another request. The"
+        f" custom_id parameter must be unique for each request in a batch. Line {original} has it already."
+    )
+    return LineProblem("duplicate_custom_id", message, line, "custom_id")
 
 
 def refused(code: str, message: str, param: str | None = None) -> Checked:
@@ -58,7 +94,7 @@ class SourceCheck:
 
     def add(self, line: InputLine) -> None:
         """Check one line."""
-        found = self._check(line)
+        found = check_of(self._spec, line, self._served)
         if isinstance(found, LineError):
             self._problems.add(found)
             return
@@ -90,15 +126,6 @@ class SourceCheck:
         self._ids.close()
         if self._index is not None:
             self._index.close()
-
-    def _check(self, line: InputLine) -> Line | LineError:
-        spec = self._spec
-        if line.raw is None:
-            code = "invalid_request" if spec.of_api else "line_too_long"
-            return LineError(code, line.number, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")
-        if spec.of_api:
-            return check_batch_line(line.raw, line.number, spec.endpoint, self._served)
-        return check_line(line.raw, line.number, spec.endpoint, self._served, spec.default_model)
 
 
 class _Problems:
@@ -172,10 +199,5 @@ def _describe(source: str, found: list[tuple[int, PlanEntry, PlanEntry]]) -> lis
         for _, entry, original in found:
             file.seek(entry.offset)
             custom_id = read_line(file.read(entry.length)).custom_id
-            message = (
-                f"The custom_id '{fields.shown(custom_id)}' for this request is a duplicate of another request. The"
-                " custom_id parameter must be unique for each request in a batch. Line"
-                f" {original.line} has it already."
-            )
-            problems.append(LineProblem("duplicate_custom_id", message, entry.line, "custom_id"))
+            problems.append(duplicate_of(custom_id, entry.line, original.line))
     return problems

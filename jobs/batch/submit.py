@@ -11,6 +11,7 @@ import msgspec
 from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch, record_of
 from jobs.batch.deleted import refuse_deleted
 from jobs.batch.manifest import Manifest, load_manifest
+from jobs.batch.open_requests import SOURCE_NAME, OpenRequests
 from jobs.batch.rebuild import rebuild
 from jobs.batch.register import register
 from jobs.batch.result_files import result_locations
@@ -30,6 +31,7 @@ class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for, and what it may: limits of None are none."""
 
     input_file_id: str
+    streams_input: bool = False  # an open batch, whose input file gets an id and is made at its end
     endpoint: str
     completion_window: str
     seconds: float  # of the completion window
@@ -123,6 +125,8 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
         root.mkdir()
         sync_folder(root.parent)
     manifest.spec = _spec(files, new, root, manifest.created_at)
+    if new.streams_input:
+        OpenRequests(manifest.spec).create()
     if not manifest.spec.input:
         message = (
             f"Cannot find file {fields.shown(new.input_file_id)}, or organization {new.tenant or 'default'} does not"
@@ -160,8 +164,8 @@ def _gone(queue: Queue, tenant: str) -> list[str]:
 
 def _spec(files: FileStore, new: BatchSubmission, root: Path, now: float) -> BatchSpec:
     """`input` is empty where the input file cannot be used. Raises `StoreError`."""
-    source = _take_input(files, new, root)
-    output_file_id, error_file_id = (new_id(FILE, now) for _ in range(2))
+    source = str(root / SOURCE_NAME) if new.streams_input else _take_input(files, new, root)
+    input_file_id, output_file_id, error_file_id = (new_id(FILE, now) for _ in range(3))
     output, error_output = result_locations(files, output_file_id, error_file_id, source)
     return BatchSpec(
         input=source,
@@ -173,7 +177,9 @@ def _spec(files: FileStore, new: BatchSubmission, root: Path, now: float) -> Bat
         metadata=new.metadata,
         priority=new.priority,
         completion_window_seconds=new.seconds,
-        input_file_id=new.input_file_id,
+        skip_invalid_requests=new.streams_input,
+        streams_input=new.streams_input,
+        input_file_id=input_file_id if new.streams_input else new.input_file_id,
         output_file_id=output_file_id,
         error_file_id=error_file_id,
         completion_window=new.completion_window,

@@ -7,19 +7,23 @@ updates Redis. After a kill between the last two, and when Redis goes back to an
 holds results that parts hold already; each drain settles that first, and writes no line twice.
 """
 
+import logging
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.manifest import BatchSpec, Manifest, progress_fields, save_manifest
+from jobs.batch.open_requests import take_appended
 from jobs.batch.parts import Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
 from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
+from jobs.batch.register import register
 from jobs.batch.result_files import LoggedLines, log_successes, may_become_log
 from jobs.batch.source import open_source
 from jobs.batch.stored_lines import are_small, save_stored
-from jobs.control.slices import Slice
+from jobs.control.slices import Slice, Superseded
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
 from jobs.queue import keys
@@ -32,6 +36,9 @@ from jobs.store.storage import StoreError, join, open_input
 SLICE_SECONDS = 1.0
 FEED_SECONDS = 0.25
 """In a slice, before results are drained, which would pile up in Redis otherwise."""
+FOLLOW_SECONDS = 30.0
+"""An open batch has a slice at least this often: a Redis that went back may have lost that lines
+were appended."""
 DRAIN_SECONDS = 1.0
 """Results wait at least this long for more of them, unless there are many or they are the last."""
 
@@ -45,6 +52,8 @@ _ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one
 _SMALLEST_WINDOW = 256 * 1024
 _MOST_REMEMBERED = 10_000
 _MASK64 = (1 << 64) - 1
+
+logger = logging.getLogger(__name__)
 
 
 class BatchProgress:
@@ -60,6 +69,7 @@ class BatchProgress:
         self.measured_at = 0.0
         self.finished = 0
         self.rate = 0.0  # lines per second
+        self.followed_at = -math.inf  # when what was appended to the open batch was read, monotonic seconds
 
     def measure(self, finished: int) -> None:
         """Follow the rate at which lines finish."""
@@ -79,11 +89,11 @@ def advance(held: Slice) -> bool:
     when every line is done. Raises `StoreError`.
     """
     deadline = time.monotonic() + SLICE_SECONDS
-    if len(_progress) > _MOST_REMEMBERED:
-        _progress.clear()
-    progress = _progress.setdefault(held.batch, BatchProgress())
+    progress = batch_progress(held.batch)
     while True:
         held.check_current()
+        if held.manifest.spec.streams_input:
+            follow_appends(held, progress)
         drained = drain(held, progress)  # first, since a full Redis takes no lines
         while drained and held.record().result_bytes and time.monotonic() < deadline and drain(held, progress):
             pass
@@ -99,6 +109,48 @@ def advance(held: Slice) -> bool:
             return True
 
 
+def batch_progress(batch: str) -> BatchProgress:
+    """Return what this process remembers of the batch."""
+    if len(_progress) > _MOST_REMEMBERED:
+        _progress.clear()
+    return _progress.setdefault(batch, BatchProgress())
+
+
+def follow_appends(held: Slice, progress: BatchProgress) -> None:
+    """Take up what was appended to an open batch since, and that it was closed."""
+    manifest, fields = held.manifest, held.record()
+    if manifest.is_open:
+        take_appended(manifest)
+        if not manifest.is_open:
+            save_manifest(manifest)
+    progress.followed_at = time.monotonic()
+    if manifest.total < fields.total:
+        _begin_again(held, fields.total)
+    if (manifest.total, manifest.is_open) != (fields.total, fields.open):
+        # In the pass over the plan that goes on, the new lines may be of any model
+        held.note({**plan_fields(manifest), "open_models": manifest.models})
+
+
+def _begin_again(held: Slice, total: int) -> None:
+    """Drop what Redis has of a batch whose folder went back: it would be taken for what was
+    appended since. Raise `Superseded`.
+    """
+    message = "batch %s has %d lines in its folder, fewer than the %d before; running it again from what is there"
+    logger.warning(message, held.batch, held.manifest.total, total)
+    held.queue.forget(held.batch)
+    register(held.queue, held.manifest)
+    raise Superseded(held.batch)
+
+
+def plan_fields(manifest: Manifest) -> dict[str, Any]:
+    """Return what the record says of the plan."""
+    times = {name: manifest.timestamps[name] for name in ("appended",) if name in manifest.timestamps}
+    return {
+        "open": manifest.is_open, "total": manifest.total, "line_models": manifest.models,
+        "queued_tokens": manifest.queued_tokens, "timestamps": times,
+    }  # fmt: skip
+
+
 def drain_all(held: Slice) -> None:
     """Drain whatever has finished. Raise `StoreError`."""
     progress = BatchProgress()
@@ -109,6 +161,8 @@ def drain_all(held: Slice) -> None:
 def needs_slice(queue: Queue, batch: str, fields: BatchStatus) -> bool:
     """Return whether a slice would find something to do."""
     if fields.result_bytes > 0 or fields.all_done:
+        return True
+    if fields.open and batch_progress(batch).followed_at < time.monotonic() - FOLLOW_SECONDS:
         return True
     return feed_needed(queue, batch, fields)
 
@@ -143,7 +197,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest, buffered=False) as source:
         while cursor < total and shortest < window and size < most_bytes:
             held.check_current()
-            entries = read_plan(plan, cursor, MAX_ITEMS)
+            entries = read_plan(plan, cursor, min(MAX_ITEMS, total - cursor))
             if not entries:
                 raise StoreError(f"the plan of {batch} ends at line {cursor} of {total}")
             rows, taken = _read_rows(held, source, entries, done)

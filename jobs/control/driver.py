@@ -246,4 +246,4 @@ class Driver:
 
 def is_large(fields: BatchFields) -> bool:
     """Return whether the batch is yet to be validated, and its input large or of unknown size."""
-    return fields.state == "validating" and not 0 < fields.input_bytes <= LARGE_BYTES
+    return fields.state == "validating" and not fields.open and not 0 < fields.input_bytes <= LARGE_BYTES

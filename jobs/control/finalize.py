@@ -11,9 +11,10 @@ from typing import NamedTuple
 from jobs.batch.input_files import is_csv, is_parquet, read_lines
 from jobs.batch.invalid_lines import problem_of
 from jobs.batch.manifest import Manifest, save_manifest
+from jobs.batch.open_requests import OpenRequests, take_appended
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
-from jobs.batch.result_files import log_output, may_become_log, publish_result_files
+from jobs.batch.result_files import log_output, may_become_log, publish_input, publish_result_files
 from jobs.batch.row_requests import RowExtras, read_extras
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
@@ -57,6 +58,10 @@ def finalize(held: Slice) -> None:
     manifest.timestamps.setdefault(held.state, held.fields.timestamps[held.state])
     if manifest.outcome != "completed":
         held.queue.remove_unfinished(held.batch)
+    if manifest.is_open:
+        OpenRequests(manifest.spec).close()
+        take_appended(manifest)
+        save_manifest(manifest)
     progress = BatchProgress()
     while drain(held, progress, everything=True):
         held.check_current()
@@ -79,6 +84,8 @@ def _write_results(held: Slice) -> Outcome:
     if manifest.spec.output_file_id is None:
         return write_outputs(manifest, held.check_current)
     outcome = write_outputs(manifest, held.check_current)
+    if manifest.spec.streams_input and manifest.total:
+        publish_input(held.queue, manifest)
     if outcome.output is not None and may_become_log(manifest):
         log_output(manifest, outcome.output)
     publish_result_files(held.queue, manifest, outcome.output, outcome.error_output, manifest.timestamps[held.state])

@@ -141,8 +141,8 @@ class Slice:
 
     def _record_state(self, fields: dict[str, Any]) -> None:
         state = self.manifest.state
-        times = {state: self.manifest.timestamps[state]}
-        self._transition(state, {"timestamps": times, "problem": "", **fields})
+        times = {**fields.get("timestamps", {}), state: self.manifest.timestamps[state]}
+        self._transition(state, {"problem": "", **fields, "timestamps": times})
 
     def _transition(self, state: str | None, fields: dict[str, Any]) -> None:
         with self._transitions:

@@ -10,18 +10,17 @@ from contextlib import closing
 from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
 from jobs.batch.invalid_lines import mark_invalid
 from jobs.batch.manifest import LineProblem
+from jobs.batch.open_requests import take_appended
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
-from jobs.batch.source_check import Checked, SourceCheck, refused
-from jobs.control.advance import BatchProgress, feed
+from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, served_models
+from jobs.control.advance import BatchProgress, feed, plan_fields
 from jobs.control.slices import Slice
-from jobs.queue.request_queue import Queue
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, stamp_of
 
 _MOST_BLANK = 1_000_000  # lines; the index beside the plan has 12 bytes for each, and Redis one bit
 _CHECK_LINES = 256
-_BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
 _REGISTRY_SECONDS = 10.0
 _REGISTRY_POLL_SECONDS = 0.1
 
@@ -29,7 +28,9 @@ _REGISTRY_POLL_SECONDS = 0.1
 def validate(held: Slice) -> None:
     """Move the batch to `in_progress` or `failed`. Raise `StoreError`."""
     manifest = held.manifest
-    if manifest.plan_sha256 is None:
+    if manifest.is_open:
+        take_appended(manifest)
+    elif manifest.plan_sha256 is None:
         checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems
@@ -38,8 +39,7 @@ def validate(held: Slice) -> None:
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
         manifest.endpoints = checked.endpoints
     progress = restore_progress(held.queue, held.manifest, held.check_current)
-    plan = {"total": manifest.total, "line_models": manifest.models, "queued_tokens": manifest.queued_tokens}
-    held.move("in_progress", {**plan, "cursor": 0, **progress})
+    held.move("in_progress", {**plan_fields(manifest), "cursor": 0, **progress})
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
 
 
@@ -127,14 +127,10 @@ def known_models(held: Slice, patience: float) -> dict[str, tuple[str, ...] | No
     Where there is none it waits for one: an emptied Redis gets them as leases are renewed.
     """
     deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
-    while not (models := _models_of(held.queue)) and time.monotonic() < deadline:
+    while not (models := served_models(held.queue)) and time.monotonic() < deadline:
         held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
     return models
-
-
-def _models_of(queue: Queue) -> dict[str, tuple[str, ...] | None]:
-    return dict.fromkeys(queue.on_demand()) | {model.name: model.tasks for model in queue.models()}
 
 
 def _token_problems(held: Slice, size: int) -> list[LineProblem]:
@@ -142,7 +138,7 @@ def _token_problems(held: Slice, size: int) -> list[LineProblem]:
     batches would have more than they may.
     """
     spec = held.manifest.spec
-    held.manifest.queued_tokens = own = -(-size // _BYTES_PER_TOKEN)
+    held.manifest.queued_tokens = own = estimated_tokens(size)
     most = spec.queued_tokens
     if most is None:
         return []

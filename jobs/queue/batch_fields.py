@@ -25,6 +25,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     driver: str = ""  # the process that runs the batch's jobs
     heartbeat: float = 0.0  # when that job last sent a heartbeat, ms of Redis TIME
     expires_at: float = math.inf  # the end of the completion window
+    open: bool = False  # lines may be appended
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -57,8 +58,8 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_done(self) -> bool:
-        """Whether every line has a result."""
-        return self.finished == self.total
+        """Whether every line has a result, and no more come."""
+        return not self.open and self.finished == self.total
 
     @classmethod
     def read(cls, names: Iterable[str], values: Iterable[bytes | None]) -> Self:

@@ -252,6 +252,27 @@ def write_bytes(location: str, data: bytes) -> None:
         writer.commit()
 
 
+def append_behind(location: str, size: int, data: bytes) -> None:
+    """Put data behind the first `size` bytes of a local file, durably; what was behind them goes.
+
+    Raise `StoreError`, also where the file is shorter.
+    """
+    path = local_path(location)
+    assert path is not None, "a batch's root is local"
+    with named("cannot write", location):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with os.fdopen(handle, "r+b") as file:
+            if os.fstat(handle).st_size < size:
+                raise StoreError(f"{location} is shorter than was noted")
+            file.truncate(size)
+            file.seek(size)
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        if size == 0:
+            sync_folder(path.parent)
+
+
 def link(source: str, location: str) -> None:
     """Give a local file a second name, or make a copy where the file system has none.
 

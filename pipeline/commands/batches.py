@@ -2,6 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
@@ -20,7 +21,7 @@ wait_option = flag("--wait", is_flag=True, help="Wait until it has ended; exit a
 
 @click.group()
 def batches() -> None:
-    """Create, show, wait for, cancel, retry and delete batches of a server, over HTTP.
+    """Create, fill, show, wait for, cancel, retry and delete batches of a server, over HTTP.
 
     `pipeline status`, `wait` and `tail` read a fleet's Redis instead, which also holds the batches
     of `run-batch` and of every tenant; so does `forget`.
@@ -36,6 +37,27 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
     return dict(pair.split("=", 1) for pair in pairs)
 
 
+endpoint_option = flag(
+    "--endpoint",
+    help="What the requests are for. [default: what the first line of a local file says, else /v1/chat/completions]",
+)
+window_option = flag(
+    "--completion-window", default="24h", help="How long it may take; must be one that the server allows."
+)
+priority_option = flag(
+    "--priority",
+    type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),
+    default=0,
+    help="Among the tenant's batches a lower one goes first.",
+)
+metadata_option = flag(
+    "--metadata", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="Noted with the batch; may be repeated."
+)
+expiry_option = flag(
+    "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"
+)
+
+
 def _check_wait(wait: bool, output_file: Path | None, fail_on_error: bool) -> None:
     if (output_file is not None or fail_on_error) and not wait:
         raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
@@ -43,21 +65,11 @@ def _check_wait(wait: bool, output_file: Path | None, fail_on_error: bool) -> No
 
 @batches.command()
 @click.argument("source", metavar="FILE_OR_ID")
-@flag(
-    "--endpoint",
-    help="What the requests are for. [default: what the first line of a local file says, else /v1/chat/completions]",
-)
-@flag("--completion-window", default="24h", help="How long it may take; must be one that the server allows.")
-@flag(
-    "--priority",
-    type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),
-    default=0,
-    help="Among the tenant's batches a lower one goes first.",
-)
-@flag("--metadata", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="Noted with the batch; may be repeated.")
-@flag(
-    "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"
-)
+@endpoint_option
+@window_option
+@priority_option
+@metadata_option
+@expiry_option
 @wait_option
 @save_option
 @fail_option
@@ -95,6 +107,87 @@ def submit(
             remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json, name)
             return
     show(batch, batch.id, as_json)
+
+
+@batches.command("open")
+@endpoint_option
+@window_option
+@priority_option
+@metadata_option
+@expiry_option
+@client_options
+def open_(
+    endpoint: str | None,
+    completion_window: str,
+    priority: int,
+    metadata: dict[str, str],
+    output_expires_after: int | None,
+    base_url: str,
+    as_json: bool,
+) -> None:
+    """Create an open batch, whose requests are appended, and print its id."""
+    from pipeline import remote_batches
+
+    new = remote_batches.NewRemoteBatch(
+        source="",
+        endpoint=endpoint,
+        completion_window=completion_window,
+        priority=priority,
+        metadata=metadata,
+        output_expires_after=output_expires_after,
+    )
+    with api_client(base_url) as client:
+        batch = remote_batches.open_batch(client, new)
+    show(batch, batch.id, as_json)
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@click.argument("source", metavar="FILE", type=click.File("rb"), default="-")
+@client_options
+def append(batch_id: str, source: BinaryIO, base_url: str, as_json: bool) -> None:
+    """Append the requests of a JSONL file to an open batch, by default those of stdin as they come.
+
+    A request whose custom_id the batch has already changes nothing, so a command that was cut off
+    may be repeated. Exit code 2 if a line is none of the batch.
+    """
+    from jobs.batch.manifest import LineProblem
+    from pipeline import remote_batches
+    from pipeline.summary import print_problems
+
+    appended = repeated = failed = 0
+    with api_client(base_url) as client:
+        for answer in remote_batches.append(client, batch_id, source):
+            appended, repeated = appended + answer["appended"], repeated + answer["repeated"]
+            failed += len(answer["errors"])
+            if as_json:
+                print_json(answer)
+            print_problems(source.name, [LineProblem(**error) for error in answer["errors"]])
+    if not as_json:
+        click.echo(f"{appended} appended, {repeated} repeated, {failed} refused")
+    if failed:
+        raise Refused(f"{failed} lines are no part of {batch_id}")
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@wait_option
+@save_option
+@fail_option
+@client_options
+def close(
+    batch_id: str, wait: bool, output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool
+) -> None:
+    """Close an open batch: it ends once all of its requests have."""
+    from pipeline import remote_batches
+
+    _check_wait(wait, output_file, fail_on_error)
+    with api_client(base_url) as client:
+        batch = remote_batches.close(client, batch_id)
+        if wait:
+            remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json)
+            return
+    show(batch, f"{batch.id} is closed", as_json)
 
 
 @batches.command("list")

@@ -15,6 +15,7 @@ from openai.types.uploads import UploadPart
 from pydantic import BaseModel, ValidationError
 
 from api.batch_objects import BatchDeleted
+from api.routes.batch_requests import BatchRequests
 
 FILE, BATCH = r"file-[0-9A-Za-z_]+", r"batch_[0-9A-Za-z_]+"
 UPLOAD = r"/v1/uploads/upload_[0-9A-Za-z_]+"
@@ -32,8 +33,11 @@ ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [
     ("GET", rf"/v1/batches/{BATCH}", Batch, False),
     ("POST", rf"/v1/batches/{BATCH}/cancel", Batch, False),
     ("POST", rf"/v1/batches/{BATCH}/retry", Batch, False),
+    ("POST", rf"/v1/batches/{BATCH}/close", Batch, False),
+    ("POST", rf"/v1/batches/{BATCH}/requests", BatchRequests, False),
     ("DELETE", rf"/v1/batches/{BATCH}", BatchDeleted, False),
 ]
+OPEN = ("input", "open", "last_append_at")
 ENDED = {"failed", "completed", "expired", "cancelled"}
 STEPS = {
     "validating": {"failed", "in_progress", "cancelling"},
@@ -101,7 +105,12 @@ class Recorder:
 
 
 def body_faults(kind: type[BaseModel], raw: bytes) -> list[str]:
-    """What keeps a body from being exactly this type."""
+    """What keeps a body from being exactly this type; an open batch has members beyond it."""
+    if kind is Batch and (body := json.loads(raw)).get("input") == "stream":
+        more = [body.pop(name, None) for name in OPEN]
+        if not isinstance(more[1], bool) or not isinstance(more[2], int | None):
+            return [f"{OPEN} of an open batch are {more}"]
+        raw = json.dumps(body).encode()
     try:
         value = kind.model_validate_json(raw, strict=True)
     except ValidationError as error:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
+from openai.types import Batch
 
 from jobs.batch.client import get_batch
 from jobs.queue import keys
@@ -32,6 +33,8 @@ WAITING = ("GET /v1/batches/{batch_id}/stream", "GET /v1/streams/{name}", "POST 
 """Routes whose example is of a batch that has not ended."""
 ENDED = ("POST /v1/batches/{batch_id}/retry", "DELETE /v1/batches/{batch_id}")
 """Routes whose example is of the same batch, once it has ended."""
+OPENED = "POST /v1/batches/{batch_id}/requests"
+"""The route whose example is of an open batch."""
 MADE = {
     "POST /v1/files": "FILE",
     "POST /v1/uploads": "UPLOAD",
@@ -83,6 +86,8 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
             continue
         if route in WAITING:
             known["BATCH"] = waiting_batch(stack, client)
+        if route == OPENED:
+            known["BATCH"] = open_batch(client)
         if route == "POST /v1/uploads/{upload_id}/cancel":
             known["UPLOAD"] = client.uploads.create(
                 bytes=1, filename="a", mime_type="text/plain", purpose="user_data"
@@ -103,6 +108,7 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
         "b",
     ]
     assert "x-last-line: 1" in outputs["GET /v1/files/{file_id}/content"].lower()
+    assert json.loads(outputs[OPENED])["appended"] == 2
     assert outputs["GET /v1/batches/{batch_id}/stream"].rstrip().endswith("data: [DONE]")
     assert '"custom_id":"late"' in outputs["GET /v1/batches/{batch_id}/stream"].replace(" ", "")
     for route in ("DELETE /v1/files/{file_id}", "DELETE /v1/batches/{batch_id}"):
@@ -134,6 +140,7 @@ def test_the_python_examples_run(
     assert outputs["POST /v1/uploads/{upload_id}/complete"].startswith("completed file-")
     assert "'late'" in outputs["GET /v1/batches/{batch_id}/stream"]
     assert names["batch"].status in ("cancelling", "cancelled")
+    assert "'appended': 1" in outputs[OPENED]
     assert names["retried"].metadata == {"retry_of": names["batch"].id}
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(names["file"].id)
@@ -145,6 +152,12 @@ def test_the_difference_in_lines_that_never_ran_is_as_documented(stack: BatchSta
     assert batch.request_counts is not None
     assert batch.request_counts.completed + batch.request_counts.failed == batch.request_counts.total == 1
     assert [line["error"]["code"] for line in results(client, batch.error_file_id)] == ["batch_cancelled"]
+
+
+def open_batch(client: openai.OpenAI) -> str:
+    """The id of a batch to which requests can be appended."""
+    body = {"input": "stream", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    return client.post("/batches", cast_to=Batch, body=body).id
 
 
 def waiting_batch(stack: BatchStack, client: openai.OpenAI) -> str:

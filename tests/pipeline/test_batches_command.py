@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from pipeline.remote_tail import Printer
 from tests.api.scripted_worker import ScriptedWorker
 from tests.pipeline.conftest import CommandOutcome, RunHere
 from tests.support.api_server import running_api
-from tests.support.commands import REPOSITORY, running_pipeline
+from tests.support.commands import REPOSITORY, command, running_pipeline
 from tests.support.control_plane import (
     Answering,
     chat_line,
@@ -148,6 +149,48 @@ def test_every_bad_line_of_a_refused_file_is_listed(batches: Batches, tmp_path: 
     batch_id = done.err.splitlines()[-1].split()[1]
     assert ":2: " in batches("get", batch_id).err
     assert batches("results", batch_id).code == 2
+
+
+def test_requests_are_appended_to_an_open_batch(batches: Batches, stack: ScriptedApi, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 3)
+    batch_id = batches("open", "--metadata", "run=7").out.strip()
+    assert batches("append", batch_id, source).out == "3 appended, 0 repeated, 0 refused\n"
+    with source.open("ab") as file:
+        file.write(b"{\n" + chat_line("c4", "say 4").rstrip())
+    again = batches("append", batch_id, source)
+    assert (again.code, again.out) == (2, "1 appended, 3 repeated, 1 refused\n")
+    assert again.err.startswith(f"{source}:4: ")
+    assert json.loads(batches("get", batch_id, "--json").out)["open"] is True
+    closed = batches("close", batch_id, "--wait", "-o", tmp_path / "out.jsonl")
+    assert closed.code == 0, closed.err
+    check_echoes(tmp_path / "out.jsonl", 4)
+    assert batches("append", batch_id, source).code == 2
+    assert batches("close", batch_id).code == 0
+
+
+def test_a_pipe_is_appended_as_its_lines_come(batches: Batches, stack: ScriptedApi) -> None:
+    batch_id = batches("open").out.strip()
+    lines = [chat_line("c1", "say 1"), chat_line("c2", "say 2")]
+    appending = subprocess.Popen(
+        command("batches", "append", batch_id, "--base-url", stack.url, "--json"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    assert appending.stdin is not None
+    assert appending.stdout is not None
+    appending.stdin.write(lines[0] + lines[1][:10])
+    appending.stdin.flush()
+    wait_until(lambda: total_of(batches, batch_id) == 1, 60, "the first line")
+    appending.stdin.write(lines[1][10:])
+    appending.stdin.close()
+    assert appending.wait(60) == 0
+    assert total_of(batches, batch_id) == 2
+    assert batches("close", batch_id, "--wait").code == 0
+
+
+def total_of(batches: Batches, batch_id: str) -> int:
+    return int(json.loads(batches("get", batch_id, "--json").out)["request_counts"]["total"])
 
 
 def test_answers_that_are_errors_can_fail_the_command(batches: Batches, tmp_path: Path) -> None:

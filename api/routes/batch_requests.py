@@ -1,0 +1,167 @@
+"""`/v1/batches/{id}/requests` and `/close`: what is appended to an open batch, and its end."""
+
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
+from openai.types import Batch, BatchError
+from pydantic import BaseModel
+
+from api.auth import caller_of
+from api.batch_objects import batch_object, find_batch
+from api.http.request_body import check_type, chunks_of
+from api.http.responses import json_response
+from api.state import ApiState, BlockingRoute, queue_reachable, state_of
+from api.threads import APPENDS, run_in
+from jobs.batch.append_groups import group_of
+from jobs.batch.client import BatchRecord
+from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
+from jobs.batch.manifest import LineProblem
+from jobs.batch.open_requests import AppendBounds, OpenRequests
+from jobs.batch.source_check import MAX_PROBLEMS, served_models
+from jobs.protocol.results import ApiError
+from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.tasks import wake
+
+_TYPES = ("application/jsonl", "application/x-ndjson", "application/json", "application/octet-stream")
+_GROUP_BYTES = 1024 * 1024  # that are appended, and made durable, at once
+
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "Lines as those of an input file",
+        "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _TYPES[:2]},
+    }
+}
+
+router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
+
+
+class BatchRequests(BaseModel):
+    """What became of the lines of one call. `errors` are of those that are no part of the batch."""
+
+    object: Literal["batch.requests"] = "batch.requests"
+    batch_id: str
+    appended: int
+    repeated: int
+    errors: list[BatchError]
+    total: int
+
+
+@router.post("/v1/batches/{batch_id}/requests", responses={200: {"model": BatchRequests}}, openapi_extra=_BODY)
+async def append(request: Request, batch_id: str) -> Response:
+    """Append requests, JSONL, to an open batch; those that it has already change nothing.
+
+    They are durable once this answers. A call that fails may have appended some of them.
+    """
+    check_type(request, _TYPES)
+    state, tenant = state_of(request), caller_of(request).tenant
+    appending = await state.fleet.unless_away(run_in_threadpool(_Appending, state, tenant, batch_id))
+    most = state.settings.max_file_bytes
+    async for lines in _groups(request, most):
+        await state.fleet.unless_away(run_in(APPENDS, appending.add, lines))
+    return json_response(appending.answer().model_dump())
+
+
+@router.post("/v1/batches/{batch_id}/close", responses={200: {"model": Batch}})
+def close(request: Request, batch_id: str) -> Response:
+    """Close an open batch: it ends once all of its requests have. May be repeated."""
+    state, tenant = state_of(request), caller_of(request).tenant
+    record = find_batch(state, tenant, batch_id)
+    if not record.spec.streams_input:
+        raise ApiError(409, f"The batch {batch_id} was made of a file, so it is not open.")
+    if record.open:
+        OpenRequests(record.spec).close()
+        wake(state.queue.redis, batch_id)
+        record = find_batch(state, tenant, batch_id)
+    return json_response(batch_object(record))
+
+
+class _Appending:
+    """One call's appends to a batch."""
+
+    def __init__(self, state: ApiState, tenant: str, batch_id: str) -> None:
+        """Raise `ApiError` 404 and 409, and `QueueUnavailable`."""
+        self._queue = state.queue
+        self._record = record = find_batch(state, tenant, batch_id)
+        _check_open(record)
+        self._group = group_of(record.spec)
+        # What the batch has already is served, whatever an emptied Redis knows so far
+        self._served = {**dict.fromkeys(record.models), **served_models(state.queue)}
+        if not self._served:
+            raise QueueUnavailable("no model is served yet that a request could name")
+        self._bounds = AppendBounds(record.spec.max_lines, state.settings.max_file_bytes, self._tokens_left())
+        self._appended = self._repeated = self._failed = 0
+        self._total = record.total
+        self._problems: list[LineProblem] = []
+
+    def add(self, lines: list[InputLine]) -> None:
+        """Append lines durably. Raise `ApiError` and `StoreError`."""
+        outcome = self._group.append(lines, self._served, self._bounds)
+        self._total = outcome.total
+        self._appended += outcome.appended
+        self._repeated += outcome.repeated
+        self._failed += len(outcome.problems)
+        self._problems += outcome.problems[: MAX_PROBLEMS - len(self._problems)]
+        # A driver that this does not reach looks by itself
+        wake(self._queue.redis, self._record.id)
+
+    def answer(self) -> BatchRequests:
+        """Return what became of all."""
+        errors = [
+            BatchError(code=one.code, line=one.line, message=one.message, param=one.param) for one in self._problems
+        ]
+        if more := self._failed - len(errors):
+            message = f"{more} more lines are bad; the first {len(errors)} are listed."
+            errors.append(BatchError(code="too_many_errors", message=message))
+        return BatchRequests(
+            batch_id=self._record.id, appended=self._appended, repeated=self._repeated, errors=errors, total=self._total
+        )
+
+    def _tokens_left(self) -> int | None:
+        spec = self._record.spec
+        if spec.queued_tokens is None:
+            return None
+        others = self._queue.open_tokens(spec.tenant)
+        return max(0, spec.queued_tokens - sum(others.values()) + others.get(self._record.id, 0))
+
+
+def _check_open(record: BatchRecord) -> None:
+    if not record.spec.streams_input:
+        raise ApiError(409, f"The batch {record.id} was made of a file, so it takes no more requests.")
+    if not record.open or record.shown_state not in ("validating", "in_progress"):
+        why = f"has the status '{record.shown_state}'" if record.open else "is closed"
+        raise ApiError(409, f"The batch {record.id} {why}, so it takes no more requests: create another batch.")
+
+
+async def _groups(request: Request, most: int) -> AsyncIterator[list[InputLine]]:
+    """Yield the lines of the body, some megabytes of them at a time, blank ones left out; a line
+    that the connection cut is none. Raise `ApiError` 408 and 413.
+    """
+    lines, begun, number, size, held = list[InputLine](), bytearray(), 0, 0, 0
+    async for chunk in chunks_of(request):
+        size += len(chunk)
+        if size > most:
+            message = f"The body is larger than {most} bytes: append the rest in calls of their own."
+            raise ApiError(413, message, code="request_too_large")
+        *whole, rest = chunk.split(b"\n")
+        for piece in whole:
+            number += 1
+            lines += _line(number, begun + piece)
+            begun.clear()
+        begun += rest[: MAX_LINE_BYTES + 1 - len(begun)]
+        held += len(chunk)
+        if held >= _GROUP_BYTES and lines:
+            yield lines
+            lines, held = [], 0
+    lines += _line(number + 1, begun)
+    if lines:
+        yield lines
+
+
+def _line(number: int, raw: bytes | bytearray) -> list[InputLine]:
+    if len(raw) > MAX_LINE_BYTES:
+        return [InputLine(number, 0, None)]
+    return [InputLine(number, 0, bytes(raw))] if raw.strip() else []

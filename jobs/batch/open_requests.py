@@ -1,0 +1,389 @@
+"""The requests of an open batch: its clients append them while it runs, until they close it.
+
+An append puts lines into the batch's source, its plan and its line index, makes these durable, and
+then commits to a database how much of them counts, and which custom_id came. A process that is
+killed between two of these steps leaves bytes behind what counts: the next append cuts them off.
+The database's transactions also keep processes apart that append at once.
+"""
+
+import contextlib
+import hashlib
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
+from jobs.batch.invalid_lines import Served, marked_line, placeholder_for, unmarked_line
+from jobs.batch.line_index import append_index
+from jobs.batch.manifest import BatchSpec, LineProblem, Manifest
+from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, append_plan
+from jobs.batch.source import note_source
+from jobs.batch.source_check import check_of, duplicate_of, estimated_tokens, too_long
+from jobs.protocol.endpoints import BATCH_ENDPOINTS
+from jobs.protocol.lines import Line, decode_json
+from jobs.protocol.results import ApiError
+from jobs.protocol.validation import LineError
+from jobs.store.storage import (
+    StoreError,
+    StoreFull,
+    append_behind,
+    join,
+    local_path,
+    make_folder,
+    sha256_of,
+    size_of,
+    sync_folder,
+)
+
+DATABASE_NAME = "requests.db"
+JOURNAL_NAME = "requests.db-journal"
+SOURCE_NAME = "input.jsonl"
+"""The source of an open batch, in its folder."""
+
+_LOCK_SECONDS = 10.0  # that one process waits for others that append
+_ASKED_AT_ONCE = 500  # ids in one statement
+_SCHEMA = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS requests (id BLOB PRIMARY KEY, digest BLOB NOT NULL, line INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS committed (place INTEGER PRIMARY KEY CHECK (place = 1), content BLOB NOT NULL);
+INSERT OR IGNORE INTO committed VALUES (1, '{}');
+COMMIT;
+"""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """What counts of an open batch's files."""
+
+    lines: int = 0
+    bytes: int = 0  # of the source
+    body_bytes: int = 0
+    models: list[str] = []  # that the lines name
+    endpoints: list[str] = []
+    appended_at: float = 0.0  # when the last line came, unix seconds; 0: none did
+    closed: bool = False
+
+
+class AppendBounds(NamedTuple):
+    """What the batch may hold with what is appended; None: any number."""
+
+    lines: int | None = None
+    bytes: int | None = None  # of all lines
+    tokens: int | None = None  # an estimate from the lines' bodies
+
+
+class AppendOutcome(NamedTuple):
+    """What became of the lines of one append; `problems` are of those that are no part of the
+    batch.
+    """
+
+    appended: int
+    repeated: int  # the batch had them already
+    problems: list[LineProblem]
+    total: int  # lines of the batch
+
+
+class CheckedLines(NamedTuple):
+    """Lines on their way into a batch."""
+
+    lines: "dict[int, _NewLine]"  # that can be stored, by place
+    problems: list[LineProblem]
+    order: list[int]  # places, as the plan has them
+    bounds: AppendBounds
+
+
+class _NewLine(NamedTuple):
+    number: int  # in the append
+    custom_id: str
+    id: bytes  # a hash of that
+    digest: bytes  # of the line as it came
+    content: bytes  # as it is stored
+    size: int  # of the body
+    model: str
+    url: str
+    values: dict[str, Any]  # of the body
+
+
+class _NewContent:
+    """What one commit adds."""
+
+    def __init__(self, found: Committed) -> None:
+        self.taken = found
+        self.content: list[bytes] = []
+        self.entries: list[PlanEntry] = []
+        self.planned: list[PlanEntry] = []
+        self.known: dict[bytes, tuple[bytes, int]] = {}  # by id: digest and number of the line
+
+    def take(self, fresh: dict[int, _NewLine], append: CheckedLines) -> ApiError | None:
+        """Add the lines of an append behind the others, or return why they are refused."""
+        before, entries = self.taken, dict[int, PlanEntry]()
+        offset = before.bytes
+        for number, (place, line) in enumerate(fresh.items(), before.lines + 1):
+            entries[place] = PlanEntry(number, offset, len(line.content))
+            offset += len(line.content)
+        taken = Committed(
+            before.lines + len(fresh),
+            offset,
+            before.body_bytes + sum(line.size for line in fresh.values()),
+            sorted({*before.models, *(line.model for line in fresh.values())}),
+            sorted({*before.endpoints, *(line.url for line in fresh.values())}),
+            time.time(),
+        )
+        if refusal := _refusal(taken, append.bounds):
+            return refusal
+        self.taken = taken
+        self.content += (line.content for line in fresh.values())
+        self.entries += entries.values()
+        self.planned += (entries[place] for place in append.order if place in entries)
+        self.known |= {line.id: (line.digest, entries[place].line) for place, line in fresh.items()}
+        return None
+
+
+class OpenRequests:
+    """Holds nothing open between two calls. Methods raise `StoreError`."""
+
+    def __init__(self, spec: BatchSpec) -> None:
+        self._spec = spec
+        self._location = join(spec.root, DATABASE_NAME)
+
+    def create(self) -> None:
+        """Make the files of a batch without lines, where they are not there."""
+        make_folder(self._spec.root)
+        with self._connected("rwc") as database:
+            database.executescript(_SCHEMA)
+        with self._transaction() as database:
+            found = self._read(database)
+            if not found.lines:
+                self._append_files(found, b"", [], [])
+        sync_folder(self._spec.root)
+
+    def committed(self) -> Committed:
+        """Return what counts."""
+        with self._connected("rw") as database:
+            return self._read(database)
+
+    def append(self, lines: Sequence[InputLine], served: Served, bounds: AppendBounds) -> AppendOutcome:
+        """Take the lines that the batch does not have, durably when this returns.
+
+        An invalid line becomes a placeholder with its error (`invalid_lines`), one without a usable
+        custom_id a problem; so does a line whose custom_id another one has. All is held in memory.
+
+        Raise `ApiError`: 409 for a closed batch, 400 or 429 where the batch would exceed `bounds`.
+        """
+        [outcome] = self.commit([self.check(lines, served, bounds)])
+        if isinstance(outcome, ApiError):
+            raise outcome
+        return outcome
+
+    def check(self, lines: Sequence[InputLine], served: Served, bounds: AppendBounds) -> CheckedLines:
+        """Check the lines of one append, and order them."""
+        checked, problems = self._check(lines, served)
+        return CheckedLines(checked, problems, [entry.line for entry in self._planned(checked)], bounds)
+
+    def commit(self, appends: Sequence[CheckedLines]) -> list[AppendOutcome | ApiError]:
+        """Take appends, one after the other, and make all durable at once; return what became of
+        each. Raise `ApiError` 409 for a closed batch.
+        """
+        with self._transaction() as database:
+            found = self._read(database)
+            if found.closed:
+                raise _closed()
+            new = _NewContent(found)
+            outcomes = [self._add(database, new, one) for one in appends]
+            if new.entries:
+                self._append_files(found, b"".join(new.content), new.entries, new.planned)
+                rows = ((name, *known) for name, known in new.known.items())
+                database.executemany("INSERT INTO requests VALUES (?, ?, ?)", rows)
+                self._write(database, new.taken)
+        return outcomes
+
+    def close(self) -> None:
+        """Let nothing more be appended; may be repeated, also once the batch has ended."""
+        if size_of(self._location) is None:
+            return
+        with self._transaction() as database:
+            found = self._read(database)
+            if not found.closed:
+                self._append_files(found, b"", [], [])
+                self._write(database, msgspec.structs.replace(found, closed=True))
+
+    def _check(self, lines: Sequence[InputLine], served: Served) -> tuple[dict[int, _NewLine], list[LineProblem]]:
+        """Return the lines that can be stored, by place, and what is wrong with the others."""
+        judged = [(line, check_of(self._spec, line, served)) for line in lines]
+        valid = next(((found.url, found.model) for _, found in judged if isinstance(found, Line)), None)
+        checked, problems = dict[int, _NewLine](), list[LineProblem]()
+        for place, (line, found) in enumerate(judged):
+            if isinstance(found, LineError):
+                valid = valid or self._target(served)
+                stored = None if valid is None else _invalid_line(line, found, *valid)
+            else:
+                stored = _valid_line(line, found)
+            if stored is not None and len(stored.content) <= MAX_LINE_BYTES:
+                checked[place] = stored
+                continue
+            error = found if isinstance(found, LineError) else too_long(self._spec, line.number)
+            problems.append(LineProblem(error.code, error.message, line.number, error.param))
+        return checked, problems
+
+    def _target(self, served: Served) -> tuple[str, str] | None:
+        """Return url and model of placeholders where no line of the append is valid; None where no
+        model is served.
+        """
+        found = self.committed()
+        model = next(iter([*found.models, *sorted(served)]), self._spec.default_model)
+        url = self._spec.endpoint or next(iter(found.endpoints), next(iter(BATCH_ENDPOINTS)))
+        return None if model is None else (url, model)
+
+    def _planned(self, checked: dict[int, _NewLine]) -> Iterator[PlanEntry]:
+        """Yield the lines in the order in which they run; `line` is their place."""
+        with contextlib.closing(PlanBuilder(by_model=self._spec.by_model)) as plan:
+            for place, new in checked.items():
+                plan.add(PlanEntry(place, 0, 0), BATCH_ENDPOINTS[new.url], new.model, new.values)
+            yield from plan.ordered()
+
+    def _add(self, database: sqlite3.Connection, new: "_NewContent", append: CheckedLines) -> AppendOutcome | ApiError:
+        """Add what is new of an append, unless that exceeds its bounds."""
+        known = self._known(database, [line.id for line in append.lines.values()]) | new.known
+        fresh, repeated, problems = dict[int, _NewLine](), 0, append.problems.copy()
+        for place, line in append.lines.items():
+            if (original := known.get(line.id)) is None:
+                fresh[place] = line
+                known[line.id] = line.digest, new.taken.lines + len(fresh)
+            elif original[0] == line.digest:
+                repeated += 1
+            else:
+                problems.append(duplicate_of(line.custom_id, line.number, original[1]))
+        if fresh and (refusal := new.take(fresh, append)):
+            return refusal
+        problems.sort(key=lambda problem: problem.line or 0)
+        return AppendOutcome(len(fresh), repeated, problems, new.taken.lines)
+
+    def _known(self, database: sqlite3.Connection, ids: list[bytes]) -> dict[bytes, tuple[bytes, int]]:
+        """Return digest and number of the lines that have these ids."""
+        known = dict[bytes, tuple[bytes, int]]()
+        for start in range(0, len(ids), _ASKED_AT_ONCE):
+            some = ids[start : start + _ASKED_AT_ONCE]
+            marks = ",".join("?" * len(some))
+            rows = database.execute(f"SELECT id, digest, line FROM requests WHERE id IN ({marks})", some)
+            known |= {name: (digest, line) for name, digest, line in rows}
+        return known
+
+    def _append_files(
+        self, found: Committed, content: bytes, entries: list[PlanEntry], planned: list[PlanEntry]
+    ) -> None:
+        """Put lines behind what counts, and cut off what a killed process has left there."""
+        root = self._spec.root
+        writes = [
+            partial(append_behind, self._spec.input, found.bytes, content),
+            partial(append_plan, join(root, PLAN_NAME), found.lines, planned),
+        ]
+        if self._spec.of_api:
+            writes.append(partial(append_index, root, found.lines, entries))
+        # A disk takes as long for all of them at once as for one
+        with ThreadPoolExecutor(len(writes)) as writers:
+            for written in [writers.submit(write) for write in writes]:
+                written.result()
+
+    def _read(self, database: sqlite3.Connection) -> Committed:
+        [(content,)] = database.execute("SELECT content FROM committed")
+        return msgspec.json.decode(content, type=Committed)
+
+    def _write(self, database: sqlite3.Connection, found: Committed) -> None:
+        database.execute("UPDATE committed SET content = ?", [msgspec.json.encode(found)])
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Keep other processes out; commit, durably, unless the body raises."""
+        if size_of(self._location) is None:
+            raise _closed()
+        with self._connected("rw") as database:
+            database.execute("BEGIN IMMEDIATE")
+            yield database
+            database.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _connected(self, mode: str) -> Iterator[sqlite3.Connection]:
+        path = local_path(self._location)
+        assert path is not None, "a batch's root is local"
+        try:
+            uri = f"{path.absolute().as_uri()}?mode={mode}"
+            connection = sqlite3.connect(uri, _LOCK_SECONDS, isolation_level=None, uri=True)
+            with contextlib.closing(connection):
+                # Unlike the removal of a journal, its truncation is made durable
+                connection.execute("PRAGMA journal_mode = TRUNCATE")
+                connection.execute("PRAGMA synchronous = FULL")
+                yield connection
+        except sqlite3.Error as error:
+            is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            raise (StoreFull if is_full else StoreError)(f"cannot use {self._location}: {error}") from error
+
+
+def take_appended(manifest: Manifest) -> None:
+    """Note in the manifest what was appended so far; once the batch is closed, it has all that it
+    has of any other. Raise `StoreError`.
+    """
+    spec = manifest.spec
+    found = OpenRequests(spec).committed()
+    manifest.source, manifest.total = spec.input, found.lines
+    manifest.models, manifest.endpoints = found.models, found.endpoints
+    manifest.queued_tokens = estimated_tokens(found.body_bytes)
+    if found.appended_at:
+        manifest.timestamps["appended"] = found.appended_at
+    if found.closed:
+        manifest.input_bytes, manifest.input_sha256 = found.bytes, sha256_of(spec.input)
+        manifest.plan_sha256 = sha256_of(join(spec.root, PLAN_NAME))
+        note_source(manifest, spec.input, manifest.input_sha256)
+
+
+def _closed() -> ApiError:
+    return ApiError(409, "This batch is closed, so it takes no more requests: create another batch for them.")
+
+
+def _refusal(taken: Committed, bounds: AppendBounds) -> ApiError | None:
+    """Return why the batch may not have what was taken."""
+    tokens = estimated_tokens(taken.body_bytes)
+    for has, most, unit in ((taken.lines, bounds.lines, ""), (taken.bytes, bounds.bytes, " bytes")):
+        if most is not None and has > most:
+            message = f"With these requests the batch would have {has}{unit}, and it may have {most}"
+            return ApiError(400, f"{message}: close it, and create another batch for the rest.", code="too_many_tasks")
+    if bounds.tokens is not None and tokens > bounds.tokens:
+        message = (
+            f"With these requests the batch would have about {tokens} tokens, and {bounds.tokens} are left of those"
+            " that may be queued in your batches: try again when one has ended."
+        )
+        return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded")
+    return None
+
+
+def _valid_line(line: InputLine, found: Line) -> _NewLine:
+    raw = _text_of(line)
+    name, content = _id_of(found.custom_id), unmarked_line(raw) + b"\n"
+    size = len(found.body)
+    return _NewLine(
+        line.number, found.custom_id, name, _digest(raw), content, size, found.model, found.url, found.values
+    )
+
+
+def _invalid_line(line: InputLine, error: LineError, url: str, model: str) -> _NewLine | None:
+    raw, placeholder = _text_of(line), placeholder_for(url, model)
+    if (content := marked_line(raw, error, placeholder)) is None:
+        return None
+    custom_id = decode_json(content)["custom_id"]
+    name = _id_of(custom_id)
+    return _NewLine(line.number, custom_id, name, _digest(raw), content, 0, model, url, placeholder["body"])
+
+
+def _text_of(line: InputLine) -> bytes:
+    return b"" if line.raw is None else line.raw.strip()
+
+
+def _id_of(custom_id: str) -> bytes:
+    return _digest(custom_id.encode(errors="surrogatepass"))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
