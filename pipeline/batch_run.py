@@ -80,7 +80,7 @@ class BatchRun:
     def conclude(self, record: BatchRecord) -> None:
         """Print the summary. Raises `LinesFailed`."""
         now = time.monotonic()
-        print_summary(record, now - self._began, now - (self._answering_since or now))
+        print_summary(record, now - self._began, now - (self._answering_since or now), self._task.upload_to)
         check_end("the batch", record.state, record.total, record.failed, self._task.fail_on_error)
 
     def _run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
@@ -141,9 +141,9 @@ class BatchRun:
             models = self._fleet_models(queue)
         default = self._served[0] if self._served else task.model
         return BatchSpec(
-            input=str(task.source.absolute()),
+            input=str(task.source_file.absolute()),
             root=str(task.root),
-            output=str(task.output.absolute()),
+            output=str(task.output_file.absolute()),
             error_file="inline",
             default_model=None if len(task.hosted) > 1 else default,
             models=models,

@@ -11,14 +11,17 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jobs.batch.input_files import InputError
 from jobs.batch.manifest import load_manifest
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import CommandEnd, LinesFailed, Refused
-from pipeline.private_folder import held
+from pipeline.private_folder import RUN_LOCK, held
 from pipeline.progress import Progress, make_progress
 from pipeline.row_options import check_rows
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
+from pipeline.uris.fetching import fetch, holds_input_alone, open_source
+from pipeline.uris.uri import Uri
 from pipeline.worker_settings import worker_settings
 
 _SMALL_BYTES = 4 * 1024 * 1024
@@ -69,7 +72,7 @@ def _run_task(
             and not task.hosted
             and not supervisor.has("worker")
             and load_manifest(str(task.root)) is None
-            and task.source.stat().st_size < _SMALL_BYTES
+            and task.source_file.stat().st_size < _SMALL_BYTES
         ):
             # Loading the model takes longer than checking so small a file
             start_worker(task, supervisor)
@@ -78,6 +81,10 @@ def _run_task(
         run = BatchRun(task, served, began)
         record = run.run(supervisor, signals, progress, is_last)
         run.check_accepted(record)
+        if task.upload_to is not None and record.output is not None:
+            from pipeline.uris.uploading import upload
+
+            upload(task.output_file, task.upload_to, task.partition_by, signals, progress.say)
     run.conclude(record)
 
 
@@ -102,30 +109,59 @@ def _checked(tasks: Sequence[Task]) -> list[str]:
     else:
         served = worker_settings(first.model, "", first.model_flags).models if first.starts_worker else []
     for task in tasks:
-        check_input(task.source)
-        if task.rows is not None:
+        check_input(task)
+        if task.rows is not None and isinstance(task.source, Path):
             check_rows(task.source, task.rows)
-        check_output(task.output, task.source)
+        check_output(task)
+    _check_uploads(tasks)
+    with contextlib.ExitStack() as refused_together:
+        for task in tasks:
+            if isinstance(task.source, Uri):
+                refused_together.enter_context(_folder(task, locked=True))
+                fetch(task.source, task.source_file, task.allowed, load_manifest(str(task.root)) is not None)
+                if task.rows is not None:
+                    check_rows(task.source_file, task.rows)
     return served
 
 
+def _check_uploads(tasks: Sequence[Task]) -> None:
+    """Raise `Refused` unless results can be uploaded; those of several inputs have one folder."""
+    new = next((task for task in tasks if task.upload_to is not None and not task.root.exists()), None)
+    if new is None or new.upload_to is None:
+        return
+    from pipeline.uris.partitions import SUCCESS, check_empty
+    from pipeline.uris.uploading import check_writable
+
+    if new.partition_by:
+        check_empty(new.upload_to)
+    is_prefix = new.partition_by and isinstance(new.output, Uri)
+    check_writable(new.upload_to / SUCCESS if is_prefix else new.upload_to)
+
+
 @contextlib.contextmanager
-def _folder(task: Task) -> Iterator[None]:
-    """Lock the folder beside the output for the whole run; remove it after a refusal."""
+def _folder(task: Task, locked: bool = False) -> Iterator[None]:
+    """Lock the folder of the run, unless a fleet works in it; remove it after a refusal."""
     start_over_if_removed(task.root)
-    resumes = task.root.exists()
+    resumes = task.root.exists() and not holds_input_alone(task.root)
     refusal = f"another run is at work on {task.root}: wait for it, or stop it"
-    try:
-        with contextlib.nullcontext() if task.redis_url is not None else held(str(task.root), refusal, lock=".run"):
+    locked = locked or task.redis_url is None
+    with held(str(task.root), refusal, lock=RUN_LOCK) if locked else contextlib.nullcontext():
+        try:
             yield
-    except Refused:
-        if not resumes:
-            shutil.rmtree(task.root, ignore_errors=True)
-        raise
+        except (Refused, InputError):
+            if not resumes:
+                shutil.rmtree(task.root, ignore_errors=True)
+            raise
 
 
-def check_input(source: Path) -> None:
+def check_input(task: Task) -> None:
     """Raise `Refused` unless the file exists and can be read."""
+    source = task.source
+    if isinstance(source, Uri):
+        if not source.file_name:
+            raise Refused(f"the input {source} names no file")
+        with open_source(source, task.allowed):
+            return
     try:
         if source.is_dir():
             raise Refused(f"the input {source} is a folder")
@@ -136,14 +172,25 @@ def check_input(source: Path) -> None:
         raise Refused(f"the input {source} cannot be read: {error.strerror}") from None
 
 
-def check_output(output: Path, source: Path) -> None:
+def check_output(task: Task) -> None:
     """Raise `Refused` if the output is a folder or the input.
 
     Other faults are found when the batch is made.
     """
-    if output.is_dir():
+    output, source = task.output, task.source
+    if isinstance(output, Uri):
+        if output.is_http:
+            raise Refused(f"results cannot be written to {output}: name a file, or a store such as s3")
+        if not output.name:
+            raise Refused(f"the output {output} is a folder")
+        if output.is_same_as(source):
+            raise Refused(f"the output {output} is the input itself")
+        return
+    if output.is_dir() and not task.partition_by:
         raise Refused(f"the output {output} is a folder")
-    if output.exists() and output.samefile(source):
+    if output.is_file() and task.partition_by:
+        raise Refused(f"the output {output} is a file: --partition-by writes a folder")
+    if isinstance(source, Path) and output.exists() and output.samefile(source):
         raise Refused(f"the output {output} is the input itself")
 
 

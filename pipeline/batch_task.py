@@ -1,5 +1,6 @@
 """The parameters of a run, and the start of its worker."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.queue.settings import QueueSettings
 from pipeline.hosting.settings import HostingSettings
-from pipeline.input_names import PARTS_SUFFIX
+from pipeline.input_names import PARTS_SUFFIX, Place
 from pipeline.options import model_arguments
 from pipeline.supervisor import Supervisor
+from pipeline.uris.addresses import AllowedHosts
+from pipeline.uris.fetching import FOLDER as INPUT_FOLDER
+from pipeline.uris.uri import Uri
 
 if TYPE_CHECKING:
     from jobs.batch.row_requests import RowOptions
     from pipeline.hosting.models import ServedModel
 
+_RESULTS_FOLDER = "results"
 _SHUTDOWN_SECONDS = 1.0
 
 
@@ -23,12 +28,14 @@ class Task:
     """The parameters of a run.
 
     With no `redis_url` everything runs here; `model_flags` are the values of the model flags.
-    `hosted` are the models where there are several.
+    `hosted` are the models where there are several. An input from the web may come from `allowed`.
     """
 
-    source: Path
+    source: Place
     rows: "RowOptions | None"
-    output: Path
+    output: Place
+    partition_by: tuple[str, ...]
+    allowed: AllowedHosts
     model: str | None
     hosted: Sequence["ServedModel"]
     hosting: HostingSettings
@@ -43,8 +50,34 @@ class Task:
 
     @property
     def root(self) -> Path:
-        """The folder beside the output from which a second start goes on."""
-        return self.output.with_name(f"{self.output.name}{PARTS_SUFFIX}").absolute()
+        """The folder from which a second start goes on: beside the output, or for one that is a URI
+        in the present folder.
+        """
+        if isinstance(self.output, Path):
+            return self.output.with_name(f"{self.output.name}{PARTS_SUFFIX}").absolute()
+        digest = hashlib.sha256(str(self.output).encode()).hexdigest()[:8]
+        return Path(f"{self.output.name}.{digest}{PARTS_SUFFIX}").absolute()
+
+    @property
+    def source_file(self) -> Path:
+        """The input on disk, which of a URI is what was fetched."""
+        if isinstance(self.source, Path):
+            return self.source
+        return self.root / INPUT_FOLDER / self.source.file_name
+
+    @property
+    def output_file(self) -> Path:
+        """The results on disk as one file, from where `upload_to` gets them."""
+        if isinstance(self.output, Path) and not self.partition_by:
+            return self.output
+        return self.root / _RESULTS_FOLDER / (f"{self.output.name}.parquet" if self.partition_by else self.output.name)
+
+    @property
+    def upload_to(self) -> Uri | None:
+        """What is made of `output_file` at the end; None if that is the output itself."""
+        if isinstance(self.output, Path):
+            return Uri(self.output.absolute().as_uri()) if self.partition_by else None
+        return self.output
 
 
 def start_worker(task: Task, supervisor: Supervisor) -> None:

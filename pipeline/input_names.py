@@ -1,69 +1,121 @@
 """The files that `run-batch` reads, and those that it writes."""
 
 import glob
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pipeline.errors import Refused
+from pipeline.uris.uri import Uri
 
 PARTS_SUFFIX = ".parts"
 """Of the folder beside an output, from which a run goes on."""
 
+Place = Path | Uri
 
-def named_files(inputs: Iterable[Path], output: Path | None) -> list[tuple[Path, Path]]:
-    """Return each input with its output; a pattern stands for the files that match it.
 
-    The outputs of several inputs, or of a pattern, are in the folder `output`. Raise `Refused`.
+def named_files(inputs: Iterable[Place], output: Place | None) -> list[tuple[Place, Place]]:
+    """Return each input with its output; a pattern stands for the files that match it, and the
+    folder of a URI for the files in it. A folder of Parquet files is one input.
+
+    The outputs of several inputs, or of a pattern, are in the folder `output`. Raise `Refused` and
+    `Unfinished`.
     """
-    sources: list[Path] = []
+    sources: list[Place] = []
     several = False
     for named in inputs:
         found = _matches(named)
-        several = several or bool(sources) or found != [named]
+        is_dataset = isinstance(found[0], Uri) and found[0].is_folder
+        several = several or bool(sources) or (found != [named] and not is_dataset)
         sources += found
     if not several:
         return [(sources[0], output or default_output(sources[0]))]
-    if output is not None and output.exists() and not output.is_dir():
+    if isinstance(output, Path) and output.exists() and not output.is_dir():
         raise Refused(f"the output {output} is a file: the results of several inputs need a folder")
     files = [(source, output / _output_name(source) if output else default_output(source)) for source in sources]
-    taken: dict[Path, Path] = {}
-    read = {source.resolve() for source in sources}
+    taken: dict[Place, Place] = {}
+    read = {_resolved(source) for source in sources}
     for source, target in files:
-        if target.resolve() in read - {source.resolve()}:
+        if _resolved(target) in read - {_resolved(source)}:
             raise Refused(f"the results of {source} would take the place of the input {target}: name another -o")
         if (other := taken.setdefault(target, source)) is not source:
             raise Refused(f"the results of {other} and {source} would both be {target}: run them one by one")
     return files
 
 
-def default_output(source: Path) -> Path:
+def default_output(source: Place) -> Path:
     """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
     requests.results.parquet; requests.csv -> requests.results.csv.
+
+    That of a URI is in the present folder.
     """
-    return source.with_name(_output_name(source, ".results"))
+    beside = source if isinstance(source, Path) else _present_folder(source) / _name_of(source)
+    return beside.with_name(_output_name(source, ".results"))
 
 
-def _output_name(source: Path, behind: str = "") -> str:
+def _present_folder(source: Uri) -> Path:
+    """Return the folder for what is made of a URI: of a local folder the one that it is in."""
+    return Path(source.path).parent if source.scheme == "file" else Path()
+
+
+def _name_of(source: Uri) -> str:
+    if not source.file_name:
+        raise Refused(f"{source} names no file")
+    return source.file_name
+
+
+def _resolved(place: Place) -> Place:
+    return place.resolve() if isinstance(place, Path) else Uri(str(place))
+
+
+def _output_name(named: Place, behind: str = "") -> str:
     from jobs.batch.input_files import format_of, is_csv, is_parquet
     from jobs.store.input_formats import PARQUET
 
+    source = named if isinstance(named, Path) else Path(_name_of(named))
     plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
-    parquet = is_parquet(str(plain)) or (source.is_file() and format_of(str(source)) == PARQUET)
+    parquet = is_parquet(str(plain)) or (source is named and source.is_file() and format_of(str(source)) == PARQUET)
     suffix = ".parquet" if parquet else ".csv" if is_csv(str(plain)) else ".jsonl"
     return f"{plain.stem}{behind}{suffix}"
 
 
-def _matches(named: Path) -> list[Path]:
+def _matches(named: Place) -> Sequence[Place]:
     """Return the files that match a pattern, or the path itself where it is none.
 
     What an earlier start of the same command wrote does not match.
     """
+    if isinstance(named, Path) and named.is_dir() and _has_tables(named):
+        named = Uri(f"{named.absolute().as_uri()}/")
+    if isinstance(named, Uri):
+        return _matching_uris(named)
     if named.exists() or not glob.has_magic(str(named)):
         return [named]
     found = [Path(path) for path in sorted(glob.glob(str(named), recursive=True))]
     if found := [path for path in found if path.is_file() and not _is_written(path)]:
         return found
     raise Refused(f"no file matches {named}")
+
+
+def _has_tables(folder: Path) -> bool:
+    from jobs.batch.input_files import is_parquet
+
+    return any(is_parquet(path.name) for path in folder.rglob("*"))
+
+
+def _matching_uris(named: Uri) -> list[Uri]:
+    if not named.is_pattern and not named.is_folder:
+        return [named]
+    from jobs.batch.input_files import is_parquet
+    from pipeline.uris.stores import files_of
+
+    if named.is_folder and (below := files_of(named / "**" / "*")):
+        tables = [is_parquet(one.name) for one in below]
+        if all(tables):
+            return [named]
+        if any(tables):
+            raise Refused(f"{named} is a folder of Parquet files and others: name its files by a pattern")
+    if found := files_of(named):
+        return found
+    raise Refused(f"no file {'matches' if named.is_pattern else 'is in'} {named}")
 
 
 def _is_written(path: Path) -> bool:

@@ -16,6 +16,9 @@ from pipeline.errors import Refused
 _PREFIX = "pipeline-"
 _OWNER = "owner.lock"
 
+RUN_LOCK = ".run"
+"""In the folder of a run that is at work."""
+
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:

@@ -43,7 +43,8 @@ def _read_body(_ctx: click.Context, _param: click.Parameter, text: str | None) -
         raise click.BadParameter(f"it is not a JSON object such as '{{\"max_tokens\": 64}}': {error}.") from None
 
 
-def _read_names(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[str, ...]:
+def read_names(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """Read the value of a flag that names columns."""
     names = [name.strip() for name in (text or "").split(",")]
     return tuple(dict.fromkeys(name for name in names if name))
 
@@ -59,7 +60,7 @@ row_flags = all_of(
         "--id-column",
         help="The column that holds the ids of requests. [default: custom_id if there is one, else row-1, row-2, …]",
     ),
-    flag("--keep-columns", callback=_read_names, help="Columns that the results get too, separated by commas."),
+    flag("--keep-columns", callback=read_names, help="Columns that the results get too, separated by commas."),
     flag(
         "--endpoint",
         callback=_check_endpoint,

@@ -15,6 +15,7 @@ from pipeline.progress import Counts, duration
 
 if TYPE_CHECKING:
     from jobs.batch.client import BatchRecord
+    from pipeline.uris.uri import Uri
 
 _ANSWERS = 3
 _LONGEST_ANSWER = 100
@@ -53,7 +54,9 @@ def check_end(name: str, state: str, total: int, failed: int, fail_on_error: boo
         raise LinesFailed(f"{failed} of {total} requests failed")
 
 
-def print_summary(record: "BatchRecord", seconds: float, answering: float = 0.0, copied_to: Path | None = None) -> None:
+def print_summary(
+    record: "BatchRecord", seconds: float, answering: float = 0.0, copied_to: "Path | Uri | None" = None
+) -> None:
     """Print the end of a run of `seconds` on stdout: where the results are, the first of them, and
     the totals.
 
@@ -61,7 +64,7 @@ def print_summary(record: "BatchRecord", seconds: float, answering: float = 0.0,
     """
     written = local_path(record.output) if record.output is not None else None
     readable = written or copied_to  # a copy may have another ending
-    for line in first_answers(readable) if readable is not None else ():
+    for line in first_answers(readable) if isinstance(readable, Path) else ():
         print(line)
     print(f"results: {copied_to or written or record.output}")
     usage = record.usage

@@ -8,7 +8,7 @@ import click
 
 from pipeline.errors import Refused
 from pipeline.hosting.settings import HostingSettings
-from pipeline.input_names import named_files
+from pipeline.input_names import Place, named_files
 from pipeline.options import (
     MODEL_FLAGS,
     ModelNames,
@@ -24,25 +24,48 @@ from pipeline.options import (
     replicas_option,
     values_of,
 )
-from pipeline.row_options import row_flags, row_options
+from pipeline.row_options import read_names, row_flags, row_options
+from pipeline.uris.addresses import AllowedHosts, parse_allowed
+from pipeline.uris.uri import PathOrUri, Uri
 
 if TYPE_CHECKING:
+    from jobs.batch.row_requests import RowOptions
     from pipeline.hosting.models import ServedModel
 
 
+def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None) -> AllowedHosts:
+    try:
+        return parse_allowed(text or "")
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from None
+
+
 @click.command("run-batch")
-@click.argument("inputs", metavar="[INPUT]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("inputs", metavar="[INPUT]...", nargs=-1, type=PathOrUri())
 @flag(
     "-i",
     "--input-file",
-    type=click.Path(path_type=Path),
+    type=PathOrUri(),
     help="The file of requests: JSONL, Parquet or CSV; the same as INPUT.",
 )
 @flag(
     "-o",
     "--output-file",
-    type=click.Path(path_type=Path),
-    help="The file of results; of several inputs the folder. [default: INPUT with .results before its suffix]",
+    type=PathOrUri(),
+    help="The file of results, or a URI to upload it to; of several inputs the folder. [default: INPUT with .results"
+    " before its suffix]",
+)
+@flag(
+    "--partition-by",
+    callback=read_names,
+    help="Columns of the results, separated by commas: they are written into the folder of --output-file, as Parquet"
+    " files by the values of these.",
+)
+@flag(
+    "--allow-hosts",
+    callback=_read_allowed,
+    help="Hosts and networks of http inputs that are not on the public internet, separated by commas, such as"
+    " 'files.lan,10.0.0.0/8'.",
 )
 @flag(
     "--model",
@@ -85,9 +108,11 @@ if TYPE_CHECKING:
 def run_batch(
     ctx: click.Context,
     /,
-    inputs: tuple[Path, ...],
-    input_file: Path | None,
-    output_file: Path | None,
+    inputs: tuple[Place, ...],
+    input_file: Place | None,
+    output_file: Place | None,
+    partition_by: tuple[str, ...],
+    allow_hosts: AllowedHosts,
     models: tuple[str, ...],
     model_flags: tuple[str, ...],
     skip_invalid_requests: bool,
@@ -105,13 +130,22 @@ def run_batch(
 
     With the same INPUT and output it resumes where it was stopped.
 
+    INPUT and output may be URIs: s3, gs, abfs, hdfs and what fsspec knows; INPUT also http, https.
+    What was fetched, and results that will be uploaded, are in the folder OUTPUT.parts. That of an
+    output in a store is in the present folder.
+
     Several INPUTs, or a pattern such as 'data/*.jsonl', run one after the other on the same worker.
 
     Exit codes: 0 every line has its answer (an error is one too), 1 stopped unfinished, 2 refused,
     130 interrupted.
     """
+    if detach and (partition_by or isinstance(output_file, Uri)):
+        raise Refused(f"--detach exits at once, but the results are to be written to {output_file}: leave out --detach")
+    if partition_by and isinstance(output_file, Uri):
+        output_file = output_file.without_slash()
     files = named_files(_inputs(ctx, inputs, input_file), output_file)
     rows = row_options(ctx)
+    _check_partitions(partition_by, rows, output_file, len(files))
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
     from jobs.queue.settings import QueueSettings
@@ -129,6 +163,8 @@ def run_batch(
     task = partial(
         Task,
         rows=rows,
+        partition_by=partition_by,
+        allowed=allow_hosts,
         model=models[0] if models else None,
         hosted=hosted,
         hosting=hosting,
@@ -169,13 +205,23 @@ def _hosted(
     return models
 
 
-def _inputs(ctx: click.Context, positional: tuple[Path, ...], option: Path | None) -> tuple[Path, ...]:
+def _inputs(ctx: click.Context, positional: tuple[Place, ...], option: Place | None) -> tuple[Place, ...]:
     if positional and given_as_flag(ctx, ["input_file"]) and positional != (option,):
         raise Refused(f"two inputs are named: {positional[0]} and --input-file {option}")
     named = positional or ((option,) if option is not None else ())
     if not named:
         raise click.UsageError("no input is named: pipeline run-batch INPUT [-o OUTPUT]", ctx)
     return named
+
+
+def _check_partitions(columns: tuple[str, ...], rows: "RowOptions | None", output: Place | None, inputs: int) -> None:
+    from jobs.control.result_rows import RESULT_COLUMNS, kept_name
+
+    known = [*RESULT_COLUMNS, *(kept_name(name) for name in (rows.keep_columns if rows else ()))]
+    if unknown := [name for name in columns if name not in known]:
+        raise Refused(f"--partition-by names no column of the results: {unknown[0]}; --keep-columns adds columns")
+    if columns and (output is None or inputs > 1):
+        raise Refused("--partition-by needs one input, and -o with the folder of its results")
 
 
 def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: bool, detach: bool) -> None:

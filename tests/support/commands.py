@@ -17,7 +17,11 @@ EXAMPLES = REPOSITORY / "examples" / "requests.jsonl"
 
 
 def run_pipeline(
-    *arguments: object, redis_url: str | None = None, timeout: float = 250, **environment: str
+    *arguments: object,
+    redis_url: str | None = None,
+    timeout: float = 250,
+    folder: Path = REPOSITORY,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     return subprocess.run(
@@ -26,16 +30,16 @@ def run_pipeline(
         capture_output=True,
         text=True,
         timeout=timeout,
-        cwd=REPOSITORY,
+        cwd=folder,
     )
 
 
 @contextmanager
 def running_pipeline(
-    *arguments: object, redis_url: str | None = None, **environment: str
+    *arguments: object, redis_url: str | None = None, folder: Path = REPOSITORY, **environment: str
 ) -> Iterator["RunningCommand"]:
     """Starts the command; at the end it is stopped and waited for."""
-    started = RunningCommand(command(*arguments), command_environment(redis_url, environment))
+    started = RunningCommand(command(*arguments), command_environment(redis_url, environment), folder)
     try:
         yield started
     finally:
@@ -45,7 +49,7 @@ def running_pipeline(
 class RunningCommand:
     """A command that runs in the background; its output is kept in a file."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], folder: Path = REPOSITORY) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as someone reads it
         self.process = subprocess.Popen(
             arguments,
@@ -53,7 +57,7 @@ class RunningCommand:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            cwd=REPOSITORY,
+            cwd=folder,
         )
 
     @property

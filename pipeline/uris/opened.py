@@ -1,0 +1,21 @@
+"""What a source is before its bytes are read."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+
+class SourceStamp(msgspec.Struct, frozen=True):
+    """What tells one content of a file from another."""
+
+    size: int | None
+    changed: str
+    """Its time of change, or the tag that its server gives it; "" if there is none."""
+
+
+class OpenSource(NamedTuple):
+    """A file that can be read once, from its start."""
+
+    stamp: SourceStamp
+    chunks: Iterator[bytes]

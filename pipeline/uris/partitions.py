@@ -1,0 +1,76 @@
+"""Results as a folder of Parquet files, by the values of some columns (hive partitioning)."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.store.storage import sync_folder
+from pipeline.errors import Refused
+from pipeline.uris.stores import OBJECT_STORES, filesystem_of, infos_below
+from pipeline.uris.uri import Uri
+
+SUCCESS = "_SUCCESS"
+"""The name of an empty file that is written last, and that readers of datasets pass over."""
+
+_ROWS = 1 << 13
+_MOST_PARTITIONS = 1 << 16
+_MOST_OPEN_FILES = 64
+_OWN_FILE = re.compile(r"part-\d+\.parquet")
+
+
+def check_empty(uri: Uri) -> None:
+    """Raise `Refused` if something is in the folder, and `Unfinished`."""
+    if found := infos_below(uri):
+        raise Refused(f"the output {uri} has files already, such as {found[0].base_name}: name another folder")
+
+
+def write_partitions(uri: Uri, path: str, columns: Sequence[str]) -> None:
+    """Write the rows of a Parquet file into the folder, and then `SUCCESS`.
+
+    Files of an earlier start that came less far are replaced.
+    """
+    import pyarrow
+    from pyarrow import dataset
+
+    filesystem, inside = filesystem_of(uri)
+    has_folders = filesystem.type_name not in OBJECT_STORES
+    if has_folders:
+        filesystem.create_dir(inside, recursive=True)
+    _remove(filesystem, f"{inside}/{SUCCESS}")
+    for info in infos_below(uri):
+        if _OWN_FILE.fullmatch(info.base_name):
+            filesystem.delete_file(info.path)
+    rows = dataset.dataset(path, format="parquet")
+    dataset.write_dataset(
+        rows.scanner(batch_size=_ROWS, batch_readahead=1, use_threads=False),
+        inside,
+        filesystem=filesystem,
+        format="parquet",
+        basename_template="part-{i}.parquet",
+        partitioning=dataset.partitioning(pyarrow.schema([rows.schema.field(name) for name in columns]), flavor="hive"),
+        create_dir=has_folders,
+        existing_data_behavior="overwrite_or_ignore",
+        max_partitions=_MOST_PARTITIONS,
+        max_open_files=_MOST_OPEN_FILES,
+        use_threads=False,
+    )
+    if filesystem.type_name == "local":
+        _sync(Path(inside))
+    filesystem.open_output_stream(f"{inside}/{SUCCESS}").close()
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        elif _OWN_FILE.fullmatch(path.name):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _remove(filesystem: Any, inside: str) -> None:
+    if filesystem.get_file_info(inside).is_file:
+        filesystem.delete_file(inside)

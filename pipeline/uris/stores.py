@@ -1,0 +1,171 @@
+"""Files of stores such as S3, through pyarrow, or fsspec where that knows the scheme."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pipeline.errors import CommandEnd, Refused, Unfinished, one_line
+from pipeline.uris.opened import OpenSource, SourceStamp
+from pipeline.uris.uri import Uri
+
+OBJECT_STORES = ("s3", "gcs")
+"""Those without folders, in which an object appears when its stream is closed."""
+
+_CHUNK = 16 << 20
+"""Each is a request of its own."""
+
+
+@contextlib.contextmanager
+def open_stored(uri: Uri) -> Iterator[OpenSource]:
+    """Open a file of a store. Raise `Refused` and `Unfinished`."""
+    with failures(uri, "read"):
+        filesystem, inside = filesystem_of(uri)
+        stamp = _stamp(filesystem, inside, uri)
+        with filesystem.open_input_stream(inside, compression=None) as file:
+            yield OpenSource(stamp, _chunks(filesystem, inside, uri, file, stamp))
+
+
+def stamp_of_stored(uri: Uri) -> SourceStamp | None:
+    """Return the stamp of a file, None if there is none. Raise `Refused` and `Unfinished`."""
+    with failures(uri, "read"):
+        filesystem, inside = filesystem_of(uri)
+        info = filesystem.get_file_info(inside)
+        return SourceStamp(info.size, str(info.mtime_ns or "")) if info.is_file else None
+
+
+def files_of(uri: Uri) -> list[Uri]:
+    """Return the files of a folder, or those that match a pattern, in the order of their names;
+    without hidden ones. Raise `Refused` and `Unfinished`.
+    """
+    folder, wanted = _split(uri)
+    return [folder / name for name in sorted(_found_in(folder, wanted))]
+
+
+def infos_below(uri: Uri) -> list[Any]:
+    """Return what pyarrow says of the files of a folder and of those in it, in the order of their
+    paths; without hidden ones. Raise `Refused` and `Unfinished`.
+    """
+    return [info for _, info in sorted(_found_in(uri, ["**", "*"]).items())]
+
+
+def _found_in(folder: Uri, wanted: list[str]) -> dict[str, Any]:
+    """Return the files of a folder that fit, by their paths in it."""
+    from pyarrow.fs import FileSelector
+
+    with failures(folder, "list"):
+        filesystem, inside = filesystem_of(folder)
+        try:
+            found = filesystem.get_file_info(FileSelector(inside, recursive=len(wanted) > 1 or wanted == ["**"]))
+        except FileNotFoundError:
+            return {}
+    below = {info.path.strip("/").removeprefix(inside.strip("/")).strip("/"): info for info in found if info.is_file}
+    return {name: info for name, info in below.items() if _fits(name.split("/"), wanted)}
+
+
+def filesystem_of(uri: Uri) -> tuple[Any, str]:
+    """Return the file system of a URI and the path in it. Raise `Refused` and what pyarrow does."""
+    import pyarrow
+    from pyarrow.fs import FileSystem
+
+    if uri.scheme.startswith("fsspec+"):  # of http too, past its checks
+        raise _unknown_scheme(uri)
+    try:
+        filesystem, inside = FileSystem.from_uri(uri.text)
+        return filesystem, inside
+    except pyarrow.ArrowInvalid as error:
+        if "Unrecognized filesystem" in str(error):
+            return _by_fsspec(uri)
+        raise Refused(f"{uri} cannot be used: {without_secrets(error, uri)}") from None
+    except (pyarrow.ArrowNotImplementedError, ImportError) as error:
+        raise Refused(f"{uri} cannot be used: {without_secrets(error, uri)}") from None
+
+
+@contextlib.contextmanager
+def failures(uri: Uri, verb: str) -> Iterator[None]:
+    """Turn errors of a store into the end of the command."""
+    try:
+        yield
+    except CommandEnd:
+        raise
+    except OSError as error:
+        raise _end(uri, verb, error) from None
+
+
+def _stamp(filesystem: Any, inside: str, uri: Uri) -> SourceStamp:
+    from pyarrow.fs import FileType
+
+    info = filesystem.get_file_info(inside)
+    if info.is_file:
+        return SourceStamp(info.size, str(info.mtime_ns or ""))
+    if info.type == FileType.Directory:
+        raise Refused(f"the input {uri} is a folder: end it with / to read all of its files")
+    bucket = inside.partition("/")[0]
+    if bucket and filesystem.get_file_info(bucket).type == FileType.NotFound:
+        raise Refused(f"there is no bucket {bucket}, of {uri}")
+    raise Refused(f"there is no file {uri}")
+
+
+def _chunks(filesystem: Any, inside: str, uri: Uri, file: Any, stamp: SourceStamp) -> Iterator[bytes]:
+    got = 0
+    while chunk := file.read(_CHUNK):
+        got += len(chunk)
+        yield chunk
+    if got != stamp.size or _stamp(filesystem, inside, uri) != stamp:
+        raise Unfinished(f"{uri} changed while it was fetched: run the same command again")
+
+
+def _split(uri: Uri) -> tuple[Uri, list[str]]:
+    """Return the folder of a pattern, and the parts of the pattern behind it."""
+    parts = uri.path.strip("/").split("/") if uri.is_pattern else [*uri.path.strip("/").split("/"), "*"]
+    plain = next(number for number, part in enumerate(parts) if re.search(r"[*\[]", part))
+    return uri.with_path("/".join(parts[:plain])), parts[plain:]
+
+
+def _fits(parts: list[str], wanted: list[str]) -> bool:
+    if not wanted or not parts:
+        return wanted == parts or (not parts and wanted == ["**"])
+    hidden = parts[0].startswith((".", "_")) and not wanted[0].startswith(parts[0][0])
+    if wanted[0] == "**":
+        return _fits(parts, wanted[1:]) or (not hidden and _fits(parts[1:], wanted))
+    return not hidden and fnmatchcase(parts[0], wanted[0]) and _fits(parts[1:], wanted[1:])
+
+
+def _by_fsspec(uri: Uri) -> tuple[Any, str]:
+    from pyarrow.fs import FileSystem
+
+    if "::" in uri.text:
+        raise Refused(f"{uri} is a chain of URIs: name the file itself")
+    try:
+        filesystem, inside = FileSystem.from_uri(f"fsspec+{uri.text}")
+    except ImportError as error:
+        raise Refused(f"the scheme of {uri} needs a package: {without_secrets(error, uri)}") from None
+    except ValueError:
+        raise _unknown_scheme(uri) from None
+    return filesystem, inside
+
+
+def _unknown_scheme(uri: Uri) -> Refused:
+    return Refused(f"{uri} has an unknown scheme: known are s3, gs, abfs, hdfs, http, https, file and those of fsspec")
+
+
+def _end(uri: Uri, verb: str, error: OSError) -> CommandEnd:
+    """Return the sentence for what a store says."""
+    text = str(error)
+    if isinstance(error, FileNotFoundError):
+        return Refused(f"there is no file {uri}")
+    if "NO_SUCH_BUCKET" in text:
+        return Refused(f"there is no bucket {uri.bucket}, of {uri}")
+    if isinstance(error, PermissionError) or re.search("ACCESS_DENIED|ACCESS_KEY|SIGNATURE|status 40[13]", text):
+        return Refused(f"no right to {verb} {uri}: check its credentials, and what they allow")
+    if re.search("status 301|configured region|PermanentRedirect|AuthorizationHeaderMalformed", text):
+        return Refused(f"the bucket of {uri} is in another region: set AWS_REGION, or add ?region=NAME to the URI")
+    if re.search("NETWORK_CONNECTION|resolve host|[Cc]ould ?n.t connect", text):
+        return Unfinished(f"there is no connection to the store of {uri}: check the network and the endpoint")
+    return Unfinished(f"failed to {verb} {uri}: {without_secrets(error, uri)}")
+
+
+def without_secrets(error: BaseException, uri: Uri) -> str:
+    """Return the error's text as part of a sentence, in which the URI is as it is shown."""
+    return one_line(str(error).replace(uri.text, str(uri)))

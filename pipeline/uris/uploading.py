@@ -1,0 +1,101 @@
+"""Upload results, and check before a run that this will be possible.
+
+A process of its own does it: pyarrow publishes what a stream has so far when the stream is closed
+or freed, and only a process that ends at once leaves no half object behind.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from jobs.process import die_with_parent
+from jobs.store.storage import StoreError, read_bytes, sha256_of, write_bytes
+from pipeline.errors import Interrupted, Refused, Unfinished
+from pipeline.signals import Signals
+from pipeline.uris.opened import SourceStamp
+from pipeline.uris.partitions import SUCCESS
+from pipeline.uris.stores import stamp_of_stored
+from pipeline.uris.upload_process import UploadOrder
+from pipeline.uris.uri import Uri
+
+_NOTE_SUFFIX = ".uploaded"
+_AGAIN = "run the same command again to upload them"
+
+
+class Uploaded(msgspec.Struct, frozen=True):
+    """What was uploaded, and what is stored since."""
+
+    sha256: str
+    uri: str
+    partition_by: tuple[str, ...]
+    stored: SourceStamp | None
+
+
+def check_writable(uri: Uri) -> None:
+    """Raise `Refused` unless the file can be written, and `Unfinished`; nothing is written."""
+    _run(UploadOrder(uri.text, None), lambda process: process.wait())
+
+
+def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals, say: Callable[[str], None]) -> None:
+    """Make a local file of results the object `uri`, which is whole or as it was before, or the
+    folder `uri`, by columns; nothing is done where that is there.
+
+    Raise `Refused`, `Unfinished` and `Interrupted`.
+    """
+    note = path.with_name(f".{path.name}{_NOTE_SUFFIX}")
+    last = uri / SUCCESS if partition_by else uri
+    if (known := _read_note(note)) is not None and known == _uploaded(path, last, partition_by):
+        return
+
+    def wait(process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None:
+            signals.wait(1.0)
+            if signals.stops:
+                raise Interrupted(f"Interrupted: the results are in {path}, {_AGAIN}.")
+
+    say(f"writing the results to {uri}")
+    try:
+        _run(UploadOrder(uri.text, str(path), partition_by), wait)
+    except (Refused, Unfinished) as end:
+        raise Unfinished(f"{end.message}; the results are in {path}, {_AGAIN}") from None
+    write_bytes(str(note), msgspec.json.encode(_uploaded(path, last, partition_by)))
+
+
+def _uploaded(path: Path, last: Uri, partition_by: tuple[str, ...]) -> Uploaded:
+    return Uploaded(sha256_of(str(path)), str(last), partition_by, stamp_of_stored(last))
+
+
+def _read_note(note: Path) -> Uploaded | None:
+    with contextlib.suppress(StoreError, msgspec.DecodeError):
+        return msgspec.json.decode(read_bytes(str(note)), type=Uploaded)
+    return None
+
+
+def _run(order: UploadOrder, wait: Callable[[subprocess.Popen[bytes]], object]) -> None:
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
+        asked.write(msgspec.json.encode(order))  # not as an argument, since a URI may hold secrets
+        asked.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.uris.upload_process"],
+            stdin=asked,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        try:
+            wait(process)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        why = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+    if process.returncode:
+        end = Refused if process.returncode == Refused.exit_code else Unfinished
+        raise end(why or f"the process that writes {Uri(order.uri)} ended with {process.returncode}")

@@ -1,0 +1,100 @@
+"""URIs of files, and the parameter that takes a path or one of them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import click
+
+from jobs.store.storage import local_path
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_MAGIC = re.compile(r"[*\[]")
+
+
+@dataclass(frozen=True)
+class Uri:
+    """A file or folder in a store, or on a web server; shown without its secrets."""
+
+    text: str
+
+    def __str__(self) -> str:
+        parts = urlsplit(self.text)
+        if parts.scheme == "file":
+            return self.path
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    @property
+    def scheme(self) -> str:
+        return urlsplit(self.text).scheme.lower()
+
+    @property
+    def is_http(self) -> bool:
+        return self.scheme in ("http", "https")
+
+    @property
+    def bucket(self) -> str:
+        return urlsplit(self.text).netloc.rpartition("@")[2]
+
+    @property
+    def path(self) -> str:
+        """Return the path behind the bucket, decoded."""
+        return unquote(urlsplit(self.text).path)
+
+    @property
+    def name(self) -> str:
+        """Return the name that the file has on disk, "" for a folder."""
+        name = unquote(urlsplit(self.text).path.rpartition("/")[2])
+        return "" if name in (".", "..") else re.sub(r"[/\0]", "_", name)
+
+    @property
+    def file_name(self) -> str:
+        """Return the name of what is fetched; a folder becomes one Parquet file."""
+        if not self.is_folder:
+            return self.name
+        return f"{Uri(self.text.partition('?')[0].rstrip('/')).name or self.bucket}.parquet"
+
+    @property
+    def is_pattern(self) -> bool:
+        return not self.is_http and _MAGIC.search(self.path) is not None
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.is_http and self.path.endswith("/")
+
+    def with_path(self, path: str) -> "Uri":
+        """Return another file of the bucket."""
+        return Uri(urlsplit(self.text)._replace(path=quote(f"/{path.lstrip('/')}")).geturl())
+
+    def without_slash(self) -> "Uri":
+        """Return the same folder, as a file is named."""
+        return self.with_path(self.path.rstrip("/"))
+
+    def __truediv__(self, name: str) -> "Uri":
+        return self.with_path(f"{self.path.rstrip('/')}/{name}")
+
+    def is_same_as(self, other: object) -> bool:
+        """Return whether the other names the same file."""
+        return isinstance(other, Uri) and (self.scheme, self.bucket, self.path) == (
+            other.scheme,
+            other.bucket,
+            other.path,
+        )
+
+
+class PathOrUri(click.Path):
+    """A `Path`, or a `Uri` where a scheme says so."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, Uri) or not _SCHEME.match(str(value)):
+            return value if isinstance(value, Uri) else super().convert(value, param, ctx)
+        try:
+            urlsplit(str(value))
+        except ValueError as error:
+            self.fail(f"it is not a URI: {error}", param, ctx)
+        return Uri(str(value)) if local_path(str(value)) is None else local_path(str(value))

@@ -1,0 +1,463 @@
+"""Inputs and outputs of run-batch in stores and on web servers: a real S3 client against a server
+on loopback, what is refused before anything begins, and what a kill leaves behind.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import dataset, parquet
+from pyarrow.fs import FileSystem
+
+from pipeline.errors import Refused, Unfinished
+from pipeline.input_names import named_files
+from pipeline.signals import Signals
+from pipeline.uris.addresses import AllowedHosts
+from pipeline.uris.fetching import fetch
+from pipeline.uris.uploading import upload
+from pipeline.uris.uri import Uri
+from tests.pipeline.conftest import RunHere
+from tests.pipeline.test_fleet import wait_for_leader
+from tests.support.commands import run_pipeline, running_pipeline
+from tests.support.file_server import FileServer, file_server
+from tests.support.s3_server import S3Server, s3_server
+from tests.support.waiting import wait_until
+
+COUNT = 4
+OUTPUT = "s3://results/run/answers.jsonl"
+
+
+def lines(name: str = "a") -> bytes:
+    """Some requests, whose ids begin with the name."""
+    made = (
+        {
+            "custom_id": f"{name}-{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"Count to {number}", "max_tokens": 4, "temperature": 0},
+        }
+        for number in range(COUNT)
+    )
+    return b"".join(json.dumps(line).encode() + b"\n" for line in made)
+
+
+def ids(results: bytes | None) -> list[str]:
+    assert results is not None
+    found = [json.loads(line) for line in results.splitlines()]
+    assert all(line["error"] is None for line in found)
+    return [line["custom_id"] for line in found]
+
+
+@pytest.fixture
+def s3() -> Iterator[S3Server]:
+    """A server with the buckets `data` and `results`, and the requests `data/in/a.jsonl`."""
+    with s3_server() as server:
+        server.put("data")
+        server.put("results")
+        server.put("data/in/a.jsonl", lines())
+        yield server
+
+
+@pytest.fixture
+def web() -> Iterator[FileServer]:
+    """A web server with the requests `/a.jsonl`."""
+    with file_server() as server:
+        server.at["/a.jsonl"] = lines()
+        yield server
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, in which this process is."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def in_s3(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, for clients in this process."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3
+
+
+def the_parts(folder: Path) -> Path:
+    [found] = folder.glob("*.parts")
+    return found
+
+
+def written_parts(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (the_parts(folder) / "parts").iterdir()}
+
+
+def uploads(s3: S3Server) -> int:
+    return sum(call.startswith("POST") and "uploadId" in call for call in s3.calls)
+
+
+def test_a_run_from_a_bucket_to_another(s3: S3Server, here: Path) -> None:
+    s3.put("data/in/two words.jsonl.gz", gzip.compress(lines("z")))
+    command = ["run-batch", "s3://data/in/two%20words.jsonl.gz", "-o", OUTPUT]
+    done = run_pipeline(*command, folder=here, **s3.environment)
+    assert done.returncode == 0, done.stderr
+    assert f"results: {OUTPUT}" in done.stdout
+    assert ids(s3.get("results/run/answers.jsonl")) == [f"z-{number}" for number in range(COUNT)]
+    assert s3.keys("results") == ["run/answers.jsonl"]
+    assert [path.name for path in here.iterdir()] == [the_parts(here).name]
+    parts, once = written_parts(here), uploads(s3)
+    assert run_pipeline(*command, folder=here, **s3.environment).returncode == 0
+    assert (written_parts(here), uploads(s3)) == (parts, once)
+    assert s3.call("DELETE", "results/run/answers.jsonl")[0] == 204
+    assert run_pipeline(*command, folder=here, **s3.environment).returncode == 0
+    assert ids(s3.get("results/run/answers.jsonl")) == [f"z-{number}" for number in range(COUNT)]
+    assert (written_parts(here), uploads(s3)) == (parts, once + 1)
+
+
+def test_tables_by_a_pattern_of_a_store_and_results_beside_each_other(s3: S3Server, here: Path) -> None:
+    for name in ("b", "a"):
+        s3.put(f"data/tables/2026/{name}.csv", f"text\n{name} lion\n".encode())
+    s3.put("data/tables/_SUCCESS")
+    command = ["run-batch", "s3://data/tables/**/*.csv", "--prompt-column", "text", "--body", '{"max_tokens": 4}']
+    done = run_pipeline(*command, "-o", "s3://results/out/", folder=here, **s3.environment)
+    assert done.returncode == 0, done.stderr
+    assert s3.keys("results") == ["out/a.csv", "out/b.csv"]
+    assert b"row-1" in (s3.get("results/out/a.csv") or b"")
+
+
+def test_a_run_from_a_web_server_goes_on_with_what_it_fetched(web: FileServer, here: Path) -> None:
+    web.headers["etag"] = '"1"'
+    command = ["run-batch", web.url("/a.jsonl?token=to-ken"), "--allow-hosts", "127.0.0.0/8"]
+    done = run_pipeline(*command, folder=here)
+    assert done.returncode == 0, done.stderr
+    assert "to-ken" not in done.stderr + done.stdout
+    assert ids((here / "a.results.jsonl").read_bytes()) == [f"a-{number}" for number in range(COUNT)]
+    parts = written_parts(here)
+    assert run_pipeline(*command, folder=here).returncode == 0
+    assert written_parts(here) == parts
+    web.headers["etag"] = '"2"'
+    changed = run_pipeline(*command, folder=here)
+    assert changed.returncode == 2
+    assert "/a.jsonl has changed since" in changed.stderr
+    assert "remove that folder, or name another output" in changed.stderr
+    (here / "a.results.jsonl").unlink()
+    assert run_pipeline(*command, folder=here).returncode == 0
+
+
+def test_a_run_that_is_killed_while_it_uploads_leaves_no_object(s3: S3Server, here: Path) -> None:
+    command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT]
+    s3.held = "PUT partNumber"
+    with running_pipeline(*command, folder=here, **s3.environment) as run:
+        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "an upload")
+        assert s3.waiting.is_set(), run.output
+        run.process.kill()
+        run.wait()
+    parts = written_parts(here)
+    assert s3.get("results/run/answers.jsonl") is None
+    s3.held = ""
+    s3.released.set()
+    done = run_pipeline(*command, folder=here, **s3.environment)
+    assert done.returncode == 0, done.stderr
+    assert ids(s3.get("results/run/answers.jsonl")) == [f"a-{number}" for number in range(COUNT)]
+    assert written_parts(here) == parts
+
+
+def test_a_run_that_is_killed_while_it_fetches_begins_again(s3: S3Server, here: Path) -> None:
+    command = ["run-batch", "s3://data/in/a.jsonl", "-o", "answers.jsonl"]
+    s3.held = "GET "
+    with running_pipeline(*command, folder=here, **s3.environment) as run:
+        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "a fetch")
+        assert s3.waiting.is_set(), run.output
+        second = run_pipeline(*command, folder=here, **s3.environment)
+        assert second.returncode == 2
+        assert "another run is at work on" in second.stderr
+        assert the_parts(here).exists()
+        run.process.kill()
+        run.wait()
+    assert not (the_parts(here) / "input" / "a.jsonl").exists()
+    s3.held = ""
+    s3.released.set()
+    done = run_pipeline(*command, folder=here, **s3.environment)
+    assert done.returncode == 0, done.stderr
+    assert ids((here / "answers.jsonl").read_bytes()) == [f"a-{number}" for number in range(COUNT)]
+    assert not [name for name in os.listdir(the_parts(here) / "input") if name.endswith(".tmp")]
+
+
+def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, here: Path) -> None:
+    path = here / "answers.jsonl"
+    path.write_bytes(bytes(24 << 20))
+    in_s3.put("results/run/answers.jsonl", b"before")
+    in_s3.refused = "partNumber=2"
+    with Signals() as signals:
+        with pytest.raises(Unfinished, match=r"no right to write .*; the results are in .*answers"):
+            upload(path, Uri(OUTPUT), (), signals, lambda line: None)
+        with pytest.raises(Unfinished, match="failed to write"):
+            upload(Path("/proc/self/mem"), Uri(OUTPUT), (), signals, lambda line: None)  # which cannot be read
+        assert uploads(in_s3) == 0
+        assert in_s3.get("results/run/answers.jsonl") == b"before"
+        in_s3.refused = ""
+        upload(path, Uri(OUTPUT), (), signals, lambda line: None)
+    assert in_s3.get("results/run/answers.jsonl") == path.read_bytes()
+
+
+def test_results_that_cannot_be_uploaded_are_kept_for_the_next_start(s3: S3Server, here: Path) -> None:
+    command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT]
+    s3.held = "PUT partNumber"
+    with running_pipeline(*command, folder=here, **s3.environment) as run:
+        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "an upload")
+        assert s3.waiting.is_set(), run.output
+        s3.read_only = True
+        run.process.terminate()
+        assert run.wait() == 130
+        assert "run the same command again to upload them" in run.output
+    s3.held = ""
+    s3.released.set()
+    refused = run_pipeline(*command, folder=here, **s3.environment)
+    assert refused.returncode == 1, refused.stderr
+    assert f"no right to write {OUTPUT}" in refused.stderr
+    assert s3.keys("results") == []
+    s3.read_only = False
+    assert run_pipeline(*command, folder=here, **s3.environment).returncode == 0
+    assert ids(s3.get("results/run/answers.jsonl")) == [f"a-{number}" for number in range(COUNT)]
+
+
+REFUSED = [
+    (["s3://data/in/none.jsonl"], "there is no file s3://data/in/none.jsonl"),
+    (["s3://none/a.jsonl"], "there is no bucket none"),
+    (["s3://data/in"], "the input s3://data/in is a folder: end it with / to read all of its files"),
+    (["s3://data"], "s3://data names no file"),
+    (["s3://data/in/*.pq"], "no file matches s3://data/in/*.pq"),
+    (["s3://data/none/"], "no file is in s3://data/none/"),
+    (["s3://none/*.csv"], "there is no bucket none"),
+    (["s3://data/in/a.jsonl", "-o", "s3://none/x.jsonl"], "there is no bucket none"),
+    (["s3://data/in/a.jsonl", "-o", "s3://results/out/"], "the output s3://results/out/ is a folder"),
+    (["s3://data/in/a.jsonl", "-o", "s3://data/in/a.jsonl"], "the output s3://data/in/a.jsonl is the input itself"),
+    (["s3://data/in/a.jsonl", "-o", "https://example.com/x"], "results cannot be written to https://example.com/x"),
+    (["s3://data/in/a.jsonl", "-o", "s3://results/x.jsonl", "--detach"], "leave out --detach"),
+    (["s3://data/in/a.jsonl?color=red"], "Unexpected query parameter"),
+    (["s3://user:pass-word@data/in/none.jsonl"], "there is no file s3://data/in/none.jsonl"),
+    (["{table}", "--partition-by", "year", "-o", "out"], "--partition-by names no column of the results: year"),
+    (["{table}", "--partition-by", "model", "-o", "out", "--detach"], "leave out --detach"),
+    (["{table}", "--partition-by", "model"], "--partition-by needs one input, and -o with the folder"),
+    (["{table}", "s3://data/in/a.jsonl", "--partition-by", "model", "-o", "out"], "--partition-by needs one input"),
+    (["{table}", "--partition-by", "model", "-o", "s3://data/in/"], "s3://data/in has files already, such as a.jsonl"),
+    (["{table}", "--partition-by", "model", "-o", "s3://none/out"], "there is no bucket none"),
+    (["zz://data/a.jsonl"], "zz://data/a.jsonl has an unknown scheme"),
+    (["gdrive://data/a.jsonl"], "the scheme of gdrive://data/a.jsonl needs a package"),
+    (["fsspec+http://127.0.0.1/a.jsonl"], "has an unknown scheme"),
+    (["simplecache::zz://data/a.jsonl"], "there is no file simplecache::zz:/data/a.jsonl"),
+    (["memory://x/a::http://127.0.0.1/a.jsonl"], "is a chain of URIs: name the file itself"),
+    (["s3://data/in/table.csv", "--prompt-column", "word"], "word"),
+    (["s3://data/in/table.csv", "--template", "Spell {word}"], "word"),
+    (["s3://data/in/a.jsonl", "--prompt-column", "word"], "a.jsonl is neither Parquet nor CSV"),
+    (["{web}/a.jsonl"], "the host 127.0.0.1 is not on the public internet: to allow it, add --allow-hosts 127.0.0.1"),
+    (["{web}/none.jsonl", "--allow-hosts", "127.0.0.1"], "/none.jsonl (status 404)"),
+    (["{web}/", "--allow-hosts", "127.0.0.1"], "names no file"),
+    (["{web}/a.jsonl", "--allow-hosts", "10.0.0.0/40"], "10.0.0.0/40"),
+    (["http:///a.jsonl"], "neither http nor https"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED)
+def test_what_is_wrong_is_said_in_one_sentence_before_anything_begins(
+    in_s3: S3Server, web: FileServer, here: Path, run_here: RunHere, arguments: list[str], reason: str
+) -> None:
+    in_s3.put("data/in/table.csv", b"text\nlion\n")
+    done = run_here(
+        "run-batch",
+        *(
+            argument.replace("{web}", web.url("")).replace("{table}", "s3://data/in/table.csv")
+            for argument in arguments
+        ),
+    )
+    assert done.code == 2, done.err
+    assert reason in " ".join(done.err.split())
+    assert "pass-word" not in done.err
+    assert list(here.iterdir()) == []
+    assert in_s3.keys("results") == []
+
+
+def test_a_bucket_without_rights_is_refused(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
+    in_s3.read_only = True
+    done = run_here("run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT)
+    assert (done.code, f"no right to write {OUTPUT}: check its credentials" in done.err) == (2, True), done.err
+    in_s3.denied = True
+    for source in ("s3://data/in/a.jsonl", "s3://data/in/*.jsonl"):
+        done = run_here("run-batch", source)
+        assert done.code == 2, done.err
+        assert "check its credentials, and what they allow" in done.err
+    assert list(here.iterdir()) == []
+
+
+def test_a_store_that_cannot_be_reached_ends_the_command(here: Path, in_s3: S3Server, run_here: RunHere) -> None:
+    done = run_here("run-batch", "s3://data/a.jsonl", AWS_ENDPOINT_URL="http://127.0.0.1:1")
+    assert done.code == 1
+    assert "there is no connection to the store of s3://data/a.jsonl" in done.err
+
+
+def test_a_file_that_fsspec_knows_is_fetched(here: Path) -> None:
+    (here / "in").mkdir()
+    (here / "in" / "a.jsonl").write_bytes(lines())
+    fetch(Uri(f"local://{here}/in/a.jsonl"), here / "x.parts" / "input" / "a.jsonl", AllowedHosts(), has_begun=False)
+    assert (here / "x.parts" / "input" / "a.jsonl").read_bytes() == lines()
+    found = [str(source) for source, _ in named_files([Uri(f"local://{here}/in/*.jsonl")], Path("out"))]
+    assert found == [f"local://{here}/in/a.jsonl"]
+
+
+def test_two_inputs_are_both_fetched_or_none(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
+    in_s3.put("data/in/b.csv", b"text\nlion\n")
+    in_s3.put("data/in/c.csv", b"word\nlion\n")
+    done = run_here("run-batch", "s3://data/in/b.csv", "s3://data/in/c.csv", "--prompt-column", "text")
+    assert done.code == 2, done.err
+    assert list(here.iterdir()) == []
+
+
+def test_an_input_with_bad_lines_leaves_no_folder(s3: S3Server, here: Path) -> None:
+    s3.put("data/in/a.jsonl", b"{}\n")
+    done = run_pipeline("run-batch", "s3://data/in/a.jsonl", folder=here, **s3.environment)
+    assert done.returncode == 2, done.stderr
+    assert "s3://data/in/a.jsonl:1: " in done.stderr
+    assert list(here.iterdir()) == []
+
+
+def test_files_of_a_store_are_named_by_folders_and_patterns(in_s3: S3Server) -> None:
+    for name in ("b.jsonl", ".hidden.jsonl", "_SUCCESS", "deep/c.jsonl", "_temporary/c.jsonl", "d e.jsonl", "f.csv"):
+        in_s3.put(f"data/in/{name}", lines())
+
+    def found(text: str) -> list[str]:
+        return [str(source) for source, _ in named_files([Uri(text)], Path("out"))]
+
+    assert found("s3://data/in/*.jsonl") == [f"s3://data/in/{name}.jsonl" for name in ("a", "b", "d%20e")]
+    assert found("s3://data/in/") == [*found("s3://data/in/*.jsonl"), "s3://data/in/f.csv"]
+    assert found("s3://data/**/*.jsonl")[-1] == "s3://data/in/deep/c.jsonl"
+    assert found("s3://data/*/*/*.jsonl") == ["s3://data/in/deep/c.jsonl"]
+    assert found("s3://data/i*/b.jsonl") == ["s3://data/in/b.jsonl"]
+
+
+def test_results_of_one_uri_are_in_the_present_folder_and_have_one_name() -> None:
+    assert named_files([Uri("https://example.com/data/x.csv.gz?sig=a/b")], None)[0][1] == Path("x.results.csv")
+    sources = [Uri("s3://data/a/x.jsonl"), Path("y.jsonl")]
+    outputs = [str(output) for _, output in named_files(sources, Uri("s3://results/out"))]
+    assert outputs == ["s3://results/out/x.jsonl", "s3://results/out/y.jsonl"]
+
+
+def write_dataset(folder: str | Path, filesystem: FileSystem | None = None) -> None:
+    rows = pyarrow.table({"word": ["lion", "fish", "mice"], "year": [2025, 2026, 2025]})
+    partitioning = dataset.partitioning(pyarrow.schema([("year", pyarrow.int64())]), flavor="hive")
+    dataset.write_dataset(rows, folder, filesystem=filesystem, format="parquet", partitioning=partitioning)
+
+
+def test_a_folder_of_parquet_files_is_one_table(here: Path) -> None:
+    write_dataset(here / "words")
+    (here / "words" / "_SUCCESS").touch()
+    parquet.write_table(pyarrow.table({"word": ["wolf"], "size": [1.5]}), here / "words" / "year=2025" / "z.parquet")
+    command = ["run-batch", "words", "--template", "{word} {year}", "--keep-columns", "word,year,size"]
+    done = run_pipeline(*command, "--body", '{"max_tokens": 4}', folder=here)
+    assert done.returncode == 0, done.stderr
+    rows = parquet.read_table(here / "words.results.parquet").to_pylist()
+    assert [(row["word"], row["year"], row["size"]) for row in rows] == [
+        ("lion", 2025, None),
+        ("mice", 2025, None),
+        ("wolf", 2025, 1.5),
+        ("fish", 2026, None),
+    ]
+    (here / "words" / "year=2025" / "z.parquet").unlink()
+    changed = run_pipeline(*command, "--body", '{"max_tokens": 4}', folder=here)
+    assert changed.returncode == 2
+    assert "/words/ has changed since" in changed.stderr
+
+
+def test_a_dataset_in_a_store_is_one_input(in_s3: S3Server, here: Path) -> None:
+    store, inside = FileSystem.from_uri("s3://data/words")
+    write_dataset(inside, store)
+    [(source, output)] = named_files([Uri("s3://data/words/")], None)
+    assert isinstance(source, Uri)
+    assert (str(source), output) == ("s3://data/words/", Path("words.results.parquet"))
+    fetch(source, here / "run.parts" / "input" / "words.parquet", AllowedHosts(), has_begun=False)
+    rows = parquet.read_table(here / "run.parts" / "input" / "words.parquet").to_pylist()
+    assert sorted((row["word"], row["year"]) for row in rows) == [("fish", 2026), ("lion", 2025), ("mice", 2025)]
+    in_s3.put("data/words/readme.txt", b"words")
+    with pytest.raises(Refused, match="is a folder of Parquet files and others: name its files by a pattern"):
+        named_files([Uri("s3://data/words/")], None)
+
+
+def test_parquet_files_that_are_no_table_are_refused(here: Path, run_here: RunHere) -> None:
+    folder = here / "words"
+    folder.mkdir()
+    parquet.write_table(pyarrow.table({"word": ["wolf"]}), folder / "a.parquet")
+    parquet.write_table(pyarrow.table({"word": [1.5]}), folder / "b.parquet")
+    for content in (None, b"no Parquet"):
+        if content is not None:
+            (folder / "b.parquet").write_bytes(content)
+        done = run_here("run-batch", folder, "--prompt-column", "word")
+        assert done.code == 2, done.err
+        assert "/words/ is no table of Parquet files" in done.err
+    done = run_here("run-batch", folder / "a.parquet", folder / "none")
+    assert "there is no file" in done.err
+    assert [path.name for path in here.iterdir()] == ["words"]
+
+
+PARTITIONED = ["--prompt-column", "word", "--keep-columns", "year", "--partition-by", "year,finish_reason"]
+
+
+def words_by_year(names: list[str]) -> list[str]:
+    return sorted(name.partition("/finish_reason=")[0] for name in names if name.endswith("/part-0.parquet"))
+
+
+def test_results_are_written_by_columns_into_a_folder(here: Path) -> None:
+    write_dataset(here / "words")
+    command = ["run-batch", "words", *PARTITIONED, "--body", '{"max_tokens": 4}', "-o", "answers/"]
+    done = run_pipeline(*command, folder=here)
+    assert done.returncode == 0, done.stderr
+    assert f"results: {here / 'answers'}" in done.stdout
+    written = [str(path.relative_to(here / "answers")) for path in (here / "answers").rglob("*") if path.is_file()]
+    assert words_by_year(written) == ["year=2025", "year=2026"]
+    rows = dataset.dataset(here / "answers", partitioning="hive").to_table().to_pylist()
+    assert sorted(row["year"] for row in rows) == [2025, 2025, 2026]
+    assert all(row["text"] and row["finish_reason"] for row in rows)
+    stamps = {name: (here / "answers" / name).stat().st_mtime_ns for name in written}
+    assert run_pipeline(*command, folder=here).returncode == 0
+    assert {name: (here / "answers" / name).stat().st_mtime_ns for name in written} == stamps
+    assert run_pipeline(*command, "--partition-by", "year", folder=here).returncode == 0
+    assert [str(path.relative_to(here / "answers")) for path in sorted((here / "answers").rglob("*.parquet"))] == [
+        "year=2025/part-0.parquet",
+        "year=2026/part-0.parquet",
+    ]
+
+
+def test_results_are_written_by_columns_into_a_store(s3: S3Server, here: Path) -> None:
+    s3.put("data/words.csv", b"word,year\nlion,2025\nfish,2026\nmice,2025\n")
+    command = ["run-batch", "s3://data/words.csv", *PARTITIONED, "--body", '{"max_tokens": 4}']
+    command += ["-o", "s3://results/words/"]
+    s3.held = "PUT partNumber"
+    with running_pipeline(*command, folder=here, **s3.environment) as run:
+        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "an upload")
+        assert s3.waiting.is_set(), run.output
+        run.process.kill()
+        run.wait()
+    parts = written_parts(here)
+    assert "words/_SUCCESS" not in s3.keys("results")
+    s3.held = ""
+    s3.released.set()
+    s3.put("results/words/year=2020/part-0.parquet", b"of a run that came less far")
+    done = run_pipeline(*command, folder=here, **s3.environment)
+    assert done.returncode == 0, done.stderr
+    names = [name for name in s3.keys("results") if not name.endswith("/")]
+    assert "words/_SUCCESS" in names
+    assert words_by_year(names) == ["words/year=2025", "words/year=2026"]
+    assert written_parts(here) == parts
+
+
+def test_a_fleet_answers_what_was_fetched(s3: S3Server, redis_url: str, here: Path) -> None:
+    command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT, "--local-worker"]
+    with running_pipeline("jobs", redis_url=redis_url):
+        wait_for_leader(redis_url)
+        for _ in range(2):
+            done = run_pipeline(*command, redis_url=redis_url, folder=here, **s3.environment)
+            assert done.returncode == 0, done.stderr
+    assert ids(s3.get("results/run/answers.jsonl")) == [f"a-{number}" for number in range(COUNT)]
+    assert uploads(s3) == 1
