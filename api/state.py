@@ -63,8 +63,9 @@ class ApiState:
         """Return whether the request may be shown to this tenant's callers."""
         if key.live:
             return is_live_id_of(tenant, key.batch)
-        owner: Any = await self.stream_client.hget(keys.batch(key.batch), "tenant")
-        return bool(owner == tenant.encode())
+        record: Any = await self.stream_client.hmget(keys.batch(key.batch), "tenant", "total")
+        owner, total = record
+        return bool(owner == tenant.encode() and int(total or 0))  # before there is a plan no line is shown
 
 
 def state_of(request: Request) -> ApiState:

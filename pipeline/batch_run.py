@@ -173,8 +173,8 @@ class BatchRun:
         progress: Progress,
         host: ModelHost | None,
     ) -> BatchRecord:
-        """Supervise until the batch has ended; the worker starts once the input has been found good
-        and something is left to do.
+        """Supervise until the batch has ended; the worker starts once lines of a large input wait,
+        else once it has been found good and something is left to do.
 
         A Redis that came back empty gets the batch again, from its manifest.
         """
@@ -200,7 +200,9 @@ class BatchRun:
             self._check_moves(record, is_led)
             if host is not None and host.problem:
                 raise Unfinished(f"{host.problem}; {_RESUMES}")
-            if record.state == "in_progress" and record.completed + record.failed < record.total:
+            if self._has_early_lines(supervisor, record) or (
+                record.state == "in_progress" and record.completed + record.failed < record.total
+            ):
                 self._ensure_worker(supervisor, record)
             longest = _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS
             self._wait(record, min(pause, longest), supervisor, signals)
@@ -244,6 +246,15 @@ class BatchRun:
         if self._task.redis_url is None:
             return ""
         return "the fleet's `pipeline jobs` works on the same paths, so put input and output where it sees them; "
+
+    def _has_early_lines(self, supervisor: Supervisor, record: BatchRecord) -> bool:
+        """Return whether lines wait for a worker that ends with a run whose input is refused."""
+        if self._task.redis_url is not None or record.state != "validating":
+            return False
+        try:
+            return bool(supervisor.queue.redis.exists(keys.bodies(record.id)))
+        except redis.RedisError:  # the next look says so
+            return False
 
     def _ensure_worker(self, supervisor: Supervisor, record: BatchRecord) -> None:
         if self._task.starts_worker and not self._task.hosted and not supervisor.has("worker"):

@@ -18,6 +18,7 @@ from pipeline.remote_tail import Printer, write
 _WATCH_SECONDS = 30
 _READ_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1
+_UNKNOWN = "no request {} is waiting or running, and no stream of it is kept"
 
 
 def tail_target(target: str, redis_url: str) -> None:
@@ -36,6 +37,8 @@ def tail_target(target: str, redis_url: str) -> None:
 
 def _tail_request(queue: Queue, key: RequestKey) -> None:
     last_id, watch = FIRST_ID, Watch(queue, key, _WATCH_SECONDS)
+    if not key.live and not queue.batch_fields(key.batch).total:  # before there is a plan no line is shown
+        raise Refused(_UNKNOWN.format(key))
     while True:
         if watch.due:
             watch.begin()
@@ -48,19 +51,27 @@ def _tail_request(queue: Queue, key: RequestKey) -> None:
                 return
         if not entries and not any(queue.commands(traces(key))):
             if last_id == FIRST_ID:
-                raise Refused(f"no request {key} is waiting or running, and no stream of it is kept")
+                raise Refused(_UNKNOWN.format(key))
             write("\n")
             return
 
 
 def _tail_batch(queue: Queue, batch: str) -> None:
     watch, printer = Watch(queue, batch, _WATCH_SECONDS), Printer()
+    first_id: str | None = None
     last_id: str | None = None
     while True:
-        state = queue.batch_fields(batch).state
+        fields = queue.batch_fields(batch)
+        state = fields.state
         if not state and last_id is None:
             raise Refused(f"there is no batch {batch} in the queue")
-        entries = None if last_id is None else queue.read_batch(batch, last_id)
+        if fields.exists and not fields.total and state not in END_STATES:  # early lines are shown later
+            if watch.due:
+                begun = watch.begin()
+                first_id = first_id or begun
+            time.sleep(_PAUSE_SECONDS)
+            continue
+        entries = None if last_id is None or not fields.total else queue.read_batch(batch, last_id)
         if entries:
             _show(printer, entries)
             last_id = entries[-1].id
@@ -68,7 +79,8 @@ def _tail_batch(queue: Queue, batch: str) -> None:
             printer.show({"object": "batch", "id": batch, "status": state or "gone"})
             return
         elif entries is None:
-            snapshot = StreamSnapshot(queue, batch, watch.begin())
+            snapshot = StreamSnapshot(queue, batch, first_id or watch.begin())
+            first_id = None
             for group in snapshot:
                 _show(printer, group)
             last_id = snapshot.last_id

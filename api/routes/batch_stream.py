@@ -5,7 +5,8 @@ The batch's own stream in Redis holds what workers say about any of its requests
 a client reads. A reader that lost its connection continues exactly where it was, on any API
 process, while the event that it saw last is still stored there. Else, and at first, it is shown
 what the running requests have so far; the offsets say what of it is new. A reader that is too slow
-falls behind and delays nothing.
+falls behind and delays nothing. What runs while the batch is validated is shown once it is in
+progress.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from jobs.batch.manifest import load_manifest
 from jobs.protocol.requests import BatchEntry, RequestKey
 from jobs.queue import keys
 from jobs.queue.following import StreamSnapshot, Watch
+from jobs.queue.streams import FIRST_ID
 from jobs.store.storage import StoreError
 
 router = APIRouter(dependencies=[Depends(queue_reachable)])
@@ -83,6 +85,7 @@ class Follower:
 
         Raises `QueueUnavailable`.
         """
+        after = await self._planned(after)
         first_id = self._first_id
         while True:
             if not self._record.ended and self._watch.due:
@@ -105,6 +108,22 @@ class Follower:
                 await self._look()
             first_id = None  # too old for another snapshot
         yield event(batch_object(self._record))
+
+    async def _planned(self, after: str | None) -> str | None:
+        """Wait while the batch is validated; what its early lines publish is shown afterwards.
+
+        Return `after`, or None if it ended without a plan: no line of it is shown.
+        """
+        seen = self._first_id or FIRST_ID
+        while not (self._record.total or self._record.open or self._record.ended):
+            if self._watch.due:
+                await self._watched()
+            entries = await next_entries(self._state, keys.batch_tokens(self._batch), seen, 1000, _SILENCE_SECONDS)
+            if entries:
+                seen = entries[-1][0]
+            if not entries or any(not fields[b"k"] for _, fields in entries):  # its state moved
+                await self._look()
+        return after if self._record.total or self._record.open else None
 
     async def close(self) -> None:
         """Close the index of the file's lines."""

@@ -129,13 +129,17 @@ class PlanBuilder:
         self._by_prefix = Sorter(_BY_PREFIX.size, folder, run_records)
         self.lines = 0
 
-    def add(self, entry: PlanEntry, endpoint: BatchEndpoint, model: str, body: dict[str, Any]) -> None:
-        """Notes one line; `body` may hold anything, since only the worker judges it."""
+    def add(self, entry: PlanEntry, endpoint: BatchEndpoint, model: str, body: dict[str, Any]) -> bytes:
+        """Note one line; return what sorts it by its prefix. `body` may hold anything, since only
+        the worker judges it.
+        """
         hashes = prefix_hashes(model, list(endpoint.prefix_texts(body)))
         rest = _MAX - min(endpoint.expected_length(body), _MAX)
         turn = self._turns.setdefault(model, len(self._turns)) if self._by_model else 0
-        self._by_prefix.add(_BY_PREFIX.pack(turn, *hashes, rest, *entry))
+        record = _BY_PREFIX.pack(turn, *hashes, rest, *entry)
+        self._by_prefix.add(record)
         self.lines += 1
+        return record
 
     def write(self, location: str) -> str:
         """Write the plan file durably and return its hash. Raise `StoreError`."""

@@ -92,20 +92,21 @@ class SourceCheck:
         self._ids = _CustomIds(folder)
         self._index = LineIndexWriter(root) if spec.of_api else None
 
-    def add(self, line: InputLine) -> None:
-        """Check one line."""
+    def add(self, line: InputLine) -> bytes | None:
+        """Check one line; return what sorts it by its prefix, None for a bad one."""
         found = check_of(self._spec, line, self._served)
         if isinstance(found, LineError):
             self._problems.add(found)
-            return
+            return None
         entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
         self._ids.add(found.custom_id, entry)
-        self._plan.add(entry, BATCH_ENDPOINTS[found.url], found.model, found.values)
+        order = self._plan.add(entry, BATCH_ENDPOINTS[found.url], found.model, found.values)
         if self._index is not None:
             self._index.add(entry)
         self._models.add(found.model)
         self._endpoints.add(found.url)
         self.body_bytes += len(found.body)
+        return order
 
     def problems(self, source: str) -> list[LineProblem]:
         """Return what is wrong, in line order: at most `MAX_PROBLEMS` entries, and a note of how

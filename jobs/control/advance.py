@@ -44,9 +44,9 @@ DRAIN_SECONDS = 1.0
 
 _DRAIN_BYTES = 2 * 1024 * 1024
 _MOST_DRAINED_BYTES = 32 * 1024 * 1024
-_CHUNK_BYTES = 2 * 1024 * 1024
+CHUNK_BYTES = 2 * 1024 * 1024
 _WINDOW_SECONDS = 20.0
-_WINDOW_LINES = 4096  # at least, whatever the rate
+WINDOW_LINES = 4096  # at least, whatever the rate
 _MOST_WINDOW_LINES = 32_768  # at most: as many as Redis hands out in some 2 s
 _ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one window
 _SMALLEST_WINDOW = 256 * 1024
@@ -183,7 +183,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     queue, batch = held.queue, held.batch
     fields = held.record()
     progress.measure(fields.finished)
-    window = min(max(_WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS)), _MOST_WINDOW_LINES)
+    window = min(max(WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS)), _MOST_WINDOW_LINES)
     models = _feeding(queue, fields)
     if not models or (shortest := min(ready_lengths(queue, batch, models).values())) > window // 2:
         return False
@@ -192,7 +192,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
         fields = held.record()
     cursor, total = fields.cursor, fields.total
     done = _lines_to_pass_over(held, progress) if fields.restored else Bitmap()
-    most_bytes = _window_bytes(queue)
+    most_bytes = most_window_bytes(queue)
     start, size = cursor, fields.body_bytes
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest, buffered=False) as source:
         while cursor < total and shortest < window and size < most_bytes:
@@ -395,7 +395,7 @@ def _read_rows(
     size = taken = 0
     now = time.time()
     for entry in entries:
-        if size > _CHUNK_BYTES:
+        if size > CHUNK_BYTES:
             break
         taken += 1
         if entry.line in done:
@@ -404,12 +404,13 @@ def _read_rows(
         raw = source.read(entry.length)
         if len(raw) < entry.length:
             raise StoreError(f"{held.manifest.source} ends within line {entry.line}")
-        rows.append((entry.line, _request(held.manifest.spec, entry.line, raw, now)))
+        rows.append((entry.line, request_of(held.manifest.spec, entry.line, raw, now)))
         size += entry.length
     return rows, taken
 
 
-def _request(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
+def request_of(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
+    """Return the request of one line of the source."""
     line = read_line(raw)
     model, body = line.model, line.body
     if not model:
@@ -429,7 +430,8 @@ def seed_of(seed: int, line: int) -> int:
     return (mixed ^ (mixed >> 31)) >> 1
 
 
-def _window_bytes(queue: Queue) -> int:
+def most_window_bytes(queue: Queue) -> int:
+    """Return how many bytes of lines a batch may have in Redis."""
     batches: Any = queue.redis.scard(keys.ACTIVE)
     window = queue.settings.window_bytes
     share: int = _ALL_WINDOWS * window // max(1, batches)

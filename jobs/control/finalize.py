@@ -62,6 +62,8 @@ def finalize(held: Slice) -> None:
         OpenRequests(manifest.spec).close()
         take_appended(manifest)
         save_manifest(manifest)
+    if manifest.plan_sha256 is None:
+        held.queue.discard(held.batch)  # early lines
     progress = BatchProgress()
     while drain(held, progress, everything=True):
         held.check_current()

@@ -15,6 +15,7 @@ from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, served_models
 from jobs.control.advance import BatchProgress, feed, plan_fields
+from jobs.control.early_lines import EarlyLines, discard_stale
 from jobs.control.slices import Slice
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, stamp_of
@@ -34,10 +35,12 @@ def validate(held: Slice) -> None:
         checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems
+            held.queue.discard(held.batch)
             held.end("failed")
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
         manifest.endpoints = checked.endpoints
+    discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     held.move("in_progress", {**plan_fields(manifest), "cursor": 0, **progress})
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
@@ -72,7 +75,8 @@ def _read_input(held: Slice) -> Checked:
         checked = check_source(held, source)
     else:
         digest = hashlib.sha256()
-        source, checked = location, check_source(held, location, digest.update)
+        early = EarlyLines(held, location)
+        source, checked = location, check_source(held, location, digest.update, early)
         manifest.input_sha256 = source_sha256 = digest.hexdigest()
     note_source(manifest, source, source_sha256)
     if before is None or stamp_of(location) != before:
@@ -93,10 +97,12 @@ def _spool(held: Slice, spool: str) -> str:
     return sha256
 
 
-def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len) -> Checked:
+def check_source(
+    held: Slice, source: str, note: Callable[[bytes], object] = len, early: EarlyLines | None = None
+) -> Checked:
     """Check every line of JSONL in one pass; make the plan if all are good.
 
-    `note` is handed every byte.
+    `note` is handed every byte, `early` every line.
     """
     spec = held.manifest.spec
     with closing(SourceCheck(spec, held.root, _served(held))) as check, open_input(source) as file:
@@ -105,7 +111,9 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
                 held.check_current()
             if count == spec.max_lines:
                 return refused("too_many_tasks", f"The input file holds more than {count} requests.")
-            check.add(line)
+            order = check.add(line)
+            if early is not None:
+                early.add(line, order)
         held.check_current()
         problems = check.problems(source)
         held.check_current()

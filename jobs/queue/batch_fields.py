@@ -67,6 +67,8 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[str, Any] = {name: value.decode() for name, value in zip(names, values, strict=True) if value}
         for name in _LISTS & found.keys():
             found[name] = msgspec.json.decode(found[name])
+        if found.get("total") in (None, "0"):  # results of early lines are not shown before the plan
+            found |= dict.fromkeys(found.keys() & {"completed", "failed"}, "0")
         return msgspec.convert(found, cls, strict=False)
 
 
@@ -95,6 +97,7 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     error_output: str = ""
     restored: bool = False  # lines of the plan may be done already
     body_bytes: int = 0  # of the lines in Redis
+    early: str = ""  # stamp of the input whose lines were fed while it was validated
 
     @classmethod
     def read_hash(cls, hash_fields: Mapping[bytes, bytes]) -> Self:

@@ -13,7 +13,7 @@ from jobs.protocol.states import END_STATES
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, chunks, flat, text
 from jobs.queue.batch_fields import FORGOTTEN, BatchFields, BatchStatus, written
-from jobs.queue.scripts import MAX_ITEMS
+from jobs.queue.scripts import MAX_ITEMS, Scripts
 
 MAX_PART_LINES = 4000
 """Lines that one part may hold, since one script registers it and removes its results: it should
@@ -126,7 +126,25 @@ class BatchQueue(QueueBase):
         if len(requests) > MAX_ITEMS:
             raise ValueError(f"{len(requests)} lines in one call, at most {MAX_ITEMS}")
         rows = ((line, request.model, pack(request)) for line, request in requests)
-        return bool(self._scripts.call("ingest", [batch, start, cursor, *flat(rows)]))
+        return bool(self._scripts.call("ingest", [batch, start, cursor, "", *flat(rows)]))
+
+    def ingest_early(self, batch: str, requests: Sequence[tuple[int, Request]], stamp: str) -> bool:
+        """Add lines (at most 500) of a batch that is validated, whose input has this stamp.
+
+        False when it has lines of another stamp, or is not validated any more. Raise
+        `QueueUnavailable` without another try.
+        """
+        rows = ((line, request.model, pack(request)) for line, request in requests)
+        return bool(Scripts(self.redis, 0.0).call("ingest", [batch, 0, 0, stamp, *flat(rows)]))
+
+    def discard(self, batch: str) -> None:
+        """Remove every early line of a batch, also those that finished; continue where a killed
+        call stopped. Commits of these lines then change nothing.
+
+        For the holder of `storage.exclusive`.
+        """
+        while not self._scripts.call("discard", [batch]):
+            self.remove_unfinished(batch)
 
     def window_bytes(self, batch: str) -> int:
         """Bytes of the request bodies in Redis, waiting or running."""

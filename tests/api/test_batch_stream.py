@@ -12,6 +12,8 @@ import redis
 
 from api.settings import ApiSettings
 from jobs.batch.client import cancel_batch
+from jobs.batch.manifest import load_manifest
+from jobs.control.advance import request_of
 from jobs.protocol.ids import BATCH, new_id
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError
@@ -19,6 +21,7 @@ from jobs.queue import keys
 from jobs.queue.following import Watch
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key
+from jobs.store.storage import stamp_of
 from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, FollowedBatch, Steps, ends
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import running_api
@@ -75,6 +78,52 @@ def test_all_tokens_come_under_the_names_of_their_lines_and_then_the_batch(
     )
     assert (end.value["object"], end.value["id"], end.value["status"]) == ("batch", batch.id, "completed")
     assert done.value is None
+
+
+def run_early(client: redis.Redis, batch: FollowedBatch) -> None:
+    """Have all lines run while the batch is validated, as large ones do."""
+    queue = Queue(client)
+    manifest = load_manifest(queue.batch_fields(batch.id).root)
+    assert manifest is not None
+    stamp = stamp_of(manifest.spec.input)
+    assert stamp is not None
+    lines = Path(manifest.spec.input).read_bytes().splitlines(keepends=True)
+    rows = [(number, request_of(manifest.spec, number, line, time.time())) for number, line in enumerate(lines, 1)]
+    assert queue.ingest_early(batch.id, rows, f"{stamp[0]} {stamp[1]}")
+    wait_until(lambda: queue.undrained_lines(batch.id) == LINES, 60, "the lines to end")
+
+
+def test_what_runs_while_the_batch_is_validated_is_shown_once_it_is_in_progress(
+    redis_client: redis.Redis,
+    batch: FollowedBatch,
+    path: str,
+    http: httpx.Client,
+    scripted: Callable[..., ScriptedWorker],
+) -> None:
+    with EventReader(path) as reader:
+        scripted(lambda claim: PIECES)
+        run_early(redis_client, batch)
+        record = http.get(f"/v1/batches/{batch.id}").json()
+        assert (record["status"], record["request_counts"]["completed"]) == ("validating", 0)
+        assert http.get(f"/v1/streams/{batch.id}/1").status_code == 404
+        assert reader.events == []
+        batch.start()
+        batch.finish()
+        *events, _, _ = reader.wait_ended()
+    assert batch_texts(events) == WHOLE
+    assert ends(events) == COMPLETED
+
+
+def test_no_line_is_shown_of_a_batch_that_is_cancelled_while_it_is_validated(
+    redis_client: redis.Redis, batch: FollowedBatch, path: str, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    with EventReader(path) as reader:
+        scripted(lambda claim: PIECES)
+        run_early(redis_client, batch)
+        cancel_batch(redis_client, batch.id)
+        batch.finish()
+        (_, end), _ = reader.wait_ended()
+    assert (end["status"], end["request_counts"]) == ("cancelled", {"total": 0, "completed": 0, "failed": 0})
 
 
 def test_who_has_seen_the_head_of_the_answer_misses_nothing(

@@ -131,7 +131,8 @@ local function next_batch(model)
     local record = redis.call('HMGET', key.batch(batch or ''), 'state', 'result_bytes', 'low_water', 'used_lines',
       'used_tokens', 'body_bytes', 'priority', 'risk', 'expires_at')
     local state, undrained, low_water, used_lines, used_tokens, bytes_of_all = unpack(record)
-    local may_run = state == 'in_progress' and tonumber(undrained or 0) <= most_undrained
+    local is_open = state == 'in_progress' or state == 'validating' -- with early lines
+    local may_run = is_open and tonumber(undrained or 0) <= most_undrained
     if not may_run or redis.call('EXISTS', key.ready(batch, model)) == 0 then
       leave(batch or '', model, tenant)
     else

@@ -72,7 +72,7 @@ def test_the_window_bounds_what_redis_holds(
     source = write_input(tmp_path / "in.jsonl", 400, user="x" * 20_000)
     batch = begin(redis_client, source).id
     queue = Queue(redis_client, QueueSettings(window_bytes=1_000_000))
-    monkeypatch.setattr(advance, "_CHUNK_BYTES", 200_000)
+    monkeypatch.setattr(advance, "CHUNK_BYTES", 200_000)
     highest = 0
     while not (record := step(redis_client, batch, queue)).ended:
         highest = max(highest, queue.window_bytes(batch))
@@ -106,13 +106,13 @@ def test_batches_share_the_global_window(redis_client: redis.Redis, tmp_path: Pa
     for batches, expected in ((1, 64_000_000), (8, 64_000_000), (16, 32_000_000), (100_000, advance._SMALLEST_WINDOW)):
         redis_client.delete("{q}:active")
         redis_client.sadd("{q}:active", *range(batches))
-        assert advance._window_bytes(queue) == expected
+        assert advance.most_window_bytes(queue) == expected
 
 
 def test_a_claim_that_runs_the_list_low_asks_for_a_slice(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(advance, "_WINDOW_LINES", 100)
+    monkeypatch.setattr(advance, "WINDOW_LINES", 100)
     monkeypatch.setattr(advance, "MAX_ITEMS", 50)
     batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 1000)).id
     step(redis_client, batch)
@@ -131,7 +131,7 @@ def test_a_claim_that_runs_the_list_low_asks_for_a_slice(
 def test_a_fast_fleet_does_not_widen_the_window_beyond_its_most(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(advance, "_WINDOW_LINES", 100)
+    monkeypatch.setattr(advance, "WINDOW_LINES", 100)
     monkeypatch.setattr(advance, "_MOST_WINDOW_LINES", 200)
     monkeypatch.setattr(advance, "MAX_ITEMS", 50)
     batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 1000)).id
@@ -169,7 +169,7 @@ def test_results_that_pile_up_ask_for_a_slice(
 def test_lines_of_an_unserved_model_do_not_hold_up_the_others(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(advance, "_WINDOW_LINES", 100)
+    monkeypatch.setattr(advance, "WINDOW_LINES", 100)
     monkeypatch.setattr(advance, "MAX_ITEMS", 50)
     source = tmp_path / "in.jsonl"
     source.write_bytes(
@@ -190,7 +190,7 @@ def test_an_absent_model_does_not_fill_the_window_of_the_others(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lines wait on disk once they have their share, and run when its worker comes."""
-    monkeypatch.setattr(advance, "_CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(advance, "CHUNK_BYTES", 20_000)
     source = tmp_path / "in.jsonl"
     source.write_bytes(
         b"".join(

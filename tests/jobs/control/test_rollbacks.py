@@ -169,7 +169,7 @@ def fuzz(client: redis.Redis, folder: Path, seed: int, of_api: bool) -> None:
 @pytest.fixture(autouse=True)
 def _drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advance, "DRAIN_SECONDS", 0.0)
-    monkeypatch.setattr(advance, "_WINDOW_LINES", 30)
+    monkeypatch.setattr(advance, "WINDOW_LINES", 30)
     monkeypatch.setattr(stored_lines, "SMALL_BYTES", 2000)
 
 
@@ -450,7 +450,7 @@ def test_lines_on_disk_are_not_looked_up_at_each_feed(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file has more lines than a window, and Redis came back empty."""
-    monkeypatch.setattr(advance, "_WINDOW_LINES", 5)
+    monkeypatch.setattr(advance, "WINDOW_LINES", 5)
     monkeypatch.setattr(advance, "MAX_ITEMS", 5)
     record = under_way(redis_client, tmp_path, count=60, done=8)
     redis_client.flushall()

@@ -111,6 +111,10 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     queue.create_batch("batch_c", 0, tenant="t", state="failed")
     queue.announce("", "batch_c", listed=False, runs=True)
     call("clean", queue.clean, "batch_c", queue.batch_fields("batch_c"))
+    queue.create_batch("batch_d", 0)
+    answers += [queue.ingest_early("batch_d", [(1, request())], "1 1")]
+    queue.remove_unfinished("batch_d")
+    call("discard", queue.discard, "batch_d")
     return answers
 
 

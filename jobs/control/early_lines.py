@@ -1,0 +1,91 @@
+"""Early lines: requests of a large input that workers get while the rest of it is validated.
+
+No client sees them, nor what came of them, before the batch is in progress; nothing of them is
+drained before. The plan holds them too, and passes over those that Redis has. Of a file that is
+refused, and of one that changed, they are removed (`Queue.discard`).
+"""
+
+import time
+
+from jobs.batch.input_files import InputLine
+from jobs.batch.manifest import Manifest
+from jobs.control.advance import CHUNK_BYTES, WINDOW_LINES, most_window_bytes, request_of
+from jobs.control.slices import Slice
+from jobs.queue.scripts import MAX_ITEMS, QueueUnavailable
+from jobs.store.storage import stamp_of
+
+_SMALLEST_BYTES = 1024 * 1024  # of an input, which else is validated at once
+_FIRST_LINES = 64
+_MOST_LINES = WINDOW_LINES // 2 - MAX_ITEMS  # after which one more window is fed
+_LOOK_LINES = 256  # that pass before a full window is looked at again
+
+
+class EarlyLines:
+    """Takes the lines of a source in order, and feeds some of the good ones, by prefix within each
+    window.
+
+    They fill half of what a batch may have in Redis, so that the plan is fed as soon as it is made.
+    After a bad line, or while Redis takes none, it feeds no more: the validation goes on.
+    """
+
+    def __init__(self, held: Slice, source: str) -> None:
+        stamp = stamp_of(source)
+        manifest = held.manifest
+        self._held = held
+        self._stamp = "" if stamp is None else _as_text(*stamp)
+        self._ends = not (stamp and stamp[0] >= _SMALLEST_BYTES) or bool(manifest.parts) or manifest.spec.by_model
+        self._lines: list[tuple[bytes, InputLine]] = []
+        self._bytes = 0
+        self._size = _FIRST_LINES
+        self._most_bytes = min(CHUNK_BYTES, most_window_bytes(held.queue) // 2)
+        self._passed = 0  # since the full window was looked at
+        if held.record().early not in ("", self._stamp):
+            held.queue.discard(held.batch)
+
+    def add(self, line: InputLine, order: bytes | None) -> None:
+        """Take the next line, and what sorts it by its prefix: None for a bad one."""
+        if self._ends:
+            return
+        if order is None or line.raw is None:
+            self._ends, self._lines = True, []
+            self._held.queue.discard(self._held.batch)
+            return
+        if len(self._lines) < self._size and self._bytes < self._most_bytes:
+            self._lines.append((order, line))
+            self._bytes += len(line.raw)
+            return
+        if self._passed % _LOOK_LINES == 0:
+            self._held.check_current()
+            try:
+                self._feed_if_room()
+            except QueueUnavailable:
+                self._ends, self._lines = True, []
+        self._passed += 1
+
+    def _feed_if_room(self) -> None:
+        queue, batch = self._held.queue, self._held.batch
+        most_bytes = most_window_bytes(queue) // 2
+        if queue.window_lines(batch) >= _MOST_LINES or queue.window_bytes(batch) >= most_bytes:
+            return
+        now = time.time()
+        spec = self._held.manifest.spec
+        rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]
+        self._ends = not queue.ingest_early(batch, rows, self._stamp)
+        self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
+
+
+def discard_stale(held: Slice) -> None:
+    """Remove early lines that are not of the source as it was validated, or are there beside
+    parts: Redis went back.
+    """
+    early, manifest = held.record().early, held.manifest
+    if early and (manifest.parts or early != _stamp_in(manifest)):
+        held.queue.discard(held.batch)
+
+
+def _stamp_in(manifest: Manifest) -> str:
+    return _as_text(manifest.source_bytes, manifest.source_mtime_ns)
+
+
+def _as_text(size: int, mtime_ns: int) -> str:
+    return f"{size} {mtime_ns}"

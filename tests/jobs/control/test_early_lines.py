@@ -1,0 +1,306 @@
+"""Lines of a large input run while the rest is validated; no client sees them before the batch is
+in progress, and nothing is left of them where it never comes to that.
+"""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from jobs.batch.client import BatchRecord, cancel_batch, get_batch
+from jobs.control import advance, early_lines, validate
+from jobs.control.runner import Runner
+from jobs.protocol.requests import Claim, Finished
+from jobs.queue import keys
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueFull
+from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.control_plane import chat_line, check_echoes, control_plane, echo, write_input
+from tests.support.killed_steps import killed_before_each_step
+from tests.support.rollback import EarlierRedis
+from tests.support.waiting import wait_until
+
+LINES = 5000
+LAST = 4000  # a line far behind the early ones
+
+
+@pytest.fixture(autouse=True)
+def _any_input_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_lines, "_SMALLEST_BYTES", 1)
+
+
+def source_of(folder: Path, count: int = LINES, end: bytes = b"") -> Path:
+    source = write_input(folder / "in.jsonl", count)
+    with source.open("ab") as file:
+        file.write(end)
+    return source
+
+
+@contextmanager
+def validated_meanwhile(client: redis.Redis, batch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Validate in a thread that is held before the last lines until the block is left."""
+    reached, go_on = threading.Event(), threading.Event()
+    read_lines = validate.read_lines
+
+    def held_lines(*arguments: Any) -> Iterator[Any]:
+        for line in read_lines(*arguments):
+            if line.number == LAST:
+                reached.set()
+                assert go_on.wait(300)
+            yield line
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validate, "read_lines", held_lines)
+        thread = threading.Thread(target=lambda: Runner(Queue(client)).run(batch), daemon=True)
+        thread.start()
+        assert reached.wait(300)
+        try:
+            yield
+        finally:
+            go_on.set()
+            thread.join()
+
+
+def claim(client: redis.Redis, limit: int = 20) -> list[Claim]:
+    queue = Queue(client)
+    seq = int(client.hget(keys.claim("w"), "seq") or 0) + 1  # type: ignore[arg-type]
+    return queue.claim("w", seq, limit, models=["m"])
+
+
+def commit(client: redis.Redis, claims: list[Claim]) -> int:
+    lost = Queue(client).commit("w", [Finished(one.key, one.fence, echo(one)) for one in claims])
+    return len(claims) - len(lost)
+
+
+def check_nothing_shown(record: BatchRecord, state: str) -> None:
+    assert record.state == state
+    assert (record.total, record.completed, record.failed, record.waiting, record.running) == (0, 0, 0, 0, 0)
+    assert record.usage.prompt_tokens == record.usage.completion_tokens == 0
+
+
+def check_nothing_left(client: redis.Redis, batch: str) -> None:
+    names: Any = client.keys(f"*{batch}*")
+    shares = keys.served(keys.ring("m", ""), batch).encode()  # the batch's share, for some minutes
+    assert set(names) - {shares} == {keys.batch(batch).encode()}
+    assert not client.exists(keys.LEASE, keys.LEASES, keys.TRIES, keys.tenants("m"))
+
+
+def test_lines_run_while_the_rest_is_validated(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        early = claim(redis_client)
+        assert len(early) == 20
+        assert commit(redis_client, early[:10]) == 10
+        check_nothing_shown(get_batch(redis_client, batch), "validating")
+        assert not Queue(redis_client).parts(batch)
+        Runner(Queue(redis_client)).flush()
+        assert Queue(redis_client).undrained_lines(batch) == 10
+    record = get_batch(redis_client, batch)
+    assert (record.state, record.total, record.completed) == ("in_progress", LINES, 10)
+    assert commit(redis_client, early[10:]) == 10
+    assert run_to_end(redis_client, batch).completed == LINES
+    check_echoes(tmp_path / "out.jsonl", LINES)
+
+
+def test_early_lines_leave_room_for_the_plan(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        waiting = Queue(redis_client).window_lines(batch)
+        assert 64 <= waiting <= advance.WINDOW_LINES // 2
+    assert Queue(redis_client).batch_fields(batch).low_water > 0
+
+
+def test_lines_that_share_a_prefix_are_neighbors(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"".join(chat_line(f"c{n}", "ab"[n % 2] * 100 + str(n)) for n in range(LINES)))
+    batch = begin(redis_client, source).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        first = [int(one.key.line) % 2 for one in claim(redis_client, 64)]
+        assert [kind for kind, _ in itertools.groupby(first)] in ([0, 1], [1, 0])
+
+
+@pytest.mark.parametrize("end", [b"not json\n", chat_line("c1")])
+def test_a_refused_file_leaves_nothing(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    batch = begin(redis_client, source_of(tmp_path, end=end)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        early = claim(redis_client)
+        assert commit(redis_client, early[:10]) == 10
+    record = get_batch(redis_client, batch)
+    check_nothing_shown(record, "failed")
+    assert [problem.line for problem in record.errors] == [LINES + 1]
+    assert commit(redis_client, early[10:]) == 0
+    assert claim(redis_client) == []
+    check_nothing_shown(get_batch(redis_client, batch), "failed")
+    fields: Any = redis_client.hmget(keys.batch(batch), "completed", "failed", "result_bytes", "used_tokens", "early")
+    assert [int(value or 0) for value in fields] == [0, 0, 0, 0, 0]
+    redis_client.delete(keys.claim("w"))
+    check_nothing_left(redis_client, batch)
+
+
+def test_a_bad_line_ends_the_early_ones_at_once(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [chat_line(f"c{number}") for number in range(LINES)]
+    lines[1000] = b"not json\n"
+    source.write_bytes(b"".join(lines))
+    batch = begin(redis_client, source).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert claim(redis_client) == []
+    check_nothing_shown(get_batch(redis_client, batch), "failed")
+
+
+def expire(client: redis.Redis, batch: str) -> None:
+    assert Queue(client).transition(
+        batch, ["validating"], "finalizing", {"outcome": "expired", "timestamps": {"finalizing": time.time()}}
+    )
+
+
+@pytest.mark.parametrize(("end", "state"), [(cancel_batch, "cancelled"), (expire, "expired")])
+def test_a_batch_that_ends_while_it_is_validated_has_no_lines(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[redis.Redis, str], object],
+    state: str,
+) -> None:
+    batch = begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        early = claim(redis_client)
+        assert commit(redis_client, early[:10]) == 10
+        end(redis_client, batch)
+        commit(redis_client, early[10:])
+        record = get_batch(redis_client, batch)
+        check_nothing_shown(record, record.state)
+    check_nothing_shown(step(redis_client, batch), state)
+    assert commit(redis_client, early) == 0
+    assert not (tmp_path / "out.jsonl").exists()
+    redis_client.delete(keys.claim("w"))
+    check_nothing_left(redis_client, batch)
+
+
+def test_a_full_redis_takes_no_early_lines_and_stops_no_validation(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> bool:
+        raise QueueFull("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "ingest_early", full)
+        batch = begin(redis_client, source_of(tmp_path)).id
+        assert step(redis_client, batch).state == "in_progress"
+    assert run_to_end(redis_client, batch).completed == LINES
+    check_echoes(tmp_path / "out.jsonl", LINES)
+
+
+def test_lines_that_an_earlier_version_took_out_of_the_ring_come_back(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `claim.lua` takes a batch out that is not in progress."""
+    batch = begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        redis_client.delete(keys.ring("m", ""), keys.tenants("m"))
+    assert commit(redis_client, claim(redis_client)) == 20
+    assert run_to_end(redis_client, batch).completed == LINES
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_killed_validation_keeps_the_lines_of_the_same_input_only(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    source = source_of(tmp_path)
+    batch = begin(redis_client, source).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        early = claim(redis_client)
+        assert commit(redis_client, early[:10]) == 10
+        held_at = EarlierRedis(redis_client)
+        folder = tmp_path / "out.parts" / "manifest.json"
+        manifest = folder.read_bytes() if folder.exists() else None
+    held_at.restore()  # as a kill at this moment leaves it
+    if manifest is not None:
+        folder.write_bytes(manifest)
+    if changed:
+        source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
+        os.utime(source, ns=(1, 1))
+    record = step(redis_client, batch)
+    assert (record.state, record.completed) == ("in_progress", 0 if changed else 10)
+    assert commit(redis_client, early[10:]) == (0 if changed else 10)
+    assert run_to_end(redis_client, batch).completed == LINES
+    text = (tmp_path / "out.jsonl").read_text()
+    assert (text.count("SAY "), text.count("say ")) == ((LINES, 0) if changed else (0, LINES))
+
+
+def test_a_redis_that_went_back_to_the_validation_counts_each_line_once(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        early = claim(redis_client)
+        assert commit(redis_client, early[:10]) == 10
+        earlier = EarlierRedis(redis_client)
+    answer_all(redis_client, most=500)
+    step(redis_client, batch)
+    assert Queue(redis_client).parts(batch)
+    earlier.restore()
+    record = run_to_end(redis_client, batch)
+    assert (record.completed, record.failed) == (LINES, 0)
+    check_echoes(tmp_path / "out.jsonl", LINES)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("end", [b"", b"not json\n"])
+def test_a_kill_before_any_step_changes_nothing(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, end: bytes
+) -> None:
+    source = source_of(tmp_path, 800, end)
+    batch = begin(redis_client, source).id
+    hit = 0
+
+    def run() -> None:
+        Runner(Queue(connect(redis_url))).run(batch)
+
+    for _ in killed_before_each_step(run):
+        fields = Queue(redis_client).batch_fields(batch)
+        hit += fields.state == "validating" and bool(fields.early)
+        if fields.state == "validating":
+            commit(redis_client, claim(redis_client, 1))
+    assert hit > 3
+    record = run_to_end(redis_client, batch)
+    if end:
+        check_nothing_shown(record, "failed")
+    else:
+        assert record.completed == 800
+        check_echoes(tmp_path / "out.jsonl", 800)
+
+
+def test_a_control_plane_gives_lines_out_before_it_has_read_all(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"".join(chat_line(f"c{n}", "x" * 2000) for n in range(30_000)))
+    with control_plane(redis_url):
+        batch = begin(redis_client, source).id
+        wait_until(lambda: redis_client.exists(keys.bodies(batch)), 120, "an early line")
+        early = claim(redis_client)
+        assert early
+        assert get_batch(redis_client, batch).completed == 0
+        cancel_batch(redis_client, batch)
+        wait_until(lambda: get_batch(redis_client, batch).ended, 120, "its end")
+    commit(redis_client, early)
+    assert get_batch(redis_client, batch).state == "cancelled"
