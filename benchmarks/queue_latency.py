@@ -104,7 +104,7 @@ def measure(model: str, streams: int, tokens: int, pace_ms: float | None) -> dic
         "streams": streams,
         "lost_streams": len(lost),
         "pace_ms": pace_ms,
-        "added_ms": _percentiles(added),
+        "added_ms": percentiles(added),
         "tokens_per_second": round(streams * tokens / (ended - began), 1),
         "processor_us_per_token": {name: round(1e6 * one / (streams * tokens), 1) for name, one in used.items()},
         "api_peak_mb": round(api_peak / 1e6),
@@ -257,7 +257,7 @@ def _redis_pid(url: str) -> int:
         return int(info["process_id"])
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
+def percentiles(seconds: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(seconds, n=1000)
     figures = {"p50": cuts[499], "p90": cuts[899], "p99": cuts[989], "max": max(seconds)}
     return {name: round(1000 * value, 2) for name, value in figures.items()}

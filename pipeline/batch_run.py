@@ -193,22 +193,25 @@ class BatchRun:
             except (redis.RedisError, QueueUnavailable) as error:
                 self._wait_for_redis(error, signals)
                 continue
-            if record.ended:
+            if self._is_over(record):
                 return record
             if signals.stops:
                 raise Interrupted(self._farewell(batch_id))
             self._check_moves(record, is_led)
             if host is not None and host.problem:
                 raise Unfinished(f"{host.problem}; {_RESUMES}")
-            if self._has_early_lines(supervisor, record) or (
-                record.state == "in_progress" and record.completed + record.failed < record.total
-            ):
+            if self._has_early_lines(supervisor, record) or self._has_work(record):
                 self._ensure_worker(supervisor, record)
             longest = _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS
             self._wait(record, min(pause, longest), supervisor, signals)
 
-    @staticmethod
-    def _wait(record: BatchRecord, seconds: float, supervisor: Supervisor, signals: Signals) -> None:
+    def _is_over(self, record: BatchRecord) -> bool:
+        return record.ended
+
+    def _has_work(self, record: BatchRecord) -> bool:
+        return record.state == "in_progress" and record.completed + record.failed < record.total
+
+    def _wait(self, record: BatchRecord, seconds: float, supervisor: Supervisor, signals: Signals) -> None:
         """Return after `seconds`, at a signal, or soon after the batch has moved: its state or,
         while nothing ran, the number of waiting lines.
         """

@@ -66,7 +66,7 @@ def _run_task(
     progress: Progress,
     is_last: bool,
 ) -> None:
-    with progress, _folder(task):
+    with progress, batch_folder(task):
         if (
             task.redis_url is None
             and not task.hosted
@@ -94,7 +94,7 @@ def submit(task: Task) -> str:
 
     assert task.redis_url is not None
     run = BatchRun(task, _checked([task]), time.monotonic())
-    with _folder(task):
+    with batch_folder(task):
         return run.submit(task.redis_url)
 
 
@@ -103,11 +103,7 @@ def _checked(tasks: Sequence[Task]) -> list[str]:
 
     Raises `Refused`.
     """
-    first = tasks[0]
-    if first.hosted:
-        served = [name for model in first.hosted for name in model.names]
-    else:
-        served = worker_settings(first.model, "", first.model_flags).models if first.starts_worker else []
+    served = served_names(tasks[0])
     for task in tasks:
         check_input(task)
         if task.rows is not None and isinstance(task.source, Path):
@@ -117,7 +113,7 @@ def _checked(tasks: Sequence[Task]) -> list[str]:
     with contextlib.ExitStack() as refused_together:
         for task in tasks:
             if isinstance(task.source, Uri):
-                refused_together.enter_context(_folder(task, locked=True))
+                refused_together.enter_context(batch_folder(task, locked=True))
                 fetch(task.source, task.source_file, task.allowed, load_manifest(str(task.root)) is not None)
                 if task.rows is not None:
                     check_rows(task.source_file, task.rows)
@@ -138,8 +134,18 @@ def _check_uploads(tasks: Sequence[Task]) -> None:
     check_writable(new.upload_to / SUCCESS if is_prefix else new.upload_to)
 
 
+def served_names(task: Task) -> list[str]:
+    """Return the names of the models that are served here; none if no worker is started.
+
+    Raises `Refused`.
+    """
+    if task.hosted:
+        return [name for model in task.hosted for name in model.names]
+    return worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
+
+
 @contextlib.contextmanager
-def _folder(task: Task, locked: bool = False) -> Iterator[None]:
+def batch_folder(task: Task, locked: bool = False) -> Iterator[None]:
     """Lock the folder of the run, unless a fleet works in it; remove it after a refusal."""
     start_over_if_removed(task.root)
     resumes = task.root.exists() and not holds_input_alone(task.root)

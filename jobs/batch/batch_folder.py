@@ -117,6 +117,11 @@ def _check_output(location: str, source: str) -> None:
 
 def _check_same(found: Manifest, spec: BatchSpec) -> None:
     """Raise `InputChanged` if results in the folder would not fit what is asked now."""
+    if found.spec.streams_input != spec.streams_input:
+        raise InputChanged(
+            f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; remove that folder, or name"
+            " another output"
+        )
     size = size_of(spec.input)
     if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
         raise InputChanged(
@@ -132,6 +137,10 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
         raise InputChanged(
             f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
         )
+
+
+def _kind(spec: BatchSpec) -> str:
+    return "lines that arrive" if spec.streams_input else "a file"
 
 
 def _differences(found: object, asked: object, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:

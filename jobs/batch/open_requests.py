@@ -94,6 +94,7 @@ class CheckedLines(NamedTuple):
     problems: list[LineProblem]
     order: list[int]  # places, as the plan has them
     bounds: AppendBounds
+    repeats: dict[int, int]  # from the commit on: numbers in the append, and which lines these repeat
 
 
 class _NewLine(NamedTuple):
@@ -144,10 +145,14 @@ class _NewContent:
 
 
 class OpenRequests:
-    """Holds nothing open between two calls. Methods raise `StoreError`."""
+    """Holds nothing open between two calls. Methods raise `StoreError`.
 
-    def __init__(self, spec: BatchSpec) -> None:
+    Without `durable` a loss of power may take what was appended.
+    """
+
+    def __init__(self, spec: BatchSpec, durable: bool = True) -> None:
         self._spec = spec
+        self._durable = durable
         self._location = join(spec.root, DATABASE_NAME)
 
     def create(self) -> None:
@@ -182,7 +187,7 @@ class OpenRequests:
     def check(self, lines: Sequence[InputLine], served: Served, bounds: AppendBounds) -> CheckedLines:
         """Check the lines of one append, and order them."""
         checked, problems = self._check(lines, served)
-        return CheckedLines(checked, problems, [entry.line for entry in self._planned(checked)], bounds)
+        return CheckedLines(checked, problems, [entry.line for entry in self._planned(checked)], bounds, {})
 
     def commit(self, appends: Sequence[CheckedLines]) -> list[AppendOutcome | ApiError]:
         """Take appends, one after the other, and make all durable at once; return what became of
@@ -255,6 +260,7 @@ class OpenRequests:
                 known[line.id] = line.digest, new.taken.lines + len(fresh)
             elif original[0] == line.digest:
                 repeated += 1
+                append.repeats[line.number] = original[1]
             else:
                 problems.append(duplicate_of(line.custom_id, line.number, original[1]))
         if fresh and (refusal := new.take(fresh, append)):
@@ -278,11 +284,15 @@ class OpenRequests:
         """Put lines behind what counts, and cut off what a killed process has left there."""
         root = self._spec.root
         writes = [
-            partial(append_behind, self._spec.input, found.bytes, content),
-            partial(append_plan, join(root, PLAN_NAME), found.lines, planned),
+            partial(append_behind, self._spec.input, found.bytes, content, self._durable),
+            partial(append_plan, join(root, PLAN_NAME), found.lines, planned, self._durable),
         ]
         if self._spec.of_api:
             writes.append(partial(append_index, root, found.lines, entries))
+        if not self._durable:
+            for write in writes:
+                write()
+            return
         # A disk takes as long for all of them at once as for one
         with ThreadPoolExecutor(len(writes)) as writers:
             for written in [writers.submit(write) for write in writes]:
@@ -315,7 +325,7 @@ class OpenRequests:
             with contextlib.closing(connection):
                 # Unlike the removal of a journal, its truncation is made durable
                 connection.execute("PRAGMA journal_mode = TRUNCATE")
-                connection.execute("PRAGMA synchronous = FULL")
+                connection.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
                 yield connection
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL

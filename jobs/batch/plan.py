@@ -218,9 +218,9 @@ def prefix_hashes(model: str, pieces: list[str]) -> tuple[int, ...]:
     return tuple(hashes)
 
 
-def append_plan(location: str, lines: int, entries: Iterable[PlanEntry]) -> None:
-    """Put entries behind the first `lines` of a plan file, durably. Raise `StoreError`."""
-    append_behind(location, lines * _ENTRY.size, b"".join(_ENTRY.pack(*entry) for entry in entries))
+def append_plan(location: str, lines: int, entries: Iterable[PlanEntry], durable: bool = True) -> None:
+    """Put entries behind the first `lines` of a plan file. Raise `StoreError`."""
+    append_behind(location, lines * _ENTRY.size, b"".join(_ENTRY.pack(*entry) for entry in entries), durable)
 
 
 def read_plan(file: BinaryIO, start: int, count: int) -> list[PlanEntry]:

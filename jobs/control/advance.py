@@ -170,7 +170,7 @@ def needs_slice(queue: Queue, batch: str, fields: BatchStatus) -> bool:
 def feed_needed(queue: Queue, batch: str, fields: BatchStatus) -> bool:
     """Return whether the plan goes on and a ready list is low."""
     models = _feeding(queue, fields)
-    return bool(models) and min(ready_lengths(queue, batch, models).values()) <= fields.low_water
+    return bool(models) and min(ready_lengths(queue, batch, models).values()) <= max(0, fields.low_water)
 
 
 def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
@@ -213,7 +213,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
         # fits, where large bodies fill the window early.
         more = cursor < total or bool(held.fields.passed_over)
         lengths = [length for length in ready_lengths(queue, batch, models).values() if length] if more else []
-        low_water = min(window, *lengths) // 2 if lengths else 0
+        low_water = min(window, *lengths) // 2 if lengths else -1 if fields.open and not more else 0
         if low_water != fields.low_water:
             held.note({"low_water": low_water})
     return cursor > start

@@ -19,14 +19,14 @@ from jobs.batch.row_requests import RowExtras, read_extras
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
 from jobs.control.csv_results import csv_writer
-from jobs.control.line_answer import LineAnswer
+from jobs.control.line_answer import LineAnswer, jsonl_line
 from jobs.control.line_results import LineWriter
 from jobs.control.number_columns import NumberColumns, number_columns
 from jobs.control.parquet_results import ParquetWriter
 from jobs.control.slices import Slice
 from jobs.errors import JobsError
 from jobs.protocol.lines import read_line
-from jobs.protocol.results import Usage, batch_request_id, output_line, unanswered_line, with_columns
+from jobs.protocol.results import Usage
 from jobs.store.storage import join, sweep_beside
 
 _CHECK_LINES = 256
@@ -178,14 +178,4 @@ def _writer(manifest: Manifest, location: str, numbers: NumberColumns | None = N
         return ParquetWriter(manifest, location, numbers or NumberColumns())
     if is_csv(location):
         return csv_writer(manifest, location)
-    return LineWriter(manifest, location, partial(_jsonl_line, manifest.batch_id))
-
-
-def _jsonl_line(batch: str, answer: LineAnswer) -> bytes:
-    """Return OpenAI's result line."""
-    request_id = batch_request_id(batch, answer.line)
-    if answer.result is None:
-        line = unanswered_line(answer.custom_id, *answer.reason, request_id)
-    else:
-        line = output_line(answer.custom_id, answer.result, request_id)
-    return with_columns(line, answer.columns) + b"\n"
+    return LineWriter(manifest, location, partial(jsonl_line, manifest.batch_id))

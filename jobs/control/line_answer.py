@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jobs.protocol.results import Result
+from jobs.protocol.results import Result, batch_request_id, output_line, unanswered_line, with_columns
 
 
 class LineAnswer(NamedTuple):
@@ -20,3 +20,13 @@ class LineAnswer(NamedTuple):
         """About how many it takes in memory."""
         kept = sum(len(value) for value in self.columns.values() if isinstance(value, str | list))
         return len(self.custom_id) + kept + (0 if self.result is None else len(self.result.body))
+
+
+def jsonl_line(batch: str, answer: LineAnswer) -> bytes:
+    """Return OpenAI's result line."""
+    request_id = batch_request_id(batch, answer.line)
+    if answer.result is None:
+        line = unanswered_line(answer.custom_id, *answer.reason, request_id)
+    else:
+        line = output_line(answer.custom_id, answer.result, request_id)
+    return with_columns(line, answer.columns) + b"\n"

@@ -42,7 +42,8 @@ def validate(held: Slice) -> None:
         manifest.endpoints = checked.endpoints
     discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
-    held.move("in_progress", {**plan_fields(manifest), "cursor": 0, **progress})
+    low_water = -1 if manifest.is_open else 0
+    held.move("in_progress", {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress})
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
 
 

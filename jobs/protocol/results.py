@@ -167,7 +167,7 @@ def line_of(batch_request_id: str) -> int:
     return int(batch_request_id.rpartition("_")[2])
 
 
-def output_line(custom_id: str, result: Result, batch_request_id: str) -> bytes:
+def output_line(custom_id: str | None, result: Result, batch_request_id: str) -> bytes:
     """One line of a result file, without the line feed.
 
     A failed one says so in both places that clients look at.

@@ -33,7 +33,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     line_models: list[str] = []  # that the lines name
     open_models: list[str] | None = None  # those of this pass over the plan; None: all
     passed_over: list[str] = []  # models whose lines wait for the next pass
-    low_water: int = 0  # length of a ready list at which a claim asks for more lines
+    low_water: int = 0  # length of a ready list at which a claim asks for more lines; -1: at none
     result_bytes: int = 0  # of the results that no part holds yet
     tenant: str = ""
     queued_tokens: int = 0  # an estimate, once validated

@@ -165,6 +165,20 @@ class BatchQueue(QueueBase):
         lines = sorted((int(line), value) for line, value in found.items())[:limit]
         return [(line, unpack_result(value)) for line, value in lines]
 
+    def results_of(self, batch: str, lines: Sequence[int]) -> dict[int, Result]:
+        """The results of those of these lines that finished and that no part holds yet."""
+        groups = [lines[start : start + MAX_ITEMS] for start in range(0, len(lines), MAX_ITEMS)]
+        replies = self.commands(("HMGET", keys.results(batch), *group) for group in groups)
+        return {line: unpack_result(value) for line, value in zip(lines, flat(replies), strict=True) if value}
+
+    def finished_of(self, batch: str, lines: Sequence[int]) -> list[int]:
+        """Those of these lines that have their result, in Redis or in a part."""
+        if not lines:
+            return []
+        first, last = min(lines) >> 3, max(lines) >> 3
+        bits = self._command("GETRANGE", keys.done(batch), first, last).ljust(last - first + 1, b"\0")
+        return [line for line in lines if bits[(line >> 3) - first] & 0x80 >> (line & 7)]
+
     def undrained_lines(self, batch: str) -> int:
         """Finished lines whose results are in Redis."""
         return int(self._command("HLEN", keys.results(batch)))
@@ -303,7 +317,8 @@ class BatchQueue(QueueBase):
             self.transition(batch, [fields.state], FORGOTTEN)
         self.remove_unfinished(batch)
         self.dismiss(tenant, batch)
-        names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.batch_tokens)
+        lines = (keys.bodies, keys.results, keys.done, keys.answered)
+        names = (keys.batch, keys.parts, keys.batch_models, keys.batch_tokens, *lines)
         self._command("UNLINK", *(name(batch) for name in names))
         self._command("ZREM", keys.WATCHED, batch)
         self._command("ZREM", keys.WAITING_BATCHES, batch)

@@ -74,6 +74,11 @@ def results(batch_id: str) -> str:
     return f"{{q}}:results:{batch_id}"
 
 
+def answered(batch_id: str) -> str:
+    """Stream of the lines that got their results: l line numbers. Only while it is followed."""
+    return f"{{q}}:answered:{batch_id}"
+
+
 def done(batch_id: str) -> str:
     """Bitmap over lines."""
     return f"{{q}}:done:{batch_id}"

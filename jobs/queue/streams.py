@@ -144,6 +144,24 @@ class Streams(QueueBase):
         found = self._command("XREVRANGE", keys.batch_tokens(batch), "+", "-", "COUNT", 1)
         return text(found[0][0]) if found else None
 
+    def follow_answers(self, batch: str, seconds: int) -> str:
+        """Have commits name the lines that they answer, for so long; return the position from which
+        `answered` reads on.
+        """
+        name = keys.answered(batch)
+        entry_id, _ = self.commands([("XADD", name, "MAXLEN", "~", 1000, "*", "l", ""), ("EXPIRE", name, seconds)])
+        return text(entry_id)
+
+    def answered(self, batch: str, last_id: str, timeout: float) -> tuple[list[int], str]:
+        """Lines of a batch that got their results after `last_id`, and the position behind them;
+        waits up to `timeout` seconds for one.
+
+        Some are missing where the stream was trimmed or lost.
+        """
+        found = self._read_streams({keys.answered(batch): last_id}, timeout)
+        lines = [int(line) for _, _, fields in found for line in fields[b"l"].split()]
+        return lines, found[-1][1] if found else last_id
+
     def _read_streams(self, positions: Mapping[str, str], timeout: float) -> list[tuple[str, str, dict[bytes, bytes]]]:
         if not positions:
             return []

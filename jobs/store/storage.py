@@ -252,8 +252,8 @@ def write_bytes(location: str, data: bytes) -> None:
         writer.commit()
 
 
-def append_behind(location: str, size: int, data: bytes) -> None:
-    """Put data behind the first `size` bytes of a local file, durably; what was behind them goes.
+def append_behind(location: str, size: int, data: bytes, durable: bool = True) -> None:
+    """Put data behind the first `size` bytes of a local file; what was behind them goes.
 
     Raise `StoreError`, also where the file is shorter.
     """
@@ -268,8 +268,9 @@ def append_behind(location: str, size: int, data: bytes) -> None:
             file.seek(size)
             file.write(data)
             file.flush()
-            os.fsync(handle)
-        if size == 0:
+            if durable:
+                os.fsync(handle)
+        if durable and size == 0:
             sync_folder(path.parent)
 
 

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from jobs.batch.row_requests import RowOptions
     from pipeline.hosting.models import ServedModel
 
+_STDIN = Path("-")
+_OF_FILES = (
+    *("detach", "retry_failed", "partition_by", "allow_hosts"),
+    *("prompt_column", "template", "id_column", "keep_columns"),
+)
+
 
 def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None) -> AllowedHosts:
     try:
@@ -95,6 +101,7 @@ def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None
     help="Give each invalid line, such as one with an unknown model or url, an error line, and run the others."
     " [default: refuse the file]",
 )
+@flag("--ordered", is_flag=True, help="With - as INPUT: write the answers in the order of their lines.")
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
@@ -116,6 +123,7 @@ def run_batch(
     models: tuple[str, ...],
     model_flags: tuple[str, ...],
     skip_invalid_requests: bool,
+    ordered: bool,
     retry_failed: bool,
     fail_on_error: bool,
     local_worker: bool,
@@ -134,6 +142,9 @@ def run_batch(
     What was fetched, and results that will be uploaded, are in the folder OUTPUT.parts. That of an
     output in a store is in the present folder.
 
+    With - as INPUT the lines of stdin run as they arrive, and answers go to stdout, or behind those
+    in the output, as they finish.
+
     Several INPUTs, or a pattern such as 'data/*.jsonl', run one after the other on the same worker.
 
     Exit codes: 0 every line has its answer (an error is one too), 1 stopped unfinished, 2 refused,
@@ -143,7 +154,9 @@ def run_batch(
         raise Refused(f"--detach exits at once, but the results are to be written to {output_file}: leave out --detach")
     if partition_by and isinstance(output_file, Uri):
         output_file = output_file.without_slash()
-    files = named_files(_inputs(ctx, inputs, input_file), output_file)
+    named = _inputs(ctx, inputs, input_file)
+    is_piped = _check_piped(ctx, named, output_file, redis_url)
+    files = [] if is_piped else named_files(named, output_file)
     rows = row_options(ctx)
     _check_partitions(partition_by, rows, output_file, len(files))
     check_model_flags(ctx)
@@ -177,6 +190,12 @@ def run_batch(
         fail_on_error=fail_on_error,
         log_level=log_level,
     )
+    if is_piped:
+        from pipeline.piped.start import run_pipe
+
+        answers = output_file if isinstance(output_file, Path) and output_file != _STDIN else None
+        run_pipe(task(source=_STDIN, output=answers or _STDIN), answers, ordered)
+        return
     tasks = [task(source=source, output=output) for source, output in files]
     if not detach:
         run_tasks(tasks)
@@ -222,6 +241,23 @@ def _check_partitions(columns: tuple[str, ...], rows: "RowOptions | None", outpu
         raise Refused(f"--partition-by names no column of the results: {unknown[0]}; --keep-columns adds columns")
     if columns and (output is None or inputs > 1):
         raise Refused("--partition-by needs one input, and -o with the folder of its results")
+
+
+def _check_piped(ctx: click.Context, inputs: tuple[Place, ...], output: Place | None, redis_url: str | None) -> bool:
+    """Return whether the lines come from stdin. Raise `Refused` for flags that do not fit."""
+    if _STDIN not in inputs:
+        if given_as_flag(ctx, ["ordered"]):
+            raise Refused("--ordered is for lines of stdin, which INPUT - reads; results of a file are in its order")
+        return False
+    if len(inputs) > 1:
+        raise Refused("- is stdin, and no other input can run beside it: give one of them")
+    if unfit := given_as_flag(ctx, _OF_FILES):
+        raise Refused(f"{unfit[0]} is for input files, and the input is stdin: leave it out")
+    if isinstance(output, Uri):
+        raise Refused(f"answers to lines of stdin cannot go to {output}: leave out -o for stdout, or name a local file")
+    if redis_url is not None:
+        raise Refused("lines of stdin run on this machine alone: unset REDIS_URL, or append them to an open batch")
+    return True
 
 
 def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: bool, detach: bool) -> None:

@@ -11,6 +11,7 @@ local QUARANTINE_GROUP_SIZE = 16
 -- More than FULL_BATCHES watched batches share the entries that so many would hold
 local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4
 local MOST_BYTES_OF_AN_ENTRY = 1024
+local ANSWERED_ENTRIES = 5000
 local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
 local MOST_BYTES_OF_AN_API_RESULT = 16384 -- an embedding of 1,024 numbers as text
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
@@ -589,7 +590,7 @@ local function record_results(batch, items)
   if redis.call('EXISTS', key.batch(batch)) == 0 then
     return 0, 0
   end
-  local lines, sets, results = {}, {}, {}
+  local lines, sets, results, answered = {}, {}, {}, {}
   local delivered = 0
   local bodies = key.bodies(batch)
   local moves = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0}
@@ -603,6 +604,7 @@ local function record_results(batch, items)
     if was_done[i] == 0 then
       results[#results + 1] = item.line
       results[#results + 1] = item.result
+      answered[#answered + 1] = item.line
       moves.result_bytes = moves.result_bytes + #item.result
       local count = item.succeeded and 'completed' or 'failed'
       moves[count] = moves[count] + 1
@@ -617,6 +619,8 @@ local function record_results(batch, items)
   end
   if #results > 0 then
     redis.call('HSET', key.results(batch), unpack(results))
+    redis.call('XADD', key.answered(batch), 'NOMKSTREAM', 'MAXLEN', '~', ANSWERED_ENTRIES, '*',
+      'l', table.concat(answered, ' '))
     local total, completed, failed, undrained = unpack(
       redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed', 'result_bytes')
     )

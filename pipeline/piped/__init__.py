@@ -1,0 +1,1 @@
+"""`run-batch -`: lines of a pipe run as they arrive, and leave as they finish."""

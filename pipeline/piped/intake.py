@@ -1,0 +1,125 @@
+"""Lines of stdin become lines of the open batch, and go on to its workers at once."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jobs.batch.bitmap import Bitmap
+from jobs.batch.input_files import InputLine
+from jobs.batch.invalid_lines import problem_of
+from jobs.batch.manifest import BatchSpec, LineProblem
+from jobs.batch.open_requests import AppendBounds, AppendOutcome, OpenRequests
+from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
+from jobs.batch.source_check import duplicate_of
+from jobs.control.advance import request_of
+from jobs.control.line_answer import LineAnswer, jsonl_line
+from jobs.protocol.lines import decode_json, read_line
+from jobs.protocol.results import ApiError, batch_request_id, new_request_id, output_line
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import MAX_ITEMS
+from jobs.queue.tasks import wake
+from jobs.store.storage import join, open_input
+from pipeline.piped.outstanding import Outstanding
+
+
+class _Added(NamedTuple):
+    """A line that is new in the batch."""
+
+    line: int  # its number there
+    custom_id: str
+    content: bytes  # as it is stored
+
+
+class LineIntake:
+    """Takes lines of stdin. Raises `StoreError` and `QueueUnavailable`.
+
+    `read` counts lines, `failed` those that are answered by what is wrong with them.
+    """
+
+    def __init__(self, queue: Queue, batch: str, spec: BatchSpec, outstanding: Outstanding, durable: bool) -> None:
+        self.read = self.failed = 0
+        self._queue = queue
+        self._batch = batch
+        self._spec = spec
+        self._served = dict.fromkeys(spec.models or ())
+        self._outstanding = outstanding
+        self._requests = OpenRequests(spec, durable)
+        self._before = 0  # lines that runs before this one took
+
+    def resume(self, written: Bitmap) -> None:
+        """Take up the lines of earlier runs whose answers are not among the `written` ones."""
+        self._before = self._requests.committed().lines
+        with open_input(self._spec.input, False) as source:
+            for line, offset, length in sorted(entry for entry in self._planned() if entry.line not in written):
+                source.seek(offset)
+                content = source.read(length)
+                self._add(_Added(line, read_line(content).custom_id, content))
+
+    def _planned(self) -> Iterator[PlanEntry]:
+        with open_input(join(self._spec.root, PLAN_NAME)) as plan:
+            for start in range(0, self._before, MAX_ITEMS):
+                yield from read_plan(plan, start, min(MAX_ITEMS, self._before - start))
+
+    def take(self, lines: Sequence[InputLine]) -> bool:
+        """Append at most `MAX_ITEMS` lines, and feed them to the workers.
+
+        A line that an earlier run took has, or gets, the answer of that one. Return whether some
+        have their answers already, since they cannot run.
+        """
+        failed = self.failed
+        checked = self._requests.check(lines, self._served, AppendBounds())
+        [outcome] = self._requests.commit([checked])
+        assert isinstance(outcome, AppendOutcome), "there are no bounds"
+        problems = {problem.line: problem for problem in outcome.problems}
+        old = problems.keys() | checked.repeats.keys()
+        fresh = [new for new in checked.lines.values() if new.number not in old]
+        numbers = itertools.count(outcome.total - outcome.appended + 1)
+        added = {new.number: _Added(next(numbers), new.custom_id, new.content) for new in fresh}
+        for line in lines:
+            if (problem := problems.get(line.number)) is not None:
+                self._refuse(line, problem)
+            elif (original := checked.repeats.get(line.number)) is None:
+                self._add(added[line.number])
+            elif original > self._before:
+                self._refuse(line, duplicate_of(_custom_id(line.raw) or "", line.number, original))
+        self.read += len(lines)
+        if added:
+            planned = (checked.lines[place].number for place in checked.order)
+            self._feed([added[number] for number in planned if number in added], outcome.total)
+        return self.failed > failed
+
+    def _add(self, appended: _Added) -> None:
+        answer = None
+        if (problem := problem_of(appended.content)) is not None:
+            self.failed += 1
+            result = problem.result(new_request_id())
+            answer = jsonl_line(self._batch, LineAnswer(appended.line, appended.custom_id, result, ("", "")))
+        self._outstanding.add(appended.line, appended.custom_id, len(appended.content), answer)
+
+    def _refuse(self, line: InputLine, problem: LineProblem) -> None:
+        """Answer a line that is no part of the batch."""
+        self.failed += 1
+        error = ApiError(400, f"Line {line.number}: {problem.message}", param=problem.param, code=problem.code)
+        custom_id, request_id = _custom_id(line.raw), f"{batch_request_id(self._batch, 0)[:-1]}stdin_{line.number}"
+        answer = output_line(custom_id, error.result(new_request_id()), request_id) + b"\n"
+        self._outstanding.add(-line.number, custom_id or "", 0, answer)
+
+    def _feed(self, lines: list[_Added], total: int) -> None:
+        """Hand the lines to the workers, if these have got all lines before; else the control plane
+        does so, as it does for any batch.
+        """
+        now = time.time()
+        rows = [(one.line, request_of(self._spec, one.line, one.content, now)) for one in lines]
+        if not self._queue.ingest(self._batch, rows, total - len(rows), total):
+            wake(self._queue.redis, self._batch)
+
+
+def _custom_id(raw: bytes | None) -> str | None:
+    """Return the custom_id of a line, None where none can be read."""
+    with contextlib.suppress(ValueError):
+        values = decode_json(raw or b"")
+        if isinstance(values, dict) and isinstance(found := values.get("custom_id"), str):
+            return found
+    return None

@@ -1,0 +1,109 @@
+"""The lines that were read and whose answers are not written yet."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+MOST_LINES = 4096
+MOST_BYTES = 32 * 1024 * 1024
+"""Of lines and of answers that wait to be written, after which no more are read."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    custom_id: str
+    size: int
+    answer: bytes | None = None
+
+
+class Outstanding:
+    """Bounds them: the reader waits in `wait_for_room` until answers are written. Thread-safe.
+
+    Answers are taken in the order in which they came; `ordered`: in that of their lines.
+    """
+
+    def __init__(self, ordered: bool) -> None:
+        self._ordered = ordered
+        self._changed = threading.Condition()
+        self._entries: dict[int, _Entry] = {}  # by line, in the order in which they were added
+        self._answered: list[int] = []  # in the order in which their answers came
+        self._bytes = 0
+        self._is_closed = False
+
+    def wait_for_room(self) -> int:
+        """Return how many lines may be added, at least one; 0 once no more are to be read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._room > 0)
+            return 0 if self._is_closed else self._room
+
+    def close(self) -> None:
+        """End the waits for room."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def add(self, line: int, custom_id: str, size: int, answer: bytes | None = None) -> None:
+        """Add a line, which may have its answer already."""
+        with self._changed:
+            if line in self._entries:
+                return
+            self._entries[line] = _Entry(custom_id, size)
+            self._bytes += size
+            if answer is not None:
+                self._answer(line, answer)
+
+    def unanswered(self, lines: Iterable[int] | None = None) -> dict[int, str]:
+        """Return the custom_ids by line of those (default: of all) that have no answer yet."""
+        with self._changed:
+            found = [(line, self._entries.get(line)) for line in (self._entries if lines is None else lines)]
+            return {line: entry.custom_id for line, entry in found if entry is not None and entry.answer is None}
+
+    def answer(self, line: int, answer: bytes) -> bool:
+        """Note the answer of a line, unless it has one; return whether that is new."""
+        with self._changed:
+            return self._answer(line, answer)
+
+    def to_write(self, with_gaps: bool = False) -> dict[int, bytes]:
+        """Return the answers that may be written now, in their order; `with_gaps` also those behind
+        lines without one.
+        """
+        with self._changed:
+            return dict(self._ahead(with_gaps) if self._ordered else self._in_turn())
+
+    def note_written(self, lines: Iterable[int]) -> None:
+        """Let go of lines whose answers are written."""
+        with self._changed:
+            for line in lines:
+                self._bytes -= self._entries.pop(line).size
+            self._answered = [line for line in self._answered if line in self._entries]
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._entries)
+
+    @property
+    def _room(self) -> int:
+        return MOST_LINES - len(self._entries) if self._bytes < MOST_BYTES else 0
+
+    def _answer(self, line: int, answer: bytes) -> bool:
+        entry = self._entries.get(line)
+        if entry is None or entry.answer is not None:
+            return False
+        entry.answer = answer
+        entry.size += len(answer)
+        self._bytes += len(answer)
+        if not self._ordered:
+            self._answered.append(line)
+        return True
+
+    def _in_turn(self) -> Iterator[tuple[int, bytes]]:
+        for line in self._answered:
+            yield line, self._entries[line].answer or b""
+
+    def _ahead(self, with_gaps: bool) -> Iterator[tuple[int, bytes]]:
+        for line, entry in self._entries.items():
+            if entry.answer is not None:
+                yield line, entry.answer
+            elif not with_gaps:
+                return

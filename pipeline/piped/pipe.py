@@ -1,0 +1,123 @@
+"""The two threads of a pipe: lines go from stdin into an open batch, and answers from there to
+where they are written.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from jobs.batch.manifest import BatchSpec
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import MAX_ITEMS
+from pipeline.piped.answers import AnswerReader
+from pipeline.piped.intake import LineIntake
+from pipeline.piped.outstanding import Outstanding
+from pipeline.piped.sinks import Sink
+from pipeline.piped.stdin_lines import StdinLines
+from pipeline.signals import Signals
+
+_STDIN = 0
+_LOOK_SECONDS = 1.0  # between looks for answers that no note names
+_FOLLOW_SECONDS = 60
+_PATIENCE_SECONDS = 15.0  # after an order to stop, for a reader of stdout that is slow
+_POLL_SECONDS = 0.05
+
+
+class Pipe:
+    """A context in which both threads run.
+
+    It is over when every line of stdin has its answer written, or when the reader of stdout is
+    gone. At an order to stop, what has finished by then is written.
+    """
+
+    def __init__(self, queue: Queue, batch: str, spec: BatchSpec, sink: Sink, ordered: bool, signals: Signals) -> None:
+        self.written = 0
+        self.news = os.eventfd(0)
+        """Readable once it is over."""
+        self.outstanding = Outstanding(ordered)
+        self.intake = LineIntake(queue, batch, spec, self.outstanding, durable=sink.resumes)
+        self.answers = AnswerReader(queue, batch, spec.root, self.outstanding)
+        self._queue = queue
+        self._batch = batch
+        self._sink = sink
+        self._signals = signals
+        self._stop = os.eventfd(0)
+        self._is_stopping = False
+        self._is_read = threading.Event()
+        self._failure: Exception | None = None
+        self._reader = threading.Thread(target=self._run, args=(self._read,), name="stdin", daemon=True)
+        self._writer = threading.Thread(target=self._run, args=(self._write,), name="answers", daemon=True)
+
+    def __enter__(self) -> "Pipe":
+        self.intake.resume(self._sink.written)
+        self._reader.start()
+        self._writer.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_stopping = True
+        os.eventfd_write(self._stop, 1)
+        self.outstanding.close()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for thread in (self._reader, self._writer):
+            while thread.is_alive() and self._signals.stops < 2 and time.monotonic() < deadline:
+                thread.join(_POLL_SECONDS)
+        self._sink.close()
+
+    def check(self) -> bool:
+        """Return whether it is over. Raise what ended a thread, `BrokenPipeError` for one."""
+        is_over = not self._writer.is_alive()  # asked first: a thread notes its failure before it ends
+        if self._failure is not None:
+            raise self._failure
+        return is_over
+
+    @property
+    def failed(self) -> int:
+        """How many lines ended with an error."""
+        return self.intake.failed + self.answers.failed
+
+    def _run(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except Exception as error:
+            self._failure = self._failure or error
+            self.outstanding.close()
+        finally:
+            os.eventfd_write(self.news, 1)
+
+    def _read(self) -> None:
+        for lines in StdinLines(_STDIN, self._stop):
+            while lines:
+                if not (room := min(self.outstanding.wait_for_room(), MAX_ITEMS)):
+                    return
+                if self.intake.take(lines[:room]):
+                    self._follow()
+                lines = lines[room:]
+        self._is_read.set()
+        self._follow()
+
+    def _write(self) -> None:
+        last_id, look_at = self._follow(), 0.0
+        while not self._is_stopping and not (self._is_read.is_set() and not len(self.outstanding)):
+            left = look_at - time.monotonic()
+            if left > 0:
+                lines, last_id = self._queue.answered(self._batch, last_id, left)
+                self.answers.collect(lines)
+            else:
+                self._follow()
+                self.answers.collect_all()
+                look_at = time.monotonic() + _LOOK_SECONDS
+            self._write_answers()
+        self.answers.collect_all()
+        self._write_answers(with_gaps=not self._sink.resumes)
+
+    def _follow(self) -> str:
+        """Have commits wake the writer from now on; this does so too."""
+        return self._queue.follow_answers(self._batch, _FOLLOW_SECONDS)
+
+    def _write_answers(self, with_gaps: bool = False) -> None:
+        if answers := self.outstanding.to_write(with_gaps):
+            self._sink.write(answers.values())
+            self.outstanding.note_written(answers)
+            self.written += len(answers)

@@ -1,0 +1,104 @@
+"""The open batch of one pipe: make it or take it up, and follow it until the pipe is over."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import msgspec
+
+from jobs.batch.client import BatchRecord, BatchSpec
+from jobs.batch.open_requests import SOURCE_NAME
+from jobs.queue.request_queue import Queue
+from jobs.store.storage import join
+from pipeline.batch_run import BatchRun
+from pipeline.batch_task import Task
+from pipeline.errors import Interrupted, Unfinished
+from pipeline.hosting.host import ModelHost
+from pipeline.piped.pipe import Pipe
+from pipeline.piped.sinks import FileSink, StdoutSink
+from pipeline.progress import Counts, Progress, duration
+from pipeline.signals import Signals
+from pipeline.summary import check_end
+from pipeline.supervisor import Supervisor
+
+
+class PipedRun(BatchRun):
+    """The batch stays open, since a later run may go on with it.
+
+    Raises `BrokenPipeError` too, when the reader of stdout is gone.
+    """
+
+    def __init__(self, task: Task, served: list[str], began: float, output: Path | None, ordered: bool) -> None:
+        """Take what `BatchRun` takes, and the file for the answers (None: stdout)."""
+        super().__init__(task, served, began)
+        self._output = output
+        self._ordered = ordered
+        self._pipe: Pipe
+
+    def conclude(self, record: BatchRecord) -> None:
+        """Print the summary on stderr. Raises `LinesFailed`."""
+        seconds = time.monotonic() - self._began
+        took = f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+        click.echo(f"{self._counted()}; {took}", err=True)
+        check_end("the batch", "completed", self._pipe.written, self._pipe.failed, self._task.fail_on_error)
+
+    def _spec(self, queue: Queue | None) -> BatchSpec:
+        source = join(str(self._task.root), SOURCE_NAME)
+        return msgspec.structs.replace(
+            super()._spec(queue), input=source, output=None, streams_input=True, skip_invalid_requests=True
+        )
+
+    def _follow(
+        self,
+        batch_id: str,
+        spec: BatchSpec,
+        supervisor: Supervisor,
+        signals: Signals,
+        progress: Progress,
+        host: ModelHost | None,
+    ) -> BatchRecord:
+        sink = StdoutSink() if self._output is None else FileSink(self._output, batch_id)
+        self._pipe = Pipe(supervisor.queue, batch_id, spec, sink, self._ordered, signals)
+        try:
+            with self._pipe:
+                return super()._follow(batch_id, spec, supervisor, signals, progress, host)
+        except Interrupted:
+            raise Interrupted(f"Interrupted: {self._counted()}{self._kept()}.") from None
+
+    def _is_over(self, record: BatchRecord) -> bool:
+        if self._pipe.check():
+            return True
+        if record.ended:
+            raise Unfinished(f"{record.id} was {record.state} while lines came; {self._counted()}")
+        return False
+
+    def _has_work(self, record: BatchRecord) -> bool:
+        return True
+
+    def _wait(self, record: BatchRecord, seconds: float, supervisor: Supervisor, signals: Signals) -> None:
+        signals.wait(seconds, self._pipe.news)
+
+    def _counts(self, record: BatchRecord, generated: int | None) -> Counts:
+        counts = super()._counts(record, generated)
+        done = self._pipe.written
+        return replace(counts, total=done + len(self._pipe.outstanding), done=done, failed=self._pipe.failed)
+
+    def _note(self, record: BatchRecord) -> str:
+        if not len(self._pipe.outstanding):
+            return "waiting for lines"
+        return "" if record.running else "waiting for the model to load"
+
+    def _wind_up(self, ended: bool, supervisor: Supervisor, signals: Signals, progress: Progress) -> None:
+        """Have the control plane keep what a later run goes on with, if one can."""
+        if self._output is None:
+            supervisor.kill()
+        else:
+            super()._wind_up(False, supervisor, signals, progress)
+
+    def _counted(self) -> str:
+        read, written = self._pipe.intake.read, self._pipe.written
+        return f"{read} line{'s' if read != 1 else ''} read, {written} answered, {self._pipe.failed} failed"
+
+    def _kept(self) -> str:
+        return "" if self._output is None else "; run the same command again to go on"

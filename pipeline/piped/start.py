@@ -1,0 +1,73 @@
+"""The first steps of `run-batch -`: check where answers go, start the worker, then run the pipe."""
+
+import contextlib
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.batch_start import batch_folder, served_names
+from pipeline.batch_task import Task, start_worker
+from pipeline.errors import Refused
+from pipeline.private_folder import private_folder
+from pipeline.progress import Progress, make_progress
+from pipeline.signals import Signals
+from pipeline.supervisor import Supervisor
+
+log = logging.getLogger("run-batch")
+
+
+def run_pipe(task: Task, output: Path | None, ordered: bool) -> None:
+    """Answer the lines of stdin in the file `output`, or on stdout, until stdin ends.
+
+    Raises `Refused`, `Unfinished`, `Interrupted` and `BrokenPipeError`.
+    """
+    if sys.stdin is None or (output is None and sys.stdout is None):
+        raise Refused("stdin or stdout is closed: lines come from one, and answers go to the other")
+    began, served, progress = time.monotonic(), served_names(task), make_progress()
+    with (
+        _placed(task, output) as placed,
+        Signals() as signals,
+        Supervisor(None, task.queue, lambda line: progress.say(line), task.log_level) as supervisor,
+    ):
+        if not task.hosted:
+            start_worker(placed, supervisor)
+        _run(placed, served, began, output, ordered, supervisor, signals, progress)
+
+
+def _run(
+    task: Task,
+    served: list[str],
+    began: float,
+    output: Path | None,
+    ordered: bool,
+    supervisor: Supervisor,
+    signals: Signals,
+    progress: Progress,
+) -> None:
+    from pipeline.piped.piped_run import PipedRun
+
+    run = PipedRun(task, served, began, output, ordered)
+    with progress:
+        record = run.run(supervisor, signals, progress, is_last=True)
+    run.conclude(record)
+
+
+@contextlib.contextmanager
+def _placed(task: Task, output: Path | None) -> Iterator[Task]:
+    """Hold the folder beside the output, or one that goes with this run."""
+    with contextlib.ExitStack() as stack:
+        if output is None:
+            task = replace(task, output=stack.enter_context(private_folder()) / "answers")
+        else:
+            from pipeline.piped.sinks import check_sink
+
+            check_sink(output, task.root)
+            if task.root.exists() and not output.exists():
+                log.info("%s was removed: starting over", output)
+                shutil.rmtree(task.root)
+        stack.enter_context(batch_folder(task))
+        yield task

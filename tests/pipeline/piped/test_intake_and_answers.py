@@ -1,0 +1,149 @@
+"""Lines go from stdin into an open batch, and their answers come back from wherever they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+import redis
+
+from jobs.batch.bitmap import Bitmap
+from jobs.batch.client import BatchRecord, BatchSpec, create_batch
+from jobs.batch.input_files import InputLine
+from jobs.batch.manifest import load_manifest
+from jobs.batch.open_requests import SOURCE_NAME, OpenRequests
+from jobs.control.runner import Runner
+from jobs.protocol.requests import Claim
+from jobs.protocol.results import ApiError, Result
+from jobs.queue.request_queue import Queue
+from pipeline.piped.answers import AnswerReader
+from pipeline.piped.intake import LineIntake
+from pipeline.piped.outstanding import Outstanding
+from tests.support.batch_steps import answer_all, step
+from tests.support.control_plane import chat_line, echo
+
+
+class OpenPipe:
+    """An open batch with its intake and its answers, as one run has them."""
+
+    def __init__(self, client: redis.Redis, folder: Path, ordered: bool = False, written: tuple[int, ...] = ()) -> None:
+        root = str(folder / "out.parts")
+        self.spec = BatchSpec(
+            input=f"{root}/{SOURCE_NAME}",
+            root=root,
+            models=("m",),
+            error_file="inline",
+            skip_invalid_requests=True,
+            streams_input=True,
+        )
+        self.record: BatchRecord = create_batch(client, self.spec)
+        self.outstanding = Outstanding(ordered)
+        self.intake = LineIntake(Queue(client), self.record.id, self.spec, self.outstanding, durable=True)
+        self.answers = AnswerReader(Queue(client), self.record.id, root, self.outstanding)
+        known = Bitmap()
+        for line in written:
+            known.add(line)
+        self.intake.resume(known)
+
+    def take(self, *raws: bytes, first: int = 1) -> bool:
+        return self.intake.take([InputLine(number, 0, raw) for number, raw in enumerate(raws, first)])
+
+    def write(self) -> list[tuple[str | None, int]]:
+        """What is written now: custom_ids with their status codes."""
+        answers = self.outstanding.to_write()
+        self.outstanding.note_written(answers)
+        lines = [json.loads(line) for line in answers.values()]
+        return [(line["custom_id"], line["response"]["status_code"]) for line in lines]
+
+
+def answer(claim: Claim) -> Result:
+    """As a worker does, which refuses what stands for an invalid line."""
+    is_valid = isinstance(json.loads(claim.request.body)["messages"], list)
+    return echo(claim) if is_valid else ApiError(400, "no messages").result("")
+
+
+@pytest.fixture
+def piped(redis_client: redis.Redis, tmp_path: Path) -> OpenPipe:
+    """One whose batch is in progress."""
+    found = OpenPipe(redis_client, tmp_path)
+    step(redis_client, found.record.id)
+    return found
+
+
+def test_lines_reach_workers_without_the_control_plane(piped: OpenPipe, redis_client: redis.Redis) -> None:
+    assert not piped.take(chat_line("a"), chat_line("b"))
+    assert answer_all(redis_client) == 2
+    assert not piped.take(chat_line("c"), first=3)
+    assert answer_all(redis_client) == 1
+    piped.answers.collect([1, 2, 3, 77])
+    assert sorted(piped.write()) == [("a", 200), ("b", 200), ("c", 200)]
+    assert (piped.intake.read, piped.intake.failed, piped.answers.failed) == (3, 0, 0)
+
+
+def test_lines_that_the_control_plane_has_to_feed_are_fed_once(redis_client: redis.Redis, tmp_path: Path) -> None:
+    piped = OpenPipe(redis_client, tmp_path)
+    piped.take(chat_line("a"))
+    assert answer_all(redis_client) == 0
+    step(redis_client, piped.record.id)
+    piped.take(chat_line("b"), first=2)
+    step(redis_client, piped.record.id)
+    assert answer_all(redis_client) == 2
+    piped.answers.collect_all()
+    assert sorted(piped.write()) == [("a", 200), ("b", 200)]
+
+
+def test_answers_that_were_drained_are_read_from_the_parts(piped: OpenPipe, redis_client: redis.Redis) -> None:
+    piped.take(*(chat_line(f"{number}") for number in range(3)))
+    answer_all(redis_client, most=2)
+    Runner(Queue(redis_client)).drain(piped.record.id)
+    answer_all(redis_client)
+    manifest = load_manifest(piped.spec.root)
+    assert manifest is not None
+    assert manifest.parts
+    piped.answers.collect_all()
+    assert sorted(piped.write()) == [("0", 200), ("1", 200), ("2", 200)]
+    piped.answers.collect_all()
+    assert piped.write() == []
+
+
+def test_lines_that_cannot_run_are_answered_in_their_place(redis_client: redis.Redis, tmp_path: Path) -> None:
+    piped = OpenPipe(redis_client, tmp_path, ordered=True)
+    step(redis_client, piped.record.id)
+    bad = chat_line("unknown", model="other")
+    assert piped.take(b"{broken", bad, chat_line("a"), chat_line("a"), bad, chat_line("a", "else"))
+    assert piped.write() == [(None, 400), ("unknown", 400)]
+    answer_all(redis_client, answer)
+    piped.answers.collect_all()
+    answers = list(piped.outstanding.to_write().values())
+    assert piped.write() == [("a", 200), ("a", 400), ("unknown", 400), ("a", 400)]
+    duplicate = json.loads(answers[1])
+    assert duplicate["error"]["code"] == "duplicate_custom_id"
+    assert duplicate["error"]["message"].startswith("Line 4: ")
+    assert piped.intake.failed == 5
+
+
+def test_a_later_run_takes_up_what_is_not_written(redis_client: redis.Redis, tmp_path: Path) -> None:
+    first = OpenPipe(redis_client, tmp_path)
+    step(redis_client, first.record.id)
+    first.take(*(chat_line(f"{number}") for number in range(1, 7)), b'{"custom_id": "bad"}')
+    answer_all(redis_client, answer, most=3)
+    Runner(Queue(redis_client)).drain(first.record.id)
+    redis_client.flushall()
+    second = OpenPipe(redis_client, tmp_path, ordered=True, written=(1, 2))
+    assert second.record.id == first.record.id
+    step(redis_client, second.record.id)
+    assert list(second.outstanding.unanswered().values()) == ["3", "4", "5", "6"]
+    second.take(*(chat_line(f"{number}") for number in range(1, 9)))
+    step(redis_client, second.record.id)
+    assert answer_all(redis_client, answer) == 6  # one of them is the placeholder of the invalid line
+    second.answers.collect_all()
+    assert [name for name, _ in second.write()] == ["3", "4", "5", "6", "bad", "7", "8"]
+    assert OpenRequests(second.spec).committed().lines == 9
+
+
+def test_answers_that_no_note_names_are_found(piped: OpenPipe, redis_client: redis.Redis) -> None:
+    piped.take(chat_line("a"), chat_line("b"))
+    answer_all(redis_client)
+    assert piped.answers.collect([]) is None
+    assert piped.write() == []
+    piped.answers.collect_all()
+    assert len(piped.write()) == 2
