@@ -91,22 +91,35 @@ class Printer:
             write(f"{name}: failed\n")
 
 
-def parse_events(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:
-    """Yield the events of a stream whose data are single lines; skip comments.
+class EventParser:
+    """Takes the pieces of a stream whose data are single lines, and skips comments.
 
     A line ends at a line feed and nowhere else.
     """
-    event_id: str | None = None
-    begun = b""
-    for chunk in chunks:
-        *lines, begun = (begun + chunk).split(b"\n")
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+        self._begun = b""
+
+    def feed(self, chunk: bytes) -> list[ServerSentEvent]:
+        """Return the events that a piece completes."""
+        events = list[ServerSentEvent]()
+        *lines, self._begun = (self._begun + chunk).split(b"\n")
         for line in lines:
             name, _, value = line.partition(b":")
             if name == b"id":
-                event_id = value.decode().strip()
+                self._id = value.decode().strip()
             elif name == b"data":
-                yield ServerSentEvent(event_id, value.decode().strip())
-                event_id = None
+                events.append(ServerSentEvent(self._id, value.decode().strip()))
+                self._id = None
+        return events
+
+
+def parse_events(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:
+    """Yield the events of a stream."""
+    parser = EventParser()
+    for chunk in chunks:
+        yield from parser.feed(chunk)
 
 
 def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iterator[ServerSentEvent]:

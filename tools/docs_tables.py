@@ -128,7 +128,11 @@ def _errors() -> Iterator[tuple[str, ...]]:
 def _branch(kind: Any, kinds: list[Any], depth: int) -> Iterator[tuple[str, ...]]:
     """The rows of an error and of those that derive from it."""
     retry = getattr(kind, "retry", None)
-    columns = (getattr(kind, "status", "–"), kind.exit_code, {True: "yes", False: "no", None: "–"}[retry])
+    columns = (
+        getattr(kind, "status", "–"),
+        getattr(kind, "exit_code", "–"),
+        {True: "yes", False: "no", None: "–"}[retry],
+    )
     yield f"{'· ' * depth}`{kind.__name__}`", *map(str, columns)
     for one in sorted(kinds, key=lambda one: str(one.__name__)):
         if kind in one.__bases__:

@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from jobs.errors import JobsError
+from pipeline.client.errors import ClientError
 from pipeline.errors import CommandEnd
 from workers.engine.messages.errors import EngineError
 from workers.errors import WorkerError
 from workers.text.errors import TextError
 
 ROOT = Path(__file__).parents[1]
-TREES: tuple[type[Any], ...] = (JobsError, EngineError, TextError, WorkerError, CommandEnd)
+TREES: tuple[type[Any], ...] = (JobsError, EngineError, TextError, WorkerError, CommandEnd, ClientError)
 """The base of each tree."""
 
 

@@ -1,0 +1,81 @@
+"""Tables of other libraries as requests, and their answers as a column: pandas, polars, pyarrow and
+Hugging Face `datasets`. They are read by Arrow's interface, so that none of them is imported here.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jobs.batch.row_requests import RowOptions, RowRequests
+from pipeline.client.results import RequestResult
+
+
+def requests_of(requests: Any, rows: RowOptions | None) -> Iterable[Any]:
+    """Return the requests themselves, or lines made of a frame's rows.
+
+    Raise ValueError for a frame without `rows`, and for `rows` without a frame.
+    """
+    if not is_frame(requests):
+        if rows is not None:
+            raise ValueError("'rows' says how requests are made of a frame, and this is none")
+        return requests  # type: ignore[no-any-return]
+    if rows is None:
+        raise ValueError("say how requests are made of the frame: rows=Rows(prompt_column=…) or rows=Rows(template=…)")
+    return _lines(requests, rows)
+
+
+def is_frame(value: Any) -> bool:
+    """Return whether it is a table; a column alone is a list of texts."""
+    if isinstance(value, dict | list | tuple):
+        return False
+    return hasattr(value, "columns") or hasattr(value, "column_names")
+
+
+def with_answers(frame: Any, column: str, results: list[RequestResult], return_errors: Any) -> Any:
+    """Return the frame, in its own kind, with a column of the answers."""
+    frame = _add(frame, column, [None if result.error is not None else result.value for result in results])
+    if return_errors:
+        reasons = [None if result.error is None else result.problem[1] for result in results]
+        frame = _add(frame, f"{column}_error", reasons)
+    return frame
+
+
+def _lines(frame: Any, rows: RowOptions) -> Iterator[dict[str, Any]]:
+    from jobs.batch.row_values import json_rows
+
+    table = _as_arrow(frame)
+    made = RowRequests(rows, table.column_names)
+    missing = [name for name in made.columns if name not in table.column_names]
+    if missing:
+        raise ValueError(f"the frame has no column {missing[0]}; its columns are {', '.join(table.column_names)}")
+    number = 0
+    for batch in table.to_batches():
+        for row in json_rows("the frame", batch, made.columns, (), number):
+            number += 1
+            yield made.line(number, row)
+
+
+def _as_arrow(frame: Any) -> Any:
+    import pyarrow
+
+    if _library(frame) == "datasets":
+        return frame.with_format("arrow")[:]
+    return frame if isinstance(frame, pyarrow.Table) else pyarrow.table(frame)
+
+
+def _add(frame: Any, name: str, values: list[Any]) -> Any:
+    library = _library(frame)
+    if library == "pandas":
+        return frame.assign(**{name: values})
+    if library == "datasets":
+        return frame.add_column(name, values)
+    import pyarrow
+
+    if library == "polars":
+        import polars
+
+        return frame.with_columns(polars.Series(name, values))
+    return frame.append_column(name, pyarrow.array(values))
+
+
+def _library(frame: Any) -> str:
+    return type(frame).__module__.partition(".")[0]

@@ -1,0 +1,86 @@
+"""Requests in the forms that a client may give them, as the lines of batches."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import MappingProxyType
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from jobs.protocol.chat import CHAT
+from jobs.protocol.endpoints import BATCH_ENDPOINTS
+
+
+class LineOptions(NamedTuple):
+    """What lines have that do not say otherwise."""
+
+    model: str
+    endpoint: str | None = None  # None: that of the first request's form, chats for a text
+    parameters: Mapping[str, Any] = MappingProxyType({})
+
+
+class SpooledLines(NamedTuple):
+    """Lines of one batch in a file without a name."""
+
+    file: IO[bytes]
+    custom_ids: list[str]
+    endpoint: str
+
+
+def spool(requests: Iterable[Any], options: LineOptions, most: int | None = None) -> Iterator[SpooledLines]:
+    """Write the lines of requests to temporary files of up to `most` lines each.
+
+    A request is a text, a list of messages, a body, or a line of a batch. Raise ValueError for
+    another form.
+    """
+    rest, number = iter(requests), 0
+    while spooled := _spool(islice(rest, most), options, number):
+        number += len(spooled.custom_ids)
+        options = options._replace(endpoint=spooled.endpoint)
+        yield spooled
+
+
+def line_of(number: int, request: Any, options: LineOptions) -> dict[str, Any]:
+    """Return the line of a request; requests count from 0."""
+    given = request if isinstance(request, dict) and "body" in request else {"body": request}
+    body = given["body"]
+    url = given.get("url") or options.endpoint or _endpoint_of(body)
+    endpoint = BATCH_ENDPOINTS.get(url)
+    if endpoint is None:
+        raise ValueError(f"request {number} is for {url}, which is none of {', '.join(BATCH_ENDPOINTS)}")
+    if isinstance(body, str):
+        body = endpoint.body_of_text(body)
+    elif isinstance(body, list) and body:
+        body = {endpoint.prompt_field: body}
+    elif not isinstance(body, dict):
+        raise ValueError(f"request {number} is {body!r}: give a text, a list of messages, a body or a line of a batch")
+    line = {"custom_id": given.get("custom_id") or f"request-{number}", "method": "POST", "url": url}
+    return {**given, **line, "body": {"model": options.model, **options.parameters, **body}}
+
+
+def _spool(requests: Iterable[Any], options: LineOptions, before: int) -> SpooledLines | None:
+    file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open until it is uploaded
+    try:
+        custom_ids = list[str]()
+        for number, request in enumerate(requests, before):
+            line = line_of(number, request, options)
+            options = options._replace(endpoint=options.endpoint or line["url"])
+            custom_ids.append(line["custom_id"])
+            file.write(_encode(line) + b"\n")
+    except BaseException:
+        file.close()
+        raise
+    if not custom_ids:
+        file.close()
+        return None
+    return SpooledLines(file, custom_ids, options.endpoint or CHAT)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _endpoint_of(body: Any) -> str:
+    if isinstance(body, dict):
+        return next((url for url, one in BATCH_ENDPOINTS.items() if one.prompt_field in body), CHAT)
+    return CHAT

@@ -1,0 +1,245 @@
+"""The client without asyncio: each method runs that of `AsyncPipeline` in a thread of its own."""
+
+import asyncio
+import atexit
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jobs.batch.row_requests import RowOptions
+from jobs.protocol.chat import CHAT
+from pipeline.client import frames, vllm_shapes
+from pipeline.client.async_pipeline import MAP_LINES, AsyncBatchHandle, AsyncOpenBatch, AsyncPipeline, MapRun
+from pipeline.client.errors import ClientError
+from pipeline.client.lines import spool
+from pipeline.client.results import RequestResult, TokenDelta, checked
+
+if TYPE_CHECKING:
+    from openai.types import Batch
+
+T = TypeVar("T")
+
+
+class EventLoopThread:
+    """Runs coroutines for callers of any other thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pipeline-client", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Return what will be the outcome. Raise `ClientError` after `close`."""
+        if self._loop.is_closed():
+            work.close()
+            raise ClientError("the client is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the outcome; an interrupted wait cancels the work."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, made: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+        """Yield what an asynchronous iterator does, and close that when left."""
+        items = made()
+
+        async def take() -> tuple[T, ...]:
+            try:
+                return (await anext(items),)
+            except StopAsyncIteration:
+                return ()
+
+        try:
+            while item := self.run(take()):
+                yield item[0]
+        finally:
+            if not self._loop.is_closed():
+                self.run(items.aclose())  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Stop the thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class Pipeline:
+    """A client of `base_url`, of a fleet's `redis_url` and `file_store`, or, with neither, of a
+    server of its own that loads `model`. See `AsyncPipeline`.
+
+    It is open at once. `close`, the end of `with`, or that of the process end what it started.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        """Raise `ServerFailed` where processes that it starts cannot serve."""
+        self._async = AsyncPipeline(model, **options)
+        self._loop = EventLoopThread()
+        atexit.register(self.close)
+        try:
+            self._loop.run(self._async.__aenter__())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what `map` has not finished, and end the processes that were started."""
+        atexit.unregister(self.close)
+        try:
+            self._loop.run(self._async.close())
+        except ClientError:  # closed before
+            return
+        finally:
+            self._loop.close()
+
+    @property
+    def base_url(self) -> str:
+        """Where the server is."""
+        return str(self._async.client.base_url)
+
+    @property
+    def model(self) -> str:
+        """The model of requests that name none. Raise `ClientError` where there are several."""
+        return self._loop.run(self._async.model())
+
+    def submit(self, requests: Any, **options: Any) -> "BatchHandle":
+        """Create a batch, as `AsyncPipeline.submit`."""
+        return BatchHandle(self._loop, self._loop.run(self._async.submit(requests, **options)))
+
+    def batch(self, batch_id: str) -> "BatchHandle":
+        """Return the handle of a batch that exists."""
+        return BatchHandle(self._loop, self._async.batch(batch_id))
+
+    def open(self, endpoint: str = CHAT, **options: Any) -> "OpenBatchHandle":
+        """Create a batch to which requests are appended while it runs."""
+        return OpenBatchHandle(self._loop, self._loop.run(self._async.open(endpoint, **options)))
+
+    def map(
+        self,
+        requests: Any,
+        *,
+        ordered: bool = True,
+        timeout: float | None = None,
+        return_errors: bool = False,
+        chunksize: int = MAP_LINES,
+        endpoint: str | None = None,
+        model: str | None = None,
+        rows: RowOptions | None = None,
+        **parameters: Any,
+    ) -> Iterator[RequestResult]:
+        """Return an iterator of the result of each request, in the order of the input or as they
+        finish.
+
+        As `Executor.map`: the input is read, and submitted, at once; the iterator raises
+        `RequestFailed` in the place of a request without an answer, unless `return_errors`, and
+        TimeoutError `timeout` seconds after the call; leaving it cancels the rest.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        options = self._loop.run(self._async.line_options(endpoint, model, parameters))
+        chunks = list(spool(frames.requests_of(requests, rows), options, chunksize))  # in the caller's thread
+        run = MapRun(self._async, chunks, ordered, deadline)
+        self._loop.run(run.begin())
+        return self._flatten(run, return_errors)
+
+    def map_frame(self, frame: Any, rows: RowOptions, *, column: str = "answer", **options: Any) -> Any:
+        """Return the frame with a column of answers, as `AsyncPipeline.map_frame`."""
+        return self._loop.run(self._async.map_frame(frame, rows, column=column, **options))
+
+    def submit_one(self, request: Any, **options: Any) -> "Future[RequestResult]":
+        """Begin a live call."""
+        return self._loop.start(self._async.submit_one(request, **options))
+
+    def generate(
+        self, prompts: Any, sampling_params: vllm_shapes.ParametersOfEach = None, **options: Any
+    ) -> list[vllm_shapes.GeneratedOutput]:
+        """Complete prompts, as vLLM's `LLM.generate`."""
+        return self._loop.run(self._async.generate(prompts, sampling_params, **options))
+
+    def chat(
+        self, messages: Any, sampling_params: vllm_shapes.ParametersOfEach = None, **options: Any
+    ) -> list[vllm_shapes.GeneratedOutput]:
+        """Answer conversations, as vLLM's `LLM.chat`."""
+        return self._loop.run(self._async.chat(messages, sampling_params, **options))
+
+    def embed(self, texts: Any, **options: Any) -> list[vllm_shapes.EmbeddedOutput]:
+        """Embed texts, as vLLM's `LLM.embed`."""
+        return self._loop.run(self._async.embed(texts, **options))
+
+    def _flatten(self, run: MapRun, return_errors: bool) -> Iterator[RequestResult]:
+        pages = self._loop.iterate(run.pages)
+        try:
+            for page in pages:
+                for result in page:
+                    yield checked(result, return_errors)
+        finally:
+            pages.close()  # type: ignore[attr-defined]
+            if run.unfinished:
+                self._loop.run(run.close())
+
+
+class BatchHandle:
+    """One batch of a server."""
+
+    def __init__(self, loop: EventLoopThread, handle: AsyncBatchHandle) -> None:
+        self.id = handle.id
+        self._loop = loop
+        self._handle = handle
+
+    @property
+    def status(self) -> str:
+        """Its state now."""
+        return self._loop.run(self._handle.status())
+
+    def retrieve(self) -> "Batch":
+        """Return the Batch object as it is now."""
+        return self._loop.run(self._handle.retrieve())
+
+    def wait(self, timeout: float | None = None) -> "Batch":
+        """Return the Batch object once it has ended. Raise TimeoutError."""
+        return self._loop.run(self._handle.wait(timeout))
+
+    def cancel(self) -> "Batch":
+        """End it early; what is finished stays."""
+        return self._loop.run(self._handle.cancel())
+
+    def results(self) -> Iterator[RequestResult]:
+        """Yield every result once, as they finish; those without an answer at the end.
+
+        Raise `BatchFailed` for a batch whose lines were refused.
+        """
+        for page in self._loop.iterate(self._handle.pages):
+            yield from page
+
+    def tokens(self) -> Iterator[TokenDelta]:
+        """Yield the text of all running requests while it is generated."""
+        return self._loop.iterate(self._handle.tokens)
+
+
+class OpenBatchHandle(BatchHandle):
+    """A batch to which requests are appended until it is closed."""
+
+    def __init__(self, loop: EventLoopThread, handle: AsyncOpenBatch) -> None:
+        super().__init__(loop, handle)
+        self._open = handle
+
+    def append(self, requests: Iterable[Any], **options: Any) -> dict[str, Any]:
+        """Append requests, and return what became of them; as `AsyncOpenBatch.append`."""
+        return self._loop.run(self._open.append(list(requests), **options))
+
+    def close(self) -> "Batch":
+        """Let it end once all of its requests have."""
+        return self._loop.run(self._open.close())

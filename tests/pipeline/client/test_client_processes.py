@@ -1,0 +1,93 @@
+"""The processes that the client starts: a server of its own, or an API of a fleet."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.client import Pipeline, ServerFailed
+from tests.support.commands import REPOSITORY, running_pipeline
+from tests.support.processes import command_line, descendants, is_running
+from tests.support.redis_server import running_server
+from tests.support.waiting import wait_until
+
+PROGRAM = """
+import sys
+from pipeline.client import Pipeline
+p = Pipeline(max_num_seqs=8)
+print(next(p.map(["Count from 2 to 4."], temperature=0)).text, flush=True)
+sys.stdin.readline()
+"""
+
+
+def server_children() -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if " pipeline " in command_line(pid)]
+
+
+def test_a_server_of_its_own_comes_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # of a fleet, which is another thing
+    before = set(server_children())
+    with Pipeline(device="cpu", max_num_seqs=8) as p:
+        assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
+        started = set(server_children()) - before
+        assert len(started) > 2
+        [serve] = [pid for pid in started if " serve " in command_line(pid)]
+        os.kill(serve, signal.SIGKILL)
+        assert [one.text for one in p.map(["Count from 3 to 5."], temperature=0)] == ["Count: 3, 4, 5"]
+        started |= set(server_children()) - before
+    assert not [pid for pid in started if is_running(pid)]
+
+
+@pytest.mark.parametrize("ending", ["exit", "killed"])
+def test_no_process_stays_when_the_program_ends(ending: str) -> None:
+    environment = {**os.environ, "PIPELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment,
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        assert program.stdout.readline() == "Count: 2, 3, 4\n"
+        started = descendants(program.pid)
+        assert len(started) > 3
+        if ending == "killed":
+            program.kill()
+        else:
+            program.stdin.close()
+        program.wait(120)
+        assert program.returncode == (0 if ending == "exit" else -signal.SIGKILL)
+    wait_until(lambda: not [pid for pid in started if is_running(pid)], 60, "the end of every process")
+
+
+def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
+    before = set(server_children())
+    with pytest.raises(ServerFailed, match=r"the server does not run: .*nothing"):
+        Pipeline(model=tmp_path / "nothing")
+    with pytest.raises(ServerFailed, match="No such option"):
+        Pipeline(warp_speed=9)
+    assert set(server_children()) == before
+
+
+def test_a_fleet_answers(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with (
+        running_server() as server,
+        running_pipeline("jobs", "--file-store", store, redis_url=server.url),
+        running_pipeline("worker", redis_url=server.url) as worker,
+    ):
+        worker.wait_for("worker INFO ready")
+        with Pipeline(redis_url=server.url, file_store=store) as p:
+            assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
+            [api] = [
+                pid for pid in server_children() if " api " in command_line(pid) and str(store) in command_line(pid)
+            ]
+            os.kill(api, signal.SIGKILL)
+            assert [one.text for one in p.map(["Count from 3 to 5."], temperature=0)] == ["Count: 3, 4, 5"]
+        assert worker.process.poll() is None
