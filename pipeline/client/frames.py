@@ -68,12 +68,10 @@ def _add(frame: Any, name: str, values: list[Any]) -> Any:
         return frame.assign(**{name: values})
     if library == "datasets":
         return frame.add_column(name, values)
+    if library == "polars":
+        return frame.with_columns(type(frame)({name: values}).to_series())
     import pyarrow
 
-    if library == "polars":
-        import polars
-
-        return frame.with_columns(polars.Series(name, values))
     return frame.append_column(name, pyarrow.array(values))
 
 

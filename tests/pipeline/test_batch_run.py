@@ -105,5 +105,7 @@ def _follow(client: redis.Redis, folder: Path, patience: float) -> BatchRecord:
 def _wait(client: redis.Redis, seconds: float, running: int = 1) -> None:
     record: Any = SimpleNamespace(id=BATCH, state="in_progress", running=running, models=["demo"], waiting=2)
     supervisor: Any = SimpleNamespace(queue=SimpleNamespace(redis=client))
+    task: Any = SimpleNamespace(queue=SimpleNamespace(redis_retry_seconds=0.0))
+    run = BatchRun(task, [], time.monotonic())
     with Signals() as signals:
-        wait_for_end(lambda: BatchRun._wait(record, seconds, supervisor, signals), 120, "the wait to end")
+        wait_for_end(lambda: run._wait(record, seconds, supervisor, signals), 120, "the wait to end")
