@@ -146,7 +146,9 @@ def served_names(task: Task) -> list[str]:
 
 @contextlib.contextmanager
 def batch_folder(task: Task, locked: bool = False) -> Iterator[None]:
-    """Lock the folder of the run, unless a fleet works in it; remove it after a refusal."""
+    """Lock the folder of the run, unless a fleet works in it; remove it after a refusal, but not
+    with results.
+    """
     start_over_if_removed(task.root)
     resumes = task.root.exists() and not holds_input_alone(task.root)
     refusal = f"another run is at work on {task.root}: wait for it, or stop it"
@@ -155,7 +157,8 @@ def batch_folder(task: Task, locked: bool = False) -> Iterator[None]:
         try:
             yield
         except (Refused, InputError):
-            if not resumes:
+            manifest = load_manifest(str(task.root))
+            if not resumes and (manifest is None or manifest.state != "completed"):
                 shutil.rmtree(task.root, ignore_errors=True)
             raise
 
@@ -184,6 +187,9 @@ def check_output(task: Task) -> None:
     Other faults are found when the batch is made.
     """
     output, source = task.output, task.source
+    folder = Path(source.path) if isinstance(source, Uri) and source.scheme == "file" else None
+    if isinstance(output, Path) and folder in output.absolute().parents:
+        raise Refused(f"the output {output} is in the folder of the input: name another place")
     if isinstance(output, Uri):
         if output.is_http:
             raise Refused(f"results cannot be written to {output}: name a file, or a store such as s3")

@@ -9,6 +9,10 @@ from pipeline.errors import Refused, Unfinished
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
 """NAT64: the last 32 bits are an address of IPv4."""
+_COMPATIBLE = ipaddress.ip_network("::/96")
+"""The same, of old."""
+_OF_CLOUDS = ipaddress.ip_address("168.63.129.16")
+"""Azure's services for a machine, at an address that is public otherwise."""
 
 
 class AllowedHosts(NamedTuple):
@@ -62,11 +66,12 @@ def _reached(address: _Address) -> list[_Address]:
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    if address in _TRANSLATED:
+    if address in _TRANSLATED or address in _COMPATIBLE:
         inside.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     found = [one for one in inside if one is not None]
     return found if address.ipv4_mapped else [address, *found]
 
 
 def _is_public(address: _Address) -> bool:
-    return address.is_global and not address.is_multicast
+    is_site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    return address.is_global and not (address.is_multicast or is_site_local or address == _OF_CLOUDS)

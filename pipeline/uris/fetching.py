@@ -1,6 +1,7 @@
 """Fetch an input into the folder of its run, whole and on disk, once."""
 
 import contextlib
+import hashlib
 import logging
 from pathlib import Path
 
@@ -23,9 +24,12 @@ log = logging.getLogger("run-batch")
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Of which file the input is, and which content of it."""
+    """What was fetched."""
 
     uri: str
+    """Without its secrets."""
+    digest: str
+    """Of the whole URI."""
     stamp: SourceStamp
 
 
@@ -50,7 +54,8 @@ def fetch(uri: Uri, path: Path, allowed: AllowedHosts, has_begun: bool) -> None:
     """
     folder = str(path.parent)
     with open_source(uri, allowed) as source:
-        known, found = _read_note(path), Fetched(str(uri), source.stamp)
+        digest = hashlib.sha256(uri.text.encode()).hexdigest()
+        known, found = _read_note(path), Fetched(str(uri), digest, source.stamp)
         if known == found and path.is_file():
             return
         if has_begun and known is not None:
@@ -75,6 +80,8 @@ def holds_input_alone(root: Path) -> bool:
 def _difference(known: Fetched, found: Fetched, root: Path) -> str:
     if known.uri != found.uri:
         return f"{root} was begun with {known.uri}, not {found.uri}"
+    if known.digest != found.digest:
+        return f"{root} was begun with another URI of {found.uri}, such as another query"
     return f"{found.uri} has changed since {root} was begun"
 
 

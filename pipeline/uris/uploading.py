@@ -51,8 +51,7 @@ def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals
     """
     note = path.with_name(f".{path.name}{_NOTE_SUFFIX}")
     last = uri / SUCCESS if partition_by else uri
-    if (known := _read_note(note)) is not None and known == _uploaded(path, last, partition_by):
-        return
+    known = _read_note(note)
 
     def wait(process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None:
@@ -60,16 +59,21 @@ def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals
             if signals.stops:
                 raise Interrupted(f"Interrupted: the results are in {path}, {_AGAIN}.")
 
-    say(f"writing the results to {uri}")
     try:
+        if known is not None and known == _uploaded(path, last, partition_by):
+            return
+        say(f"writing the results to {uri}")
         _run(UploadOrder(uri.text, str(path), partition_by), wait)
+        write_bytes(str(note), msgspec.json.encode(_uploaded(path, last, partition_by)))
     except (Refused, Unfinished) as end:
         raise Unfinished(f"{end.message}; the results are in {path}, {_AGAIN}") from None
-    write_bytes(str(note), msgspec.json.encode(_uploaded(path, last, partition_by)))
 
 
 def _uploaded(path: Path, last: Uri, partition_by: tuple[str, ...]) -> Uploaded:
-    return Uploaded(sha256_of(str(path)), str(last), partition_by, stamp_of_stored(last))
+    stored = None
+    with contextlib.suppress(Refused):  # of who may write there, and not read
+        stored = stamp_of_stored(last)
+    return Uploaded(sha256_of(str(path)), str(last), partition_by, stored)
 
 
 def _read_note(note: Path) -> Uploaded | None:
@@ -83,7 +87,7 @@ def _run(order: UploadOrder, wait: Callable[[subprocess.Popen[bytes]], object]) 
         asked.write(msgspec.json.encode(order))  # not as an argument, since a URI may hold secrets
         asked.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.uris.upload_process"],
+            [sys.executable, "-P", "-m", "pipeline.uris.upload_process"],
             stdin=asked,
             stderr=said,
             start_new_session=True,

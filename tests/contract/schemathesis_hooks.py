@@ -14,6 +14,12 @@ STREAM_SECONDS = 3.0  # for the tokens of a batch that waits and has none
 DELETED: set[str] = set()  # ids
 
 
+@schemathesis.serializer("application/jsonl", "application/x-ndjson")
+def lines(_context: Any, value: Any) -> bytes:
+    """Send the lines of an append as they are."""
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+
+
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """By the call's own content, so that the same call is always changed alike."""

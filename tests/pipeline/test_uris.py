@@ -405,7 +405,7 @@ PARTITIONED = ["--prompt-column", "word", "--keep-columns", "year", "--partition
 
 
 def words_by_year(names: list[str]) -> list[str]:
-    return sorted(name.partition("/finish_reason=")[0] for name in names if name.endswith("/part-0.parquet"))
+    return sorted(name.partition("/finish_reason=")[0] for name in names if name.endswith("-0.parquet"))
 
 
 def test_results_are_written_by_columns_into_a_folder(here: Path) -> None:
@@ -423,10 +423,8 @@ def test_results_are_written_by_columns_into_a_folder(here: Path) -> None:
     assert run_pipeline(*command, folder=here).returncode == 0
     assert {name: (here / "answers" / name).stat().st_mtime_ns for name in written} == stamps
     assert run_pipeline(*command, "--partition-by", "year", folder=here).returncode == 0
-    assert [str(path.relative_to(here / "answers")) for path in sorted((here / "answers").rglob("*.parquet"))] == [
-        "year=2025/part-0.parquet",
-        "year=2026/part-0.parquet",
-    ]
+    again = sorted(path.relative_to(here / "answers") for path in (here / "answers").rglob("*.parquet"))
+    assert [str(path.parent) for path in again] == ["year=2025", "year=2026"]
 
 
 def test_results_are_written_by_columns_into_a_store(s3: S3Server, here: Path) -> None:
@@ -443,7 +441,12 @@ def test_results_are_written_by_columns_into_a_store(s3: S3Server, here: Path) -
     assert "words/_SUCCESS" not in s3.keys("results")
     s3.held = ""
     s3.released.set()
-    s3.put("results/words/year=2020/part-0.parquet", b"of a run that came less far")
+    s3.put("results/words/year=2020/part-other-0.parquet", b"of another run")
+    done = run_pipeline(*command, folder=here, **s3.environment)
+    assert done.returncode == 1
+    assert "has files of another run, such as part-other-0.parquet" in done.stderr
+    assert "words/_SUCCESS" not in s3.keys("results")
+    s3.call("DELETE", "results/words/year%3D2020/part-other-0.parquet")
     done = run_pipeline(*command, folder=here, **s3.environment)
     assert done.returncode == 0, done.stderr
     names = [name for name in s3.keys("results") if not name.endswith("/")]

@@ -302,6 +302,7 @@ class QueueModel(RuleBasedStateMachine):
         earlier = EarlierRedis(self.client)
         assert self.queue.publish(worker, first) == lost
         earlier.restore()
+        self.scripts.forget()
         assert self.queue.publish(worker, second) == [claim.key for claim in chosen]
         back = [claim.key for claim in chosen if claim.key not in lost]
         for key in back:

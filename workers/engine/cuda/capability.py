@@ -9,6 +9,8 @@ _FLOAT8_SINCE = (8, 9)
 
 def has_float8(device: torch.device) -> bool:
     """Return whether a device has instructions for e4m3; one that is no GPU has what torch and
-    Triton's interpreter do instead.
+    Triton's interpreter do instead. AMD's GPUs have another type, or none.
     """
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_SINCE
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FLOAT8_SINCE
