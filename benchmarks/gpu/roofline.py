@@ -29,25 +29,22 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one token costs a decoder with gated or plain projections; the head has 2 bytes per
-    weight.
-    """
+    """What one token costs a decoder with gated or plain projections of 2 bytes per weight."""
 
     layer_weights: int  # elements of all layers' matrices
     head_weights: int  # elements of the output projection
     kv_bytes_per_token: int
-    layer_bytes: float = 2  # of an element of a layer's matrix
 
     @property
     def weight_bytes(self) -> int:
         """What a decode step reads; rows looked up in the embedding are not counted."""
-        return round(self.layer_bytes * self.layer_weights) + 2 * self.head_weights
+        return 2 * (self.layer_weights + self.head_weights)
 
 
-def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2, layer_bytes: float = 2) -> ModelCost:
+def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2) -> ModelCost:
     """For a Llama-like shape, by the names of transformers' configurations.
 
-    `kv_bytes`: of one number of a key or value; `layer_bytes`: of one weight of a layer.
+    `kv_bytes`: of one number of a key or value.
     """
     hidden, inner, layers, heads = (
         shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -58,7 +55,6 @@ def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2, layer_bytes: float = 2)
         layers * (attention + 3 * hidden * inner),
         hidden * shape["vocab_size"],
         layers * 2 * kv_bytes * kv_heads * head_dim,
-        layer_bytes,
     )
 
 
