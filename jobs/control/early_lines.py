@@ -7,6 +7,8 @@ refused, and of one that changed, they are removed (`Queue.discard`).
 
 import time
 
+import redis
+
 from jobs.batch.input_files import InputLine
 from jobs.batch.manifest import Manifest
 from jobs.control.advance import CHUNK_BYTES, WINDOW_LINES, most_window_bytes, request_of
@@ -58,7 +60,7 @@ class EarlyLines:
             self._held.check_current()
             try:
                 self._feed_if_room()
-            except QueueUnavailable:
+            except (QueueUnavailable, redis.RedisError):
                 self._ends, self._lines = True, []
         self._passed += 1
 
