@@ -249,7 +249,7 @@ class AsyncPipeline:
         With `return_errors` a row without one has null there, and the reason in COLUMN_error.
         """
         return frames.with_answers(
-            frame, column, [one async for one in self.map(frame, rows=rows, **options)], options.get("return_errors")
+            frame, column, await self._in_order(frame, rows=rows, **options), options.get("return_errors")
         )
 
     async def submit_one(
@@ -265,19 +265,23 @@ class AsyncPipeline:
     ) -> list[vllm_shapes.GeneratedOutput]:
         """Complete prompts, as vLLM's `LLM.generate`."""
         bodies = vllm_shapes.bodies_of(COMPLETIONS, vllm_shapes.as_prompts(prompts), sampling_params)
-        return vllm_shapes.generated(bodies, [one async for one in self.map(bodies, endpoint=COMPLETIONS, **options)])
+        return vllm_shapes.generated(bodies, await self._in_order(bodies, endpoint=COMPLETIONS, **options))
 
     async def chat(
         self, messages: Any, sampling_params: vllm_shapes.ParametersOfEach = None, **options: Any
     ) -> list[vllm_shapes.GeneratedOutput]:
         """Answer conversations, as vLLM's `LLM.chat`."""
         bodies = vllm_shapes.bodies_of(CHAT, vllm_shapes.as_conversations(messages), sampling_params)
-        return vllm_shapes.generated(bodies, [one async for one in self.map(bodies, endpoint=CHAT, **options)])
+        return vllm_shapes.generated(bodies, await self._in_order(bodies, endpoint=CHAT, **options))
 
     async def embed(self, texts: Any, **options: Any) -> list[vllm_shapes.EmbeddedOutput]:
         """Embed texts, as vLLM's `LLM.embed`."""
         bodies = vllm_shapes.bodies_of(EMBEDDINGS, vllm_shapes.as_prompts(texts), None)
-        return vllm_shapes.embedded(bodies, [one async for one in self.map(bodies, endpoint=EMBEDDINGS, **options)])
+        return vllm_shapes.embedded(bodies, await self._in_order(bodies, endpoint=EMBEDDINGS, **options))
+
+    async def _in_order(self, requests: Any, **options: Any) -> list[RequestResult]:
+        """Return all results of a `map` that takes no other order."""
+        return [one async for one in self.map(requests, ordered=True, **options)]
 
     async def line_options(self, endpoint: str | None, model: str | None, parameters: dict[str, Any]) -> LineOptions:
         """Return what lines have that do not say otherwise."""
