@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from jobs.batch.manifest import load_manifest
 from pipeline.batch_start import batch_folder, served_names
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import Refused
-from pipeline.private_folder import private_folder
+from pipeline.private_folder import RUN_LOCK, private_folder
 from pipeline.progress import Progress, make_progress
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
@@ -66,8 +67,23 @@ def _placed(task: Task, output: Path | None) -> Iterator[Task]:
             from pipeline.piped.sinks import check_sink
 
             check_sink(output, task.root)
-            if task.root.exists() and not output.exists():
-                log.info("%s was removed: starting over", output)
-                shutil.rmtree(task.root)
         stack.enter_context(batch_folder(task))
+        if output is not None and not output.exists():
+            _start_over(task.root, output)
         yield task
+
+
+def _start_over(root: Path, output: Path) -> None:
+    """Empty the folder of an earlier pipe whose answers were removed; for the holder of its lock.
+
+    That of a file, which has no output until it ends, stays.
+    """
+    manifest = load_manifest(str(root))
+    if manifest is None or not manifest.spec.streams_input:
+        return
+    log.info("%s was removed: starting over", output)
+    for path in root.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != RUN_LOCK:
+            path.unlink()
