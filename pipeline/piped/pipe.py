@@ -18,7 +18,7 @@ from pipeline.piped.stdin_lines import StdinLines
 from pipeline.signals import Signals
 
 _STDIN = 0
-_LOOK_SECONDS = 1.0  # between looks for answers that no note names
+_LOOK_SECONDS = 1.0  # between two looks at all lines, since a note of an answer may be lost
 _FOLLOW_SECONDS = 60
 _PATIENCE_SECONDS = 15.0  # after an order to stop, for a reader of stdout that is slow
 _POLL_SECONDS = 0.05
@@ -83,7 +83,6 @@ class Pipe:
         except Exception as error:
             self._failure = self._failure or error
             self.outstanding.close()
-        finally:
             os.eventfd_write(self.news, 1)
 
     def _read(self) -> None:
@@ -111,9 +110,10 @@ class Pipe:
             self._write_answers()
         self.answers.collect_all()
         self._write_answers(with_gaps=not self._sink.resumes)
+        os.eventfd_write(self.news, 1)
 
     def _follow(self) -> str:
-        """Have commits wake the writer from now on; this does so too."""
+        """Have commits notify the writer for some time, and notify it now."""
         return self._queue.follow_answers(self._batch, _FOLLOW_SECONDS)
 
     def _write_answers(self, with_gaps: bool = False) -> None:
