@@ -17,7 +17,7 @@ from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.threads import APPENDS, run_in
 from jobs.batch.append_groups import group_of
 from jobs.batch.client import BatchRecord
-from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
+from jobs.batch.input_files import ArrivingLines, InputLine
 from jobs.batch.manifest import LineProblem
 from jobs.batch.open_requests import AppendBounds, OpenRequests
 from jobs.batch.source_check import MAX_PROBLEMS, served_models
@@ -140,28 +140,16 @@ async def _groups(request: Request, most: int) -> AsyncIterator[list[InputLine]]
     """Yield the lines of the body, some megabytes of them at a time, blank ones left out; a line
     that the connection cut is none. Raise `ApiError` 408 and 413.
     """
-    lines, begun, number, size, held = list[InputLine](), bytearray(), 0, 0, 0
+    arriving, lines, size, held = ArrivingLines(), list[InputLine](), 0, 0
     async for chunk in chunks_of(request):
         size += len(chunk)
         if size > most:
             message = f"The body is larger than {most} bytes: append the rest in calls of their own."
             raise ApiError(413, message, code="request_too_large")
-        *whole, rest = chunk.split(b"\n")
-        for piece in whole:
-            number += 1
-            lines += _line(number, begun + piece)
-            begun.clear()
-        begun += rest[: MAX_LINE_BYTES + 1 - len(begun)]
+        lines += arriving.add(chunk)
         held += len(chunk)
         if held >= _GROUP_BYTES and lines:
             yield lines
             lines, held = [], 0
-    lines += _line(number + 1, begun)
-    if lines:
+    if lines := lines + arriving.end():
         yield lines
-
-
-def _line(number: int, raw: bytes | bytearray) -> list[InputLine]:
-    if len(raw) > MAX_LINE_BYTES:
-        return [InputLine(number, 0, None)]
-    return [InputLine(number, 0, bytes(raw))] if raw.strip() else []

@@ -157,6 +157,41 @@ def read_lines(
         offset += length
 
 
+class ArrivingLines:
+    """Lines of JSONL that comes in pieces; blank ones are left out.
+
+    One line is in memory; of one that is too long no more than that shows.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._begun = bytearray()
+
+    def add(self, data: bytes) -> list[InputLine]:
+        """Return the lines that the next piece ends. Their offsets are 0."""
+        *ends, rest = data.split(b"\n")
+        lines = [self._end(piece) for piece in ends]
+        self._keep(rest)
+        return [line for line in lines if line is not None]
+
+    def end(self) -> list[InputLine]:
+        """Return the last line, which no line feed ends, if there is one."""
+        last = self._end(b"")
+        return [] if last is None else [last]
+
+    def _keep(self, piece: bytes) -> None:
+        self._begun += piece[: MAX_LINE_BYTES + 1 - len(self._begun)]
+
+    def _end(self, piece: bytes) -> InputLine | None:
+        self._keep(piece)
+        raw = bytes(self._begun)
+        self._begun.clear()
+        self._number += 1
+        if len(raw) > MAX_LINE_BYTES:
+            return InputLine(self._number, 0, None)
+        return InputLine(self._number, 0, raw) if raw.strip() else None
+
+
 def write_spool(
     location: str,
     spool: str,

@@ -144,10 +144,10 @@ def _begin_again(held: Slice, total: int) -> None:
 
 def plan_fields(manifest: Manifest) -> dict[str, Any]:
     """Return what the record says of the plan."""
-    times = {name: manifest.timestamps[name] for name in ("appended",) if name in manifest.timestamps}
+    appended = manifest.timestamps.get("appended")
     return {
         "open": manifest.is_open, "total": manifest.total, "line_models": manifest.models,
-        "queued_tokens": manifest.queued_tokens, "timestamps": times,
+        "queued_tokens": manifest.queued_tokens, "timestamps": {} if appended is None else {"appended": appended},
     }  # fmt: skip
 
 

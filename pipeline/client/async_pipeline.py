@@ -4,6 +4,7 @@ without.
 
 import asyncio
 import contextlib
+import json
 import secrets
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from jobs.store.idempotency import HEADER
 from pipeline.api_client import is_passing
 from pipeline.client import frames, vllm_shapes
 from pipeline.client.errors import BatchFailed, ClientError
-from pipeline.client.lines import LineOptions, SpooledLines, line_of, spool
+from pipeline.client.lines import LineOptions, SpooledLines, encoded, line_of, spool
 from pipeline.client.local_server import LocalServer
 from pipeline.client.results import (
     InputOrder,
@@ -399,7 +400,7 @@ class AsyncBatchHandle:
                 async for event in self._events(last_id):
                     if event.data == "[DONE]":
                         return
-                    value = _decode_json(event.data)
+                    value = json.loads(event.data)
                     if "error" in value:
                         break  # the server cannot reach its queue, and may soon
                     received, last_id = time.monotonic(), event.id or last_id
@@ -476,19 +477,14 @@ class AsyncOpenBatch(AsyncBatchHandle):
         return await self.pipeline.patiently(lambda: self.pipeline.client.post(f"{self._path}/close", cast_to=Batch))
 
     def _encode(self, requests: list[Any], options: LineOptions) -> bytes:
-        named = []
+        lines = []
         for request in requests:
             line = line_of(self._appended, request, options)
             if not (isinstance(request, dict) and request.get("custom_id")):
                 line["custom_id"] = f"{self._prefix}-{self._appended}"
             self._appended += 1
-            named.append(line)
-        spooled = next(spool(named, options), None)
-        if spooled is None:
-            return b""
-        with spooled.file as file:
-            file.seek(0)
-            return file.read()
+            lines.append(encoded(line))
+        return b"".join(lines)
 
 
 class MapRun:
@@ -572,12 +568,6 @@ def check_places(
 
 def _once() -> dict[str, str]:
     return {HEADER: secrets.token_hex(16)}
-
-
-def _decode_json(text: str) -> dict[str, Any]:
-    import json
-
-    return cast(dict[str, Any], json.loads(text))
 
 
 def _why_failed(batch: "Batch") -> str:

@@ -67,7 +67,7 @@ def _spool(requests: Iterable[Any], options: LineOptions, before: int) -> Spoole
             line = line_of(number, request, options)
             options = options._replace(endpoint=options.endpoint or line["url"])
             custom_ids.append(line["custom_id"])
-            file.write(_encode(line) + b"\n")
+            file.write(encoded(line))
     except BaseException:
         file.close()
         raise
@@ -77,7 +77,12 @@ def _spool(requests: Iterable[Any], options: LineOptions, before: int) -> Spoole
     return SpooledLines(file, custom_ids, options.endpoint or CHAT)
 
 
-_encode = msgspec.json.Encoder().encode
+def encoded(line: dict[str, Any]) -> bytes:
+    """Return a line as JSONL has it."""
+    return _encoder.encode(line) + b"\n"
+
+
+_encoder = msgspec.json.Encoder()
 
 
 def _endpoint_of(body: Any) -> str:

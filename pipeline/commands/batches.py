@@ -2,7 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -11,6 +11,10 @@ from jobs.protocol.states import STATES
 from pipeline.api_client import api_client, client_options, object_id, output_option, print_json, server_option, show
 from pipeline.errors import Refused
 from pipeline.options import Size, flag, fleet_redis_option, store_option
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types import Batch
 
 save_option = flag(
     "-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Save the answers there."
@@ -63,6 +67,25 @@ def _check_wait(wait: bool, output_file: Path | None, fail_on_error: bool) -> No
         raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
 
 
+def _show_or_wait(
+    client: "openai.OpenAI",
+    batch: "Batch",
+    text: str,
+    wait: bool,
+    output_file: Path | None,
+    fail_on_error: bool,
+    as_json: bool,
+    name: str | None = None,
+) -> None:
+    """Print what became of a batch, or its end, if that is waited for."""
+    if not wait:
+        show(batch, text, as_json)
+        return
+    from pipeline.remote_batches import see_to_the_end
+
+    see_to_the_end(client, batch.id, output_file, fail_on_error, as_json, name)
+
+
 @batches.command()
 @click.argument("source", metavar="FILE_OR_ID")
 @endpoint_option
@@ -103,10 +126,8 @@ def submit(
         batch = remote_batches.submit(client, new)
         if wait:
             click.echo(f"{batch.id} is made", err=True)
-            name = None if new.path is None else str(new.path)
-            remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json, name)
-            return
-    show(batch, batch.id, as_json)
+        name = None if new.path is None else str(new.path)
+        _show_or_wait(client, batch, batch.id, wait, output_file, fail_on_error, as_json, name)
 
 
 @batches.command("open")
@@ -184,10 +205,7 @@ def close(
     _check_wait(wait, output_file, fail_on_error)
     with api_client(base_url) as client:
         batch = remote_batches.close(client, batch_id)
-        if wait:
-            remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json)
-            return
-    show(batch, f"{batch.id} is closed", as_json)
+        _show_or_wait(client, batch, f"{batch.id} is closed", wait, output_file, fail_on_error, as_json)
 
 
 @batches.command("list")
@@ -274,9 +292,7 @@ def retry(
         batch = remote_batches.retry(client, batch_id)
         if wait:
             click.echo(f"{batch.id} is made", err=True)
-            remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json)
-            return
-    show(batch, batch.id, as_json)
+        _show_or_wait(client, batch, batch.id, wait, output_file, fail_on_error, as_json)
 
 
 @batches.command()

@@ -60,13 +60,11 @@ class FileSink(Sink):
             os.fsync(self._file.fileno())
 
 
-def check_sink(output: Path | None, root: Path | None) -> None:
+def check_sink(output: Path, root: Path) -> None:
     """Raise `Refused` for an output that answers cannot be appended to.
 
     A file that exists must have `root` beside it, which says what is in it.
     """
-    if output is None or root is None:
-        return
     from jobs.batch.input_files import compression_of, is_csv, is_parquet
 
     name = str(output)

@@ -4,7 +4,7 @@ import os
 import select
 from collections.abc import Iterator
 
-from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
+from jobs.batch.input_files import ArrivingLines, InputLine
 from jobs.protocol.lines import BOM
 
 _READ_BYTES = 1 << 16
@@ -20,18 +20,12 @@ class StdinLines:
     def __init__(self, descriptor: int, stop: int) -> None:
         self._descriptor = descriptor
         self._stop = stop
-        self._number = 0
-        self._begun: list[bytes] = []
-        self._begun_bytes = 0
+        self._arriving = ArrivingLines()
 
     def __iter__(self) -> Iterator[list[InputLine]]:
         while (data := self._read()) is not None:
-            *ends, rest = data.split(b"\n")
-            lines = [self._ended(end) for end in ends]
-            self._add(rest)
-            if not data and self._begun_bytes:
-                lines.append(self._ended(b""))
-            if found := [line for line in lines if line.raw is None or line.raw.strip()]:
+            lines = self._arriving.add(data) if data else self._arriving.end()
+            if found := [line for line in map(_without_mark, lines) if line is not None]:
                 yield found
             if not data:
                 return
@@ -41,13 +35,10 @@ class StdinLines:
         readable, _, _ = select.select([self._descriptor, self._stop], [], [])
         return None if self._stop in readable else os.read(self._descriptor, _READ_BYTES)
 
-    def _add(self, piece: bytes) -> None:
-        self._begun_bytes += len(piece)
-        if piece and self._begun_bytes <= MAX_LINE_BYTES:
-            self._begun.append(piece)
 
-    def _ended(self, end: bytes) -> InputLine:
-        self._add(end)
-        raw = None if self._begun_bytes > MAX_LINE_BYTES else b"".join(self._begun)
-        self._number, self._begun, self._begun_bytes = self._number + 1, [], 0
-        return InputLine(self._number, 0, raw.removeprefix(BOM) if raw is not None and self._number == 1 else raw)
+def _without_mark(line: InputLine) -> InputLine | None:
+    """Return a line without the byte order mark of the first one; None if nothing else is in it."""
+    if line.number > 1 or line.raw is None or not line.raw.startswith(BOM):
+        return line
+    raw = line.raw.removeprefix(BOM)
+    return line._replace(raw=raw) if raw.strip() else None

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
@@ -22,7 +23,7 @@ from pipeline.uris.uploading import upload
 from pipeline.uris.uri import Uri
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.test_fleet import wait_for_leader
-from tests.support.commands import run_pipeline, running_pipeline
+from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
 from tests.support.file_server import FileServer, file_server
 from tests.support.s3_server import S3Server, s3_server
 from tests.support.waiting import wait_until
@@ -150,19 +151,31 @@ def test_a_run_from_a_web_server_goes_on_with_what_it_fetched(web: FileServer, h
     assert run_pipeline(*command, folder=here).returncode == 0
 
 
+@contextmanager
+def held_run(s3: S3Server, calls: str, command: list[str], here: Path) -> Iterator[RunningCommand]:
+    """A run at one of these calls, which the server holds."""
+    s3.held = calls
+    with running_pipeline(*command, folder=here, **s3.environment) as run:
+        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, calls)
+        assert s3.waiting.is_set(), run.output
+        yield run
+
+
+def release(s3: S3Server) -> None:
+    """Answer the call that is held, and those that follow."""
+    s3.held = ""
+    s3.released.set()
+
+
 @pytest.mark.proof
 def test_a_run_that_is_killed_while_it_uploads_leaves_no_object(s3: S3Server, here: Path) -> None:
     command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT]
-    s3.held = "PUT partNumber"
-    with running_pipeline(*command, folder=here, **s3.environment) as run:
-        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "an upload")
-        assert s3.waiting.is_set(), run.output
+    with held_run(s3, "PUT partNumber", command, here) as run:
         run.process.kill()
         run.wait()
     parts = written_parts(here)
     assert s3.get("results/run/answers.jsonl") is None
-    s3.held = ""
-    s3.released.set()
+    release(s3)
     done = run_pipeline(*command, folder=here, **s3.environment)
     assert done.returncode == 0, done.stderr
     assert ids(s3.get("results/run/answers.jsonl")) == [f"a-{number}" for number in range(COUNT)]
@@ -172,10 +185,7 @@ def test_a_run_that_is_killed_while_it_uploads_leaves_no_object(s3: S3Server, he
 @pytest.mark.proof
 def test_a_run_that_is_killed_while_it_fetches_begins_again(s3: S3Server, here: Path) -> None:
     command = ["run-batch", "s3://data/in/a.jsonl", "-o", "answers.jsonl"]
-    s3.held = "GET "
-    with running_pipeline(*command, folder=here, **s3.environment) as run:
-        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "a fetch")
-        assert s3.waiting.is_set(), run.output
+    with held_run(s3, "GET ", command, here) as run:
         second = run_pipeline(*command, folder=here, **s3.environment)
         assert second.returncode == 2
         assert "another run is at work on" in second.stderr
@@ -183,8 +193,7 @@ def test_a_run_that_is_killed_while_it_fetches_begins_again(s3: S3Server, here: 
         run.process.kill()
         run.wait()
     assert not (the_parts(here) / "input" / "a.jsonl").exists()
-    s3.held = ""
-    s3.released.set()
+    release(s3)
     done = run_pipeline(*command, folder=here, **s3.environment)
     assert done.returncode == 0, done.stderr
     assert ids((here / "answers.jsonl").read_bytes()) == [f"a-{number}" for number in range(COUNT)]
@@ -210,16 +219,12 @@ def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, her
 
 def test_results_that_cannot_be_uploaded_are_kept_for_the_next_start(s3: S3Server, here: Path) -> None:
     command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT]
-    s3.held = "PUT partNumber"
-    with running_pipeline(*command, folder=here, **s3.environment) as run:
-        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "an upload")
-        assert s3.waiting.is_set(), run.output
+    with held_run(s3, "PUT partNumber", command, here) as run:
         s3.read_only = True
         run.process.terminate()
         assert run.wait() == 130
         assert "run the same command again to upload them" in run.output
-    s3.held = ""
-    s3.released.set()
+    release(s3)
     refused = run_pipeline(*command, folder=here, **s3.environment)
     assert refused.returncode == 1, refused.stderr
     assert f"no right to write {OUTPUT}" in refused.stderr
@@ -436,16 +441,12 @@ def test_results_are_written_by_columns_into_a_store(s3: S3Server, here: Path) -
     s3.put("data/words.csv", b"word,year\nlion,2025\nfish,2026\nmice,2025\n")
     command = ["run-batch", "s3://data/words.csv", *PARTITIONED, "--body", '{"max_tokens": 4}']
     command += ["-o", "s3://results/words/"]
-    s3.held = "PUT partNumber"
-    with running_pipeline(*command, folder=here, **s3.environment) as run:
-        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "an upload")
-        assert s3.waiting.is_set(), run.output
+    with held_run(s3, "PUT partNumber", command, here) as run:
         run.process.kill()
         run.wait()
     parts = written_parts(here)
     assert "words/_SUCCESS" not in s3.keys("results")
-    s3.held = ""
-    s3.released.set()
+    release(s3)
     s3.put("results/words/year=2020/part-other-0.parquet", b"of another run")
     done = run_pipeline(*command, folder=here, **s3.environment)
     assert done.returncode == 1
