@@ -33,7 +33,7 @@ class AnswerReader:
             self._collect_drained()
 
     def collect_all(self) -> None:
-        """Note the answers of all outstanding lines that finished, whatever was missed of them."""
+        """Note the answers of all outstanding lines that finished, also those that were missed."""
         finished = self._queue.finished_of(self._batch, list(self._outstanding.unanswered()))
         self.collect(finished)
         if self._outstanding.unanswered(finished):

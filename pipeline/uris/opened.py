@@ -7,7 +7,7 @@ import msgspec
 
 
 class SourceStamp(msgspec.Struct, frozen=True):
-    """What tells one content of a file from another."""
+    """Identifies the content of a file."""
 
     size: int | None
     changed: str

@@ -1,4 +1,4 @@
-"""Open batches over HTTP: what is appended runs at once and counts once, whoever repeats it."""
+"""Open batches over HTTP: appended requests run at once, and a repeated one counts once."""
 
 import json
 import threading

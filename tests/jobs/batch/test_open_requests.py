@@ -1,4 +1,4 @@
-"""What is appended to an open batch counts once, whoever appends, and whatever is killed."""
+"""Each line of an open batch counts once, through repeats, kills and several processes."""
 
 import json
 import os
