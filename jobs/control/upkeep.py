@@ -14,7 +14,7 @@ from jobs.batch.forgetting import finish_deletions
 from jobs.batch.rebuild import rebuild_all, unknown_folders
 from jobs.batch.retention import forget_output, remove_ended
 from jobs.queue import keys
-from jobs.queue.request_queue import Queue
+from jobs.queue.request_queue import Queue, QueueFull
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
@@ -58,9 +58,7 @@ class Upkeep:
         """Do what is due. Raises what Redis raises."""
         for batch in self.ended:
             clean_up(self._queue, batch)
-        if self._keys is not None and time.monotonic() >= self._next_weights:
-            self._publish_weights(self._keys)
-        if self._files is None:
+        if self._files is None or self._keys is None:
             return
         try:
             self._restore(self._files)
@@ -69,6 +67,8 @@ class Upkeep:
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_SECONDS
             self._sweep(self._files)
+        if time.monotonic() >= self._next_weights:  # last, since a full Redis takes none
+            self._publish_weights(self._keys)
 
     def _restore(self, files: FileStore) -> None:
         """Bring back what Redis has lost, a moment's work of it at a time."""
@@ -90,9 +90,9 @@ class Upkeep:
         self._next_weights = time.monotonic() + WEIGHTS_SECONDS
         try:
             self._queue.set_weights(ring.weights())
-        except StoreError as error:
+        except (StoreError, QueueFull) as error:
             self._next_weights = time.monotonic() + SWEEP_SECONDS
-            logger.error("failed to read the weights of tenants; retrying in %d s: %s", SWEEP_SECONDS, error)
+            logger.error("failed to publish the weights of tenants; retrying in %d s: %s", SWEEP_SECONDS, error)
 
     def _server(self, run_id: bytes | None) -> bytes:
         """Return the note that all is restored: of another ticker, the rest of its list may be

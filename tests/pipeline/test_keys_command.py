@@ -78,7 +78,7 @@ def test_weights_stay_while_the_keys_cannot_be_read(
     upkeep = Upkeep(Queue(redis_client), str(tmp_path))
     upkeep.run_once()
     shutil.rmtree(tmp_path / "keys")
-    wait_until(lambda: upkeep.run_once() or "failed to read the weights" in caplog.text, 30, "the next look")
+    wait_until(lambda: upkeep.run_once() or "failed to publish the weights" in caplog.text, 30, "the next look")
     assert redis_client.hgetall(keys.WEIGHTS) == {b"acme": b"2"}
 
 
