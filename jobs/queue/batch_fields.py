@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
 from jobs.protocol.states import EndState
 
-RISKS = ("urgent", "late")
+URGENT: Final = "urgent"
+LATE: Final = "late"
+RISKS = (URGENT, LATE)
 """Of a batch that may miss the end of its window: it goes first, or cannot be saved."""
+Risk = Literal["", "urgent", "late"]
 FORGOTTEN = "forgotten"
 """In place of a state: the batch's keys are being removed."""
 
@@ -38,7 +41,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0  # an estimate, once validated
     used_lines: int = 0  # this and the next: what finished since the record was made, and its tokens
     used_tokens: int = 0
-    risk: str = ""  # one of `RISKS`, or none
+    risk: Risk = ""
 
     @property
     def exists(self) -> bool:
@@ -51,7 +54,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
         return self.completed + self.failed
 
     @property
-    def shown_risk(self) -> str:
+    def shown_risk(self) -> Risk:
         """The risk as far as it still counts."""
         return self.risk if self.state == "in_progress" else ""
 
