@@ -38,6 +38,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     low_water: int = 0  # length of a ready list at which a claim asks for more lines
     result_bytes: int = 0  # of the results that no part holds yet
     tenant: str = ""
+    priority: int = 0  # a lower one goes first among the tenant's batches
     queued_tokens: int = 0  # an estimate, once validated
     used_lines: int = 0  # this and the next: what finished since the record was made, and its tokens
     used_tokens: int = 0
@@ -77,7 +78,6 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
 
     token: str = ""  # of the last transition
     owner: str = ""  # as in the manifest, which names the record that may work on it
-    priority: int = 0  # a lower one goes first among the tenant's batches
     root: str = ""  # the batch's folder
     spec: str = ""  # JSON of `manifest.BatchSpec`
     input_bytes: int = 0  # 0: unknown
