@@ -161,7 +161,7 @@ class _Rate:
         return _per_second([(seconds, sum(tokens.values())) for seconds, tokens in self._spans])
 
     def of(self, batch: str) -> float:
-        """Return the same of one batch."""
+        """Return tokens per second of one batch."""
         return _per_second([(seconds, tokens[batch]) for seconds, tokens in self._spans if batch in tokens])
 
 
