@@ -3,7 +3,7 @@ and by how fast their tenants' lines finish.
 
 Such a batch is `urgent` and goes before the others of its tenant, the earliest end first. One that
 even all of its tenant's rate cannot finish in time is `late`. It keeps its ordinary place, since
-moved up it would only make others late too.
+moved up it would only make others late too, and is urgent again once it can be saved.
 """
 
 import logging
@@ -18,8 +18,8 @@ from jobs.queue.request_queue import Queue
 JUDGE_SECONDS = 5.0
 """Between judgements."""
 RATE_SECONDS = 60.0
-"""Over which rates are measured, or since the lines that finished before the last ones. A longer
-time in which nothing finished counts only where a worker was ready.
+"""Over which rates are measured; over longer where lines finish less often. A longer time in which
+nothing finished counts only where a worker was ready.
 """
 LOST_JUDGEMENTS = 36
 """In a row, before an urgent batch is given up: the rate may be low for a short time only."""
@@ -104,7 +104,7 @@ class RiskEstimate:
             risks[batch], rate = fields.risk, rates[tenant][models]
             if not rate or math.isinf(fields.expires_at):
                 continue
-            # Batches on several models may do lines of these, or of others
+            # How many lines of batches on several models are of these models is not known
             most = rate + sum(rates[tenant][other] for other in rates[tenant] if other != models and other & models)
             left, tokens = max(fields.expires_at - now, 1.0), _tokens_left(fields)
             share, least_share = ((before[group] + tokens) / rate / left for rate in (rate, most))
@@ -118,9 +118,9 @@ class RiskEstimate:
 
 
 def _risk(before: Risk, share: float, least_share: float, own_share: float, is_lost: bool) -> Risk:
-    """`share`: how much of the time that is left the batch needs with all of its tenant's rate for
-    batches on its models; `least_share`: with that for other models too, where batches are on both;
-    `own_share`: at its present rate.
+    """Return the risk of a batch by the share of the time left that it needs: with all of its
+    tenant's rate for its models; at least, if lines of batches that share a model are of this one;
+    and at its own rate.
     """
     if before == URGENT:
         return "" if share < _SAFE_SHARE else LATE if is_lost else URGENT
