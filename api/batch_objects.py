@@ -44,7 +44,8 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
 
 
 def batch_object(record: BatchRecord) -> dict[str, Any]:
-    """Every field of `openai.types.Batch`, and beyond these a priority and a risk, if there is one.
+    """Return every field of `openai.types.Batch`, and a priority other than 0 and a risk if it has
+    one.
 
     Counts are of lines on disk, which nothing takes back; so states only move forward.
     """

@@ -175,8 +175,7 @@ QUEUE_METRICS = (
     QueueMetric(
         "pipeline_batches_at_risk",
         "gauge",
-        "Batches in progress that may miss the end of their windows: those that go first (urgent), and those that even"
-        " all of their tenant's rate cannot save (late).",
+        "Batches in progress that may miss the end of their windows; late ones need more than their tenant's rate.",
         ("risk",),
         lambda reading: _by_state(reading.depths.at_risk),
     ),

@@ -45,7 +45,7 @@ from jobs.protocol.period import ALWAYS, Period
 from jobs.protocol.results import Usage
 from jobs.protocol.states import CANCELLABLE, END_STATES, KEPT_IN_SIGHT, MAY_EXPIRE, EndState, State
 from jobs.queue import keys
-from jobs.queue.batch_fields import BatchFields
+from jobs.queue.batch_fields import BatchFields, Risk
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import persistently
 from jobs.queue.settings import QueueSettings
@@ -106,7 +106,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_file_id: str | None  # once it can be read: from the first success that was logged
     error_file_id: str | None
     problem: str | None  # why it makes no progress: a full disk, a missing file; it is retried
-    risk: str | None  # of missing the end of its window, while it is in progress: "urgent" or "late"
+    risk: Risk | None  # of missing the end of its window, while it is in progress
 
     @property
     def ended(self) -> bool:

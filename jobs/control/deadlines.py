@@ -3,60 +3,38 @@ and by how fast their tenants' lines finish.
 
 Such a batch is `urgent` and goes before the others of its tenant, the earliest end first. One that
 even all of its tenant's rate cannot finish in time is `late`. It keeps its ordinary place, since
-moved up it would only make others late too.
+moved up it would only make others late too, and is urgent again once it can be saved.
 """
 
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence, Set
+from itertools import islice
 
-from jobs.queue.batch_fields import BatchStatus
+from jobs.queue.batch_fields import LATE, URGENT, BatchStatus, Risk
 from jobs.queue.request_queue import Queue
 
 JUDGE_SECONDS = 5.0
 """Between judgements."""
 RATE_SECONDS = 60.0
-"""Over which rates are measured. A longer time in which nothing finished counts as an outage, which
-says nothing of the rate.
+"""Over which rates are measured; over longer where lines finish less often. A longer time in which
+nothing finished counts only where a worker was ready.
 """
+LOST_JUDGEMENTS = 36
+"""In a row, before an urgent batch is given up: the rate may be low for a short time only."""
 
 _LEAST_RATE_SECONDS = 2 * JUDGE_SECONDS  # a shorter time gives no rate
+_KEPT_SECONDS = 3600.0  # of rates, after the tenant's last batch
 # A batch becomes urgent when it needs half of the time that is left, with all of its tenant's rate,
 # and is so until it needs a quarter, or clearly too much
 _URGENT_SHARE, _SAFE_SHARE, _LOST_SHARE = 0.5, 0.25, 1.25
-_SAVED_SHARE = 0.8  # a late batch needs less than this before it counts as one that can be saved
+_SAVED_SHARE = 0.9  # a late batch needs less than this before it counts as one that can be saved
 _FEW_LINES, _GUESSED_OUTPUT = 16, 256  # as in `cost_of_a_line` of claim.lua
 
 logger = logging.getLogger(__name__)
 
-_Ring = tuple[str, str]  # tenant and model, of batches that wait for the same turns
-
-
-class _BatchRate:
-    """How fast the lines of a batch finish while some of its tenant's do."""
-
-    def __init__(self, now: float, tokens: int) -> None:
-        self.since, self.tokens = now, tokens  # of the last measurement
-        self._spans: deque[tuple[float, int]] = deque()  # seconds, and the tokens that finished in them
-
-    def add(self, now: float, tokens: int) -> None:
-        """Measure from the last time on, at most as far back as the rate goes."""
-        if now - self.since <= RATE_SECONDS:
-            self._spans.append((now - self.since, tokens - self.tokens))
-        self.since, self.tokens = now, tokens
-        while self._spans and self._seconds - self._spans[0][0] >= RATE_SECONDS:
-            self._spans.popleft()
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second; None until there were enough seconds."""
-        seconds = self._seconds
-        return sum(tokens for _, tokens in self._spans) / seconds if seconds >= _LEAST_RATE_SECONDS else None
-
-    @property
-    def _seconds(self) -> float:
-        return sum(seconds for seconds, _ in self._spans)
+_Group = tuple[str, frozenset[str]]  # tenant and models, of batches that share a rate
 
 
 class Deadlines:
@@ -65,92 +43,135 @@ class Deadlines:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._judged_at = -math.inf  # unix seconds
-        self._measured: dict[str, _BatchRate] = {}  # by batch
+        self._estimate = RiskEstimate()
 
     def judge(self, records: Mapping[str, BatchStatus], now: float) -> None:
         """Note new risks of these batches, every few seconds. Raise what Redis raises."""
         if 0 <= now - self._judged_at < JUDGE_SECONDS:
             return
         self._judged_at = now
-        running = {batch: fields for batch, fields in records.items() if fields.state == "in_progress"}
-        found = _risks(running, self._measure(running, now), now)
-        risks = {batch: risk for batch, risk in found.items() if risk != running[batch].risk}
-        for batch, risk in risks.items():
+        served = {model for worker in self._queue.workers() if worker.state == "ready" for model in worker.models}
+        risks = self._estimate.judge(records, served, now)
+        changed = {batch: risk for batch, risk in risks.items() if risk != records[batch].risk}
+        # The version before puts batches at places of other priorities, where there are any
+        ordered = {fields.tenant for fields in records.values() if fields.priority or fields.risk == URGENT}
+        self._queue.note_risks({b: risk for b, risk in risks.items() if b in changed or records[b].tenant in ordered})
+        for batch, risk in changed.items():
             logger.info("batch %s: %s", batch, _SAID[risk])
-        self._queue.note_risks(risks)
-
-    def _measure(self, running: Mapping[str, BatchStatus], now: float) -> dict[str, float]:
-        """Return the rates of batches of whose tenant and model lines have just finished."""
-        known = {batch: one for batch, one in self._measured.items() if batch in running}
-        for batch, fields in running.items():
-            one = known.get(batch)
-            if one is None or one.since > now or one.tokens > fields.used_tokens:  # Redis or its clock went back
-                known[batch] = _BatchRate(now, fields.used_tokens)
-        self._measured = known
-        moving = {
-            ring
-            for batch, fields in running.items()
-            if fields.used_tokens > known[batch].tokens
-            for ring in _rings(fields)
-        }
-        rates = {}
-        for batch, fields in running.items():
-            if not moving.isdisjoint(_rings(fields)):
-                known[batch].add(now, fields.used_tokens)
-                if (rate := known[batch].rate) is not None:
-                    rates[batch] = rate
-        return rates
 
 
-_SAID = {
-    "": "it is no longer in danger of missing the end of its completion window",
-    "urgent": "it may miss the end of its completion window; it goes before the others of its tenant",
-    "late": "all of its tenant's rate is too little to finish it within its completion window",
+_SAID: dict[Risk, str] = {
+    "": "it is no longer at risk of missing the end of its completion window",
+    URGENT: "it may miss the end of its completion window; it goes before the others of its tenant",
+    LATE: "all of its tenant's rate is too little to finish it within its completion window",
 }
 
 
-def _risks(running: Mapping[str, BatchStatus], rates: Mapping[str, float], now: float) -> dict[str, str]:
-    """Return the risk of each batch with a window whose tenant has a rate now.
+class RiskEstimate:
+    """What the judgements before found out: the rates of tenants, and which batches look lost."""
 
-    A tenant's batches are taken to run one after another, the earliest end first, without those
-    that cannot be saved.
+    def __init__(self) -> None:
+        self._judged_at = -math.inf  # unix seconds
+        self._rates: dict[_Group, _Rate] = {}
+        self._lost: dict[str, int] = {}  # batch -> judgements in a row
+
+    def judge(self, records: Mapping[str, BatchStatus], served: Set[str], now: float) -> dict[str, Risk]:
+        """Return the risks of batches in progress. Workers are ready for the models `served`."""
+        running = {batch: fields for batch, fields in records.items() if fields.state == "in_progress"}
+        counts: dict[_Group, dict[str, int]] = defaultdict(dict)
+        for batch, fields in running.items():
+            counts[_group(fields)][batch] = fields.used_tokens
+        for group, tokens in counts.items():
+            is_served = not served.isdisjoint(group[1])
+            self._rates.setdefault(group, _Rate()).add(now, tokens, self._judged_at, is_served)
+        self._rates = {group: rate for group, rate in self._rates.items() if now - rate.read_at <= _KEPT_SECONDS}
+        self._judged_at = now
+        return self._risks(running, now)
+
+    def _risks(self, running: Mapping[str, BatchStatus], now: float) -> dict[str, Risk]:
+        """Take a tenant's batches to run one after another, the earliest end first, without those
+        that cannot be saved.
+        """
+        rates: dict[str, dict[frozenset[str], float]] = defaultdict(dict)  # by tenant and models
+        for (tenant, models), measured in self._rates.items():
+            rates[tenant][models] = measured.of_all()
+        before: dict[_Group, float] = defaultdict(float)  # tokens of the batches that come first
+        risks: dict[str, Risk] = {}
+        lost, self._lost = self._lost, {}
+        for batch in sorted(running, key=lambda batch: (running[batch].expires_at, batch)):
+            fields = running[batch]
+            group = tenant, models = _group(fields)
+            risks[batch], rate = fields.risk, rates[tenant][models]
+            if not rate or math.isinf(fields.expires_at):
+                continue
+            # How many lines of batches on several models are of these models is not known
+            most = rate + sum(rates[tenant][other] for other in rates[tenant] if other != models and other & models)
+            left, tokens = max(fields.expires_at - now, 1.0), _tokens_left(fields)
+            share, least_share = ((before[group] + tokens) / rate / left for rate in (rate, most))
+            own_rate = self._rates[group].of(batch)
+            own_share = tokens / own_rate / left if own_rate else math.inf
+            self._lost[batch] = lost.get(batch, 0) + 1 if least_share > _LOST_SHARE else 0
+            risks[batch] = _risk(fields.risk, share, least_share, own_share, self._lost[batch] >= LOST_JUDGEMENTS)
+            if risks[batch] != LATE:
+                before[group] += tokens
+        return risks
+
+
+def _risk(before: Risk, share: float, least_share: float, own_share: float, is_lost: bool) -> Risk:
+    """Return the risk of a batch by the share of the time left that it needs: with all of its
+    tenant's rate for its models; at least, if lines of batches that share a model are of this one;
+    and at its own rate.
     """
-    all_rates: dict[_Ring, float] = defaultdict(float)
-    for batch, rate in rates.items():
-        for ring in _rings(running[batch]):
-            all_rates[ring] += rate
-    busy: dict[_Ring, float] = defaultdict(float)  # seconds until what comes before is done
-    risks = {}
-    for batch in sorted(running, key=lambda batch: (running[batch].expires_at, batch)):
-        fields, rings = running[batch], _rings(running[batch])
-        rate = max((all_rates[ring] for ring in rings), default=0.0)
-        left = fields.expires_at - now
-        if not rate or math.isinf(left):
-            continue
-        tokens = _tokens_left(fields)
-        needed = max(busy[ring] for ring in rings) + tokens / rate
-        own_rate, left = rates.get(batch, 0.0), max(left, 1.0)
-        own_share = tokens / own_rate / left if own_rate else math.inf
-        risks[batch] = _risk(fields.risk, needed / left, own_share)
-        if risks[batch] != "late":
-            busy.update(dict.fromkeys(rings, needed))
-    return risks
-
-
-def _risk(before: str, share: float, own_share: float) -> str:
-    """`share`: how much of the time that is left the batch needs with all of its tenant's rate;
-    `own_share`: how much at its present rate.
-    """
-    if before == "urgent":
-        return "" if share < _SAFE_SHARE else "late" if share > _LOST_SHARE else "urgent"
-    enough = _SAVED_SHARE if before == "late" else 1.0
+    if before == URGENT:
+        return "" if share < _SAFE_SHARE else LATE if is_lost else URGENT
+    enough = _SAVED_SHARE if before == LATE else 1.0
     if share < _URGENT_SHARE or own_share <= enough:
         return ""
-    return "late" if share > enough else "urgent"
+    return LATE if least_share > enough else URGENT
 
 
-def _rings(fields: BatchStatus) -> Iterable[_Ring]:
-    return [(fields.tenant, model) for model in fields.line_models]
+class _Rate:
+    """How fast the lines of a tenant's batches on the same models finish. It outlives them."""
+
+    def __init__(self) -> None:
+        self.read_at = self._since = -math.inf  # unix seconds; since then no line has finished
+        self._counts: Mapping[str, int] = {}  # tokens by batch, as read last
+        self._spans: deque[tuple[float, dict[str, int]]] = deque()  # seconds, and tokens finished in them
+
+    def add(self, now: float, counts: Mapping[str, int], judged_at: float, is_served: bool) -> None:
+        """Measure what has finished since the last judgement. A time without judgements, or in
+        which no batch was in progress, counts for nothing.
+        """
+        gained = {batch: tokens - self._counts.get(batch, tokens) for batch, tokens in counts.items()}
+        if now < self.read_at or min(gained.values()) < 0:  # Redis or its clock went back
+            self._spans.clear()
+            self._since = now
+        elif self.read_at < judged_at or now - judged_at > RATE_SECONDS:
+            self._since = now
+        elif any(gained.values()):
+            if is_served or now - self._since <= RATE_SECONDS:
+                self._spans.append((now - self._since, gained))
+            self._since = now
+        self.read_at, self._counts = now, counts
+        while sum(seconds for seconds, _ in islice(self._spans, 1, None)) >= RATE_SECONDS:
+            self._spans.popleft()
+
+    def of_all(self) -> float:
+        """Return tokens per second; 0 until there were enough seconds."""
+        return _per_second([(seconds, sum(tokens.values())) for seconds, tokens in self._spans])
+
+    def of(self, batch: str) -> float:
+        """Return tokens per second of one batch."""
+        return _per_second([(seconds, tokens[batch]) for seconds, tokens in self._spans if batch in tokens])
+
+
+def _per_second(spans: Sequence[tuple[float, int]]) -> float:
+    seconds = sum(seconds for seconds, _ in spans)
+    return sum(tokens for _, tokens in spans) / seconds if seconds >= _LEAST_RATE_SECONDS else 0.0
+
+
+def _group(fields: BatchStatus) -> _Group:
+    return fields.tenant, frozenset(fields.line_models)
 
 
 def _tokens_left(fields: BatchStatus) -> float:

@@ -1,20 +1,22 @@
 """Upkeep: what the leading ticker does about files, in a thread of its own since disks may be slow.
 
-It cleans up after ended batches, publishes the weights of tenants, rebuilds what a server that was
-restarted or emptied has lost, and removes the files and batches whose time is over, or that were
-deleted.
+It cleans up after ended batches, rebuilds what a server that was restarted or emptied has lost,
+removes the files and batches whose time is over, or that were deleted, and publishes the weights of
+tenants.
 """
 
 import logging
 import secrets
 import time
 
+import redis
+
 from jobs.batch.ending import clean_up
 from jobs.batch.forgetting import finish_deletions
 from jobs.batch.rebuild import rebuild_all, unknown_folders
 from jobs.batch.retention import forget_output, remove_ended
 from jobs.queue import keys
-from jobs.queue.request_queue import Queue, QueueFull
+from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
@@ -40,6 +42,8 @@ class Upkeep:
         self._idempotency_keys = None if self._files is None else IdempotencyKeys(queue, self._files)
         self._keys = None if file_store is None else KeyRing(file_store)
         self._next_weights = 0.0  # monotonic seconds
+        self._weights: dict[str, float] | None = None  # as published; None: this Redis may have others
+        self._weights_problem = ""  # why they could not be published last
         self._token = secrets.token_hex(8).encode()
         self._next_sweep = 0.0  # monotonic seconds
         # Folders of batches that may lack a record, to be looked into
@@ -78,6 +82,7 @@ class Upkeep:
         if is_new or self._unknown or self._unlisted:
             files.check()
         if is_new:
+            self._weights = None
             self._deleted = finish_deletions(self._queue, files, self._now(), MOMENT_SECONDS, self._deleted)
             self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
             self._queue.redis.hset(keys.TICK, "restored", server)
@@ -89,10 +94,15 @@ class Upkeep:
     def _publish_weights(self, ring: KeyRing) -> None:
         self._next_weights = time.monotonic() + WEIGHTS_SECONDS
         try:
-            self._queue.set_weights(ring.weights())
-        except (StoreError, QueueFull) as error:
+            weights = ring.weights()
+            if weights != self._weights:
+                self._queue.set_weights(weights)
+            self._weights, self._weights_problem = weights, ""
+        except (StoreError, redis.exceptions.OutOfMemoryError) as error:
             self._next_weights = time.monotonic() + SWEEP_SECONDS
-            logger.error("failed to publish the weights of tenants; retrying in %d s: %s", SWEEP_SECONDS, error)
+            if str(error) != self._weights_problem:
+                self._weights_problem = str(error)
+                logger.error("failed to publish the weights of tenants; retrying every %d s: %s", SWEEP_SECONDS, error)
 
     def _server(self, run_id: bytes | None) -> bytes:
         """Return the note that all is restored: of another ticker, the rest of its list may be

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
 from jobs.protocol.states import EndState
 
-RISKS = ("urgent", "late")
+URGENT: Final = "urgent"
+LATE: Final = "late"
+RISKS = (URGENT, LATE)
 """Of a batch that may miss the end of its window: it goes first, or cannot be saved."""
+Risk = Literal["", "urgent", "late"]
 FORGOTTEN = "forgotten"
 """In place of a state: the batch's keys are being removed."""
 
@@ -36,10 +39,11 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     low_water: int = 0  # length of a ready list at which a claim asks for more lines; -1: at none
     result_bytes: int = 0  # of the results that no part holds yet
     tenant: str = ""
+    priority: int = 0  # a lower one goes first among the tenant's batches
     queued_tokens: int = 0  # an estimate, once validated
     used_lines: int = 0  # this and the next: what finished since the record was made, and its tokens
     used_tokens: int = 0
-    risk: str = ""  # one of `RISKS`, or none
+    risk: Risk = ""
 
     @property
     def exists(self) -> bool:
@@ -52,7 +56,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
         return self.completed + self.failed
 
     @property
-    def shown_risk(self) -> str:
+    def shown_risk(self) -> Risk:
         """The risk as far as it still counts."""
         return self.risk if self.state == "in_progress" else ""
 
@@ -77,7 +81,6 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
 
     token: str = ""  # of the last transition
     owner: str = ""  # as in the manifest, which names the record that may work on it
-    priority: int = 0  # a lower one goes first among the tenant's batches
     root: str = ""  # the batch's folder
     spec: str = ""  # JSON of `manifest.BatchSpec`
     input_bytes: int = 0  # 0: unknown

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jobs.errors import JobsError
 from jobs.protocol.requests import mark_of
 from jobs.queue import keys
-from jobs.queue.base import QueueBase, flat, text
+from jobs.queue.base import QueueBase, flat
 
 
 class Admission(NamedTuple):
@@ -41,12 +41,12 @@ class RateLimits(QueueBase):
         return Admission(bool(admitted), left, wait / 1000, full / 1000)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Make these the weights of tenants; each other tenant has 1."""
+        """Make these the weights of tenants; each other tenant has 1. Raise what Redis raises."""
         by_tenant = {tenant: f"{weight:g}" for tenant, weight in weights.items() if weight != 1}
         by_mark = {mark_of(tenant): weight for tenant, weight in by_tenant.items()}
-        for name, wanted in ((keys.WEIGHTS, by_tenant), (keys.LIVE_WEIGHTS, by_mark)):
-            found = {text(one): text(weight) for one, weight in self._command("HGETALL", name).items()}
-            if new := wanted.items() - found.items():
-                self._command("HSET", name, *flat(new))
-            if gone := found.keys() - wanted.keys():
-                self._command("HDEL", name, *gone)
+        with self.redis.pipeline() as pipeline:
+            for name, wanted in ((keys.WEIGHTS, by_tenant), (keys.LIVE_WEIGHTS, by_mark)):
+                pipeline.delete(name)
+                if wanted:
+                    pipeline.hset(name, items=flat(wanted.items()))
+            pipeline.execute()

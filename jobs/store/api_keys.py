@@ -109,7 +109,7 @@ def list_keys(store: str) -> list[KeyRecord]:
         return []
     except OSError as error:
         raise KeysUnreadable(_unreadable(folder, error)) from error
-    for problem in problems:
+    for problem in problems.values():
         logger.error("%s", problem)
     return records
 
@@ -151,7 +151,8 @@ class KeyRing:
         self._folder = folder_of(store)
         self._lock = threading.Lock()
         self._by_hash: dict[str, KeyRecord] = {}
-        self._problems: list[str] = []  # of damaged records
+        self._known: dict[str, KeyRecord] = {}  # by id; of damaged records what they were before
+        self._problems: dict[str, str] = {}  # of damaged records, by id
         self._found = False  # whether there ever was a folder
         self._stamp: int | None = None  # when the folder had changed last, ns
         self._failure: str | None = None
@@ -181,9 +182,12 @@ class KeyRing:
         return self._by_hash.get(_hash(secret))
 
     def weights(self) -> dict[str, float]:
-        """Return the weights of tenants: of each that of its newest key which names one."""
+        """Return the weights of tenants: of each that of its newest key which names one. Damaged
+        records count as they were.
+        """
         self._look()
-        return {record.tenant: record.weight for record in self._by_hash.values() if record.weight is not None}
+        known = (record for _, record in sorted(self._known.items()))
+        return {record.tenant: record.weight for record in known if record.weight is not None}
 
     def _look(self) -> None:
         with self._lock:
@@ -205,20 +209,22 @@ class KeyRing:
             return f"the folder of keys {self._folder} is gone" if self._found else None
         except OSError as error:
             return _unreadable(self._folder, error)
-        for problem in set(problems) - set(self._problems):
+        for problem in set(problems.values()) - set(self._problems.values()):
             logger.error("%s", problem)
+        kept = {key_id: record for key_id, record in self._known.items() if key_id in problems}
+        self._known = kept | {record.id: record for record in records}
         self._by_hash, self._problems = {record.sha256: record for record in records}, problems
         settled = not problems and time.time_ns() - stamp > _SETTLED_NS
         self._stamp = stamp if settled else None
         return None
 
 
-def _read_folder(folder: Path) -> tuple[list[KeyRecord], list[str]]:
-    """Return the keys, the oldest first, and a sentence for each unusable record.
+def _read_folder(folder: Path) -> tuple[list[KeyRecord], dict[str, str]]:
+    """Return the keys, the oldest first, and a sentence for each unusable record, by id.
 
     Raises OSError.
     """
-    records, problems = [], []
+    records, problems = [], {}
     for name in sorted(os.listdir(folder)):
         if not name.endswith(_SUFFIX) or name.startswith("."):
             continue
@@ -227,7 +233,7 @@ def _read_folder(folder: Path) -> tuple[list[KeyRecord], list[str]]:
         except FileNotFoundError:  # revoked just now
             continue
         except (OSError, ValueError) as error:
-            problems.append(f"the key in {folder / name} is unusable: {error}")
+            problems[name.removesuffix(_SUFFIX)] = f"the key in {folder / name} is unusable: {error}"
     return records, problems
 
 

@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from jobs.queue.batch_fields import LATE, URGENT
 from jobs.queue.gauges import Depths, GpuGauges, WorkerGauges
 from jobs.queue.registry import WorkerRecord
 from pipeline.plain_text import plain
@@ -58,8 +59,8 @@ _COLORS = {
     "initializing": "yellow",
     "draining": "yellow",
     "in_progress": "green",
-    "urgent": "yellow",
-    "late": "red",
+    URGENT: "yellow",
+    LATE: "red",
     "failed": "red",
     "expired": "red",
     "cancelling": "yellow",

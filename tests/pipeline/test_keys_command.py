@@ -82,6 +82,44 @@ def test_weights_stay_while_the_keys_cannot_be_read(
     assert redis_client.hgetall(keys.WEIGHTS) == {b"acme": b"2"}
 
 
+def test_a_full_redis_gets_the_weights_once_it_has_room(
+    tmp_path: Path, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds up no other upkeep, and is logged once."""
+    monkeypatch.setattr("jobs.control.upkeep.WEIGHTS_SECONDS", 0)
+    monkeypatch.setattr("jobs.control.upkeep.SWEEP_SECONDS", 0)
+    upkeep = Upkeep(Queue(redis_client), str(tmp_path))
+    upkeep.run_once()
+    create_key(str(tmp_path), tenant="acme", weight=2)
+    redis_client.config_set("maxmemory", "1")
+    try:
+        wait_until(lambda: upkeep.run_once() or "failed to publish the weights" in caplog.text, 30, "the refusal")
+        upkeep.run_once()
+        assert caplog.text.count("failed to publish") == 1
+        assert redis_client.exists(keys.WEIGHTS, keys.LIVE_WEIGHTS) == 0
+    finally:
+        redis_client.config_set("maxmemory", "0")
+    upkeep.run_once()
+    assert redis_client.hgetall(keys.WEIGHTS) == {b"acme": b"2"}
+    assert redis_client.hlen(keys.LIVE_WEIGHTS) == 1
+
+
+def test_weights_that_stay_are_not_written_again(
+    tmp_path: Path, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.control.upkeep.WEIGHTS_SECONDS", 0)
+    create_key(str(tmp_path), tenant="acme", weight=2)
+    upkeep = Upkeep(Queue(redis_client), str(tmp_path))
+    upkeep.run_once()
+    redis_client.config_resetstat()
+    for _ in range(3):
+        upkeep.run_once()
+    assert not {"cmdstat_hset", "cmdstat_del", "cmdstat_hgetall"} & redis_client.info("commandstats").keys()
+    redis_client.flushall()
+    upkeep.run_once()
+    assert redis_client.hgetall(keys.WEIGHTS) == {b"acme": b"2"}, "a new Redis gets them"
+
+
 def test_a_server_that_nobody_may_use_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = str(tmp_path)
     check_open(ApiSettings(host="127.0.0.1", file_store=store))

@@ -118,8 +118,8 @@ local function cost_of_a_line(used_lines, used_tokens, size)
 end
 
 -- The least served tenant's first batch that may run, with its tenant, low water, and cost and bytes
--- of a line; or nil. First is an urgent one, then those of the best priority, of these the least
--- served. A batch that may not run is taken out; `drained` brings it back.
+-- of a line; or nil. Urgent batches come first, then those of the lowest priority, the least served
+-- of these first. A batch that may not run is taken out; `drained` brings it back.
 local function next_batch(model)
   while true do
     local tenant = redis.call('ZRANGE', key.tenants(model), 0, 0)[1]

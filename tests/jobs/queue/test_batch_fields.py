@@ -14,7 +14,7 @@ VALUES = {int: 7, float: 1_700_000_000_123.0, bool: True, list[str]: ["m", "a/b"
 def changes() -> dict[str, object]:
     """A value for each field, other than its default."""
     found = {field.name: VALUES.get(field.type, "text") for field in msgspec.structs.fields(BatchFields)}
-    return {**found, "state": "in_progress", "outcome": "expired", "open_models": [], "expires_at": 5.5}
+    return {**found, "state": "in_progress", "outcome": "expired", "risk": "late", "open_models": [], "expires_at": 5.5}
 
 
 def test_every_field_is_read_as_it_was_written(queue: Queue) -> None:

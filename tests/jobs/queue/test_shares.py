@@ -238,19 +238,35 @@ class TestPlacesOfTheVersionBefore:
     to the place of an urgent one.
     """
 
-    @pytest.mark.parametrize("fed", [False, True])
+    @pytest.mark.parametrize("by", ["lines", "ticker"])
     @pytest.mark.parametrize("place", [0, 7.0 * 2**45 + 5, -3.0 * 2**45 + 5, -(2.0**52) + 10**9])
-    def test_a_wrong_place_is_put_right(self, queue: Queue, redis_client: redis.Redis, place: float, fed: bool) -> None:
-        """With the next turn, or the next lines."""
-        start(queue, "batch_first", priority=-1, lines=64)
+    def test_a_wrong_place_is_put_right(self, queue: Queue, redis_client: redis.Redis, place: float, by: str) -> None:
+        """With the next lines, or by the ticker. Equal places are in the order of the names."""
+        start(queue, "batch_z", priority=-1, lines=64)
         start(queue, "batch_other", lines=64)
-        claims = Claims(queue)
-        for batch in ("batch_other", "batch_first"):
+        for batch in ("batch_other", "batch_z"):
             redis_client.zadd(keys.ring(MODEL, ""), {batch: place})
             redis_client.set(keys.level(keys.ring(MODEL, "")), int(place))
-            if fed:
+        for batch in ("batch_other", "batch_z"):
+            if by == "lines":
                 feed_one_more(queue, batch)
-        assert claims.take(200) == ["batch_first"] * (64 + fed) + ["batch_other"] * (64 + fed)
+            else:
+                queue.note_risks({batch: ""})
+        fed = by == "lines"
+        assert Claims(queue).take(200) == ["batch_z"] * (64 + fed) + ["batch_other"] * (64 + fed)
+
+    @pytest.mark.parametrize(
+        ("place", "first"),
+        [(0, "batch_a"), (7.0 * 2**45 + 5, "batch_a"), (-3.0 * 2**45 + 5, "batch_z"), (-(2.0**52) + 10**9, "batch_z")],
+    )
+    def test_the_first_of_a_ring_is_put_right_with_its_turn(
+        self, queue: Queue, redis_client: redis.Redis, place: float, first: str
+    ) -> None:
+        start(queue, first, priority=-1, lines=64)
+        start(queue, "batch_other", lines=64)
+        for batch in ("batch_other", first):
+            redis_client.zadd(keys.ring(MODEL, ""), {batch: place})
+        assert Claims(queue).take(200) == [first] * 64 + ["batch_other"] * 64
 
     @pytest.mark.parametrize("level", [7 * 2**45 + 5, -3 * 2**45 + 5, -(2**52) + 10**9])
     def test_a_new_batch_gets_neither_ahead_nor_behind(

@@ -48,6 +48,24 @@ def test_a_server_notices_new_and_revoked_keys(tmp_path: Path) -> None:
         revoke_key(str(tmp_path), record.id)
 
 
+def test_weights_of_a_damaged_record_are_those_that_were_known(tmp_path: Path) -> None:
+    store = str(tmp_path)
+    create_key(store, tenant="a", weight=2.0)
+    newest, _ = create_key(store, tenant="a", weight=3.0)
+    ring = KeyRing(store)
+    assert ring.weights() == {"a": 3.0}
+    path = tmp_path / "keys" / f"{newest.id}.json"
+    content = path.read_bytes()
+    path.write_text("{")
+    create_key(store, tenant="b", weight=5)
+    wait_until(lambda: ring.weights().get("b"), 30, "the next look")
+    assert ring.weights() == {"a": 3.0, "b": 5.0}
+    path.write_bytes(content.replace(b"3.0", b"4.0"))
+    wait_until(lambda: ring.weights() == {"a": 4.0, "b": 5.0}, 30, "the mended record")
+    revoke_key(store, newest.id)
+    wait_until(lambda: ring.weights() == {"a": 2.0, "b": 5.0}, 30, "the older key's")
+
+
 def test_keys_that_settled_are_not_read_again(tmp_path: Path) -> None:
     record, secret = create_key(str(tmp_path), tenant="a")
     folder = tmp_path / "keys"
