@@ -411,7 +411,8 @@ def test_every_scenario_of_the_control_plane_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.control_plane", "--scale", "0.01", "--publish", "--out", str(tmp_path)]
     subprocess.run(command, check=True, timeout=280)
     figures = {path.stem: json.loads(path.read_text())["figures"] for path in tmp_path.glob("*/*.json")}
-    assert set(figures) == {f"control-plane-{name}" for name in ("lines", "batches", "behind", "open", "file", "million")}
+    scenarios = ("lines", "batches", "behind", "open", "file", "million")
+    assert set(figures) == {f"control-plane-{name}" for name in scenarios}
     assert figures["control-plane-lines"]["lines"] == 500
     assert figures["control-plane-open"]["lines"] == 500
     assert figures["control-plane-file"]["lines"] == 3000
