@@ -187,8 +187,7 @@ def check_output(task: Task) -> None:
     Other faults are found when the batch is made.
     """
     output, source = task.output, task.source
-    folder = Path(source.path) if isinstance(source, Uri) and source.scheme == "file" else None
-    if isinstance(output, Path) and folder in output.absolute().parents:
+    if isinstance(source, Uri) and source.contains(output):
         raise Refused(f"the output {output} is in the folder of the input: name another place")
     if isinstance(output, Uri):
         if output.is_http:

@@ -1,13 +1,12 @@
 """Folders of Parquet files as one table, whose partitions are columns."""
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 from pipeline.errors import Refused
-from pipeline.uris.opened import OpenSource, SourceStamp
-from pipeline.uris.stores import failures, filesystem_of, infos_below, without_secrets
+from pipeline.uris.opened import OpenSource
+from pipeline.uris.stores import failures, filesystem_of, infos_below, stamp_of_files, without_secrets
 from pipeline.uris.uri import Uri
 
 _ROWS = 1 << 13
@@ -26,7 +25,6 @@ def open_dataset(uri: Uri) -> Iterator[OpenSource]:
         with failures(uri, "read"):
             filesystem, inside = filesystem_of(uri)
             files = infos_below(uri)
-            digest = hashlib.sha256(repr([(one.path, one.size, one.mtime_ns) for one in files]).encode())
             found = dataset.dataset(
                 [one.path for one in files],
                 filesystem=filesystem,
@@ -36,7 +34,7 @@ def open_dataset(uri: Uri) -> Iterator[OpenSource]:
             )
             schemas = [found.schema, *(part.physical_schema for part in found.get_fragments())]
             table = found.replace_schema(pyarrow.unify_schemas(schemas))
-            yield OpenSource(SourceStamp(None, digest.hexdigest()), _as_one_file(table))
+            yield OpenSource(stamp_of_files(files), _as_one_file(table))
     except pyarrow.ArrowException as error:
         raise Refused(f"{uri} is no table of Parquet files: {without_secrets(error, uri)}") from None
 

@@ -39,9 +39,9 @@ def write_partitions(uri: Uri, path: str, columns: Sequence[str]) -> None:
         filesystem.create_dir(inside, recursive=True)
     own = f"part-{sha256_of(path)[:12]}-"
     _check_own(uri, own)
-    _remove(filesystem, f"{inside}/{SUCCESS}")
-    for info in infos_below(uri):
-        filesystem.delete_file(info.path)
+    if filesystem.get_file_info(f"{inside}/{SUCCESS}").is_file:
+        filesystem.delete_file(f"{inside}/{SUCCESS}")
+    _remove_below(uri, filesystem, own)
     rows = dataset.dataset(path, format="parquet")
     dataset.write_dataset(
         rows.scanner(batch_size=_ROWS, batch_readahead=1, use_threads=False),
@@ -58,7 +58,11 @@ def write_partitions(uri: Uri, path: str, columns: Sequence[str]) -> None:
     )
     if filesystem.type_name == "local":
         _sync(Path(inside))
-    _check_own(uri, own)
+    try:
+        _check_own(uri, own)
+    except Refused:
+        _remove_below(uri, filesystem, own)
+        raise
     filesystem.open_output_stream(f"{inside}/{SUCCESS}").close()
 
 
@@ -77,6 +81,7 @@ def _sync(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _remove(filesystem: Any, inside: str) -> None:
-    if filesystem.get_file_info(inside).is_file:
-        filesystem.delete_file(inside)
+def _remove_below(uri: Uri, filesystem: Any, own: str) -> None:
+    for info in infos_below(uri):
+        if info.base_name.startswith(own):
+            filesystem.delete_file(info.path)

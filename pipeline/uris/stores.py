@@ -1,8 +1,9 @@
 """Files of stores such as S3, through pyarrow, or fsspec where that knows the scheme."""
 
 import contextlib
+import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +33,13 @@ def stamp_of_stored(uri: Uri) -> SourceStamp | None:
     with failures(uri, "read"):
         filesystem, inside = filesystem_of(uri)
         info = filesystem.get_file_info(inside)
-        return SourceStamp(info.size, str(info.mtime_ns or "")) if info.is_file else None
+        return _stamp_of_file(info) if info.is_file else None
+
+
+def stamp_of_files(infos: Iterable[Any]) -> SourceStamp:
+    """Return the stamp of several files together."""
+    stamps = [(info.path, info.size, info.mtime_ns) for info in infos]
+    return SourceStamp(None, hashlib.sha256(repr(stamps).encode()).hexdigest())
 
 
 def files_of(uri: Uri) -> list[Uri]:
@@ -98,13 +105,17 @@ def _stamp(filesystem: Any, inside: str, uri: Uri) -> SourceStamp:
 
     info = filesystem.get_file_info(inside)
     if info.is_file:
-        return SourceStamp(info.size, str(info.mtime_ns or ""))
+        return _stamp_of_file(info)
     if info.type == FileType.Directory:
         raise Refused(f"the input {uri} is a folder: end it with / to read all of its files")
     bucket = inside.partition("/")[0]
     if bucket and filesystem.get_file_info(bucket).type == FileType.NotFound:
         raise Refused(f"there is no bucket {bucket}, of {uri}")
     raise Refused(f"there is no file {uri}")
+
+
+def _stamp_of_file(info: Any) -> SourceStamp:
+    return SourceStamp(info.size, str(info.mtime_ns or ""))
 
 
 def _chunks(filesystem: Any, inside: str, uri: Uri, file: Any, stamp: SourceStamp) -> Iterator[bytes]:

@@ -21,7 +21,7 @@ from pipeline.errors import Interrupted, Refused, Unfinished
 from pipeline.signals import Signals
 from pipeline.uris.opened import SourceStamp
 from pipeline.uris.partitions import SUCCESS
-from pipeline.uris.stores import stamp_of_stored
+from pipeline.uris.stores import infos_below, stamp_of_files, stamp_of_stored
 from pipeline.uris.upload_process import UploadOrder
 from pipeline.uris.uri import Uri
 
@@ -30,7 +30,7 @@ _AGAIN = "run the same command again to upload them"
 
 
 class Uploaded(msgspec.Struct, frozen=True):
-    """What was uploaded, and what is stored since."""
+    """What was uploaded, and what is stored since; None if that may not be read."""
 
     sha256: str
     uri: str
@@ -50,7 +50,6 @@ def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals
     Raise `Refused`, `Unfinished` and `Interrupted`.
     """
     note = path.with_name(f".{path.name}{_NOTE_SUFFIX}")
-    last = uri / SUCCESS if partition_by else uri
     known = _read_note(note)
 
     def wait(process: subprocess.Popen[bytes]) -> None:
@@ -60,20 +59,22 @@ def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals
                 raise Interrupted(f"Interrupted: the results are in {path}, {_AGAIN}.")
 
     try:
-        if known is not None and known == _uploaded(path, last, partition_by):
+        if known is not None and known.stored is not None and known == _uploaded(path, uri, partition_by):
             return
         say(f"writing the results to {uri}")
         _run(UploadOrder(uri.text, str(path), partition_by), wait)
-        write_bytes(str(note), msgspec.json.encode(_uploaded(path, last, partition_by)))
+        write_bytes(str(note), msgspec.json.encode(_uploaded(path, uri, partition_by)))
     except (Refused, Unfinished) as end:
         raise Unfinished(f"{end.message}; the results are in {path}, {_AGAIN}") from None
 
 
-def _uploaded(path: Path, last: Uri, partition_by: tuple[str, ...]) -> Uploaded:
+def _uploaded(path: Path, uri: Uri, partition_by: tuple[str, ...]) -> Uploaded:
     stored = None
-    with contextlib.suppress(Refused):  # of who may write there, and not read
-        stored = stamp_of_stored(last)
-    return Uploaded(sha256_of(str(path)), str(last), partition_by, stored)
+    with contextlib.suppress(Refused):  # of a user who may write there, and not read
+        stored = stamp_of_stored(uri / SUCCESS if partition_by else uri)
+        if partition_by and stored is not None:
+            stored = stamp_of_files(infos_below(uri))
+    return Uploaded(sha256_of(str(path)), str(uri), partition_by, stored)
 
 
 def _read_note(note: Path) -> Uploaded | None:

@@ -83,6 +83,13 @@ class Uri:
             other.path,
         )
 
+    def contains(self, other: "Uri | Path") -> bool:
+        """Return whether this is a folder that the other is in."""
+        if isinstance(other, Path):
+            return self.is_folder and self.scheme == "file" and Path(self.path).resolve() in other.resolve().parents
+        is_beside = (self.scheme, self.bucket) == (other.scheme, other.bucket)
+        return self.is_folder and is_beside and other.path.startswith(self.path)
+
 
 class PathOrUri(click.Path):
     """A `Path`, or a `Uri` where a scheme says so."""

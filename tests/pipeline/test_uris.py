@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pyarrow
 import pytest
@@ -190,6 +191,7 @@ def test_a_run_that_is_killed_while_it_fetches_begins_again(s3: S3Server, here: 
 def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, here: Path) -> None:
     path = here / "answers.jsonl"
     path.write_bytes(bytes(24 << 20))
+    (here / "msgspec.py").write_text("raise ImportError")  # which the process that uploads must not import
     in_s3.put("results/run/answers.jsonl", b"before")
     in_s3.refused = "partNumber=2"
     with Signals() as signals:
@@ -202,6 +204,33 @@ def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, her
         in_s3.refused = ""
         upload(path, Uri(OUTPUT), (), signals, lambda line: None)
     assert in_s3.get("results/run/answers.jsonl") == path.read_bytes()
+
+
+def test_an_upload_by_a_user_who_may_not_read_is_complete(in_s3: S3Server, here: Path) -> None:
+    path = here / "answers.jsonl"
+    path.write_bytes(lines())
+    in_s3.write_only = True
+    with Signals() as signals:
+        upload(path, Uri(OUTPUT), (), signals, lambda line: None)
+        assert in_s3.call("DELETE", "results/run/answers.jsonl")[0] == 204
+        upload(path, Uri(OUTPUT), (), signals, lambda line: None)
+    assert in_s3.get("results/run/answers.jsonl") == lines()
+
+
+def test_results_by_columns_are_whole_where_two_runs_wrote(in_s3: S3Server, here: Path) -> None:
+    folder, paths = Uri("s3://results/words"), [here / "a.parquet", here / "b.parquet"]
+    for path in paths:
+        parquet.write_table(pyarrow.table({"word": [path.stem], "year": [2026]}), path)
+    with Signals() as signals:
+        upload(paths[0], folder, ("year",), signals, lambda line: None)
+        stored = in_s3.keys("results")
+        with pytest.raises(Unfinished, match="has files of another run, such as part-"):
+            upload(paths[1], folder, ("year",), signals, lambda line: None)
+        assert in_s3.keys("results") == stored
+        [rows] = [name for name in stored if name.endswith(".parquet")]
+        assert in_s3.call("DELETE", quote(f"results/{rows}"))[0] == 204
+        upload(paths[0], folder, ("year",), signals, lambda line: None)
+    assert rows in in_s3.keys("results")
 
 
 def test_results_that_cannot_be_uploaded_are_kept_for_the_next_start(s3: S3Server, here: Path) -> None:
@@ -345,6 +374,14 @@ def test_results_of_one_uri_are_in_the_present_folder_and_have_one_name() -> Non
     assert outputs == ["s3://results/out/x.jsonl", "s3://results/out/y.jsonl"]
 
 
+def test_a_folder_contains_what_is_below_it() -> None:
+    folder = Uri("s3://data/in/")
+    assert folder.contains(Uri("s3://data/in/deep/x.parquet"))
+    assert not folder.contains(Uri("s3://data/in.parquet"))
+    assert not folder.contains(Uri("s3://other/in/x.parquet"))
+    assert not Uri("s3://data/in").contains(Uri("s3://data/in/x.parquet"))
+
+
 def write_dataset(folder: str | Path, filesystem: FileSystem | None = None) -> None:
     rows = pyarrow.table({"word": ["lion", "fish", "mice"], "year": [2025, 2026, 2025]})
     partitioning = dataset.partitioning(pyarrow.schema([("year", pyarrow.int64())]), flavor="hive")
@@ -396,6 +433,9 @@ def test_parquet_files_that_are_no_table_are_refused(here: Path, run_here: RunHe
         done = run_here("run-batch", folder, "--prompt-column", "word")
         assert done.code == 2, done.err
         assert "/words/ is no table of Parquet files" in done.err
+    (folder / "b.parquet").unlink()
+    done = run_here("run-batch", folder, "--prompt-column", "word", "-o", folder / "answers.parquet")
+    assert f"the output {folder}/answers.parquet is in the folder of the input" in done.err
     done = run_here("run-batch", folder / "a.parquet", folder / "none")
     assert "there is no file" in done.err
     assert [path.name for path in here.iterdir()] == ["words"]

@@ -45,15 +45,18 @@ def read(url: str, allowed: AllowedHosts = HERE, limits: WebLimits = WebLimits()
         "10.1.2.3",
         "100.64.0.1",
         "169.254.169.254",
+        "168.63.129.16",
         "192.168.1.1",
         "224.0.0.1",
         "240.0.0.1",
         "::",
         "::1",
+        "::10.0.0.1",
         "::ffff:10.0.0.1",
         "64:ff9b::a00:1",
         "2002:a00:1::1",
         "fe80::1",
+        "fec0::1",
         "fd00::1",
         "ff0e::1",
     ],
@@ -247,3 +250,11 @@ def test_what_was_fetched_is_kept_while_the_file_is_the_same(web: FileServer, tm
     web.at["/b.jsonl"] = web.at["/a.jsonl"]
     with pytest.raises(Refused, match=r"was begun with http://.*/a\.jsonl, not http://.*/b\.jsonl"):
         fetch(Uri(web.url("/b.jsonl")), path, HERE, has_begun=True)
+
+
+def test_inputs_with_other_queries_are_other_inputs(web: FileServer, tmp_path: Path) -> None:
+    path = tmp_path / "run.parts" / "input" / "a.jsonl"
+    fetch(Uri(web.url("/a.jsonl?id=a&token=to-ken")), path, HERE, has_begun=False)
+    assert all(b"to-ken" not in entry.read_bytes() for entry in path.parent.iterdir())
+    with pytest.raises(Refused, match=r"was begun with another URI of .*/a\.jsonl, such as another query"):
+        fetch(Uri(web.url("/a.jsonl?id=b&token=to-ken")), path, HERE, has_begun=True)
