@@ -1,13 +1,16 @@
-"""What a source is before its bytes are read."""
+"""Inputs that are open, and of which nothing was read."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 
+GROUP_ROWS = 1 << 13
+"""Rows of a table that are in memory together, at most."""
+
 
 class SourceStamp(msgspec.Struct, frozen=True):
-    """What tells one content of a file from another."""
+    """Size and time of a file, which change with its content."""
 
     size: int | None
     changed: str

@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from pipeline.errors import CommandEnd, Refused, Unfinished, one_line
 from pipeline.uris.opened import OpenSource, SourceStamp
-from pipeline.uris.uri import Uri
+from pipeline.uris.uri import MAGIC, Uri
+
+_SCHEMES_OF_FSSPEC = ("adl", "ftp", "gdrive", "hf", "local", "memory", "oci", "oss", "s3a", "sftp", "smb", "ssh", "tos")
+"""Those of stores; others lead past the checks of http inputs, or to other URIs."""
 
 OBJECT_STORES = ("s3", "gcs")
 """Those without folders, in which an object appears when its stream is closed."""
@@ -51,7 +55,7 @@ def files_of(uri: Uri) -> list[Uri]:
 
 
 def infos_below(uri: Uri) -> list[Any]:
-    """Return what pyarrow says of the files of a folder and of those in it, in the order of their
+    """Return pyarrow's information on the files in a folder and its folders, in the order of their
     paths; without hidden ones. Raise `Refused` and `Unfinished`.
     """
     return [info for _, info in sorted(_found_in(uri, ["**", "*"]).items())]
@@ -76,7 +80,7 @@ def filesystem_of(uri: Uri) -> tuple[Any, str]:
     import pyarrow
     from pyarrow.fs import FileSystem
 
-    if uri.scheme.startswith("fsspec+"):  # of http too, past its checks
+    if uri.scheme.startswith("fsspec+"):
         raise _unknown_scheme(uri)
     try:
         filesystem, inside = FileSystem.from_uri(uri.text)
@@ -129,9 +133,16 @@ def _chunks(filesystem: Any, inside: str, uri: Uri, file: Any, stamp: SourceStam
 
 def _split(uri: Uri) -> tuple[Uri, list[str]]:
     """Return the folder of a pattern, and the parts of the pattern behind it."""
-    parts = uri.path.strip("/").split("/") if uri.is_pattern else [*uri.path.strip("/").split("/"), "*"]
-    plain = next(number for number, part in enumerate(parts) if re.search(r"[*\[]", part))
-    return uri.with_path("/".join(parts[:plain])), parts[plain:]
+    if not uri.is_pattern:
+        return uri.without_slash(), ["*"]
+    parts = urlsplit(uri.text).path.strip("/").split("/")
+    plain = next(number for number, part in enumerate(parts) if MAGIC.search(part))
+    return uri.with_path(unquote("/".join(parts[:plain]))), [_decoded_pattern(part) for part in parts[plain:]]
+
+
+def _decoded_pattern(part: str) -> str:
+    """Decode a part of a pattern; what is encoded stands for itself."""
+    return unquote(re.sub("%(5B|2A|3F)", lambda found: f"[{unquote(found[0])}]", part, flags=re.IGNORECASE))
 
 
 def _fits(parts: list[str], wanted: list[str]) -> bool:
@@ -148,21 +159,24 @@ def _by_fsspec(uri: Uri) -> tuple[Any, str]:
 
     if "::" in uri.text:
         raise Refused(f"{uri} is a chain of URIs: name the file itself")
+    if uri.scheme not in _SCHEMES_OF_FSSPEC:
+        raise _unknown_scheme(uri)
     try:
         filesystem, inside = FileSystem.from_uri(f"fsspec+{uri.text}")
     except ImportError as error:
         raise Refused(f"the scheme of {uri} needs a package: {without_secrets(error, uri)}") from None
-    except ValueError:
-        raise _unknown_scheme(uri) from None
+    except ValueError as error:
+        raise Refused(f"{uri} cannot be used: {without_secrets(error, uri)}") from None
     return filesystem, inside
 
 
 def _unknown_scheme(uri: Uri) -> Refused:
-    return Refused(f"{uri} has an unknown scheme: known are s3, gs, abfs, hdfs, http, https, file and those of fsspec")
+    known = ", ".join(("s3", "gs", "abfs", "hdfs", "http", "https", "file", *_SCHEMES_OF_FSSPEC))
+    return Refused(f"{uri} has an unknown scheme: known are {known}")
 
 
 def _end(uri: Uri, verb: str, error: OSError) -> CommandEnd:
-    """Return the sentence for what a store says."""
+    """Return how the command ends after an error of a store."""
     text = str(error)
     if isinstance(error, FileNotFoundError):
         return Refused(f"there is no file {uri}")

@@ -11,7 +11,8 @@ import click
 from jobs.store.storage import local_path
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_MAGIC = re.compile(r"[*\[]")
+MAGIC = re.compile(r"[*\[]")
+"""What makes a pattern of a path, where it is not encoded."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Uri:
 
     @property
     def is_pattern(self) -> bool:
-        return not self.is_http and _MAGIC.search(self.path) is not None
+        return not self.is_http and MAGIC.search(urlsplit(self.text).path) is not None
 
     @property
     def is_folder(self) -> bool:
