@@ -284,7 +284,7 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
         end = {**end_fields(manifest), "state": manifest.state, "problem": ""}
         return msgspec.structs.replace(fields, timestamps=times, **end)
     fields = msgspec.structs.replace(fields, timestamps={**manifest.timestamps, **fields.timestamps})
-    if manifest.is_open:
+    if manifest.spec.streams_input:
         fields = _as_appended(manifest, fields)
     stored = manifest.completed + manifest.failed
     lost = stored - fields.stored_completed - fields.stored_failed
@@ -299,7 +299,7 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
 
 
 def _as_appended(manifest: Manifest, fields: BatchFields) -> BatchFields:
-    """Return the record of an open batch with what was appended since the last slice."""
+    """Return the record with what was appended, and whether it was closed, since the last slice."""
     with contextlib.suppress(StoreError):
         found = OpenRequests(manifest.spec).committed()
         times = {"appended": found.appended_at} if found.appended_at else {}

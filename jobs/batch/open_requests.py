@@ -45,7 +45,7 @@ JOURNAL_NAME = "requests.db-journal"
 SOURCE_NAME = "input.jsonl"
 """The source of an open batch, in its folder."""
 
-_LOCK_SECONDS = 10.0  # that one process waits for others that append
+_LOCK_SECONDS = 60.0  # that one process waits for others that append
 _ASKED_AT_ONCE = 500  # ids in one statement
 _SCHEMA = """
 BEGIN IMMEDIATE;

@@ -242,6 +242,7 @@ def test_a_file_of_others_is_left_alone(run_here: RunHere, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]
 
 
+@pytest.mark.proof
 def test_the_folder_of_a_file_is_not_taken_for_that_of_a_pipe(run_here: RunHere, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(request("of the file"))

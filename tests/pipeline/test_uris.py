@@ -122,6 +122,7 @@ def test_a_run_from_a_bucket_to_another(s3: S3Server, here: Path) -> None:
     assert (written_parts(here), uploads(s3)) == (parts, once + 1)
 
 
+@pytest.mark.proof
 def test_tables_by_a_pattern_of_a_store_and_results_beside_each_other(s3: S3Server, here: Path) -> None:
     for name in ("b", "a"):
         s3.put(f"data/tables/2026/{name}.csv", f"text\n{name} lion\n".encode())
@@ -133,6 +134,7 @@ def test_tables_by_a_pattern_of_a_store_and_results_beside_each_other(s3: S3Serv
     assert b"row-1" in (s3.get("results/out/a.csv") or b"")
 
 
+@pytest.mark.proof
 def test_a_run_from_a_web_server_goes_on_with_what_it_fetched(web: FileServer, here: Path) -> None:
     web.headers["etag"] = '"1"'
     command = ["run-batch", web.url("/a.jsonl?token=to-ken"), "--allow-hosts", "127.0.0.0/8"]
@@ -152,6 +154,7 @@ def test_a_run_from_a_web_server_goes_on_with_what_it_fetched(web: FileServer, h
     assert run_pipeline(*command, folder=here).returncode == 0
 
 
+@pytest.mark.proof
 def test_a_run_that_is_killed_while_it_uploads_leaves_no_object(s3: S3Server, here: Path) -> None:
     command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT]
     s3.held = "PUT partNumber"
@@ -170,6 +173,7 @@ def test_a_run_that_is_killed_while_it_uploads_leaves_no_object(s3: S3Server, he
     assert written_parts(here) == parts
 
 
+@pytest.mark.proof
 def test_a_run_that_is_killed_while_it_fetches_begins_again(s3: S3Server, here: Path) -> None:
     command = ["run-batch", "s3://data/in/a.jsonl", "-o", "answers.jsonl"]
     s3.held = "GET "
@@ -533,6 +537,7 @@ def test_results_are_written_by_columns_into_a_folder(here: Path) -> None:
     assert [str(path.parent) for path in again] == ["year=2025", "year=2026"]
 
 
+@pytest.mark.proof
 def test_results_are_written_by_columns_into_a_store(s3: S3Server, here: Path) -> None:
     s3.put("data/words.csv", b"word,year\nlion,2025\nfish,2026\nmice,2025\n")
     command = ["run-batch", "s3://data/words.csv", *PARTITIONED, "--body", '{"max_tokens": 4}']
@@ -561,6 +566,7 @@ def test_results_are_written_by_columns_into_a_store(s3: S3Server, here: Path) -
     assert written_parts(here) == parts
 
 
+@pytest.mark.proof
 def test_a_fleet_answers_what_was_fetched(s3: S3Server, redis_url: str, here: Path) -> None:
     command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT, "--local-worker"]
     with running_pipeline("jobs", redis_url=redis_url):

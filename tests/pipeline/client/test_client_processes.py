@@ -27,6 +27,7 @@ def server_children() -> list[int]:
     return [pid for pid in descendants(os.getpid()) if " pipeline " in command_line(pid)]
 
 
+@pytest.mark.proof
 def test_a_server_of_its_own_comes_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # of a fleet, which is another thing
     before = set(server_children())
@@ -41,6 +42,7 @@ def test_a_server_of_its_own_comes_back_and_leaves_nothing(monkeypatch: pytest.M
     assert not [pid for pid in started if is_running(pid)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("ending", ["exit", "killed"])
 def test_no_process_stays_when_the_program_ends(ending: str) -> None:
     environment = {**os.environ, "PIPELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
@@ -75,6 +77,7 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
     assert set(server_children()) == before
 
 
+@pytest.mark.proof
 def test_a_fleet_answers(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with (
