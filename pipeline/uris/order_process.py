@@ -50,7 +50,7 @@ def run_order(module: str, order: StoreOrder, signals: Signals, interrupted: str
         )
         try:
             while process.poll() is None:
-                signals.wait(1.0)  # until it ends, at the latest
+                signals.wait(1.0)  # SIGCHLD ends it
                 if signals.stops:
                     raise Interrupted(interrupted)
         finally:
@@ -75,7 +75,7 @@ def carry_out(kind: type[Given], verb: str, action: Callable[[Given], None]) -> 
         with failures(uri, verb):
             action(order)
     except MemoryError:
-        code = _print(Refused(f"{uri} needs more than {order.memory_bytes >> 20} MiB of memory to be {verb}"))
+        code = _print(Refused(f"to {verb} {uri} takes more than {order.memory_bytes >> 20} MiB of memory"))
     except Exception as error:
         end = error if isinstance(error, CommandEnd) else explained(error)
         code = _print(end or Unfinished(f"failed to {verb} {uri}: {one_line(error)}"))
