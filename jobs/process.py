@@ -5,6 +5,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from datetime import UTC, datetime
@@ -31,6 +32,12 @@ def die_with_parent(parent: int | None = None) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:  # it ended before the order above took hold
         os._exit(1)
+
+
+def limit_resource(what: int, most: int) -> None:
+    """Let this process use no more of a resource, such as RLIMIT_DATA; a lower limit stays."""
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def add_redis_url(parser: argparse.ArgumentParser) -> None:

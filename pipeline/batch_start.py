@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jobs.batch.input_files import InputError
+from jobs.batch.input_files import InputError, is_parquet
 from jobs.batch.manifest import load_manifest
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import CommandEnd, LinesFailed, Refused
@@ -20,7 +20,7 @@ from pipeline.progress import Progress, make_progress
 from pipeline.row_options import check_rows
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
-from pipeline.uris.fetching import fetch, holds_input_alone, open_source
+from pipeline.uris.fetching import holds_input_alone, is_fetched, open_source
 from pipeline.uris.uri import Uri
 from pipeline.worker_settings import worker_settings
 
@@ -106,18 +106,33 @@ def _checked(tasks: Sequence[Task]) -> list[str]:
     served = served_names(tasks[0])
     for task in tasks:
         check_input(task)
-        if task.rows is not None and isinstance(task.source, Path):
-            check_rows(task.source, task.rows)
+        if isinstance(task.source, Path):
+            _check_rows(task)
         check_output(task)
     _check_uploads(tasks)
-    with contextlib.ExitStack() as refused_together:
+    with contextlib.ExitStack() as folders:
         for task in tasks:
             if isinstance(task.source, Uri):
-                refused_together.enter_context(batch_folder(task, locked=True))
-                fetch(task.source, task.source_file, task.allowed, load_manifest(str(task.root)) is not None)
-                if task.rows is not None:
-                    check_rows(task.source_file, task.rows)
+                folders.enter_context(batch_folder(task, locked=True))
+                _fetch(task, task.source)
+                _check_rows(task)
     return served
+
+
+def _check_rows(task: Task) -> None:
+    if task.rows is None:
+        return
+    check_rows(task.source_file, task.rows)
+    if task.partition_by and is_parquet(str(task.source_file)):
+        from pipeline.uris.partitions import check_types
+
+        check_types(task.source_file, task.rows.keep_columns, task.partition_by)
+
+
+def _fetch(task: Task, source: Uri) -> None:
+    from pipeline.uris.fetch_process import run_fetch
+
+    run_fetch(source, task.source_file, task.allowed, load_manifest(str(task.root)) is not None)
 
 
 def _check_uploads(tasks: Sequence[Task]) -> None:
@@ -125,13 +140,12 @@ def _check_uploads(tasks: Sequence[Task]) -> None:
     new = next((task for task in tasks if task.upload_to is not None and not task.root.exists()), None)
     if new is None or new.upload_to is None:
         return
-    from pipeline.uris.partitions import SUCCESS, check_empty
+    from pipeline.uris.partitions import check_empty
     from pipeline.uris.uploading import check_writable
 
     if new.partition_by:
         check_empty(new.upload_to)
-    is_prefix = new.partition_by and isinstance(new.output, Uri)
-    check_writable(new.upload_to / SUCCESS if is_prefix else new.upload_to)
+    check_writable(new.upload_to, new.partition_by)
 
 
 def served_names(task: Task) -> list[str]:
@@ -169,6 +183,8 @@ def check_input(task: Task) -> None:
     if isinstance(source, Uri):
         if not source.file_name:
             raise Refused(f"the input {source} names no file")
+        if is_fetched(source, task.source_file):
+            return
         with open_source(source, task.allowed):
             return
     try:
@@ -187,8 +203,7 @@ def check_output(task: Task) -> None:
     Other faults are found when the batch is made.
     """
     output, source = task.output, task.source
-    folder = Path(source.path) if isinstance(source, Uri) and source.scheme == "file" else None
-    if isinstance(output, Path) and folder in output.absolute().parents:
+    if isinstance(source, Uri) and source.contains(output):
         raise Refused(f"the output {output} is in the folder of the input: name another place")
     if isinstance(output, Uri):
         if output.is_http:

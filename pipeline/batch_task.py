@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.queue.settings import QueueSettings
 from pipeline.hosting.settings import HostingSettings
-from pipeline.input_names import PARTS_SUFFIX, Place
+from pipeline.input_names import PARTS_SUFFIX, Location
 from pipeline.options import model_arguments
 from pipeline.supervisor import Supervisor
 from pipeline.uris.addresses import AllowedHosts
@@ -31,9 +31,9 @@ class Task:
     `hosted` are the models where there are several. An input from the web may come from `allowed`.
     """
 
-    source: Place
+    source: Location
     rows: "RowOptions | None"
-    output: Place
+    output: Location
     partition_by: tuple[str, ...]
     allowed: AllowedHosts
     model: str | None

@@ -68,14 +68,14 @@ def exit_code_of(error: BaseException) -> int:
         return Interrupted.exit_code
     if isinstance(error, BrokenPipeError):
         return 1
-    end = error if isinstance(error, click.ClickException) else _explained(error)
+    end = error if isinstance(error, click.ClickException) else explained(error)
     if end is None:
         raise error
     end.show()
     return end.exit_code
 
 
-def _explained(error: BaseException) -> CommandEnd | None:
+def explained(error: BaseException) -> CommandEnd | None:
     """Return the end that an error of ours, of Redis or of the disk means, None for a fault of the
     program.
     """

@@ -1,6 +1,7 @@
 """The files that `run-batch` reads, and those that it writes."""
 
 import glob
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,17 +11,17 @@ from pipeline.uris.uri import Uri
 PARTS_SUFFIX = ".parts"
 """Of the folder beside an output, from which a run goes on."""
 
-Place = Path | Uri
+Location = Path | Uri
 
 
-def named_files(inputs: Iterable[Place], output: Place | None) -> list[tuple[Place, Place]]:
+def named_files(inputs: Iterable[Location], output: Location | None) -> list[tuple[Location, Location]]:
     """Return each input with its output; a pattern stands for the files that match it, and the
     folder of a URI for the files in it. A folder of Parquet files is one input.
 
     The outputs of several inputs, or of a pattern, are in the folder `output`. Raise `Refused` and
     `Unfinished`.
     """
-    sources: list[Place] = []
+    sources: list[Location] = []
     several = False
     for named in inputs:
         found = _matches(named)
@@ -32,7 +33,7 @@ def named_files(inputs: Iterable[Place], output: Place | None) -> list[tuple[Pla
     if isinstance(output, Path) and output.exists() and not output.is_dir():
         raise Refused(f"the output {output} is a file: the results of several inputs need a folder")
     files = [(source, output / _output_name(source) if output else default_output(source)) for source in sources]
-    taken: dict[Place, Place] = {}
+    taken: dict[Location, Location] = {}
     read = {_resolved(source) for source in sources}
     for source, target in files:
         if _resolved(target) in read - {_resolved(source)}:
@@ -42,7 +43,7 @@ def named_files(inputs: Iterable[Place], output: Place | None) -> list[tuple[Pla
     return files
 
 
-def default_output(source: Place) -> Path:
+def default_output(source: Location) -> Path:
     """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
     requests.results.parquet; requests.csv -> requests.results.csv.
 
@@ -63,11 +64,11 @@ def _name_of(source: Uri) -> str:
     return source.file_name
 
 
-def _resolved(place: Place) -> Place:
-    return place.resolve() if isinstance(place, Path) else Uri(str(place))
+def _resolved(location: Location) -> Location:
+    return location.resolve() if isinstance(location, Path) else Uri(str(location))
 
 
-def _output_name(named: Place, behind: str = "") -> str:
+def _output_name(named: Location, behind: str = "") -> str:
     from jobs.batch.input_files import format_of, is_csv, is_parquet
     from jobs.store.input_formats import PARQUET
 
@@ -78,13 +79,13 @@ def _output_name(named: Place, behind: str = "") -> str:
     return f"{plain.stem}{behind}{suffix}"
 
 
-def _matches(named: Place) -> Sequence[Place]:
+def _matches(named: Location) -> Sequence[Location]:
     """Return the files that match a pattern, or the path itself where it is none.
 
     What an earlier start of the same command wrote does not match.
     """
     if isinstance(named, Path) and named.is_dir() and _has_tables(named):
-        named = Uri(f"{named.absolute().as_uri()}/")
+        named = Uri(f"{Path(os.path.abspath(named)).as_uri()}/")
     if isinstance(named, Uri):
         return _matching_uris(named)
     if named.exists() or not glob.has_magic(str(named)):
@@ -105,10 +106,10 @@ def _matching_uris(named: Uri) -> list[Uri]:
     if not named.is_pattern and not named.is_folder:
         return [named]
     from jobs.batch.input_files import is_parquet
-    from pipeline.uris.stores import files_of
+    from pipeline.uris.stores import files_of, infos_below
 
-    if named.is_folder and (below := files_of(named / "**" / "*")):
-        tables = [is_parquet(one.name) for one in below]
+    if named.is_folder and (below := infos_below(named)):
+        tables = [is_parquet(one.base_name) for one in below]
         if all(tables):
             return [named]
         if any(tables):

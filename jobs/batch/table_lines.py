@@ -24,6 +24,7 @@ from jobs.batch.row_requests import RowOptions, RowRequests
 from jobs.batch.row_values import json_rows, kept_schema, no_text, python_rows
 from jobs.batch.tables import OpenTable, open_table
 from jobs.errors import JobsError
+from jobs.process import limit_resource
 from jobs.protocol import fields
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
@@ -57,9 +58,7 @@ def main() -> None:
     location, kind, (most_rows, memory, seconds) = *sys.argv[1:3], map(int, sys.argv[3:])
     for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
         signal.signal(number, signal.SIG_IGN)
-    _limit(resource.RLIMIT_DATA, memory)
-    _limit(resource.RLIMIT_CPU, seconds)
-    _limit(resource.RLIMIT_CORE, 0, always=True)
+    _limit(memory, seconds)
     try:
         options = msgspec.json.decode(sys.stdin.buffer.read(), type=RowOptions | None)
         for count, line in enumerate(_lines(location, kind, options)):
@@ -83,10 +82,12 @@ def main() -> None:
     )
 
 
-def _limit(what: int, most: int, always: bool = False) -> None:
-    hard = resource.getrlimit(what)[1]
-    if most or always:
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def _limit(memory: int, seconds: int) -> None:
+    if memory:
+        limit_resource(resource.RLIMIT_DATA, memory)
+    if seconds:
+        limit_resource(resource.RLIMIT_CPU, seconds)
+    limit_resource(resource.RLIMIT_CORE, 0)
 
 
 def _fail(why: str, code: int) -> None:

@@ -8,7 +8,7 @@ import click
 
 from pipeline.errors import Refused
 from pipeline.hosting.settings import HostingSettings
-from pipeline.input_names import Place, named_files
+from pipeline.input_names import Location, named_files
 from pipeline.options import (
     MODEL_FLAGS,
     ModelNames,
@@ -115,9 +115,9 @@ def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None
 def run_batch(
     ctx: click.Context,
     /,
-    inputs: tuple[Place, ...],
-    input_file: Place | None,
-    output_file: Place | None,
+    inputs: tuple[Location, ...],
+    input_file: Location | None,
+    output_file: Location | None,
     partition_by: tuple[str, ...],
     allow_hosts: AllowedHosts,
     models: tuple[str, ...],
@@ -138,7 +138,7 @@ def run_batch(
 
     With the same INPUT and output it resumes where it was stopped.
 
-    INPUT and output may be URIs: s3, gs, abfs, hdfs and what fsspec knows; INPUT also http, https.
+    INPUT and output may be URIs: s3, gs, abfs, hdfs and stores of fsspec; INPUT also http, https.
     What was fetched, and results that will be uploaded, are in the folder OUTPUT.parts. That of an
     output in a store is in the present folder.
 
@@ -224,7 +224,7 @@ def _hosted(
     return models
 
 
-def _inputs(ctx: click.Context, positional: tuple[Place, ...], option: Place | None) -> tuple[Place, ...]:
+def _inputs(ctx: click.Context, positional: tuple[Location, ...], option: Location | None) -> tuple[Location, ...]:
     if positional and given_as_flag(ctx, ["input_file"]) and positional != (option,):
         raise Refused(f"two inputs are named: {positional[0]} and --input-file {option}")
     named = positional or ((option,) if option is not None else ())
@@ -233,7 +233,9 @@ def _inputs(ctx: click.Context, positional: tuple[Place, ...], option: Place | N
     return named
 
 
-def _check_partitions(columns: tuple[str, ...], rows: "RowOptions | None", output: Place | None, inputs: int) -> None:
+def _check_partitions(
+    columns: tuple[str, ...], rows: "RowOptions | None", output: Location | None, inputs: int
+) -> None:
     from jobs.control.result_rows import RESULT_COLUMNS, kept_name
 
     known = [*RESULT_COLUMNS, *(kept_name(name) for name in (rows.keep_columns if rows else ()))]
@@ -243,7 +245,9 @@ def _check_partitions(columns: tuple[str, ...], rows: "RowOptions | None", outpu
         raise Refused("--partition-by needs one input, and -o with the folder of its results")
 
 
-def _check_piped(ctx: click.Context, inputs: tuple[Place, ...], output: Place | None, redis_url: str | None) -> bool:
+def _check_piped(
+    ctx: click.Context, inputs: tuple[Location, ...], output: Location | None, redis_url: str | None
+) -> bool:
     """Return whether the lines come from stdin. Raise `Refused` for flags that do not fit."""
     if _STDIN not in inputs:
         if given_as_flag(ctx, ["ordered"]):

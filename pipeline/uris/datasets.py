@@ -1,17 +1,17 @@
 """Folders of Parquet files as one table, whose partitions are columns."""
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+from jobs.batch.tables import MOST_ROWS
 from pipeline.errors import Refused
-from pipeline.uris.opened import OpenSource, SourceStamp
-from pipeline.uris.stores import failures, filesystem_of, infos_below, without_secrets
+from pipeline.uris.opened import GROUP_ROWS, OpenSource
+from pipeline.uris.stores import failures, filesystem_of, infos_below, stamp_of_files, without_secrets
 from pipeline.uris.uri import Uri
 
-_ROWS = 1 << 13
-"""At once, all of them in memory."""
+_GROUP_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
@@ -26,7 +26,6 @@ def open_dataset(uri: Uri) -> Iterator[OpenSource]:
         with failures(uri, "read"):
             filesystem, inside = filesystem_of(uri)
             files = infos_below(uri)
-            digest = hashlib.sha256(repr([(one.path, one.size, one.mtime_ns) for one in files]).encode())
             found = dataset.dataset(
                 [one.path for one in files],
                 filesystem=filesystem,
@@ -34,28 +33,61 @@ def open_dataset(uri: Uri) -> Iterator[OpenSource]:
                 partitioning=dataset.partitioning(flavor="hive"),
                 partition_base_dir=inside,
             )
-            schemas = [found.schema, *(part.physical_schema for part in found.get_fragments())]
-            table = found.replace_schema(pyarrow.unify_schemas(schemas))
-            yield OpenSource(SourceStamp(None, digest.hexdigest()), _as_one_file(table))
+            fragments = list(found.get_fragments())
+            schema = pyarrow.unify_schemas([found.schema, *(part.physical_schema for part in fragments)])
+            yield OpenSource(stamp_of_files(files), _as_one_file(fragments, schema))
     except pyarrow.ArrowException as error:
+        if isinstance(error, MemoryError):
+            raise
         raise Refused(f"{uri} is no table of Parquet files: {without_secrets(error, uri)}") from None
 
 
-def _as_one_file(table: Any) -> Iterator[bytes]:
+def _as_one_file(fragments: list[Any], schema: Any) -> Iterator[bytes]:
     import pyarrow
     from pyarrow import parquet
 
-    sink = _Pieces()
-    with parquet.ParquetWriter(pyarrow.PythonFile(sink, mode="w"), table.schema) as writer:
-        batches = table.to_batches(batch_size=_ROWS, batch_readahead=1, fragment_readahead=1, use_threads=False)
-        for batch in batches:
-            writer.write_batch(batch)
+    sink = _Sink()
+    with parquet.ParquetWriter(pyarrow.PythonFile(sink, mode="w"), schema) as writer:
+        for group in _groups(batch for fragment in fragments for batch in _batches(fragment, schema)):
+            writer.write_table(pyarrow.Table.from_batches(group))
             yield sink.take()
     yield sink.take()
 
 
-class _Pieces:
-    """A file that gives away what was written to it."""
+def _batches(fragment: Any, schema: Any) -> Iterator[Any]:
+    """Yield the rows of a file a few at a time, which a `Scanner` does not."""
+    import pyarrow
+    from pyarrow import dataset, parquet
+
+    partition = dataset.get_partition_keys(fragment.partition_expression)
+
+    def column(rows: Any, field: Any) -> Any:
+        if field.name in partition:
+            return pyarrow.repeat(pyarrow.scalar(partition[field.name], field.type), len(rows))
+        if field.name not in rows.schema.names:
+            return pyarrow.nulls(len(rows), field.type)
+        return rows.column(field.name).cast(field.type)
+
+    with fragment.open() as file:
+        for rows in parquet.ParquetFile(file, buffer_size=_READ_BYTES).iter_batches(MOST_ROWS, use_threads=False):
+            yield pyarrow.record_batch([column(rows, field) for field in schema], schema=schema)
+
+
+def _groups(batches: Iterator[Any]) -> Iterator[list[Any]]:
+    """Yield as many batches together as a row group holds."""
+    group, rows, size = [], 0, 0
+    for batch in batches:
+        group.append(batch)
+        rows, size = rows + len(batch), size + batch.nbytes
+        if rows >= GROUP_ROWS or size >= _GROUP_BYTES:
+            yield group
+            group, rows, size = [], 0, 0
+    if group:
+        yield group
+
+
+class _Sink:
+    """A file in memory, whose content is taken while it is written."""
 
     closed = False
 

@@ -2,15 +2,17 @@
 
 import contextlib
 import hashlib
-import logging
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from jobs.store.storage import AtomicWriter, StoreError, list_names, make_folder, read_bytes, sweep, write_bytes
-from pipeline.errors import Refused
+from jobs.store.storage import AtomicWriter, list_names, make_folder, sweep
+from pipeline.errors import Refused, Unfinished
 from pipeline.private_folder import RUN_LOCK
 from pipeline.uris.addresses import AllowedHosts
+from pipeline.uris.notes import read_note, write_note
 from pipeline.uris.opened import OpenSource, SourceStamp
 from pipeline.uris.stores import open_stored
 from pipeline.uris.uri import Uri
@@ -18,9 +20,7 @@ from pipeline.uris.uri import Uri
 FOLDER = "input"
 """In the folder of a run."""
 
-_NOTE_SUFFIX = ".fetched"
-
-log = logging.getLogger("run-batch")
+_PROGRESS_SECONDS = 5.0
 
 
 class Fetched(msgspec.Struct, frozen=True):
@@ -46,30 +46,44 @@ def open_source(uri: Uri, allowed: AllowedHosts) -> contextlib.AbstractContextMa
     return open_web(uri, allowed)
 
 
-def fetch(uri: Uri, path: Path, allowed: AllowedHosts, has_begun: bool) -> None:
+def fetch(
+    uri: Uri, path: Path, allowed: AllowedHosts, has_begun: bool, say: Callable[[str], object] = lambda line: None
+) -> None:
     """Make the input a local file, unless it is there already; for the holder of the run's folder.
 
-    A run that has begun goes on with what it fetched. Raise `Refused` if the input has changed
-    since, or cannot be used, `Unfinished` and `StoreError`.
+    A run that has begun goes on with what it fetched, also where the server is away. Raise
+    `Refused` if the input has changed since, or cannot be used, `Unfinished` and `StoreError`.
     """
     folder = str(path.parent)
-    with open_source(uri, allowed) as source:
-        digest = hashlib.sha256(uri.text.encode()).hexdigest()
-        known, found = _read_note(path), Fetched(str(uri), digest, source.stamp)
+    with contextlib.ExitStack() as stack:
+        try:
+            source = stack.enter_context(open_source(uri, allowed))
+        except Unfinished as end:
+            if not is_fetched(uri, path):
+                raise
+            say(f"{end.message}; going on with what was fetched before")
+            return
+        known, found = read_note(path, Fetched), Fetched(str(uri), _digest(uri), source.stamp)
         if known == found and path.is_file():
             return
         if has_begun and known is not None:
             raise Refused(
                 f"{_difference(known, found, path.parent.parent)}; remove that folder, or name another output"
             )
-        log.info("fetching %s", uri)
+        say(f"fetching {uri}")
         make_folder(folder)
         sweep(folder)
         with AtomicWriter(str(path)) as writer:
-            for chunk in source.chunks:
+            for chunk in _reported(source.chunks, uri, say):
                 writer.write(chunk)
             writer.commit()
-        write_bytes(str(_note_path(path)), msgspec.json.encode(found))
+        write_note(path, found)
+
+
+def is_fetched(uri: Uri, path: Path) -> bool:
+    """Return whether the input is a local file already, as it was then."""
+    known = read_note(path, Fetched)
+    return known is not None and known.digest == _digest(uri) and path.is_file()
 
 
 def holds_input_alone(root: Path) -> bool:
@@ -85,11 +99,15 @@ def _difference(known: Fetched, found: Fetched, root: Path) -> str:
     return f"{found.uri} has changed since {root} was begun"
 
 
-def _read_note(path: Path) -> Fetched | None:
-    with contextlib.suppress(StoreError, msgspec.DecodeError):
-        return msgspec.json.decode(read_bytes(str(_note_path(path))), type=Fetched)
-    return None
+def _digest(uri: Uri) -> str:
+    return hashlib.sha256(uri.text.encode()).hexdigest()
 
 
-def _note_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_NOTE_SUFFIX}")
+def _reported(chunks: Iterator[bytes], uri: Uri, say: Callable[[str], object]) -> Iterator[bytes]:
+    size, last = 0, time.monotonic()
+    for chunk in chunks:
+        yield chunk
+        size, now = size + len(chunk), time.monotonic()
+        if now - last >= _PROGRESS_SECONDS:
+            say(f"fetching {uri}: {size / 1e6:,.0f} MB")
+            last = now

@@ -1,9 +1,12 @@
-"""What a source is before its bytes are read."""
+"""Inputs that are open, and of which nothing was read."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
+
+GROUP_ROWS = 1 << 13
+"""Rows of a table that are in memory together, at most."""
 
 
 class SourceStamp(msgspec.Struct, frozen=True):

@@ -1,14 +1,19 @@
 """Files of stores such as S3, through pyarrow, or fsspec where that knows the scheme."""
 
 import contextlib
+import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from pipeline.errors import CommandEnd, Refused, Unfinished, one_line
 from pipeline.uris.opened import OpenSource, SourceStamp
-from pipeline.uris.uri import Uri
+from pipeline.uris.uri import MAGIC, Uri
+
+_SCHEMES_OF_FSSPEC = ("adl", "ftp", "gdrive", "hf", "local", "memory", "oci", "oss", "s3a", "sftp", "smb", "ssh", "tos")
+"""Those of stores; others lead past the checks of http inputs, or to other URIs."""
 
 OBJECT_STORES = ("s3", "gcs")
 """Those without folders, in which an object appears when its stream is closed."""
@@ -32,7 +37,13 @@ def stamp_of_stored(uri: Uri) -> SourceStamp | None:
     with failures(uri, "read"):
         filesystem, inside = filesystem_of(uri)
         info = filesystem.get_file_info(inside)
-        return SourceStamp(info.size, str(info.mtime_ns or "")) if info.is_file else None
+        return _stamp_of_file(info) if info.is_file else None
+
+
+def stamp_of_files(infos: Iterable[Any]) -> SourceStamp:
+    """Return the stamp of several files together."""
+    stamps = [(info.path, info.size, info.mtime_ns) for info in infos]
+    return SourceStamp(None, hashlib.sha256(repr(stamps).encode()).hexdigest())
 
 
 def files_of(uri: Uri) -> list[Uri]:
@@ -44,7 +55,7 @@ def files_of(uri: Uri) -> list[Uri]:
 
 
 def infos_below(uri: Uri) -> list[Any]:
-    """Return what pyarrow says of the files of a folder and of those in it, in the order of their
+    """Return pyarrow's information on the files in a folder and its folders, in the order of their
     paths; without hidden ones. Raise `Refused` and `Unfinished`.
     """
     return [info for _, info in sorted(_found_in(uri, ["**", "*"]).items())]
@@ -69,7 +80,7 @@ def filesystem_of(uri: Uri) -> tuple[Any, str]:
     import pyarrow
     from pyarrow.fs import FileSystem
 
-    if uri.scheme.startswith("fsspec+"):  # of http too, past its checks
+    if uri.scheme.startswith("fsspec+"):
         raise _unknown_scheme(uri)
     try:
         filesystem, inside = FileSystem.from_uri(uri.text)
@@ -98,13 +109,17 @@ def _stamp(filesystem: Any, inside: str, uri: Uri) -> SourceStamp:
 
     info = filesystem.get_file_info(inside)
     if info.is_file:
-        return SourceStamp(info.size, str(info.mtime_ns or ""))
+        return _stamp_of_file(info)
     if info.type == FileType.Directory:
         raise Refused(f"the input {uri} is a folder: end it with / to read all of its files")
     bucket = inside.partition("/")[0]
     if bucket and filesystem.get_file_info(bucket).type == FileType.NotFound:
         raise Refused(f"there is no bucket {bucket}, of {uri}")
     raise Refused(f"there is no file {uri}")
+
+
+def _stamp_of_file(info: Any) -> SourceStamp:
+    return SourceStamp(info.size, str(info.mtime_ns or ""))
 
 
 def _chunks(filesystem: Any, inside: str, uri: Uri, file: Any, stamp: SourceStamp) -> Iterator[bytes]:
@@ -118,9 +133,16 @@ def _chunks(filesystem: Any, inside: str, uri: Uri, file: Any, stamp: SourceStam
 
 def _split(uri: Uri) -> tuple[Uri, list[str]]:
     """Return the folder of a pattern, and the parts of the pattern behind it."""
-    parts = uri.path.strip("/").split("/") if uri.is_pattern else [*uri.path.strip("/").split("/"), "*"]
-    plain = next(number for number, part in enumerate(parts) if re.search(r"[*\[]", part))
-    return uri.with_path("/".join(parts[:plain])), parts[plain:]
+    if not uri.is_pattern:
+        return uri.without_slash(), ["*"]
+    parts = urlsplit(uri.text).path.strip("/").split("/")
+    plain = next(number for number, part in enumerate(parts) if MAGIC.search(part))
+    return uri.with_path(unquote("/".join(parts[:plain]))), [_decoded_pattern(part) for part in parts[plain:]]
+
+
+def _decoded_pattern(part: str) -> str:
+    """Decode a part of a pattern; what is encoded stands for itself."""
+    return unquote(re.sub("%(5B|2A|3F)", lambda found: f"[{unquote(found[0])}]", part, flags=re.IGNORECASE))
 
 
 def _fits(parts: list[str], wanted: list[str]) -> bool:
@@ -137,21 +159,24 @@ def _by_fsspec(uri: Uri) -> tuple[Any, str]:
 
     if "::" in uri.text:
         raise Refused(f"{uri} is a chain of URIs: name the file itself")
+    if uri.scheme not in _SCHEMES_OF_FSSPEC:
+        raise _unknown_scheme(uri)
     try:
         filesystem, inside = FileSystem.from_uri(f"fsspec+{uri.text}")
     except ImportError as error:
         raise Refused(f"the scheme of {uri} needs a package: {without_secrets(error, uri)}") from None
-    except ValueError:
-        raise _unknown_scheme(uri) from None
+    except ValueError as error:
+        raise Refused(f"{uri} cannot be used: {without_secrets(error, uri)}") from None
     return filesystem, inside
 
 
 def _unknown_scheme(uri: Uri) -> Refused:
-    return Refused(f"{uri} has an unknown scheme: known are s3, gs, abfs, hdfs, http, https, file and those of fsspec")
+    known = ", ".join(("s3", "gs", "abfs", "hdfs", "http", "https", "file", *_SCHEMES_OF_FSSPEC))
+    return Refused(f"{uri} has an unknown scheme: known are {known}")
 
 
 def _end(uri: Uri, verb: str, error: OSError) -> CommandEnd:
-    """Return the sentence for what a store says."""
+    """Return how the command ends after an error of a store."""
     text = str(error)
     if isinstance(error, FileNotFoundError):
         return Refused(f"there is no file {uri}")

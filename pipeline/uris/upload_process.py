@@ -1,21 +1,18 @@
 """Write results to a store; without a path, check alone that they can be written.
 
-A program. The order is read from stdin, and why it failed goes to stderr, as one sentence. It ends
-without freeing what it opened, so that an object appears only when all of it was written.
+A program that `order_process` runs: pyarrow publishes what a stream has so far when the stream is
+closed or freed, and only a process that ends at once leaves no half object behind.
 """
 
 import contextlib
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
-from jobs.store.storage import StoreError, open_input
-from pipeline.errors import CommandEnd, Unfinished, one_line
-from pipeline.uris.partitions import write_partitions
-from pipeline.uris.stores import OBJECT_STORES, failures, filesystem_of
+from jobs.store.storage import open_input
+from pipeline.errors import Refused
+from pipeline.uris.order_process import StoreOrder, carry_out
+from pipeline.uris.partitions import SUCCESS, write_partitions
+from pipeline.uris.stores import OBJECT_STORES, filesystem_of
 from pipeline.uris.uri import Uri
 
 _CHUNK = 8 << 20
@@ -26,55 +23,58 @@ _opened: list[Any] = []
 """Streams of stores, which publish what they have when they are freed, and so never are."""
 
 
-class UploadOrder(msgspec.Struct, frozen=True):
-    """What the process is started for."""
+class UploadOrder(StoreOrder, frozen=True, kw_only=True):
+    """What is written; by columns into a folder."""
 
-    uri: str
     path: str | None
     partition_by: Sequence[str] = ()
 
 
-def main() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=UploadOrder)
-    uri, code = Uri(order.uri), 0
-    try:
-        with failures(uri, "write"):
-            if order.partition_by and order.path is not None:
-                write_partitions(uri, order.path, order.partition_by)
-            else:
-                _write(uri, order.path)
-    except CommandEnd as end:
-        code = _say(end)
-    except StoreError as error:
-        code = _say(Unfinished(str(error)))
-    except Exception as error:
-        code = _say(Unfinished(f"failed to write {uri}: {one_line(error)}"))
-    os._exit(code)
+def _upload(order: UploadOrder) -> None:
+    uri = Uri(order.uri)
+    if order.path is None:
+        _check(uri / SUCCESS if order.partition_by and uri.scheme != "file" else uri, renames=not order.partition_by)
+    elif order.partition_by:
+        write_partitions(uri, order.path, order.partition_by)
+    else:
+        _write(uri, order.path)
 
 
-def _say(end: CommandEnd) -> int:
-    print(end.message, file=sys.stderr, flush=True)
-    return end.exit_code
-
-
-def _write(uri: Uri, path: str | None) -> None:
+def _check(uri: Uri, renames: bool) -> None:
     filesystem, inside = filesystem_of(uri)
     if filesystem.type_name in OBJECT_STORES:
         _opened.append(filesystem.open_output_stream(inside, compression=None))
-        if path is not None:
-            _copy(path, _opened[-1])
         return
+    with _temporary(filesystem, inside) as temporary:
+        filesystem.open_output_stream(temporary, compression=None).close()
+        if renames:
+            try:
+                filesystem.move(temporary, f"{temporary}.moved")
+            except NotImplementedError:  # Azure's, without folders
+                raise Refused(f"the store of {uri} cannot rename a file, and {uri} would appear half written") from None
+            filesystem.move(f"{temporary}.moved", temporary)
+        filesystem.delete_file(temporary)
+
+
+def _write(uri: Uri, path: str) -> None:
+    filesystem, inside = filesystem_of(uri)
+    if filesystem.type_name in OBJECT_STORES:
+        _opened.append(filesystem.open_output_stream(inside, compression=None))
+        _copy(path, _opened[-1])
+        return
+    with _temporary(filesystem, inside) as temporary:
+        _copy(path, filesystem.open_output_stream(temporary, compression=None))
+        filesystem.move(temporary, inside)
+
+
+@contextlib.contextmanager
+def _temporary(filesystem: Any, inside: str) -> Iterator[str]:
+    """Give a path beside a file, whose folder is made; remove what is there after an error."""
     folder, _, name = inside.rpartition("/")
     filesystem.create_dir(folder, recursive=True)
     temporary = f"{folder}/.{name}.tmp"
     try:
-        stream = filesystem.open_output_stream(temporary, compression=None)
-        if path is not None:
-            _copy(path, stream)
-            filesystem.move(temporary, inside)
-        else:
-            stream.close()
-            filesystem.delete_file(temporary)
+        yield temporary
     except BaseException:
         with contextlib.suppress(OSError):
             filesystem.delete_file(temporary)
@@ -93,4 +93,4 @@ def _copy(path: str, stream: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    carry_out(UploadOrder, "write", _upload)

@@ -11,7 +11,8 @@ import click
 from jobs.store.storage import local_path
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_MAGIC = re.compile(r"[*\[]")
+MAGIC = re.compile(r"[*\[]")
+"""What makes a pattern of a path, where it is not encoded."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Uri:
 
     @property
     def is_pattern(self) -> bool:
-        return not self.is_http and _MAGIC.search(self.path) is not None
+        return not self.is_http and MAGIC.search(urlsplit(self.text).path) is not None
 
     @property
     def is_folder(self) -> bool:
@@ -82,6 +83,13 @@ class Uri:
             other.bucket,
             other.path,
         )
+
+    def contains(self, other: "Uri | Path") -> bool:
+        """Return whether this is a folder that the other is in."""
+        if isinstance(other, Path):
+            return self.is_folder and self.scheme == "file" and Path(self.path).resolve() in other.resolve().parents
+        is_beside = (self.scheme, self.bucket) == (other.scheme, other.bucket)
+        return self.is_folder and is_beside and other.path.startswith(self.path)
 
 
 class PathOrUri(click.Path):

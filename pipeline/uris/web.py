@@ -16,7 +16,7 @@ _MOST_REDIRECTS = 5
 _CHUNK = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 _ENCODINGS = ("identity", "gzip", "deflate")
-"""Those of which a few bytes do not become any number."""
+"""Those that unpack a byte to a thousand at most."""
 
 _GONE = (404, 410)
 _NO_RIGHTS = (401, 403, 407)
@@ -97,7 +97,7 @@ def _chunks(answer: httpx2.Response, uri: Uri, limits: WebLimits) -> Iterator[by
     is_kept = compression_of(uri.name) is not None
     encoding = answer.headers.get("content-encoding", "identity")
     if not is_kept and encoding not in _ENCODINGS:
-        raise Refused(f"{uri} comes with the content-encoding {encoding}, which was not asked for")
+        raise Refused(f"{uri} comes with the content-encoding {encoding}, which is not supported")
     chunks = answer.iter_raw(_CHUNK) if is_kept else answer.iter_bytes(_CHUNK)
     got = 0
     for chunk in chunks:
@@ -120,8 +120,6 @@ def _failures(uri: Uri, limits: WebLimits) -> Iterator[None]:
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         raise Unfinished(f"there is no connection to the server of {uri}: {one_line(error)}") from None
     except httpx2.TimeoutException:
-        raise Unfinished(
-            f"{uri} made no progress for {limits.idle_seconds:.0f} s: run the same command again"
-        ) from None
+        raise Unfinished(f"{uri} made no progress for {limits.idle_seconds:g} s: run the same command again") from None
     except httpx2.HTTPError as error:
         raise Unfinished(f"the connection to {uri} was cut: {one_line(error)}: run the same command again") from None

@@ -5,9 +5,11 @@ on loopback, what is refused before anything begins, and what a kill leaves behi
 import gzip
 import json
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pyarrow
 import pytest
@@ -18,8 +20,10 @@ from pipeline.errors import Refused, Unfinished
 from pipeline.input_names import named_files
 from pipeline.signals import Signals
 from pipeline.uris.addresses import AllowedHosts
+from pipeline.uris.fetch_process import FetchOrder
 from pipeline.uris.fetching import fetch
-from pipeline.uris.uploading import upload
+from pipeline.uris.order_process import run_order
+from pipeline.uris.uploading import check_writable, upload
 from pipeline.uris.uri import Uri
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.test_fleet import wait_for_leader
@@ -200,9 +204,23 @@ def test_a_run_that_is_killed_while_it_fetches_begins_again(s3: S3Server, here: 
     assert not [name for name in os.listdir(the_parts(here) / "input") if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("order", [pytest.param(signal.SIGINT, marks=pytest.mark.proof), signal.SIGTERM])
+def test_a_run_that_is_interrupted_while_it_fetches_ends_at_once(
+    s3: S3Server, here: Path, order: signal.Signals
+) -> None:
+    s3.held = "GET "
+    with running_pipeline("run-batch", "s3://data/in/a.jsonl", folder=here, **s3.environment) as run:
+        wait_until(lambda: s3.waiting.is_set() or run.process.poll() is not None, 150, "a fetch")
+        run.process.send_signal(order)
+        assert run.wait() == 130
+        assert "fetching s3://data/in/a.jsonl" in run.output
+        assert "Interrupted: run the same command again to go on." in run.output
+
+
 def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, here: Path) -> None:
     path = here / "answers.jsonl"
     path.write_bytes(bytes(24 << 20))
+    (here / "msgspec.py").write_text("raise ImportError")  # which the process that uploads must not import
     in_s3.put("results/run/answers.jsonl", b"before")
     in_s3.refused = "partNumber=2"
     with Signals() as signals:
@@ -215,6 +233,45 @@ def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, her
         in_s3.refused = ""
         upload(path, Uri(OUTPUT), (), signals, lambda line: None)
     assert in_s3.get("results/run/answers.jsonl") == path.read_bytes()
+
+
+def test_an_upload_by_a_user_who_may_not_read_is_complete(in_s3: S3Server, here: Path) -> None:
+    path = here / "answers.jsonl"
+    path.write_bytes(lines())
+    in_s3.write_only = True
+    with Signals() as signals:
+        upload(path, Uri(OUTPUT), (), signals, lambda line: None)
+        assert in_s3.call("DELETE", "results/run/answers.jsonl")[0] == 204
+        upload(path, Uri(OUTPUT), (), signals, lambda line: None)
+    assert in_s3.get("results/run/answers.jsonl") == lines()
+
+
+def test_results_by_columns_are_whole_where_two_runs_wrote(in_s3: S3Server, here: Path) -> None:
+    folder, paths = Uri("s3://results/words"), [here / "a.parquet", here / "b.parquet"]
+    for path in paths:
+        parquet.write_table(pyarrow.table({"word": [path.stem], "year": [2026]}), path)
+    with Signals() as signals:
+        upload(paths[0], folder, ("year",), signals, lambda line: None)
+        stored = in_s3.keys("results")
+        with pytest.raises(Unfinished, match="has files of another run, such as part-"):
+            upload(paths[1], folder, ("year",), signals, lambda line: None)
+        assert in_s3.keys("results") == stored
+        [rows] = [name for name in stored if name.endswith(".parquet")]
+        assert in_s3.call("DELETE", quote(f"results/{rows}"))[0] == 204
+        upload(paths[0], folder, ("year",), signals, lambda line: None)
+    assert rows in in_s3.keys("results")
+
+
+def test_values_that_are_no_names_of_folders_leave_the_results(here: Path) -> None:
+    path = here / "a.parquet"
+    parquet.write_table(pyarrow.table({"word": ["x" * 300], "year": [2026]}), path)
+    with Signals() as signals:
+        with pytest.raises(
+            Unfinished, match="too long for a name: name other columns with --partition-by; the results"
+        ):
+            upload(path, Uri((here / "words").as_uri()), ("word",), signals, lambda line: None)
+        upload(path, Uri((here / "words").as_uri()), ("year",), signals, lambda line: None)
+    assert dataset.dataset(here / "words", partitioning="hive").count_rows() == 1
 
 
 def test_results_that_cannot_be_uploaded_are_kept_for_the_next_start(s3: S3Server, here: Path) -> None:
@@ -258,6 +315,8 @@ REFUSED = [
     (["zz://data/a.jsonl"], "zz://data/a.jsonl has an unknown scheme"),
     (["gdrive://data/a.jsonl"], "the scheme of gdrive://data/a.jsonl needs a package"),
     (["fsspec+http://127.0.0.1/a.jsonl"], "has an unknown scheme"),
+    (["webhdfs://127.0.0.1/a.jsonl"], "has an unknown scheme"),
+    (["github://owner:repository@main/a.jsonl"], "has an unknown scheme"),
     (["simplecache::zz://data/a.jsonl"], "there is no file simplecache::zz:/data/a.jsonl"),
     (["memory://x/a::http://127.0.0.1/a.jsonl"], "is a chain of URIs: name the file itself"),
     (["s3://data/in/table.csv", "--prompt-column", "word"], "word"),
@@ -272,7 +331,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "reason"), REFUSED)
-def test_what_is_wrong_is_said_in_one_sentence_before_anything_begins(
+def test_what_is_wrong_is_refused_before_anything_begins(
     in_s3: S3Server, web: FileServer, here: Path, run_here: RunHere, arguments: list[str], reason: str
 ) -> None:
     in_s3.put("data/in/table.csv", b"text\nlion\n")
@@ -302,6 +361,7 @@ def test_a_bucket_without_rights_is_refused(in_s3: S3Server, here: Path, run_her
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.proof
 def test_a_store_that_cannot_be_reached_ends_the_command(here: Path, in_s3: S3Server, run_here: RunHere) -> None:
     done = run_here("run-batch", "s3://data/a.jsonl", AWS_ENDPOINT_URL="http://127.0.0.1:1")
     assert done.code == 1
@@ -315,6 +375,8 @@ def test_a_file_that_fsspec_knows_is_fetched(here: Path) -> None:
     assert (here / "x.parts" / "input" / "a.jsonl").read_bytes() == lines()
     found = [str(source) for source, _ in named_files([Uri(f"local://{here}/in/*.jsonl")], Path("out"))]
     assert found == [f"local://{here}/in/a.jsonl"]
+    check_writable(Uri(f"local://{here}/in/b.jsonl"), ())
+    assert [path.name for path in (here / "in").iterdir()] == ["a.jsonl"]
 
 
 def test_two_inputs_are_both_fetched_or_none(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
@@ -345,6 +407,20 @@ def test_files_of_a_store_are_named_by_folders_and_patterns(in_s3: S3Server) -> 
     assert found("s3://data/**/*.jsonl")[-1] == "s3://data/in/deep/c.jsonl"
     assert found("s3://data/*/*/*.jsonl") == ["s3://data/in/deep/c.jsonl"]
     assert found("s3://data/i*/b.jsonl") == ["s3://data/in/b.jsonl"]
+    for name in ("g1.jsonl", "g[1].jsonl"):
+        in_s3.put(f"data/in/{name}", lines())
+    assert found("s3://data/in/g[1].jsonl") == ["s3://data/in/g1.jsonl"]
+    assert found("s3://data/in/g%5B1].jsonl") == ["s3://data/in/g%5B1].jsonl"]
+    assert found("s3://data/in/*%5B1].jsonl") == ["s3://data/in/g%5B1%5D.jsonl"]
+
+
+def test_folders_are_named_as_they_are(here: Path) -> None:
+    for folder in (here / "words[1]", here / "words1"):
+        write_dataset(folder)
+    for named in ("words[1]", "words[1]/year=2025/.."):
+        [(source, output)] = named_files([Path(named)], None)
+        assert isinstance(source, Uri)
+        assert (source.path, output) == (f"{here}/words[1]/", here / "words[1].results.parquet")
 
 
 def test_results_of_one_uri_are_in_the_present_folder_and_have_one_name() -> None:
@@ -352,6 +428,14 @@ def test_results_of_one_uri_are_in_the_present_folder_and_have_one_name() -> Non
     sources = [Uri("s3://data/a/x.jsonl"), Path("y.jsonl")]
     outputs = [str(output) for _, output in named_files(sources, Uri("s3://results/out"))]
     assert outputs == ["s3://results/out/x.jsonl", "s3://results/out/y.jsonl"]
+
+
+def test_a_folder_contains_what_is_below_it() -> None:
+    folder = Uri("s3://data/in/")
+    assert folder.contains(Uri("s3://data/in/deep/x.parquet"))
+    assert not folder.contains(Uri("s3://data/in.parquet"))
+    assert not folder.contains(Uri("s3://other/in/x.parquet"))
+    assert not Uri("s3://data/in").contains(Uri("s3://data/in/x.parquet"))
 
 
 def write_dataset(folder: str | Path, filesystem: FileSystem | None = None) -> None:
@@ -394,6 +478,20 @@ def test_a_dataset_in_a_store_is_one_input(in_s3: S3Server, here: Path) -> None:
         named_files([Uri("s3://data/words/")], None)
 
 
+def test_what_a_small_table_takes_is_bounded(here: Path) -> None:
+    (here / "words").mkdir()
+    words = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096), ["x" * (8 << 20)])
+    path = here / "words" / "a.parquet"
+    parquet.write_table(pyarrow.table({"word": words}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1 << 16
+    uri = Uri(f"{(here / 'words').as_uri()}/")
+    order = FetchOrder(
+        uri=uri.text, path=str(here / "in" / "a.parquet"), allowed="", has_begun=False, memory_bytes=1 << 28
+    )
+    with Signals() as signals, pytest.raises(Refused, match=r"to read .*/words/ takes more than 256 MiB of memory"):
+        run_order(FetchOrder.__module__, order, signals, "")
+
+
 def test_parquet_files_that_are_no_table_are_refused(here: Path, run_here: RunHere) -> None:
     folder = here / "words"
     folder.mkdir()
@@ -405,6 +503,14 @@ def test_parquet_files_that_are_no_table_are_refused(here: Path, run_here: RunHe
         done = run_here("run-batch", folder, "--prompt-column", "word")
         assert done.code == 2, done.err
         assert "/words/ is no table of Parquet files" in done.err
+    (folder / "b.parquet").unlink()
+    parquet.write_table(pyarrow.table({"word": ["wolf"], "legs": [[4]]}), folder / "a.parquet")
+    kept = ["--prompt-column", "word", "--keep-columns", "legs", "--partition-by", "legs", "-o", here / "answers"]
+    for source in (folder, folder / "a.parquet"):
+        done = run_here("run-batch", source, *kept)
+        assert (done.code, "a column of lists, structs or maps: legs" in done.err) == (2, True), done.err
+    done = run_here("run-batch", folder, "--prompt-column", "word", "-o", folder / "answers.parquet")
+    assert f"the output {folder}/answers.parquet is in the folder of the input" in done.err
     done = run_here("run-batch", folder / "a.parquet", folder / "none")
     assert "there is no file" in done.err
     assert [path.name for path in here.iterdir()] == ["words"]

@@ -15,7 +15,7 @@ from pipeline.uris.addresses import AllowedHosts, checked_addresses, parse_allow
 from pipeline.uris.fetching import fetch
 from pipeline.uris.uri import Uri
 from pipeline.uris.web import WebLimits, open_web
-from tests.support.file_server import FileServer, file_server, redirect_to
+from tests.support.file_server import FileServer, answer_with, file_server, redirect_to
 from tests.support.killed_steps import killed_before_each_step
 
 HERE = parse_allowed("127.0.0.1")
@@ -45,15 +45,18 @@ def read(url: str, allowed: AllowedHosts = HERE, limits: WebLimits = WebLimits()
         "10.1.2.3",
         "100.64.0.1",
         "169.254.169.254",
+        "168.63.129.16",
         "192.168.1.1",
         "224.0.0.1",
         "240.0.0.1",
         "::",
         "::1",
+        "::10.0.0.1",
         "::ffff:10.0.0.1",
         "64:ff9b::a00:1",
         "2002:a00:1::1",
         "fe80::1",
+        "fec0::1",
         "fd00::1",
         "ff0e::1",
     ],
@@ -186,8 +189,16 @@ def test_a_server_that_stops_halfway_ends_the_command(web: FileServer) -> None:
         handler.close_connection = True
 
     web.at |= {"/silent": silent, "/cut": cut}
-    with pytest.raises(Unfinished, match=r"/silent made no progress for 0 s: run the same command again"):
-        read(web.url("/silent"), limits=WebLimits(idle_seconds=0.3))
+    begun: list[int | None] = []
+
+    def read_silent() -> None:
+        with open_web(Uri(web.url("/silent")), HERE, WebLimits(idle_seconds=1)) as source:
+            begun.append(source.stamp.size)
+            list(source.chunks)
+
+    with pytest.raises(Unfinished, match=r"/silent made no progress for 1 s: run the same command again"):
+        read_silent()
+    assert begun == [len(CONTENT)]
     with pytest.raises(Unfinished, match=r"the connection to .*/cut was cut"):
         read(web.url("/cut"))
 
@@ -203,13 +214,8 @@ def test_a_server_that_stops_halfway_ends_the_command(web: FileServer) -> None:
         (503, Unfinished, "answers with status 503"),
     ],
 )
-def test_other_answers_are_said(web: FileServer, status: int, end: type[CommandEnd], reason: str) -> None:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        handler.send_header("content-length", "0")
-        handler.end_headers()
-
-    web.at["/x"] = answer
+def test_other_statuses_end_the_command(web: FileServer, status: int, end: type[CommandEnd], reason: str) -> None:
+    web.at["/x"] = answer_with(status)
     with pytest.raises(end, match=reason):
         read(web.url("/x"))
 
@@ -247,3 +253,26 @@ def test_what_was_fetched_is_kept_while_the_file_is_the_same(web: FileServer, tm
     web.at["/b.jsonl"] = web.at["/a.jsonl"]
     with pytest.raises(Refused, match=r"was begun with http://.*/a\.jsonl, not http://.*/b\.jsonl"):
         fetch(Uri(web.url("/b.jsonl")), path, HERE, has_begun=True)
+
+
+def test_what_was_fetched_needs_no_server(web: FileServer, tmp_path: Path) -> None:
+    uri = Uri(web.url("/a.jsonl"))
+    path = tmp_path / "run.parts" / "input" / "a.jsonl"
+    lines: list[str] = []
+    fetch(uri, path, HERE, has_begun=False)
+    web.at["/a.jsonl"] = answer_with(503)
+    for has_begun in (False, True):
+        fetch(uri, path, HERE, has_begun, lines.append)
+    assert lines == [f"the server of {uri} answers with status 503; going on with what was fetched before"] * 2
+    assert path.read_bytes() == CONTENT
+    path.unlink()
+    with pytest.raises(Unfinished, match="answers with status 503"):
+        fetch(uri, path, HERE, has_begun=True)
+
+
+def test_inputs_with_other_queries_are_other_inputs(web: FileServer, tmp_path: Path) -> None:
+    path = tmp_path / "run.parts" / "input" / "a.jsonl"
+    fetch(Uri(web.url("/a.jsonl?id=a&token=to-ken")), path, HERE, has_begun=False)
+    assert all(b"to-ken" not in entry.read_bytes() for entry in path.parent.iterdir())
+    with pytest.raises(Refused, match=r"was begun with another URI of .*/a\.jsonl, such as another query"):
+        fetch(Uri(web.url("/a.jsonl?id=b&token=to-ken")), path, HERE, has_begun=True)

@@ -25,11 +25,16 @@ class FileServer:
 
 def redirect_to(url: str) -> Callable[[BaseHTTPRequestHandler], None]:
     """What leads a client to another URL."""
+    return answer_with(302, location=url)
+
+
+def answer_with(status: int, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    """An answer without a content."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(302)
-        handler.send_header("location", url)
-        handler.send_header("content-length", "0")
+        handler.send_response(status)
+        for name, value in (headers | {"content-length": "0"}).items():
+            handler.send_header(name, value)
         handler.end_headers()
 
     return answer

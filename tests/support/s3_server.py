@@ -25,6 +25,8 @@ class S3Server:
     port: int
     read_only: bool = False
     """Refuse every call that writes, as a policy does."""
+    write_only: bool = False
+    """Refuse every call that reads."""
     denied: bool = False
     """Refuse every call."""
     refused: str = ""
@@ -88,7 +90,7 @@ def s3_server() -> Iterator[S3Server]:
         method, query = environ["REQUEST_METHOD"], environ.get("QUERY_STRING", "")
         server.calls.append(f"{method} {environ['PATH_INFO']}?{query}")
         is_refused = server.refused and server.refused in query
-        if server.denied or is_refused or (server.read_only and method not in ("GET", "HEAD")):
+        if server.denied or is_refused or (server.write_only if method in ("GET", "HEAD") else server.read_only):
             start("403 Forbidden", [("content-type", "application/xml"), ("content-length", str(len(_DENIED)))])
             return [_DENIED]
         held_method, _, kind = server.held.partition(" ")

@@ -1,0 +1,27 @@
+"""Notes beside files, of what is known of these."""
+
+import contextlib
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from jobs.store.storage import StoreError, read_bytes, write_bytes
+
+Note = TypeVar("Note", bound=msgspec.Struct)
+
+
+def read_note(path: Path, kind: type[Note]) -> Note | None:
+    """Return the note of a kind on a file, None if there is none that can be read."""
+    with contextlib.suppress(StoreError, msgspec.DecodeError):
+        return msgspec.json.decode(read_bytes(_note_path(path, kind)), type=kind)
+    return None
+
+
+def write_note(path: Path, note: msgspec.Struct) -> None:
+    """Store a note on a file. Raise `StoreError`."""
+    write_bytes(_note_path(path, type(note)), msgspec.json.encode(note))
+
+
+def _note_path(path: Path, kind: type[msgspec.Struct]) -> str:
+    return str(path.with_name(f".{path.name}.{kind.__name__.lower()}"))
