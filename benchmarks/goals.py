@@ -227,6 +227,15 @@ LIVE = (
 GOALS = (
     *AGAINST_VLLM,
     Goal(
+        "one text embedded over HTTP, MiniLM-L6 shape, median",
+        "one-text-minilm-l6",
+        "ms",
+        _targets(10.0, 7.0),
+        lambda figures: float(figures["p50_ms"]),
+        lambda figures: f"p99 {figures['p99_ms']:.1f} ms",
+        less=True,
+    ),
+    Goal(
         "one request alone, decode, against llama.cpp's 159 tok/s in bf16, measured elsewhere",
         "alone-gpt2-124m",
         "x",

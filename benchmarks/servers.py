@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
 from benchmarks.driving import CONTEXT
+from benchmarks.encoders import encoder_folder, model_flags
 from benchmarks.models import model_folder
 from benchmarks.peers import KV_CACHE_GIB, peer_dtype, vllm_environment, vllm_folder
 from benchmarks.ports import free_port
@@ -23,6 +25,7 @@ from benchmarks.processes import cpu_seconds
 HOST = "127.0.0.1"
 _START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 600.0, 30.0, 0.2
 
+_TEXT = "/v1/completions", {"prompt": "def main", "max_tokens": 4}
 _NO_COMMENTS = {"PIPELINE_PING_SECONDS": str(_START_SECONDS)}
 """`vllm bench serve` loses a stream whose server sends a comment, as after 15 s of silence."""
 
@@ -50,9 +53,19 @@ def running_pipeline(model: str) -> Iterator[Server]:
     warm.
     """
     with tempfile.TemporaryDirectory() as store:
-        options = ["--file-store", store, "--kv-cache-memory-bytes", str(KV_CACHE_GIB << 30), "--log-level", "warning"]
-        command = [sys.executable, "-m", "pipeline", "serve", "--no-deduplicate", *options]
-        with _running(model, command, os.environ | _NO_COMMENTS) as server:
+        options = ["--no-deduplicate", "--kv-cache-memory-bytes", str(KV_CACHE_GIB << 30)]
+        with _running(
+            model, _text_flags(model), [*_serve(store), *options], os.environ | _NO_COMMENTS, _TEXT
+        ) as server:
+            yield server
+
+
+@contextmanager
+def running_embeddings(model: str) -> Iterator[Server]:
+    """`pipeline serve` with one of ENCODERS, and a Redis and a file store of its own, warm."""
+    with tempfile.TemporaryDirectory() as store:
+        flags = model_flags(encoder_folder(model), model)
+        with _running(model, flags, _serve(store), os.environ, ("/v1/embeddings", {"input": "text"})) as server:
             yield server
 
 
@@ -60,22 +73,32 @@ def running_pipeline(model: str) -> Iterator[Server]:
 def running_vllm_server(model: str) -> Iterator[Server]:
     """`vllm serve` at the settings of `peers.py`, warm. Raises NoPeer."""
     command = [str(vllm_folder() / "bin" / "vllm"), "serve", "--dtype", peer_dtype()]
-    with _running(model, command, vllm_environment()) as server:
+    with _running(model, _text_flags(model), command, vllm_environment(), _TEXT) as server:
         yield server
 
 
+def _serve(store: str) -> list[str]:
+    return [sys.executable, "-m", "pipeline", "serve", "--file-store", store, "--log-level", "warning"]
+
+
+def _text_flags(model: str) -> list[str]:
+    return [str(model_folder(model)), "--served-model-name", model, "--max-model-len", str(CONTEXT)]
+
+
 @contextmanager
-def _running(model: str, command: list[str], environment: Mapping[str, str]) -> Iterator[Server]:
+def _running(
+    model: str, flags: list[str], command: list[str], environment: Mapping[str, str], warm: tuple[str, dict[str, Any]]
+) -> Iterator[Server]:
+    """Run a server until the end of the context; it has answered `warm`, a path and a body without
+    the model.
+    """
     port = free_port()
-    words = [
-        *(str(model_folder(model)), "--served-model-name", model),
-        *("--max-model-len", str(CONTEXT), "--host", HOST, "--port", str(port)),
-    ]
+    words = [*flags, "--host", HOST, "--port", str(port)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([*command, *words], env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             server = Server(model, port, process.pid)
-            _wait_until_it_answers(server, process)
+            _wait_until_it_answers(server, process, *warm)
             yield server
         except Exception as error:
             log.seek(0)
@@ -85,12 +108,12 @@ def _running(model: str, command: list[str], environment: Mapping[str, str]) -> 
             _stop(process)
 
 
-def _wait_until_it_answers(server: Server, process: "subprocess.Popen[bytes]") -> None:
-    body = {"model": server.model, "prompt": "def main", "max_tokens": 4}
+def _wait_until_it_answers(server: Server, process: "subprocess.Popen[bytes]", path: str, body: dict[str, Any]) -> None:
+    body = {"model": server.model, **body}
     until = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < until:
         try:
-            if httpx.post(f"{server.url}/v1/completions", json=body, timeout=_START_SECONDS).is_success:
+            if httpx.post(server.url + path, json=body, timeout=_START_SECONDS).is_success:
                 return
         except httpx.TransportError:
             pass
