@@ -152,11 +152,11 @@ def _panels_without_figures(api: str, prometheus: str) -> set[str]:
 
 
 @contextmanager
-def running_prometheus(folder: Path, api: str) -> Iterator[str]:
-    """The address of a Prometheus with the configuration in `docker/`, but for the address of the
-    API and for the time between scrapes.
+def running_prometheus(folder: Path, api: str, text: str = monitoring.CONFIG.read_text()) -> Iterator[str]:
+    """The address of a Prometheus with the configuration in `docker/`, or with another, but for the
+    address of the API and for the time between scrapes.
     """
-    text = monitoring.CONFIG.read_text().replace("api:8000", api.removeprefix("http://"))
+    text = text.replace("api:8000", api.removeprefix("http://"))
     text = re.sub("_interval: .*", "_interval: 1s", text).replace("alerts.yml", str(monitoring.ALERTS))
     (folder / "prometheus.yml").write_text(text)
     with reserved_port() as port, (folder / "prometheus.log").open("wb") as log:
@@ -188,7 +188,7 @@ def ask(url: str, query: str) -> list[Any]:
 
 def _is_up(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/-/ready").is_success and bool(ask(url, 'up{job="pipeline"} == 1'))
+        return httpx.get(f"{url}/-/ready").is_success and bool(ask(url, "up == 1"))
     except httpx.TransportError:
         return False
 
