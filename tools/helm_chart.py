@@ -12,13 +12,13 @@ from pathlib import Path
 
 CHART = Path(__file__).parent.parent / "docker" / "helm"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
-_SOURCES = ("Chart.yaml", "values.yaml", "values.schema.json", "templates/*")
+_SOURCES = ("Chart.yaml", "values.yaml", "templates/*")
 
 
 def main() -> None:
     """Write `docker/helm/rendered/`."""
     if shutil.which("helm") is None:
-        sys.exit("there is no helm on PATH: install Helm 3.18 or later, then repeat `make helm`")
+        sys.exit("there is no helm on PATH: install Helm 3.17 or later, then repeat `make helm`")
     for example in EXAMPLES:
         done = render(example)
         if done.returncode:
