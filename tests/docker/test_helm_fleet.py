@@ -102,7 +102,7 @@ def test_what_keda_asks_for_rises_while_a_call_waits_for_a_model_that_sleeps(tmp
     asked = [query.replace("bge-m3", "demo") for query in queries(found["ScaledObject", "inference-worker-embed"])]
     with running_server(tmp_path) as server:
         settings = ApiSettings(redis_url=server.url, file_store=str(tmp_path / "store"), on_demand_models=("demo",))
-        with running_api(settings) as api, running_prometheus(tmp_path, api, _scraping_as_the_operator()) as url:
+        with running_api(settings) as api, running_prometheus(tmp_path, api, *_scraping_as_the_operator()) as url:
 
             def figures() -> list[list[float]]:
                 return [[float(one["value"][1]) for one in ask(url, query)] for query in asked]
@@ -117,8 +117,10 @@ def test_what_keda_asks_for_rises_while_a_call_waits_for_a_model_that_sleeps(tmp
                     wait_until(lambda: figures() == [[0], [0], [0]], 60, "nothing to wait or run")
 
 
-def _scraping_as_the_operator() -> str:
-    """The configuration that Prometheus Operator makes of the ServiceMonitor, for two pods."""
+def _scraping_as_the_operator() -> tuple[str, str]:
+    """The configuration that Prometheus Operator makes of the ServiceMonitor, for two pods, and the
+    name of its job.
+    """
     monitor = RENDERED["gpus"]["ServiceMonitor", "inference-api"]
     [endpoint] = monitor["spec"]["endpoints"]
     names = {"targetLabel": "target_label", "replacement": "replacement", "action": "action", "regex": "regex"}
@@ -129,9 +131,11 @@ def _scraping_as_the_operator() -> str:
         for number in (1, 2)
     ]
     job = {
-        "job_name": "inference-api",
+        "job_name": monitor["metadata"]["name"],
         "metrics_path": endpoint["path"],
         "static_configs": pods,
         "relabel_configs": relabelings,
     }
-    return yaml.safe_dump({"global": {"scrape_interval": endpoint["interval"]}, "scrape_configs": [job]})
+    return yaml.safe_dump({"global": {"scrape_interval": endpoint["interval"]}, "scrape_configs": [job]}), job[
+        "job_name"
+    ]

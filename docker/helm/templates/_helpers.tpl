@@ -44,7 +44,7 @@ labels:
   {{- end }}
 {{- end -}}
 
-{{/* What the pods of all components have. Input: (list $ spec component). */}}
+{{/* What the pods of all components have. Input: (list $ spec). */}}
 {{- define "inference.pod" -}}
 {{- $spec := index . 1 -}}
 automountServiceAccountToken: false
