@@ -28,7 +28,7 @@ API_TESTS := tests/api
 PIPELINE_TESTS := tests/pipeline
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test again proof $(LANES:%=test-%) test-lint $(LANES:%=proof-%) chaos faults matrix coverage docs lint bench bench-full bench-gpu clean
+.PHONY: demo test again proof $(LANES:%=test-%) test-lint $(LANES:%=proof-%) chaos faults matrix coverage docs helm lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -136,6 +136,9 @@ coverage: $(VENV)/.installed-test  ## the share of each package's lines that the
 
 docs: $(VENV)/.installed  ## the tables of docs/ that follow from the code
 	$(BIN)/python -m tools.docs_tables
+
+helm: $(VENV)/.installed  ## docker/helm/rendered/, by the `helm` on PATH
+	$(BIN)/python -m tools.helm_chart
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

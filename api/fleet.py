@@ -74,9 +74,12 @@ class Fleet:
     wait for one reading.
     """
 
-    def __init__(self, queue: Queue, expected: Sequence[str] = (), load_timeout: float = 300.0) -> None:
+    def __init__(
+        self, queue: Queue, expected: Sequence[str] = (), load_timeout: float = 300.0, on_demand: Sequence[str] = ()
+    ) -> None:
         """`expected` are models that count as loading while no worker has registered them; calls
-        wait for `load_timeout` seconds for one that is loaded on demand.
+        wait for `load_timeout` seconds for one that is loaded on demand: one of `on_demand`, or
+        one that a server offers.
         """
         self.load_timeout = load_timeout
         self.short_retry_queue = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
@@ -84,6 +87,7 @@ class Fleet:
         self.probe_queue = Queue(client, self.short_retry_queue.settings)
         self._timeout = max(queue.settings.redis_retry_seconds, _FRESH_SECONDS)
         self._expected = expected
+        self._on_demand = dict.fromkeys(on_demand, OnDemandModel(server=""))
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
         self._began = self._ended = -math.inf
@@ -217,7 +221,8 @@ class Fleet:
 
     def _read_now(self) -> Snapshot:
         models = {record.name: record for record in self.probe_queue.models()}
-        return Snapshot(self.probe_queue.workers(), models, self._expected, self.probe_queue.on_demand())
+        on_demand = self._on_demand | self.probe_queue.on_demand()
+        return Snapshot(self.probe_queue.workers(), models, self._expected, on_demand)
 
 
 async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:

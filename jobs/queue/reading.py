@@ -1,5 +1,6 @@
 """One reading of a fleet, for `GET /metrics` and `pipeline top`."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jobs.queue.gauges import Depths, WorkerGauges
@@ -18,9 +19,12 @@ class QueueReading(NamedTuple):
     webhook_attempts: dict[WebhookResult, int]
 
 
-def read_fleet(queue: Queue) -> QueueReading:
-    """Read it in a few round trips. Raise `QueueUnavailable`."""
-    workers, models = queue.workers(), [record.name for record in queue.models()]
+def read_fleet(queue: Queue, on_demand: Sequence[str] = ()) -> QueueReading:
+    """Read it in a few round trips, also of models `on_demand` that no worker has registered.
+
+    Raise `QueueUnavailable`.
+    """
+    workers, models = queue.workers(), list(dict.fromkeys([*(record.name for record in queue.models()), *on_demand]))
     gauges = queue.gauges([worker.id for worker in workers])
     reported = [(worker, gauges[worker.id]) for worker in workers if worker.id in gauges]
     return QueueReading(

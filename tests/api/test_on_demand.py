@@ -61,6 +61,23 @@ def test_a_call_waits_until_its_model_is_loaded(
     assert (next(iter(result)) if stream else result).choices[0].text == "one"
 
 
+def test_a_call_waits_for_a_model_that_an_autoscaler_starts(
+    redis_url: str, tmp_path: Path, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    """Its metric counts the call, though no worker has ever been there."""
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), on_demand_models=(MODEL,))
+    waiting = f'pipeline_requests_waiting{{kind="live",model_name="{MODEL}"}}'
+    with running_api(settings) as url, official_client(url) as client, plain_client(url) as http:
+        assert f"{waiting} 0.0" in http.get("/metrics").text
+        assert http.get("/ready").json() == {"status": "ready", "models": [MODEL]}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.completions.create, model=MODEL, prompt="x")
+            wait_until(lambda: f"{waiting} 1.0" in http.get("/metrics").text, 60, "the call to wait")
+            scripted(lambda claim: ["one"])
+            assert answer.result(60).choices[0].text == "one"
+        wait_until(lambda: f"{waiting} 0.0" in http.get("/metrics").text, 60, "no call to wait")
+
+
 def test_a_call_waits_for_a_limited_time(hasty_url: str, queue: Queue) -> None:
     with plain_client(hasty_url) as http:
         for problem, code in (("", "model_loading"), (NO_ROOM, "insufficient_memory")):

@@ -152,11 +152,13 @@ def _panels_without_figures(api: str, prometheus: str) -> set[str]:
 
 
 @contextmanager
-def running_prometheus(folder: Path, api: str) -> Iterator[str]:
-    """The address of a Prometheus with the configuration in `docker/`, but for the address of the
-    API and for the time between scrapes.
+def running_prometheus(
+    folder: Path, api: str, text: str = monitoring.CONFIG.read_text(), job: str = "pipeline"
+) -> Iterator[str]:
+    """The address of a Prometheus with the configuration in `docker/`, or with another, but for the
+    address of the API and for the time between scrapes.
     """
-    text = monitoring.CONFIG.read_text().replace("api:8000", api.removeprefix("http://"))
+    text = text.replace("api:8000", api.removeprefix("http://"))
     text = re.sub("_interval: .*", "_interval: 1s", text).replace("alerts.yml", str(monitoring.ALERTS))
     (folder / "prometheus.yml").write_text(text)
     with reserved_port() as port, (folder / "prometheus.log").open("wb") as log:
@@ -172,7 +174,7 @@ def running_prometheus(folder: Path, api: str) -> Iterator[str]:
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: _is_up(url), 60, "Prometheus to scrape the API")
+            wait_until(lambda: _is_up(url, job), 60, "Prometheus to scrape the API")
             yield url
         finally:
             process.terminate()
@@ -186,9 +188,9 @@ def ask(url: str, query: str) -> list[Any]:
     return [series for series in answer["data"]["result"] if series["value"][1] != "NaN"]
 
 
-def _is_up(url: str) -> bool:
+def _is_up(url: str, job: str) -> bool:
     try:
-        return httpx.get(f"{url}/-/ready").is_success and bool(ask(url, 'up{job="pipeline"} == 1'))
+        return httpx.get(f"{url}/-/ready").is_success and bool(ask(url, f'up{{job="{job}"}} == 1'))
     except httpx.TransportError:
         return False
 
