@@ -74,7 +74,7 @@ class _Scheme:
             return MatrixLayout("weight_packed", required, numbers_in(1, self.bits), partial(_read_packed, self), bits)
         required = ("weight", "weight_scale", *zeros, *order)
         bits = bits_as_stored(8, self.group_size) if stays and self.symmetric else None
-        return MatrixLayout("weight", required, 1, partial(_read_numbers, self), bits)
+        return MatrixLayout("weight", required, 1, partial(_read_numbers, self), bits, self.floats)
 
 
 class CompressedTensorsFormat(CheckpointFormat):

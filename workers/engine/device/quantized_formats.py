@@ -171,7 +171,7 @@ class Fp8Format(CheckpointFormat):
         if scale is None:
             return None
         return MatrixLayout(
-            "weight", ("weight",), 1, partial(read_scaled, dtypes=FLOAT8, scale=scale, block=self._block)
+            "weight", ("weight",), 1, partial(read_scaled, dtypes=FLOAT8, scale=scale, block=self._block), float8=True
         )
 
 

@@ -91,7 +91,15 @@ class Rank:
         """Read the weights; return how many bytes this rank has for its KV cache."""
         parallel = self._parallel
         config, model = self._config, self.model_config
-        whole = weight_bytes(self._checkpoint, self.dtype, self._backend.widens, config.quantization)
+        ops = self._backend.ops
+        whole = weight_bytes(
+            self._checkpoint,
+            self.dtype,
+            self._backend.widens,
+            config.quantization,
+            integers=ops.multiplies(4, self.dtype),
+            float8=ops.multiplies_float8(self.device),
+        )
         weights = whole // parallel.size
         if self.device.type == "cuda":
             return self._load_on_gpu(weights)

@@ -32,6 +32,11 @@ class QuantizedReader(Protocol):
     def quantized(self) -> QuantizedWeight | None:
         """Return it as it is stored; None without `bits`, or where its numbers are not such."""
 
+    def float8(self) -> QuantizedWeight | None:
+        """Return it as it is stored where that is in float8, and scales are of columns that follow
+        one another; else None.
+        """
+
 
 class Weights:
     """Hands a model its tensors in the dtype and on the device that it runs with, and knows which
@@ -119,13 +124,15 @@ class Weights:
     def _read_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
         resolved = self._resolve(name)
         reader = self._readers.get(resolved)
-        if not isinstance(reader, QuantizedReader) or not self.ops.multiplies(reader.bits, self.dtype):
+        if not isinstance(reader, QuantizedReader):
             return None
-        weight = reader.quantized()
+        weight = reader.quantized() if self.ops.multiplies(reader.bits, self.dtype) else None
+        if weight is None and self.ops.multiplies_float8(self.device):
+            weight = reader.float8()
         if weight is None:
             return None
         _check_shape(resolved, weight.shape, shape)
-        return replace(weight, dtype=self.dtype)
+        return replace(weight.to(self.device), dtype=self.dtype)
 
     def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
         """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if
