@@ -32,6 +32,7 @@ class QuantizedKind:
     stored: str
     parts: Callable[[Draw, int, int], dict[str, Tensor]]
     bytes_per_weight: float
+    activations: Mapping[str, Any] | None = None
 
 
 def write_quantized(settings: Mapping[str, Any], folder: Path, kind: str) -> None:
@@ -43,7 +44,13 @@ def write_quantized(settings: Mapping[str, Any], folder: Path, kind: str) -> Non
     config.quantization_config = {
         "quant_method": "compressed-tensors",
         "format": quantized.stored,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": dict(quantized.settings)}},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": dict(quantized.settings),
+                "input_activations": quantized.activations and dict(quantized.activations),
+            }
+        },
         "ignore": ["lm_head"],
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +101,10 @@ KINDS = {
         1 / 2 + 5 / _GROUP_SIZE,
     ),
     "float8": QuantizedKind(
-        {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}, "float-quantized", _float8, 1
+        {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        "float-quantized",
+        _float8,
+        1,
+        {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
     ),
 }

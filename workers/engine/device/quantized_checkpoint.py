@@ -35,10 +35,10 @@ _FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
 # first versions of compressed-tensors
 _KEYS = {"quantization_config": "no known method", "compression_config": "compressed-tensors"}
 _WEIGHT = "weight"
-_SCALES = ("scales", "weight_scale")
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
 # How the names of modules end whose matrices are dequantized everywhere
 _TABLES = ("lm_head", *EMBEDDINGS)
-_GROUP_BYTES = 5  # of a scale and a zero point
+_GROUP_BYTES = {4: 5, 8: 4}  # in memory, of a row's scale and zero point of a group, by bits
 
 
 def find_format(raw: Json) -> CheckpointFormat | None:
@@ -105,8 +105,9 @@ def count_bytes(
         bits = None if layout is None or module.endswith(_TABLES) else _kept_bits(layout, stays, float8)
         if layout is not None and part == layout.stored:
             count += numbers * layout.packed * (bits or 8 * item_size) // 8
-        elif part in _SCALES and bits:
-            count += numbers * _GROUP_BYTES
+        elif layout is not None and bits and part in _SCALES:
+            rows = shapes[f"{module}.{layout.stored}"][0]
+            count += numbers * min(layout.scaled_rows or rows, rows) * _GROUP_BYTES[bits]
         elif part not in checkpoint_format.parts:
             count += numbers * item_size
     return count
@@ -148,4 +149,5 @@ class _MatrixReader:
         return None if self.bits is None else self.layout.read(self.parts).as_stored(self.dtype)
 
     def float8(self) -> QuantizedWeight | None:
-        return self.layout.read(self.parts).as_float8(self.dtype) if self.layout.float8 else None
+        layout = self.layout
+        return layout.read(self.parts).as_float8(self.dtype, layout.float8_inputs) if layout.float8 else None

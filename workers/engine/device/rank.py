@@ -62,8 +62,8 @@ class Rank:
         self._backend.check(self.device, self.dtype)
         if self._cache_dtype == torch.float8_e4m3fn and not self._backend.stores_fp8(self.device):
             raise ModelLoadError(
-                "--kv-cache-dtype fp8 needs the engine's own kernels on a GPU of compute capability 8.9 or newer, and"
-                f" this is the {self._backend.name} backend on {self.device}; leave it at auto"
+                "--kv-cache-dtype fp8 needs the engine's own kernels on an NVIDIA GPU of compute capability 8.9 or"
+                f" newer, and this is the {self._backend.name} backend on {self.device}; leave it at auto"
             )
         self._checkpoint = checkpoint
         self.model_config: ModelConfig = checkpoint.config

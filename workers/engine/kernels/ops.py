@@ -12,7 +12,7 @@ from workers.engine.cuda.capability import has_float8
 from workers.engine.kernels.activation import silu_times_up
 from workers.engine.kernels.norm import add_normed, normed
 from workers.engine.kernels.quantized_matmul import QuantizedMatmul, can_multiply
-from workers.engine.kernels.scaled_matmul import ScaledMatmul, can_scale
+from workers.engine.kernels.scaled_matmul import ScaledMatmul, can_scale, matches_torch
 from workers.engine.layers.base import Projection
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.quantized import Weight
@@ -26,7 +26,7 @@ class TritonOps(TorchOps):
     def product(self, weight: Weight, bias: Tensor | None) -> Projection:
         if isinstance(weight, Tensor):
             return super().product(weight, bias)
-        if weight.is_float8 and can_scale(weight):
+        if can_scale(weight) and matches_torch(weight.values.device, weight.dtype):
             return ScaledMatmul(weight, bias)
         if can_multiply(weight):
             return QuantizedMatmul(weight, bias)

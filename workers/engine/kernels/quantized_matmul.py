@@ -7,6 +7,9 @@ multiplied as it is. Groups' scales are applied to sums in float32, so that no w
 
 Few rows live on bytes of weights under way: where there are fewer programs than the GPU runs at
 once, several share the columns of a tile, and a second kernel adds up their sums in a fixed order.
+
+Many rows live on matrix units, which torch's products keep busier: from `DEQUANTIZED_ROWS` on, the
+weight is dequantized once for all rows of a step, some outputs after the others, into a buffer.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from torch import Tensor
 from workers.engine.kernels.tuning import TileChoice
 from workers.engine.layers.quantized import QuantizedWeight
 
+DEQUANTIZED_ROWS = 1024
+"""Fewest rows whose product is torch's. Dequantizing moves about 5 bytes a weight, which takes a
+GPU as long as products of some hundred rows; not measured yet.
+"""
+_BUFFER = 1 << 27  # numbers that are dequantized at once
+_DEQUANTIZED_OUTPUTS = 64  # of a program
 _BLOCK_K = 64  # columns of a tile at most
 _LEAST_K = 16  # that a matrix instruction takes
 _MOST_PARTS = 16
@@ -62,7 +71,9 @@ class QuantizedMatmul:
         inputs = x.reshape(-1, self._k).contiguous()
         rows = len(inputs)
         out = torch.empty((rows, self._n), dtype=x.dtype, device=x.device)
-        if rows:
+        if rows >= DEQUANTIZED_ROWS:
+            self._multiply_dequantized(inputs, out)
+        elif rows:
             self._multiply(inputs, out, rows)
         return out.view(*x.shape[:-1], self._n)
 
@@ -81,6 +92,25 @@ class QuantizedMatmul:
             _add_parts[(rows, triton.cdiv(self._n, _SUMMED))](
                 sums, self._bias, out, rows, self._n, parts, _SUMMED, num_warps=4
             )
+
+    def _multiply_dequantized(self, x: Tensor, out: Tensor) -> None:
+        each = max(1, _BUFFER // self._k // _DEQUANTIZED_OUTPUTS) * _DEQUANTIZED_OUTPUTS
+        buffer = torch.empty((min(each, self._n), self._k), dtype=x.dtype, device=x.device)
+        for first in range(0, self._n, each):
+            weight, sums = buffer[: self._n - first], out[:, first : first + each]
+            self._dequantize(first, weight)
+            if self._bias is None:
+                torch.mm(x, weight.t(), out=sums)
+            else:
+                torch.addmm(self._bias[first : first + each], x, weight.t(), out=sums)
+
+    def _dequantize(self, first: int, out: Tensor) -> None:
+        """Write the outputs from `first` on; a block of them may only be cut off by the last."""
+        width = self._values.shape[1]
+        _dequantize[(triton.cdiv(len(out), _DEQUANTIZED_OUTPUTS), triton.cdiv(width, self._block_k))](
+            self._values, self._scales, self._zeros, out, first, self._n, self._k, width,
+            self._group_size, self._bits, _DEQUANTIZED_OUTPUTS, self._block_k, num_warps=4,
+        )  # fmt: skip
 
     def _split(self, programs: int) -> tuple[int, int]:
         """Return the tiles of columns of a part, and the parts."""
@@ -159,15 +189,59 @@ def _add(
     """Add the products of the columns from `start` on, which are of one group."""
     column = start + tl.arange(0, BLOCK_K)
     inputs = tl.load(x + row[None, :] * k + column[:, None], (column < k)[:, None] & has_row[None, :], 0.0)
-    group = tl.minimum(start, k - 1) // GROUP if GROUP else 0  # a tile behind the last column adds zeros
-    if zeros is not None:
-        zero = tl.load(zeros + group * n + output, has_output, 0)
-        numbers = numbers.to(tl.int8) - zero.to(tl.int8)[:, None]
-    numbers = numbers.to(inputs.dtype)
+    group = _group(start, k, GROUP)
+    numbers = _less_zeros(numbers, zeros, group, n, output, has_output).to(inputs.dtype)
     if GROUP == 0:
         return tl.dot(numbers, inputs, sums, input_precision=_PRECISION)
     scale = tl.load(scales + group * n + output, has_output, 0.0)
     return sums + tl.dot(numbers, inputs, input_precision=_PRECISION) * scale[:, None]
+
+
+@triton.jit
+def _group(start, k, GROUP: tl.constexpr):
+    """Return the group of a tile's columns; one behind the last column has the last group's."""
+    return tl.minimum(start, k - 1) // GROUP if GROUP else 0
+
+
+@triton.jit
+def _less_zeros(numbers, zeros, group, n, output, has_output):
+    if zeros is not None:
+        zero = tl.load(zeros + group * n + output, has_output, 0)
+        numbers = numbers.to(tl.int8) - zero.to(tl.int8)[:, None]
+    return numbers
+
+
+@triton.jit(do_not_specialize=["first"])
+def _dequantize(
+    values, scales, zeros, out, first, n, k, width,
+    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output, tile = first + row, tl.program_id(1)
+    has_output = output < n
+    byte = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    numbers = tl.load(
+        values + output[:, None] * width + byte[None, :], has_output[:, None] & (byte < width)[None, :], 0.0
+    )
+    out += row[:, None] * k
+    if BITS == 4:
+        start = tile * 2 * BLOCK_K
+        _scale(numbers & 15, scales, zeros, out, start, n, k, output, has_output, GROUP, BLOCK_K)
+        _scale(numbers >> 4, scales, zeros, out, start + BLOCK_K, n, k, output, has_output, GROUP, BLOCK_K)
+    else:
+        _scale(numbers, scales, zeros, out, tile * BLOCK_K, n, k, output, has_output, GROUP, BLOCK_K)
+
+
+@triton.jit
+def _scale(
+    numbers, scales, zeros, out, start, n, k, output, has_output, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Write the columns from `start` on, which are of one group, rounded once."""
+    column = start + tl.arange(0, BLOCK_K)
+    group = _group(start, k, GROUP)
+    scale = tl.load(scales + group * n + output, has_output, 0.0)
+    scaled = _less_zeros(numbers, zeros, group, n, output, has_output).to(tl.float32) * scale[:, None]
+    tl.store(out + column[None, :], scaled.to(out.dtype.element_ty), has_output[:, None] & (column < k)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])

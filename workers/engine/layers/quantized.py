@@ -27,6 +27,7 @@ class QuantizedWeight:
     dtype: torch.dtype
     group_size: int  # columns of a group, of which the last may have fewer
     zeros: Tensor | None = None  # uint8 [n, groups] from 0 to 15
+    float8_inputs: bool = False  # inputs may be rounded to float8: the checkpoint is made for it
 
     @property
     def shape(self) -> torch.Size:
@@ -96,7 +97,7 @@ def quantize(weight: Tensor) -> QuantizedWeight:
 def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Return the rows of all; None where they are not of one kind."""
     first = weights[0]
-    if len({(each.group_size, each.values.dtype, each.dtype) for each in weights}) > 1:
+    if len({(each.group_size, each.values.dtype, each.dtype, each.float8_inputs) for each in weights}) > 1:
         return None
     values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]

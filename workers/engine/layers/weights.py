@@ -109,7 +109,7 @@ class Weights:
             del found, pairs, parts
             return self.take_rows(names, rows, columns, transposed)
         self._taken.update(map(self._resolve, names))
-        return whole
+        return whole.to(self.device)
 
     def take_matrix_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Weight:
         """Return `take_columns` likewise."""
@@ -118,10 +118,11 @@ class Weights:
             weight = weight.columns(columns.start, columns.start + columns.length)
             if weight.has_whole_groups:
                 self._taken.add(self._resolve(name))
-                return weight
+                return weight.to(self.device)
         return self.take_columns(name, rows, columns, transposed)
 
     def _read_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
+        """Return the whole matrix, in the host's memory: a rank's part alone goes to the device."""
         resolved = self._resolve(name)
         reader = self._readers.get(resolved)
         if not isinstance(reader, QuantizedReader):
@@ -132,7 +133,7 @@ class Weights:
         if weight is None:
             return None
         _check_shape(resolved, weight.shape, shape)
-        return replace(weight.to(self.device), dtype=self.dtype)
+        return replace(weight, dtype=self.dtype)
 
     def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
         """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if

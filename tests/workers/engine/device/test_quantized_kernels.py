@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.engine import driving
 from tests.workers.engine.device.quantizing import Case, Parts, change, write
@@ -23,7 +24,9 @@ from workers.engine.kernels.quantized_matmul import QuantizedMatmul
 from workers.engine.kernels.scaled_matmul import ScaledMatmul, quantize_rows
 from workers.engine.layers.base import Ops
 from workers.engine.layers.ops import TorchOps
-from workers.engine.layers.parallel import Parallel
+from workers.engine.layers.parallel import Parallel, Shard
+from workers.engine.layers.quantized import QuantizedWeight
+from workers.engine.layers.weights import Weights
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams
 
@@ -43,6 +46,7 @@ KEPT = (
     "packed-4-32-asymmetric",
     "packed-8-rows",
     "float-block",
+    "float-channel-weights-only",
 )
 """Whose weights stay as they are stored, and are multiplied with inputs as they are."""
 
@@ -94,6 +98,37 @@ def test_ranks_take_their_parts(name: str, tmp_path: Path) -> None:
     assert (found[0] - found[1]).norm() < 0.01 * found[1].norm()
 
 
+class OnMeta(TorchDispatchMode):
+    """Records how many numbers the tensors have that are made on the device meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.device.type == "meta":
+            self.sizes.append(made.numel())
+        return made
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["packed-4-32-asymmetric", "packed-8-rows", "float-channel", "float-block"])
+def test_a_rank_has_only_its_part_on_the_device(name: str, tmp_path: Path) -> None:
+    quantized, _ = write(CASES[name], tmp_path)
+    readers, meta = weight_readers(open_checkpoint(str(quantized))), torch.device("meta")
+    weights = Weights(readers, torch.bfloat16, meta, ops=TritonOps())
+    for take in (
+        lambda: weights.take_matrix([f"{Q_PROJ}.weight"], [Shard(32, 32, 64)], 64),
+        lambda: weights.take_matrix_columns(f"{Q_PROJ}.weight", 64, Shard(32, 32, 64)),
+    ):
+        with OnMeta() as made:
+            weight = take()
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.values.device == weight.scales.device == meta
+        assert max(made.sizes) == weight.values.numel() == 32 * 64
+
+
 @needs_interpreter
 def test_projections_of_two_kinds_are_dequantized(tmp_path: Path) -> None:
     case = packed(4, 32)
@@ -111,6 +146,23 @@ def test_weights_are_counted_as_what_they_become(name: str, tmp_path: Path) -> N
     size = weight_bytes(checkpoint, torch.bfloat16, integers=True, float8=True)
     assert size == pytest.approx(stored, rel=0.3)
     assert weight_bytes(checkpoint, torch.bfloat16) > 1.5 * stored
+
+
+@pytest.mark.parametrize("name", [*KEPT, *SCALED])
+def test_scales_and_zero_points_are_counted(name: str, tmp_path: Path) -> None:
+    quantized, _ = write(CASES[name], tmp_path)
+    checkpoint = open_checkpoint(str(quantized))
+    readers: dict[str, Any] = weight_readers(checkpoint)
+    expected = 0
+    for tensor, reader in readers.items():
+        weight = (reader.quantized() or reader.float8()) if tensor.endswith("_proj.weight") else None
+        expected += 2 * reader().numel() if weight is None else memory(weight)
+    assert weight_bytes(checkpoint, torch.bfloat16, integers=True, float8=True) == expected
+
+
+def memory(weight: QuantizedWeight) -> int:
+    zeros = 0 if weight.zeros is None else weight.zeros.numel()
+    return weight.values.numel() * weight.bits // 8 + 4 * weight.scales.numel() + zeros
 
 
 def write_exact(quantized: Path, plain: Path) -> Path:

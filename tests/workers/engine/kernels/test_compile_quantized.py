@@ -46,6 +46,23 @@ def multiply(
     return KernelVariant(MODULE, "_multiply", signature, constants, choice.warps, choice.stages, aligned)
 
 
+def dequantize(kind: str, group_size: int) -> KernelVariant:
+    signature = {"values": VALUES[kind], "scales": "*fp32", "out": "*bf16"}
+    constants = {
+        "GROUP": group_size,
+        "BITS": 4 if kind == "int4" else 8,
+        "BLOCK_N": 64,
+        "BLOCK_K": min(64, group_size or 64),
+    }
+    if kind == "int4":
+        signature["zeros"] = "*u8"
+    else:
+        constants["zeros"] = None
+    aligned = (*signature, "n", "k", "width")
+    signature |= dict.fromkeys(("first", "n", "k", "width"), "i32")
+    return KernelVariant(MODULE, "_dequantize", signature, constants, aligned=aligned)
+
+
 def check(variants: dict[str, KernelVariant], capability: int) -> dict[str, Code]:
     found = dict(zip(variants, compiled(list(variants.values()), capability), strict=True))
     for name, code in found.items():
@@ -100,6 +117,7 @@ def test_what_comes_before_and_after_compiles(capability: int) -> None:
     sizes = dict.fromkeys(("rows", "n", "parts"), "i32")
     signature = {"sums": "*fp32", "out": "*bf16", **sizes}
     variants = [KernelVariant(MODULE, "_add_parts", signature, {"bias": None, "BLOCK": 1024}, aligned=("n",))]
+    variants += [dequantize(kind, group_size) for kind in kinds(capability) for group_size in (128, 16, 0)]
     if capability >= FLOAT8_SINCE:
         variants += [
             KernelVariant(

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
+from workers.engine.kernels import quantized_matmul
 from workers.engine.kernels.ops import TritonOps
-from workers.engine.kernels.quantized_matmul import QuantizedMatmul, pack, tiles
+from workers.engine.kernels.quantized_matmul import DEQUANTIZED_ROWS, QuantizedMatmul, pack, tiles
 from workers.engine.layers.quantized import QuantizedWeight, quantize
 
 # Of the largest sum. Weights are multiplied as they are, so only inputs, sums and results round.
@@ -73,6 +74,39 @@ def test_sizes_that_fill_no_tile(n: int, k: int, group_size: int | None, kind: s
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 130])
 def test_few_rows_and_many(rows: int) -> None:
     check(rows, 80, 320, "int4", 32)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_many_rows_are_multiplied_by_torch(kind: str, group_size: int | None) -> None:
+    """With the weight rounded to 16 bits, which the kernel does not round."""
+    torch.manual_seed(6)
+    weight = random_weight(24, 80, torch.float16, kind, group_size)
+    x, bias = torch.randn(DEQUANTIZED_ROWS, 80, device=DEVICE).half(), torch.randn(24, device=DEVICE).half()
+    product, dequantized = QuantizedMatmul(weight, bias), F.linear(x, weight.dequantize(), bias)
+    exact = expected_product(x, weight, bias)
+    assert product(x).equal(dequantized)
+    fewer = product(x[1:])
+    assert not fewer.equal(dequantized[1:])
+    for found, expected in ((product(x), exact), (fewer, exact[1:])):
+        atol = TOLERANCE[torch.float16] * float(exact.abs().max())
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("n", "k", "group_size"), [(200, 37, None), (130, 144, 48), (64, 300, 32)])
+def test_weights_are_dequantized_in_pieces(
+    n: int, k: int, group_size: int | None, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(7)
+    for kind in ("int4", "int8", "float8"):
+        weight = random_weight(n, k, torch.float32, kind, group_size)
+        x = torch.randn(DEQUANTIZED_ROWS, k, device=DEVICE)
+        bias = torch.randn(n, device=DEVICE) if with_bias else None
+        expected = F.linear(x, weight.dequantize(), bias)
+        for numbers in (1, 128 * k, 1 << 20):
+            monkeypatch.setattr(quantized_matmul, "_BUFFER", numbers)
+            torch.testing.assert_close(QuantizedMatmul(weight, bias)(x), expected, rtol=0, atol=1e-4)
 
 
 def test_long_rows_are_added_up_in_parts() -> None:
@@ -155,11 +189,12 @@ def test_real_shapes(n: int, k: int, group_size: int | None, rows: int, kind: st
 
 
 @pytest.mark.gpu
-def test_a_graph_holds_the_product() -> None:
+@pytest.mark.parametrize("rows", [8, DEQUANTIZED_ROWS])
+def test_a_graph_holds_the_product(rows: int) -> None:
     from workers.engine.cuda.graphs import CudaRecorder
 
     weight = random_weight(256, 4096, torch.bfloat16, "int4", 128)
-    product, x = QuantizedMatmul(weight, None), torch.zeros(8, 4096, device=DEVICE, dtype=torch.bfloat16)
+    product, x = QuantizedMatmul(weight, None), torch.zeros(rows, 4096, device=DEVICE, dtype=torch.bfloat16)
     found: list[Tensor] = []
     replay = CudaRecorder()(lambda: found.append(product(x)))
     x.normal_()
