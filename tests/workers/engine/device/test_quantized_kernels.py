@@ -29,6 +29,7 @@ from workers.engine.layers.quantized import QuantizedWeight
 from workers.engine.layers.weights import Weights
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams
+from workers.engine.messages.errors import ModelLoadError
 
 SCALED = ("fp8-matrix", "fp8-large-blocks", "float-tensor", "float-channel")
 """Whose inputs are rounded to float8, too: a tiny matrix is one block of 128 columns."""
@@ -160,6 +161,24 @@ def test_scales_and_zero_points_are_counted(name: str, tmp_path: Path) -> None:
     assert weight_bytes(checkpoint, torch.bfloat16, integers=True, float8=True) == expected
 
 
+@pytest.mark.parametrize("broken", [None, torch.tensor(1.0).to(torch.float8_e4m3fn)])
+@pytest.mark.parametrize("name", ["fp8-matrix", "float-channel"])
+def test_a_matrix_that_is_missing_or_no_matrix_is_refused_by_name(
+    name: str, broken: Tensor | None, tmp_path: Path
+) -> None:
+    quantized, _ = write(CASES[name], tmp_path)
+
+    def spoil(stored: Parts) -> None:
+        del stored[f"{Q_PROJ}.weight"]
+        stored.update({} if broken is None else {f"{Q_PROJ}.weight": broken})
+
+    change(quantized, spoil)
+    checkpoint = open_checkpoint(str(quantized))
+    assert weight_bytes(checkpoint, torch.bfloat16, float8=True) > 0
+    with pytest.raises(ModelLoadError, match=r"q_proj\.weight"):
+        load_weights(checkpoint, torch.float32, CPU)
+
+
 def memory(weight: QuantizedWeight) -> int:
     zeros = 0 if weight.zeros is None else weight.zeros.numel()
     return weight.values.numel() * weight.bits // 8 + 4 * weight.scales.numel() + zeros
@@ -207,7 +226,9 @@ def test_a_model_in_float8_answers(dtype: str, place: Place, tmp_path: Path) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["packed-4-32-asymmetric", "packed-8-rows", "float-channel", "float-block"])
+@pytest.mark.parametrize(
+    "name", ["packed-4-32-asymmetric", "packed-8-rows", "float-channel", "float-channel-weights-only", "float-block"]
+)
 def test_16_bits_in_graphs_and_outside(name: str, tmp_path: Path) -> None:
     quantized, _ = write(CASES[name], tmp_path)
     assert [len(some) for some in tokens(quantized, GPU, dtype="bfloat16")] == [6, 6, 6]

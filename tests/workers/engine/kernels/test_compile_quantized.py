@@ -66,7 +66,7 @@ def dequantize(kind: str, group_size: int) -> KernelVariant:
 def check(variants: dict[str, KernelVariant], capability: int) -> dict[str, Code]:
     found = dict(zip(variants, compiled(list(variants.values()), capability), strict=True))
     for name, code in found.items():
-        print(f"sm_{capability} {name}: {code.registers} registers, {code.shared} bytes shared")
+        print(f"sm_{capability} {name}: {code.registers} registers, {code.spilled} spilled, {code.shared} bytes shared")
         assert code.spilled <= SPILLED[torch.bfloat16], name
         assert code.shared <= SHARED_MEMORY[capability], name
     return found
