@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from workers.engine.cuda.capability import has_float8
+from workers.engine.kernels import quantized_matmul, scaled_matmul
 from workers.engine.kernels.activation import silu_times_up
 from workers.engine.kernels.norm import add_normed, normed
 from workers.engine.kernels.quantized_matmul import QuantizedMatmul, can_multiply
-from workers.engine.kernels.scaled_matmul import ScaledMatmul, can_scale, matches_torch
+from workers.engine.kernels.scaled_matmul import ScaledMatmul, can_scale
 from workers.engine.layers.base import Projection
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.quantized import Weight
@@ -26,11 +27,15 @@ class TritonOps(TorchOps):
     def product(self, weight: Weight, bias: Tensor | None) -> Projection:
         if isinstance(weight, Tensor):
             return super().product(weight, bias)
-        if can_scale(weight) and matches_torch(weight.values.device, weight.dtype):
+        device, dtype = weight.values.device, weight.dtype
+        if can_scale(weight) and scaled_matmul.matches_torch(device, dtype):
             return ScaledMatmul(weight, bias)
-        if can_multiply(weight):
+        if not can_multiply(weight):
+            _log_dequantized(weight.group_size, dtype)
+        elif quantized_matmul.matches_torch(
+            device, dtype, weight.values.dtype, weight.group_size if weight.scales.shape[1] > 1 else 0
+        ):
             return QuantizedMatmul(weight, bias)
-        _log_dequantized(weight.group_size, weight.dtype)
         return super().product(weight.dequantize(), bias)
 
     def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:

@@ -14,13 +14,19 @@ weight is dequantized once for all rows of a step, some outputs after the others
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.engine.kernels.product_check import fault_of
 from workers.engine.kernels.tuning import TileChoice
 from workers.engine.layers.quantized import QuantizedWeight
+
+logger = logging.getLogger(__name__)
 
 DEQUANTIZED_ROWS = 1024
 """Fewest rows whose product is torch's. Dequantizing moves about 5 bytes a weight, which takes a
@@ -28,6 +34,7 @@ GPU as long as products of some hundred rows; not measured yet.
 """
 _BUFFER = 1 << 27  # numbers that are dequantized at once
 _DEQUANTIZED_OUTPUTS = 64  # of a program
+_ROWS, _INPUTS, _OUTPUTS = (1, 20, 80), 144, 80  # of the example that is compared
 _BLOCK_K = 64  # columns of a tile at most
 _LEAST_K = 16  # that a matrix instruction takes
 _MOST_PARTS = 16
@@ -41,6 +48,34 @@ _PRECISION = tl.constexpr("tf32x3")  # of float32, as in attention
 def can_multiply(weight: QuantizedWeight) -> bool:
     """Return whether the kernel takes a weight's groups as they are."""
     return weight.scales.shape[1] == 1 or weight.group_size % _LEAST_K == 0
+
+
+@functools.cache
+def matches_torch(device: torch.device, dtype: torch.dtype, values: torch.dtype, group_size: int) -> bool:
+    """Return whether products with values of a type come out right in `dtype`; a group size of 0 is
+    one group.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = group_size or _INPUTS
+    columns = 2 * size if group_size else size
+    shape, groups = (_OUTPUTS, columns), (_OUTPUTS, columns // size)
+    zeros = None
+    if values == torch.uint8:
+        zeros = torch.randint(0, 16, groups, generator=generator, dtype=values)
+        numbers = torch.randint(0, 16, shape, generator=generator, dtype=values)
+    else:
+        numbers = torch.randint(-8, 9, shape, generator=generator).to(values)
+    scales = torch.rand(groups, generator=generator) + 0.5
+    x = torch.randint(-14, 15, (sum(_ROWS), columns), generator=generator).float()
+    if fault := fault_of(QuantizedMatmul, QuantizedWeight(numbers, scales, dtype, size, zeros), x, _ROWS, device):
+        logger.warning(
+            "the kernel for quantized weights is not used on %s in %s (%s): they are stored dequantized, which takes"
+            " more memory",
+            device,
+            str(dtype).removeprefix("torch."),
+            fault,
+        )
+    return not fault
 
 
 def tiles(rows: int, dtype: torch.dtype) -> TileChoice:

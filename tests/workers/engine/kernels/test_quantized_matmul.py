@@ -1,5 +1,7 @@
 """Products with weights of 4 and 8 bits against torch's in float32."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch import Tensor
 from tests.workers.engine.kernels.devices import DEVICE
 from workers.engine.kernels import quantized_matmul
 from workers.engine.kernels.ops import TritonOps
-from workers.engine.kernels.quantized_matmul import DEQUANTIZED_ROWS, QuantizedMatmul, pack, tiles
+from workers.engine.kernels.quantized_matmul import DEQUANTIZED_ROWS, QuantizedMatmul, matches_torch, pack, tiles
 from workers.engine.layers.quantized import QuantizedWeight, quantize
 
 # Of the largest sum. Weights are multiplied as they are, so only inputs, sums and results round.
@@ -51,6 +53,44 @@ def check(
     found, expected = QuantizedMatmul(weight, bias)(x), expected_product(x, weight, bias)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=TOLERANCE[dtype] * float(expected.abs().max()))
+
+
+@pytest.fixture
+def compared_anew() -> Iterator[None]:
+    matches_torch.cache_clear()
+    yield
+    matches_torch.cache_clear()
+
+
+@pytest.mark.usefixtures("compared_anew")
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_products_that_come_out_right_are_used(
+    kind: str, group_size: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = random_weight(32, 64, torch.float16, kind, group_size)
+    assert isinstance(TritonOps().product(weight, None), QuantizedMatmul)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("compared_anew")
+@pytest.mark.parametrize("fault", ["", "out of resource: shared memory\nand more"])
+def test_a_kernel_that_fails_or_is_wrong_is_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def multiply(product: QuantizedMatmul, x: Tensor, out: Tensor, rows: int) -> None:
+        if fault:
+            raise RuntimeError(fault)
+        out[:] = x.sum(1, keepdim=True)
+
+    monkeypatch.setattr(QuantizedMatmul, "_multiply", multiply)
+    weight, x = random_weight(32, 64, torch.float16, "int8"), torch.randn(3, 64, device=DEVICE).half()
+    products = [TritonOps().product(weight, None) for _ in range(2)]
+    assert products[0](x).equal(F.linear(x, weight.dequantize()))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(f"the kernel for quantized weights is not used on {DEVICE.type}")
+    assert "\n" not in line
+    assert ("out of resource: shared memory" in line) == bool(fault)
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,9 @@ def test_a_product_of_torch_that_is_wrong_is_not_used(
 ) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", broken)
     weight = float8_weight(32, 64, torch.bfloat16)
-    assert [type(TritonOps().product(weight, None)) for _ in range(3)] == [QuantizedMatmul] * 3
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith(f"torch._scaled_mm is not used on {DEVICE.type}")
+    assert not any(isinstance(TritonOps().product(weight, None), ScaledMatmul) for _ in range(3))
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = (line for line in lines if line.startswith(f"torch._scaled_mm is not used on {DEVICE.type}"))
     assert "\n" not in line
     assert ("cublasLtMatmulAlgoGetHeuristic failed" in line) == (broken is refuse)
 
