@@ -29,6 +29,21 @@ def write_checkpoint(
 
     Raises OSError where the disk has no room for them.
     """
+    config, shapes = shapes_of(settings, auto_class)
+    size = sum(_bytes(shape) for shape in shapes.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < 1.05 * size:
+        raise OSError(f"{folder} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB")
+    config.save_pretrained(folder)
+    _write_shards(shapes, folder, seed)
+    return size
+
+
+def shapes_of(
+    settings: Mapping[str, Any], auto_class: str = "AutoModelForCausalLM"
+) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """Return transformers' configuration of a checkpoint in bfloat16, and its tensors' shapes."""
     import torch
     import transformers
 
@@ -40,14 +55,7 @@ def write_checkpoint(
         shapes.pop("lm_head.weight", None)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
-    size = sum(_bytes(shape) for shape in shapes.values())
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < 1.05 * size:
-        raise OSError(f"{folder} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB")
-    config.save_pretrained(folder)
-    _write_shards(shapes, folder, seed)
-    return size
+    return config, shapes
 
 
 def _write_shards(shapes: Mapping[str, Sequence[int]], folder: Path, seed: int) -> None:

@@ -88,13 +88,13 @@ def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outco
 
 
 def _roomy_folder() -> str | None:
-    """Where checkpoints of 19 GB go: memory where that is plenty, for no disk is as quick; else
+    """Where checkpoints of 36 GB go: memory where that is plenty, for no disk is as quick; else
     where temporary files do.
     """
     folder, available = Path("/dev/shm"), available_memory() or 0
     if "BENCHMARK_CACHE" in os.environ:
         return os.environ["BENCHMARK_CACHE"]
-    plenty = folder.is_dir() and available > _PLENTY and shutil.disk_usage(folder).free > _PLENTY / 2
+    plenty = folder.is_dir() and available > _PLENTY and shutil.disk_usage(folder).free > _PLENTY * 3 / 4
     return str(folder) if plenty else None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks.gpu.setting import Setting
 from benchmarks.models import settings_of
+from benchmarks.quantized_weights import write_quantized
 from benchmarks.weights import write_checkpoint
 
 _TINY = {
@@ -26,11 +27,16 @@ def shape_of(setting: Setting, name: str) -> dict[str, Any]:
     return {**settings_of(name), **(_TINY if setting.tiny else {})}
 
 
-def checkpoint(setting: Setting, name: str) -> str:
-    """Return the folder of the model's weights, written on first use."""
-    folder = Path(setting.scratch) / name
+def checkpoint(setting: Setting, name: str, kind: str | None = None) -> str:
+    """Return the folder of the model's weights, written on first use; `kind` is one of the KINDS of
+    quantized weights.
+    """
+    folder = Path(setting.scratch) / (name if kind is None else f"{name}-{kind}")
     if not (folder / "config.json").exists():
-        unfinished = Path(setting.scratch) / f"{name}.unfinished"
-        write_checkpoint(shape_of(setting, name), unfinished)
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        if kind is None:
+            write_checkpoint(shape_of(setting, name), unfinished)
+        else:
+            write_quantized(shape_of(setting, name), unfinished, kind)
         unfinished.rename(folder)
     return str(folder)

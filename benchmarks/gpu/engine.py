@@ -17,6 +17,7 @@ from benchmarks.gpu.checkpoints import checkpoint, shape_of
 from benchmarks.gpu.roofline import cost_of, roofline
 from benchmarks.gpu.setting import NeedsGpu, Setting
 from benchmarks.gpu.workload import Workload, drawn, even, staircase
+from benchmarks.quantized_weights import KINDS
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.config import EngineConfig
 
@@ -70,6 +71,16 @@ def qwen3_8b(setting: Setting) -> dict[str, Any]:
     the row into its time.
     """
     return _throughput(setting, "qwen3-8b", _benchmark(setting, 1024, 50, 512), full_warmup=False)
+
+
+def qwen3_8b_int4(setting: Setting) -> dict[str, Any]:
+    """64 requests of those lengths, whose steps read weights more than anything else."""
+    return _throughput(setting, "qwen3-8b", _benchmark(setting, 64, 50, 512), full_warmup=False, kind="int4")
+
+
+def qwen3_8b_float8(setting: Setting) -> dict[str, Any]:
+    """The same in float8."""
+    return _throughput(setting, "qwen3-8b", _benchmark(setting, 64, 50, 512), full_warmup=False, kind="float8")
 
 
 def start_up(setting: Setting) -> dict[str, Any]:
@@ -149,13 +160,15 @@ async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
     return (await run_pass(engine, stairs, first_id=1 << 20)).seconds
 
 
-def _throughput(setting: Setting, name: str, work: Workload, full_warmup: bool, **settings: Any) -> dict[str, Any]:
+def _throughput(
+    setting: Setting, name: str, work: Workload, full_warmup: bool, kind: str | None = None, **settings: Any
+) -> dict[str, Any]:
     """`full_warmup`: the whole workload once before it is measured, with other tokens in its
-    prompts.
+    prompts; `kind`: of quantized weights.
 
     `settings` are the engine's.
     """
-    folder = checkpoint(setting, name)
+    folder = checkpoint(setting, name, kind)
 
     async def measured(engine: AsyncEngine) -> tuple[float, list[GpuPass]]:
         warm = await warm_up(engine, setting, len(work.prompts))
@@ -192,7 +205,9 @@ def _throughput(setting: Setting, name: str, work: Workload, full_warmup: bool, 
         ),
     }
     if setting.gpu is not None:
-        cost = cost_of(shape_of(setting, name), kv_bytes=1 if settings.get("kv_cache_dtype") == "fp8" else 2)
+        kv_bytes = 1 if settings.get("kv_cache_dtype") == "fp8" else 2
+        layer_bytes = 2 if kind is None else KINDS[kind].bytes_per_weight
+        cost = cost_of(shape_of(setting, name), kv_bytes, layer_bytes)
         least = roofline(cost, work, setting.gpu)
         figures["bound"] = round(work.output_tokens / least.seconds, 1)
         figures["roofline"] = {

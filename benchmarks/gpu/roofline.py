@@ -29,22 +29,25 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one token costs a decoder with gated or plain projections of 2 bytes per weight."""
+    """What one token costs a decoder with gated or plain projections; the head has 2 bytes per
+    weight.
+    """
 
     layer_weights: int  # elements of all layers' matrices
     head_weights: int  # elements of the output projection
     kv_bytes_per_token: int
+    layer_bytes: float = 2  # of an element of a layer's matrix
 
     @property
     def weight_bytes(self) -> int:
         """What a decode step reads; rows looked up in the embedding are not counted."""
-        return 2 * (self.layer_weights + self.head_weights)
+        return round(self.layer_bytes * self.layer_weights) + 2 * self.head_weights
 
 
-def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2) -> ModelCost:
+def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2, layer_bytes: float = 2) -> ModelCost:
     """For a Llama-like shape, by the names of transformers' configurations.
 
-    `kv_bytes`: of one number of a key or value.
+    `kv_bytes`: of one number of a key or value; `layer_bytes`: of one weight of a layer.
     """
     hidden, inner, layers, heads = (
         shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -55,6 +58,7 @@ def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2) -> ModelCost:
         layers * (attention + 3 * hidden * inner),
         hidden * shape["vocab_size"],
         layers * 2 * kv_bytes * kv_heads * head_dim,
+        layer_bytes,
     )
 
 

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import notes, table
 from benchmarks.gpu.workload import Workload, drawn, staircase
 from benchmarks.models import SHAPES
+from benchmarks.quantized_weights import KINDS
 from tests.workers.engine.places import needs_interpreter
 from workers.engine.cuda.graphs import sizes
 
@@ -104,6 +107,25 @@ def test_the_engine_runs_a_workload(setting: Setting) -> None:
     assert figures["value"] > 0
     assert figures["bound"] > 0
     assert len(figures["rehearsal_seconds"]) == 1
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("measure", [engine.qwen3_8b_int4, engine.qwen3_8b_float8])
+def test_the_engine_runs_quantized_weights(setting: Setting, measure: Callable[[Setting], dict[str, Any]]) -> None:
+    figures = measure(setting)
+    assert figures["output_tokens"] == engine._benchmark(setting, 0, 0, 0).output_tokens
+    assert figures["bound"] > 0
+
+
+def test_quantized_weights_are_read_faster_than_16_bits() -> None:
+    work = drawn(64, 50, 512)
+    plain, *quantized = (
+        cost_of(SHAPES["qwen3-8b"], layer_bytes=layer_bytes)
+        for layer_bytes in (2, *(kind.bytes_per_weight for kind in KINDS.values()))
+    )
+    for cost in quantized:
+        assert cost.weight_bytes < 0.6 * plain.weight_bytes
+        assert roofline(cost, work, H200).seconds < roofline(plain, work, H200).seconds
 
 
 @pytest.mark.proof

@@ -14,6 +14,7 @@ import torch
 
 from workers.engine.attention.base import Attention, CacheShape
 from workers.engine.backends.base import Backend
+from workers.engine.cuda.capability import has_float8
 from workers.engine.cuda.out_of_memory import one_line
 from workers.engine.inputs.base import Inputs
 from workers.engine.layers.base import Ops
@@ -23,7 +24,6 @@ from workers.engine.sampling.base import Draw
 # Compute capability: what Triton supports; on what came before, `attend` also takes more shared
 # memory than there is
 _KERNELS_SINCE = (8, 0)
-_FP8_SINCE = (8, 9)  # has instructions that convert to and from e4m3
 _TRITON_SINCE = (3, 6)
 
 
@@ -41,7 +41,7 @@ class TritonBackend(Backend):
         )
 
     def stores_fp8(self, device: torch.device) -> bool:
-        return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FP8_SINCE
+        return has_float8(device)
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         why = self.unfit(device, dtype)

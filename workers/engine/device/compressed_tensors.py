@@ -1,7 +1,8 @@
 """Checkpoints of compressed-tensors, whose modules are quantized by groups in their configuration.
 
-Only weights count here: what the configuration says of activations and of the KV cache is left
-aside. Layouts: compressed-tensors, `compressors/` and `quantization/lifecycle/forward.py`.
+Weights count here, and of activations whether they are in float8. What else the configuration says
+of activations, and of the KV cache, is left aside. Layouts: compressed-tensors, `compressors/` and
+`quantization/lifecycle/forward.py`.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class _Scheme:
     block: tuple[int, int] | None
     symmetric: bool
     has_order: bool  # which group a column is in is stored
+    float8_inputs: bool
 
     def layout(self) -> MatrixLayout:
         zeros = () if self.symmetric else ("weight_zero_point",)
@@ -71,10 +73,16 @@ class _Scheme:
             required = ("weight_packed", "weight_scale", "weight_shape", *zeros, *order)
             stays = stays and (self.bits == 4 or self.symmetric)
             bits = bits_as_stored(self.bits, self.group_size) if stays else None
-            return MatrixLayout("weight_packed", required, numbers_in(1, self.bits), partial(_read_packed, self), bits)
+            packed, read = numbers_in(1, self.bits), partial(_read_packed, self)
+            return MatrixLayout("weight_packed", required, packed, read, bits, scaled_rows=self._scaled_rows)
         required = ("weight", "weight_scale", *zeros, *order)
         bits = bits_as_stored(8, self.group_size) if stays and self.symmetric else None
-        return MatrixLayout("weight", required, 1, partial(_read_numbers, self), bits)
+        read = partial(_read_numbers, self)
+        return MatrixLayout("weight", required, 1, read, bits, self.floats, self.float8_inputs, self._scaled_rows)
+
+    @property
+    def _scaled_rows(self) -> int | None:
+        return self.block[0] if self.block else None if self.strategy == "tensor" else 1
 
 
 class CompressedTensorsFormat(CheckpointFormat):
@@ -152,7 +160,12 @@ def _scheme(group: Json, stored: str) -> _Scheme:
         block=block_shape(weights.get("block_structure")) if strategy == "block" else None,
         symmetric=symmetric,
         has_order=weights.get("actorder") in ("group", "dynamic", True) and strategy == "group",
+        float8_inputs=_are_float8(read_object(group, "input_activations")),
     )
+
+
+def _are_float8(activations: Json) -> bool:
+    return (activations.get("type"), activations.get("num_bits")) == ("float", 8)
 
 
 def _read_numbers(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:

@@ -227,19 +227,27 @@ def load_weights(
 
 
 def weight_bytes(
-    checkpoint: ModelCheckpoint, dtype: torch.dtype, widens: bool = False, quantization: str | None = None
+    checkpoint: ModelCheckpoint,
+    dtype: torch.dtype,
+    widens: bool = False,
+    quantization: str | None = None,
+    *,
+    integers: bool = False,
+    float8: bool = False,
 ) -> int:
     """Return about how many bytes the weights take in a model that computes in `dtype`.
 
     `widens`: the backend stores them in fewer bits where it can, and integers as the checkpoint
-    does; `quantization` is the flag. Neither counts for transformers' classes, of which some
-    matrices stay as they are. Raises ModelLoadError where there are none.
+    does; `integers` and `float8`: it stores these so; `quantization` is the flag. None of them
+    counts for transformers' classes, of which some matrices stay as they are. Raises ModelLoadError
+    where there are none.
     """
     stored, size = _stored_dtype(checkpoint.config), dtype.itemsize
     if isinstance(checkpoint.family, Family):
         size = 1 if quantization else min(size, stored.itemsize) if widens else size
     if checkpoint.quantized is not None:
-        return count_bytes(_tensor_shapes(checkpoint.folder), checkpoint.quantized, size, stays=widens)
+        shapes = _tensor_shapes(checkpoint.folder)
+        return count_bytes(shapes, checkpoint.quantized, size, stays=widens or integers, float8=float8)
     return sum(file.stat().st_size for file in weight_files(checkpoint.folder)) // stored.itemsize * size
 
 

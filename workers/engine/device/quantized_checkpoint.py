@@ -35,10 +35,10 @@ _FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
 # first versions of compressed-tensors
 _KEYS = {"quantization_config": "no known method", "compression_config": "compressed-tensors"}
 _WEIGHT = "weight"
-_SCALES = ("scales", "weight_scale")
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
 # How the names of modules end whose matrices are dequantized everywhere
 _TABLES = ("lm_head", *EMBEDDINGS)
-_GROUP_BYTES = 5  # of a scale and a zero point
+_GROUP_BYTES = {4: 5, 8: 4}  # in memory, of a row's scale and zero point of a group, by bits
 
 
 def find_format(raw: Json) -> CheckpointFormat | None:
@@ -81,10 +81,15 @@ def plain_readers(
 
 
 def count_bytes(
-    shapes: Mapping[str, Sequence[int]], checkpoint_format: CheckpointFormat, item_size: int, stays: bool
+    shapes: Mapping[str, Sequence[int]],
+    checkpoint_format: CheckpointFormat,
+    item_size: int,
+    stays: bool,
+    float8: bool = False,
 ) -> int:
     """Return about how many bytes the weights take by the shapes of the stored tensors: `item_size`
-    for each number of the plain checkpoint, or as many bits as it is stored in if it `stays` so.
+    for each number of the plain checkpoint, or as many bits as it is stored in if it `stays` so,
+    and one byte if it is in float8 and that stays.
 
     Raises ModelLoadError.
     """
@@ -97,14 +102,19 @@ def count_bytes(
     for name, shape in shapes.items():
         module, _, part = name.rpartition(".")
         layout, numbers = layouts.get(module), math.prod(shape)
-        bits = layout.bits if layout is not None and stays and not module.endswith(_TABLES) else None
+        bits = None if layout is None or module.endswith(_TABLES) else _kept_bits(layout, stays, float8)
         if layout is not None and part == layout.stored:
             count += numbers * layout.packed * (bits or 8 * item_size) // 8
-        elif part in _SCALES and bits:
-            count += numbers * _GROUP_BYTES
+        elif layout is not None and bits and part in _SCALES:
+            rows, *_ = shapes.get(f"{module}.{layout.stored}") or (1,)  # whoever reads it refuses what is amiss
+            count += numbers * min(layout.scaled_rows or rows, rows) * _GROUP_BYTES[bits]
         elif part not in checkpoint_format.parts:
             count += numbers * item_size
     return count
+
+
+def _kept_bits(layout: MatrixLayout, stays: bool, float8: bool) -> int | None:
+    return 8 if layout.float8 and float8 else layout.bits if stays else None
 
 
 def _modules(names: Iterable[str], checkpoint_format: CheckpointFormat) -> dict[str, list[str]]:
@@ -137,3 +147,7 @@ class _MatrixReader:
 
     def quantized(self) -> QuantizedWeight | None:
         return None if self.bits is None else self.layout.read(self.parts).as_stored(self.dtype)
+
+    def float8(self) -> QuantizedWeight | None:
+        layout = self.layout
+        return layout.read(self.parts).as_float8(self.dtype, layout.float8_inputs) if layout.float8 else None

@@ -165,13 +165,20 @@ class Fp8Format(CheckpointFormat):
     def __init__(self, settings: Json) -> None:
         block = settings.get("weight_block_size")
         self._block = None if block is None else block_shape(block)
+        self._float8_inputs = settings.get("activation_scheme") in ("dynamic", "static")
 
     def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
         scale = next((part for part in ("weight_scale_inv", "weight_scale") if part in parts), None)
         if scale is None:
             return None
         return MatrixLayout(
-            "weight", ("weight",), 1, partial(read_scaled, dtypes=FLOAT8, scale=scale, block=self._block)
+            "weight",
+            ("weight",),
+            1,
+            partial(read_scaled, dtypes=FLOAT8, scale=scale, block=self._block),
+            float8=True,
+            float8_inputs=self._float8_inputs,
+            scaled_rows=self._block and self._block[0],
         )
 
 

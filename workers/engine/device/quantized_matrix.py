@@ -115,6 +115,11 @@ class QuantizedMatrix:
             return None
         return QuantizedWeight((self.values - middle).to(torch.int8), scales, dtype, size)
 
+    def as_float8(self, dtype: torch.dtype, float8_inputs: bool) -> QuantizedWeight | None:
+        """Return a weight of the same floats; None where groups do not follow one another."""
+        size, scales = self._group_size(), self.scales.float().contiguous()
+        return None if size is None else QuantizedWeight(self.values, scales, dtype, size, float8_inputs=float8_inputs)
+
     def _group_size(self) -> int | None:
         """Return how many columns share a scale; None where groups do not follow one another."""
         columns = self.values.shape[1]
@@ -136,6 +141,9 @@ class MatrixLayout:
     packed: int  # numbers in one element of it
     read: Callable[[MatrixParts], QuantizedMatrix]
     bits: int | None = None  # of a number, where `QuantizedMatrix.as_stored` leaves it as it is
+    float8: bool = False  # numbers, which `QuantizedMatrix.as_float8` leaves as they are
+    float8_inputs: bool = False
+    scaled_rows: int | None = 1  # rows that share a stored scale; None: all
 
 
 def bits_as_stored(bits: int, group_size: int | None) -> int | None:

@@ -62,8 +62,8 @@ class Rank:
         self._backend.check(self.device, self.dtype)
         if self._cache_dtype == torch.float8_e4m3fn and not self._backend.stores_fp8(self.device):
             raise ModelLoadError(
-                "--kv-cache-dtype fp8 needs the engine's own kernels on a GPU of compute capability 8.9 or newer, and"
-                f" this is the {self._backend.name} backend on {self.device}; leave it at auto"
+                "--kv-cache-dtype fp8 needs the engine's own kernels on an NVIDIA GPU of compute capability 8.9 or"
+                f" newer, and this is the {self._backend.name} backend on {self.device}; leave it at auto"
             )
         self._checkpoint = checkpoint
         self.model_config: ModelConfig = checkpoint.config
@@ -91,7 +91,15 @@ class Rank:
         """Read the weights; return how many bytes this rank has for its KV cache."""
         parallel = self._parallel
         config, model = self._config, self.model_config
-        whole = weight_bytes(self._checkpoint, self.dtype, self._backend.widens, config.quantization)
+        ops = self._backend.ops
+        whole = weight_bytes(
+            self._checkpoint,
+            self.dtype,
+            self._backend.widens,
+            config.quantization,
+            integers=ops.multiplies(4, self.dtype),
+            float8=ops.multiplies_float8(self.device),
+        )
         weights = whole // parallel.size
         if self.device.type == "cuda":
             return self._load_on_gpu(weights)

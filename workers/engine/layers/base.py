@@ -150,6 +150,10 @@ class Ops(Protocol):
         """
         ...
 
+    def multiplies_float8(self, device: torch.device) -> bool:
+        """Return the same of a QuantizedWeight in float8."""
+        ...
+
     def stack(
         self,
         layers: Sequence[DecoderLayer],

@@ -14,7 +14,7 @@ class Int8Ops:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.stack, self.norm, self.add_norm = ops.stack, ops.norm, ops.add_norm
-        self.multiplies = ops.multiplies
+        self.multiplies, self.multiplies_float8 = ops.multiplies, ops.multiplies_float8
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
         return self._ops.linear(_quantized(weight), bias, activation)

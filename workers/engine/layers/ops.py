@@ -19,7 +19,7 @@ class TorchOps:
     """Plain torch, for every device."""
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
-        plain = _product(weight, bias)
+        plain = self.product(weight, bias)
         if activation is None:
             return plain
         activate = function_of(activation)
@@ -27,13 +27,21 @@ class TorchOps:
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
         function_of(activation)  # an unknown one is refused here, not by the first step
-        plain = _product(weight, bias)
+        plain = self.product(weight, bias)
         return lambda x: self.gated_activation(activation, plain(x))
 
     def table(self, weight: Weight) -> Table:
-        return PlainTable(weight) if isinstance(weight, Tensor) else QuantizedTable(weight)
+        return PlainTable(weight) if isinstance(weight, Tensor) else QuantizedTable(weight, self.product(weight, None))
+
+    def product(self, weight: Weight, bias: Tensor | None) -> Projection:
+        if isinstance(weight, Tensor):
+            return partial(F.linear, weight=weight, bias=bias)
+        return partial(_quantized_product, weight=weight, bias=bias)
 
     def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
+        return False
+
+    def multiplies_float8(self, device: torch.device) -> bool:
         return False
 
     def stack(
@@ -66,12 +74,6 @@ class TorchOps:
         return function_of(name)(gate).mul_(up)
 
 
-def _product(weight: Weight, bias: Tensor | None) -> Projection:
-    if isinstance(weight, Tensor):
-        return partial(F.linear, weight=weight, bias=bias)
-    return partial(_quantized_product, weight=weight, bias=bias)
-
-
 def _quantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x [..., k] -> [..., n]; the weight is widened for each call."""
     return F.linear(x, weight.dequantize(), bias)
@@ -91,13 +93,10 @@ class PlainTable:
 
 
 class QuantizedTable:
-    __slots__ = ("_weight",)
+    __slots__ = ("_weight", "logits")
 
-    def __init__(self, weight: QuantizedWeight) -> None:
-        self._weight = weight
+    def __init__(self, weight: QuantizedWeight, product: Projection) -> None:
+        self._weight, self.logits = weight, product
 
     def rows(self, indices: Tensor) -> Tensor:
         return self._weight.rows(indices).dequantize()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return _quantized_product(hidden, self._weight, None)

@@ -19,14 +19,15 @@ class QuantizedWeight:
     """A matrix [n, k] for inputs and outputs in `dtype`: each number is (its value - the zero
     point) * the scale of its row and group of columns.
 
-    There are two kinds: int8 without zero points, and numbers of 4 bits with them.
+    There are three kinds: int8 and float8 without zero points, and numbers of 4 bits with them.
     """
 
-    values: Tensor  # int8 [n, k], or uint8 from 0 to 15
+    values: Tensor  # int8 or float8_e4m3fn [n, k], or uint8 from 0 to 15
     scales: Tensor  # float32 [n, groups]
     dtype: torch.dtype
     group_size: int  # columns of a group, of which the last may have fewer
     zeros: Tensor | None = None  # uint8 [n, groups] from 0 to 15
+    float8_inputs: bool = False  # inputs may be rounded to float8: the checkpoint is made for it
 
     @property
     def shape(self) -> torch.Size:
@@ -40,6 +41,14 @@ class QuantizedWeight:
     def has_whole_groups(self) -> bool:
         """Whether products take its groups as they are: one, or `GROUP_MULTIPLES` of columns."""
         return self.scales.shape[1] == 1 or self.group_size % GROUP_MULTIPLES[self.bits] == 0
+
+    @property
+    def is_float8(self) -> bool:
+        return self.values.dtype == torch.float8_e4m3fn
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros)
 
     def dequantize(self) -> Tensor:
         """Return the matrix in `dtype`."""
@@ -88,9 +97,7 @@ def quantize(weight: Tensor) -> QuantizedWeight:
 def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Return the rows of all; None where they are not of one kind."""
     first = weights[0]
-    if any(
-        (other.group_size, other.bits, other.dtype) != (first.group_size, first.bits, first.dtype) for other in weights
-    ):
+    if len({(each.group_size, each.values.dtype, each.dtype, each.float8_inputs) for each in weights}) > 1:
         return None
     values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]

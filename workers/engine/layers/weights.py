@@ -32,6 +32,11 @@ class QuantizedReader(Protocol):
     def quantized(self) -> QuantizedWeight | None:
         """Return it as it is stored; None without `bits`, or where its numbers are not such."""
 
+    def float8(self) -> QuantizedWeight | None:
+        """Return it as it is stored where that is in float8, and scales are of columns that follow
+        one another; else None.
+        """
+
 
 class Weights:
     """Hands a model its tensors in the dtype and on the device that it runs with, and knows which
@@ -104,7 +109,7 @@ class Weights:
             del found, pairs, parts
             return self.take_rows(names, rows, columns, transposed)
         self._taken.update(map(self._resolve, names))
-        return whole
+        return whole.to(self.device)
 
     def take_matrix_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Weight:
         """Return `take_columns` likewise."""
@@ -113,15 +118,18 @@ class Weights:
             weight = weight.columns(columns.start, columns.start + columns.length)
             if weight.has_whole_groups:
                 self._taken.add(self._resolve(name))
-                return weight
+                return weight.to(self.device)
         return self.take_columns(name, rows, columns, transposed)
 
     def _read_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
+        """Return the whole matrix, in the host's memory: a rank's part alone goes to the device."""
         resolved = self._resolve(name)
         reader = self._readers.get(resolved)
-        if not isinstance(reader, QuantizedReader) or not self.ops.multiplies(reader.bits, self.dtype):
+        if not isinstance(reader, QuantizedReader):
             return None
-        weight = reader.quantized()
+        weight = reader.quantized() if self.ops.multiplies(reader.bits, self.dtype) else None
+        if weight is None and self.ops.multiplies_float8(self.device):
+            weight = reader.float8()
         if weight is None:
             return None
         _check_shape(resolved, weight.shape, shape)

@@ -70,8 +70,8 @@ class EngineConfig:
     )
     quantization: str | None = _flag(
         None,
-        "Store the model's matrices in fewer bits, whatever its checkpoint has. int8: one scale for each output; faster"
-        " on a CPU, on a GPU only smaller. [default: none]",
+        "Store the model's matrices in fewer bits, whatever its checkpoint has. int8: one scale for each output;"
+        " smaller, and faster on a CPU; not yet measured on a GPU. [default: none]",
         choices=("int8",),
     )
     kv_cache_dtype: str = _flag(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,8 @@ def fp8(block: tuple[int, int] | None) -> Case:
 
 def compressed(stored: str, weights: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """Return a quantization_config of compressed-tensors."""
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+    activations = {"num_bits": 8, "type": weights.get("type", "int"), "dynamic": True}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": stored,
@@ -200,6 +201,12 @@ def compressed(stored: str, weights: dict[str, Any], **settings: Any) -> dict[st
         "sparsity_config": {"format": "dense"},
         "transform_config": {},
     } | settings
+
+
+def with_activations(case: Case, activations: dict[str, Any] | None) -> Case:
+    """Return a case of compressed-tensors with other `input_activations`."""
+    scheme = case.settings["config_groups"]["group_0"] | {"input_activations": activations}
+    return replace(case, settings=case.settings | {"config_groups": {"group_0": scheme}})
 
 
 def numbers(strategy: str, *, floats: bool = False, symmetric: bool = True, stored: str | None = None) -> Case:

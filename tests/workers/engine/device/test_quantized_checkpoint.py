@@ -1,5 +1,6 @@
 """Quantized checkpoints are read as the matrices that they mean, bit for bit."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.workers.engine.device.quantizing import (
     gptq,
     numbers,
     packed,
+    with_activations,
     write,
 )
 from tests.workers.engine.device.test_loader import logits
@@ -65,6 +67,7 @@ CASES = {
     "float-tensor": numbers("tensor", floats=True),
     "float-channel": numbers("channel", floats=True, stored="naive-quantized"),
     "float-block": numbers("block", floats=True),
+    "float-channel-weights-only": with_activations(numbers("channel", floats=True), None),
     "packed-4-32": packed(4, 32),
     "packed-4-32-asymmetric": packed(4, 32, symmetric=False),
     "packed-4-32-act-order": packed(4, 32, act_order=True),
@@ -87,6 +90,10 @@ INTEGERS = {
     "packed-8-rows": 8,
 }
 Q_PROJ = "model.layers.1.self_attn.q_proj"
+
+
+def with_scheme(case: Case, activation_scheme: str | None) -> Case:
+    return dataclasses.replace(case, settings=case.settings | {"activation_scheme": activation_scheme})
 
 
 def checkpoints(case: Case, path: Path, **settings: Any) -> tuple[Path, Path]:
@@ -158,6 +165,27 @@ def test_some_integers_stay_as_they_are_stored(name: str) -> None:
     both = stack_rows([weight, weight.rows(rows)])
     assert both is not None
     assert both.dequantize().equal(torch.cat((found.plain, found.plain[rows])))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (CASES["float-channel"], True),
+        (CASES["float-tensor"], True),
+        (CASES["float-channel-weights-only"], False),
+        (with_activations(CASES["float-channel"], {"num_bits": 8, "type": "int"}), False),
+        (with_activations(CASES["float-channel"], {"num_bits": 4, "type": "float"}), False),
+        (fp8(None), True),
+        (with_scheme(fp8(None), "static"), True),
+        (with_scheme(fp8(None), None), False),
+    ],
+)
+def test_inputs_are_in_float8_where_the_checkpoint_says_so(case: Case, expected: bool) -> None:
+    weight = reader_of(case, case.pack(32, 64, torch.Generator().manual_seed(4)).parts).float8()
+    assert weight.float8_inputs == expected
+    assert weight.rows(slice(0, 16)).float8_inputs == weight.columns(0, 16).float8_inputs == expected
+    other = dataclasses.replace(weight, float8_inputs=not expected)
+    assert stack_rows([weight, other]) is None
 
 
 def check_near(model: DecoderModel, exact: DecoderModel) -> None:
