@@ -19,6 +19,7 @@ from jobs.store.storage import stamp_of
 _SMALLEST_BYTES = 1024 * 1024  # of an input, which else is validated at once
 _FIRST_LINES = 64
 _MOST_LINES = WINDOW_LINES // 2 - MAX_ITEMS  # after which one more window is fed
+_NO_INPUT = "-"
 _LOOK_LINES = 256  # that pass before a full window is looked at again
 
 
@@ -80,13 +81,15 @@ def discard_stale(held: Slice) -> None:
     """Remove early lines that are not of the source as it was validated, or are there beside
     parts: Redis went back.
     """
-    early, manifest = held.record().early, held.manifest
-    if early and (manifest.parts or early != _stamp_in(manifest)):
+    if held.record().early not in ("", stamp_in(held.manifest)):
         held.queue.discard(held.batch)
 
 
-def _stamp_in(manifest: Manifest) -> str:
-    return _as_text(manifest.source_bytes, manifest.source_mtime_ns)
+def stamp_in(manifest: Manifest) -> str:
+    """Return the stamp of the source as it was validated, which early lines must be of; beside
+    parts one that none is of.
+    """
+    return _NO_INPUT if manifest.parts else _as_text(manifest.source_bytes, manifest.source_mtime_ns)
 
 
 def _as_text(size: int, mtime_ns: int) -> str:

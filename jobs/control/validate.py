@@ -15,7 +15,7 @@ from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, served_models
 from jobs.control.advance import BatchProgress, feed, plan_fields
-from jobs.control.early_lines import EarlyLines, discard_stale
+from jobs.control.early_lines import EarlyLines, discard_stale, stamp_in
 from jobs.control.slices import Slice
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, stamp_of
@@ -43,7 +43,8 @@ def validate(held: Slice) -> None:
     discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     low_water = -1 if manifest.is_open else 0
-    held.move("in_progress", {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress})
+    fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress}
+    held.move("in_progress", fields, stamp_in(manifest))
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
 
 

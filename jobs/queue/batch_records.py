@@ -50,16 +50,17 @@ class BatchQueue(QueueBase):
         to_state: str,
         fields: Mapping[str, Any] | None = None,
         generation: int | None = None,
+        stamp: str = "",
     ) -> bool:
         """Move the state, if it is one of `from_states` ("" for no record) and the generation is
-        the given one, and set `fields`.
+        the given one, and set `fields`. With a `stamp` early lines must be of that input.
 
         Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign
         of life. False changes nothing.
         """
         expected = "" if generation is None else str(generation)
         values = flat(written(fields or {}).items())
-        arguments = [batch, uuid.uuid4().hex, expected, to_state, len(from_states), *from_states, *values]
+        arguments = [batch, uuid.uuid4().hex, expected, stamp, to_state, len(from_states), *from_states, *values]
         return bool(self._scripts.call("transition", arguments))
 
     def batch_fields(self, batch: str) -> BatchFields:

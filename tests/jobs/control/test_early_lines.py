@@ -263,6 +263,35 @@ def test_a_redis_that_went_back_to_the_validation_counts_each_line_once(
     check_echoes(tmp_path / "out.jsonl", LINES)
 
 
+def test_a_redis_that_goes_back_before_the_batch_is_in_progress_keeps_no_lines_of_another_input(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look at them, to the pass before, which was killed."""
+    source = source_of(tmp_path)
+    batch = begin(redis_client, source).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert commit(redis_client, claim(redis_client)) == 20
+        killed_at = EarlierRedis(redis_client)
+        manifest = (tmp_path / "out.parts" / "manifest.json").read_bytes()
+    killed_at.restore()
+    (tmp_path / "out.parts" / "manifest.json").write_bytes(manifest)
+    source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
+    os.utime(source, ns=(1, 1))
+    restore_progress = validate.restore_progress
+
+    def goes_back(*arguments: Any) -> dict[str, Any]:
+        killed_at.restore()
+        return restore_progress(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validate, "restore_progress", goes_back)
+        assert step(redis_client, batch).state == "validating"
+    record = step(redis_client, batch)
+    assert (record.state, record.completed) == ("in_progress", 0)
+    assert run_to_end(redis_client, batch).completed == LINES
+    assert (tmp_path / "out.jsonl").read_text().count("SAY ") == LINES
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("end", [b"", b"not json\n"])
 def test_a_kill_before_any_step_changes_nothing(

@@ -36,6 +36,14 @@ class TestTransition:
         assert not queue.transition("batch_a", ["validating"], "in_progress", generation=0)
         assert queue.transition("batch_a", ["validating"], "in_progress", generation=1)
 
+    def test_with_early_lines_of_another_input_changes_nothing(self, queue: Queue) -> None:
+        queue.create_batch("batch_a", 0)
+        assert queue.transition("batch_a", ["validating"], "validating", stamp="1 1")
+        assert queue.ingest_early("batch_a", [(1, request())], "1 1")
+        assert not queue.transition("batch_a", ["validating"], "in_progress", stamp="1 2")
+        assert queue.batch_fields("batch_a").state == "validating"
+        assert queue.transition("batch_a", ["validating"], "in_progress", stamp="1 1")
+
     def test_notes_the_time(self, queue: Queue) -> None:
         queue.create_batch("batch_a", 3)
         first = queue.batch_fields("batch_a").heartbeat
