@@ -2,7 +2,7 @@
 
 No client sees them, nor what came of them, before the batch is in progress; nothing of them is
 drained before. The plan holds them too, and passes over those that Redis has. Of a file that is
-refused, and of one that changed, they are removed (`Queue.discard`).
+refused, and of one that changed, they are removed.
 """
 
 import time
@@ -43,7 +43,7 @@ class EarlyLines:
         self._most_bytes = min(CHUNK_BYTES, most_window_bytes(held.queue) // 2)
         self._passed = 0  # since the full window was looked at
         if held.record().early not in ("", self._stamp):
-            held.queue.discard(held.batch)
+            held.discard_early_lines()
 
     def add(self, line: InputLine, order: bytes | None) -> None:
         """Take the next line, and what sorts it by its prefix: None for a bad one."""
@@ -51,7 +51,7 @@ class EarlyLines:
             return
         if order is None or line.raw is None:
             self._ends, self._lines = True, []
-            self._held.queue.discard(self._held.batch)
+            self._held.discard_early_lines()
             return
         if len(self._lines) < self._size and self._bytes < self._most_bytes:
             self._lines.append((order, line))
@@ -82,7 +82,7 @@ def discard_stale(held: Slice) -> None:
     parts: Redis went back.
     """
     if held.record().early not in ("", stamp_in(held.manifest)):
-        held.queue.discard(held.batch)
+        held.discard_early_lines()
 
 
 def stamp_in(manifest: Manifest) -> str:

@@ -122,6 +122,12 @@ class Slice:
         self.note({"timestamps": self.manifest.timestamps})
         self._record_end()
 
+    def discard_early_lines(self) -> None:
+        """Remove every early line, also those that finished. Raise `Superseded`."""
+        if not self.queue.discard(self.batch, self.state, self.generation):
+            self._lost = True
+            raise Superseded(self.batch)
+
     def send_heartbeat(self) -> None:
         """Say that the job lives, for processes of versions that judge it by that. Raise
         `Superseded`.

@@ -35,7 +35,7 @@ def validate(held: Slice) -> None:
         checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems
-            held.queue.discard(held.batch)
+            held.discard_early_lines()
             held.end("failed")
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256

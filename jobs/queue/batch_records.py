@@ -138,14 +138,16 @@ class BatchQueue(QueueBase):
         rows = ((line, request.model, pack(request)) for line, request in requests)
         return bool(Scripts(self.redis, 0.0).call("ingest", [batch, 0, 0, stamp, *flat(rows)]))
 
-    def discard(self, batch: str) -> None:
+    def discard(self, batch: str, state: str, generation: int) -> bool:
         """Remove every early line of a batch, also those that finished; continue where a killed
         call stopped. Commits of these lines then change nothing.
 
-        For the holder of `storage.exclusive`.
+        False, once the batch is in another state or of another generation; some may be left then.
         """
-        while not self._scripts.call("discard", [batch]):
-            self.remove_unfinished(batch)
+        left = 1
+        while left > 0:
+            left = int(self._scripts.call("discard", [batch, state, generation, MAX_ITEMS]))
+        return left == 0
 
     def window_bytes(self, batch: str) -> int:
         """Bytes of the request bodies in Redis, waiting or running."""

@@ -73,7 +73,8 @@ class StreamSnapshot:
 
     def _meanwhile(self) -> Iterator[list[BatchEntry]]:
         """What came in the time that the walk took until now, less what it has shown."""
-        last_id, reached = self._queue.last_of_batch(self._batch), self._first_id
+        last_id = self._queue.last_of_batch(self._batch)
+        reached = max(self._first_id, self._queue.discarded_at(self._batch), key=position)
         while last_id is not None and reached != last_id:
             entries = self._queue.read_batch(self._batch, reached)
             if not entries:

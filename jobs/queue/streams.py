@@ -45,6 +45,7 @@ class ApiItem(msgspec.Struct, array_like=True, gc=False):
         return _entry(key, self.entry_id, self.chunks, self.accepted, self.result)
 
 
+_DISCARDED = b"discarded"  # as `discard.lua` has it
 _group_decoder = msgspec.msgpack.Decoder(list[ApiItem])
 
 
@@ -143,6 +144,13 @@ class Streams(QueueBase):
         """The id of the last entry of a batch's stream; None without one."""
         found = self._command("XREVRANGE", keys.batch_tokens(batch), "+", "-", "COUNT", 1)
         return text(found[0][0]) if found else None
+
+    def discarded_at(self, batch: str) -> str:
+        """The id of the first entry of a batch's stream where it says that early lines were
+        discarded: nothing since is missing. Else `FIRST_ID`.
+        """
+        found = self._command("XRANGE", keys.batch_tokens(batch), "-", "+", "COUNT", 1)
+        return text(found[0][0]) if found and found[0][1][b"e"] == _DISCARDED else FIRST_ID
 
     def follow_answers(self, batch: str, seconds: int) -> str:
         """Have commits name the lines that they answer, for so long; return the position from which
