@@ -66,12 +66,11 @@ class EarlyLines:
         self._passed += 1
 
     def _feed_if_room(self) -> None:
-        queue, batch = self._held.queue, self._held.batch
-        most_bytes = most_window_bytes(queue) // 2
-        if queue.window_lines(batch) >= _MOST_LINES or queue.window_bytes(batch) >= most_bytes:
+        queue, batch, spec = self._held.queue, self._held.batch, self._held.manifest.spec
+        lines, size, active = queue.window(batch)
+        if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
             return
         now = time.time()
-        spec = self._held.manifest.spec
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]
         self._ends = not queue.ingest_early(batch, rows, self._stamp)
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1

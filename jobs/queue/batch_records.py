@@ -157,6 +157,12 @@ class BatchQueue(QueueBase):
         """Lines in Redis, waiting or running."""
         return int(self._command("HLEN", keys.bodies(batch)))
 
+    def window(self, batch: str) -> tuple[int, int, int]:
+        """Return `window_lines`, `window_bytes` and how many batches are active; one round trip."""
+        asked = [("HLEN", keys.bodies(batch)), ("HGET", keys.batch(batch), "body_bytes"), ("SCARD", keys.ACTIVE)]
+        lines, size, active = self.commands(asked)
+        return int(lines), int(size or 0), int(active)
+
     def results(self, batch: str, limit: int = MAX_PART_LINES) -> list[tuple[int, Result]]:
         """Finished lines that no part holds yet, or `limit` of them, by line. They stay."""
         found: dict[bytes, bytes] = {}

@@ -90,6 +90,16 @@ class TestIngest:
             queue.ingest("batch_a", [(0, request())] * 501, 0, 501)
 
 
+def test_a_look_at_a_window_is_one_round_trip(queue: Queue, redis_client: redis.Redis) -> None:
+    start_batch(queue, "batch_a", 3)
+    queue.announce("", "batch_a", listed=False, runs=True)
+    redis_client.config_resetstat()
+    window = queue.window("batch_a")
+    assert redis_client.info("stats")["total_reads_processed"] <= 2  # with that of INFO
+    assert window == (queue.window_lines("batch_a"), queue.window_bytes("batch_a"), 1)
+    assert window[0] == 3
+
+
 class TestDiscard:
     def test_leaves_nothing_of_lines_that_finished_run_or_wait(self, queue: Queue, redis_client: redis.Redis) -> None:
         lines = 2 * MAX_ITEMS + 5
