@@ -11,6 +11,7 @@ import redis
 
 from jobs.batch.input_files import InputLine
 from jobs.batch.manifest import Manifest
+from jobs.batch.source_check import estimated_tokens
 from jobs.control.advance import CHUNK_BYTES, WINDOW_LINES, most_window_bytes, request_of
 from jobs.control.slices import Slice
 from jobs.queue.scripts import MAX_ITEMS, QueueUnavailable
@@ -28,7 +29,8 @@ class EarlyLines:
     window.
 
     They fill half of what a batch may have in Redis, so that the plan is fed as soon as it is made.
-    After a bad line, or while Redis takes none, it feeds no more: the validation goes on.
+    After a bad line, once Redis takes none, and while the tenant has more tokens queued than may
+    be, it feeds no more: the validation goes on.
     """
 
     def __init__(self, held: Slice, source: str) -> None:
@@ -45,8 +47,10 @@ class EarlyLines:
         if held.record().early not in ("", self._stamp):
             held.discard_early_lines()
 
-    def add(self, line: InputLine, order: bytes | None) -> None:
-        """Take the next line, and what sorts it by its prefix: None for a bad one."""
+    def add(self, line: InputLine, order: bytes | None, body_bytes: int) -> None:
+        """Take the next line, what sorts it by its prefix (None for a bad one), and the bytes of
+        the bodies up to here.
+        """
         if self._ends:
             return
         if order is None or line.raw is None:
@@ -60,15 +64,17 @@ class EarlyLines:
         if self._passed % _LOOK_LINES == 0:
             self._held.check_current()
             try:
-                self._feed_if_room()
+                self._feed_if_room(estimated_tokens(body_bytes))
             except (QueueUnavailable, redis.RedisError):
                 self._ends, self._lines = True, []
         self._passed += 1
 
-    def _feed_if_room(self) -> None:
+    def _feed_if_room(self, tokens: int) -> None:
         queue, batch, spec = self._held.queue, self._held.batch, self._held.manifest.spec
         lines, size, active = queue.window(batch)
         if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
+            return
+        if spec.queued_tokens is not None and tokens + queue.tokens_of_others(spec.tenant, batch) > spec.queued_tokens:
             return
         now = time.time()
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]

@@ -115,7 +115,7 @@ def check_source(
                 return refused("too_many_tasks", f"The input file holds more than {count} requests.")
             order = check.add(line)
             if early is not None:
-                early.add(line, order)
+                early.add(line, order, check.body_bytes)
         held.check_current()
         problems = check.problems(source)
         held.check_current()
@@ -154,7 +154,7 @@ def _token_problems(held: Slice, size: int) -> list[LineProblem]:
         return []
     # Before the others are looked at, so that of two at once one sees the other
     held.note({"queued_tokens": own})
-    others = sum(tokens for batch, tokens in held.queue.open_tokens(spec.tenant).items() if batch != held.batch)
+    others = held.queue.tokens_of_others(spec.tenant, held.batch)
     if own + others <= most:
         return []
     message = (

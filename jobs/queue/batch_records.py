@@ -273,6 +273,10 @@ class BatchQueue(QueueBase):
         found = zip(batches, rows, strict=True)
         return {batch: int(tokens or 0) for batch, (state, tokens) in found if text(state) not in END_STATES}
 
+    def tokens_of_others(self, tenant: str, batch: str) -> int:
+        """Estimate how many tokens the tenant's open batches but this one contain."""
+        return sum(tokens for other, tokens in self.open_tokens(tenant).items() if other != batch)
+
     def dismiss(self, tenant: str, *batches: str) -> None:
         """Take batches out of the open ones."""
         self._command("SREM", keys.open_batches(tenant), *batches)

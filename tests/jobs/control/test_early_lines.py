@@ -26,6 +26,7 @@ from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, control_plane, echo, write_input
 from tests.support.killed_steps import killed_before_each_step
 from tests.support.rollback import EarlierRedis
+from tests.support.store_batches import lines_of, submit
 from tests.support.waiting import wait_until
 
 LINES = 5000
@@ -120,6 +121,16 @@ def test_early_lines_leave_room_for_the_plan(
         waiting = Queue(redis_client).window_lines(batch)
         assert 64 <= waiting <= advance.WINDOW_LINES // 2
     assert Queue(redis_client).batch_fields(batch).low_water > 0
+
+
+def test_no_line_is_fed_beyond_the_tokens_that_may_be_queued(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = submit(redis_client, tmp_path, lines_of(LINES), tenant="t", queued_tokens=2000)
+    with validated_meanwhile(redis_client, submitted.id, monkeypatch):
+        assert Queue(redis_client).window_lines(submitted.id) == 64
+    record = get_batch(redis_client, submitted.id)
+    assert (record.state, [problem.code for problem in record.errors]) == ("failed", ["token_limit_exceeded"])
 
 
 def test_lines_that_share_a_prefix_are_neighbors(
