@@ -82,12 +82,15 @@ class EarlyLines:
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
 
 
-def discard_stale(held: Slice) -> None:
+def discard_stale(held: Slice) -> bool:
     """Remove early lines that are not of the source as it was validated, or are there beside
-    parts: Redis went back.
+    parts: Redis went back. Return whether there are others.
     """
-    if held.record().early not in ("", stamp_in(held.manifest)):
+    early = held.record().early
+    if early not in ("", stamp_in(held.manifest)):
         held.discard_early_lines()
+        return False
+    return early != ""
 
 
 def stamp_in(manifest: Manifest) -> str:

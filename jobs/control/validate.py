@@ -14,7 +14,7 @@ from jobs.batch.open_requests import take_appended
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, served_models
-from jobs.control.advance import BatchProgress, feed, plan_fields
+from jobs.control.advance import BatchProgress, drain, feed, plan_fields
 from jobs.control.early_lines import EarlyLines, discard_stale, stamp_in
 from jobs.control.slices import Slice
 from jobs.store.input_formats import JSONL
@@ -40,11 +40,13 @@ def validate(held: Slice) -> None:
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
         manifest.endpoints = checked.endpoints
-    discard_stale(held)
+    has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     low_water = -1 if manifest.is_open else 0
     fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress}
     held.move("in_progress", fields, stamp_in(manifest))
+    if has_early_lines:
+        drain(held, BatchProgress())  # first, since a full Redis takes no lines
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
 
 

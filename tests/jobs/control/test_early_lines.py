@@ -18,6 +18,7 @@ from jobs.batch.client import BatchRecord, cancel_batch, get_batch
 from jobs.control import advance, early_lines, validate
 from jobs.control.runner import Runner
 from jobs.protocol.requests import Claim, Finished
+from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
@@ -218,6 +219,21 @@ def test_a_full_redis_takes_no_early_lines_and_stops_no_validation(
         assert step(redis_client, batch).state == "in_progress"
     assert run_to_end(redis_client, batch).completed == LINES
     check_echoes(tmp_path / "out.jsonl", LINES)
+
+
+def test_early_results_that_fill_redis_are_drained_before_the_plan_is_fed(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        large = Result(200, b'{"text": "%s"}' % (b"x" * 400_000), Usage(1, 1, 0), "req_1")
+        claims = claim(redis_client)
+        assert Queue(redis_client).commit("w", [Finished(one.key, one.fence, large) for one in claims]) == []
+        used: Any = redis_client.info("memory")
+        redis_client.config_set("maxmemory", used["used_memory"] - 4_000_000)
+    queue = Queue(redis_client)
+    assert sum(queue.parts(batch).values()) == 20
+    assert queue.batch_fields(batch).low_water > 0
 
 
 def test_lines_that_an_earlier_version_took_out_of_the_ring_come_back(
