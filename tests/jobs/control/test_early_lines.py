@@ -22,11 +22,11 @@ from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
-from jobs.queue.scripts import QueueFull
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, control_plane, echo, write_input
 from tests.support.killed_steps import killed_before_each_step
 from tests.support.rollback import EarlierRedis
+from tests.support.slow_file import slow_reading
 from tests.support.store_batches import lines_of, submit
 from tests.support.waiting import wait_until
 
@@ -210,13 +210,13 @@ def test_a_batch_that_ends_while_it_is_validated_has_no_lines(
 def test_a_full_redis_takes_no_early_lines_and_stops_no_validation(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> bool:
-        raise QueueFull("full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, "ingest_early", full)
-        batch = begin(redis_client, source_of(tmp_path)).id
-        assert step(redis_client, batch).state == "in_progress"
+    batch = begin(redis_client, source_of(tmp_path)).id
+    redis_client.config_set("maxmemory", "1")
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert get_batch(redis_client, batch).state == "validating"
+        assert Queue(redis_client).window_lines(batch) == 0
+        redis_client.config_set("maxmemory", "0")
+    assert get_batch(redis_client, batch).state == "in_progress"
     assert run_to_end(redis_client, batch).completed == LINES
     check_echoes(tmp_path / "out.jsonl", LINES)
 
@@ -350,13 +350,13 @@ def test_a_control_plane_gives_lines_out_before_it_has_read_all(
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"".join(chat_line(f"c{n}", "x" * 2000) for n in range(30_000)))
-    with control_plane(redis_url):
+    with control_plane(redis_url, environment=slow_reading(source, 0.005)):
         batch = begin(redis_client, source).id
         wait_until(lambda: redis_client.exists(keys.bodies(batch)), 120, "an early line")
         early = claim(redis_client)
-        assert early
-        assert get_batch(redis_client, batch).completed == 0
+        assert commit(redis_client, early[:1]) == 1
+        check_nothing_shown(get_batch(redis_client, batch), "validating")
         cancel_batch(redis_client, batch)
         wait_until(lambda: get_batch(redis_client, batch).ended, 120, "its end")
-    commit(redis_client, early)
-    assert get_batch(redis_client, batch).state == "cancelled"
+    assert commit(redis_client, early) == 0
+    check_nothing_shown(get_batch(redis_client, batch), "cancelled")
