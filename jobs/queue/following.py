@@ -81,7 +81,8 @@ class StreamSnapshot:
                 return
             entries = [entry for entry in entries if position(entry.id) <= position(last_id)]
             reached = entries[-1].id
-            yield [one for entry in entries for one in self._unseen(entry)]
+            for start in range(0, len(entries), _AT_ONCE):
+                yield [one for entry in entries[start : start + _AT_ONCE] for one in self._unseen(entry)]
         self.last_id = last_id
 
     def _unseen(self, entry: BatchEntry) -> list[BatchEntry]:
