@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Removes early lines, waiting, running or finished, with their results, streams and counts. From the
--- first call on they are of no input, so that a later pass goes on with what a killed one left.
+-- Removes early lines, waiting, running or finished, with their results, streams and counts. From
+-- the first call on they are of no input, so that a later pass goes on with what a killed one left.
 -- ARGV: batch, its state, its generation, limit
 -- Returns 1 when lines may be left, 0 when none is, -1, changing nothing, when the batch moved on.
 

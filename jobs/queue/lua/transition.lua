@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- Changes the state of a batch by compare-and-set, and counts the batches that enter the new one.
--- ARGV: batch, token of this call, generation or '', stamp of the input that early lines must be of,
---       or '', new state, number of old states, old states... ('' for no record), then (field, value)
---       each
+-- ARGV: batch, token of this call, generation or '', stamp of the input that early lines must be
+--       of or '', new state, number of old states, old states... ('' for no record), then
+--       (field, value) each
 -- Returns 1 when this call changed the state (a repeat with the same token too), else 0.
 
 local batch, token, generation, stamp, to, count = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
