@@ -16,6 +16,7 @@ from api.reader import Reader
 from api.settings import ApiSettings
 from jobs.protocol.requests import RequestKey, is_live_id_of
 from jobs.queue import keys
+from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.following import traces
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import KeyRing
@@ -63,9 +64,10 @@ class ApiState:
         """Return whether the request may be shown to this tenant's callers."""
         if key.live:
             return is_live_id_of(tenant, key.batch)
-        record: Any = await self.stream_client.hmget(keys.batch(key.batch), "tenant", "total")
-        owner, total = record
-        return bool(owner == tenant.encode() and int(total or 0))  # before there is a plan no line is shown
+        names = ("tenant", "open", "total")
+        values: Any = await self.stream_client.hmget(keys.batch(key.batch), *names)
+        record = BatchStatus.read(names, values)
+        return record.tenant == tenant and record.shows_lines
 
 
 def state_of(request: Request) -> ApiState:

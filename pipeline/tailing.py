@@ -37,7 +37,7 @@ def tail_target(target: str, redis_url: str) -> None:
 
 def _tail_request(queue: Queue, key: RequestKey) -> None:
     last_id, watch = FIRST_ID, Watch(queue, key, _WATCH_SECONDS)
-    if not key.live and not queue.batch_fields(key.batch).total:  # before there is a plan no line is shown
+    if not key.live and not queue.batch_fields(key.batch).shows_lines:
         raise Refused(_UNKNOWN.format(key))
     while True:
         if watch.due:
@@ -65,13 +65,13 @@ def _tail_batch(queue: Queue, batch: str) -> None:
         state = fields.state
         if not state and last_id is None:
             raise Refused(f"there is no batch {batch} in the queue")
-        if fields.exists and not fields.total and state not in END_STATES:  # early lines are shown later
+        if fields.exists and not fields.shows_lines and state not in END_STATES:
             if watch.due:
                 begun = watch.begin()
                 first_id = first_id or begun
             time.sleep(_PAUSE_SECONDS)
             continue
-        entries = None if last_id is None or not fields.total else queue.read_batch(batch, last_id)
+        entries = None if last_id is None or not fields.shows_lines else queue.read_batch(batch, last_id)
         if entries:
             _show(printer, entries)
             last_id = entries[-1].id

@@ -124,8 +124,7 @@ class _Appending:
         spec = self._record.spec
         if spec.queued_tokens is None:
             return None
-        others = self._queue.open_tokens(spec.tenant)
-        return max(0, spec.queued_tokens - sum(others.values()) + others.get(self._record.id, 0))
+        return max(0, spec.queued_tokens - self._queue.tokens_of_others(spec.tenant, self._record.id))
 
 
 def _check_open(record: BatchRecord) -> None:

@@ -115,7 +115,7 @@ class Follower:
         Return `after`, or None if it ended without a plan: no line of it is shown.
         """
         seen = self._first_id or FIRST_ID
-        while not (self._record.total or self._record.open or self._record.ended):
+        while not (self._record.shows_lines or self._record.ended):
             if self._watch.due:
                 await self._watched()
             entries = await next_entries(self._state, keys.batch_tokens(self._batch), seen, 1000, _SILENCE_SECONDS)
@@ -123,7 +123,7 @@ class Follower:
                 seen = entries[-1][0]
             if not entries or any(not fields[b"k"] for _, fields in entries):  # its state moved
                 await self._look()
-        return after if self._record.total or self._record.open else None
+        return after if self._record.shows_lines else None
 
     async def close(self) -> None:
         """Close the index of the file's lines."""

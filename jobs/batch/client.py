@@ -89,6 +89,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     outcome: EndState  # what it ends as, as far as is known
     spec: BatchSpec
     open: bool  # lines may be appended
+    shows_lines: bool  # as `BatchStatus` has it
     total: int
     completed: int
     failed: int
@@ -248,6 +249,7 @@ def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0
         outcome=fields.outcome,
         spec=spec,
         open=fields.open,
+        shows_lines=fields.shows_lines,
         total=fields.total,
         completed=fields.completed,
         failed=fields.failed,
@@ -255,7 +257,7 @@ def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0
         stored_failed=fields.stored_failed,
         models=fields.line_models,
         waiting=waiting,
-        running=max(0, held - waiting) if fields.total else 0,  # not of early lines
+        running=max(0, held - waiting) if fields.shows_lines else 0,
         errors=_problems(spec.root, fields),
         usage=Usage(fields.prompt_tokens, fields.completion_tokens, fields.cached_tokens, fields.reasoning_tokens),
         timestamps=fields.timestamps,

@@ -430,9 +430,9 @@ def seed_of(seed: int, line: int) -> int:
     return (mixed ^ (mixed >> 31)) >> 1
 
 
-def most_window_bytes(queue: Queue) -> int:
-    """Return how many bytes of lines a batch may have in Redis."""
-    batches: Any = queue.redis.scard(keys.ACTIVE)
+def most_window_bytes(queue: Queue, active: int | None = None) -> int:
+    """Return how many bytes of lines a batch may have in Redis, of so many that are active."""
+    batches: Any = queue.redis.scard(keys.ACTIVE) if active is None else active
     window = queue.settings.window_bytes
     share: int = _ALL_WINDOWS * window // max(1, batches)
     return min(window, max(_SMALLEST_WINDOW, share))

@@ -2,7 +2,7 @@
 
 No client sees them, nor what came of them, before the batch is in progress; nothing of them is
 drained before. The plan holds them too, and passes over those that Redis has. Of a file that is
-refused, and of one that changed, they are removed (`Queue.discard`).
+refused, and of one that changed, they are removed.
 """
 
 import time
@@ -11,14 +11,17 @@ import redis
 
 from jobs.batch.input_files import InputLine
 from jobs.batch.manifest import Manifest
+from jobs.batch.source_check import estimated_tokens
 from jobs.control.advance import CHUNK_BYTES, WINDOW_LINES, most_window_bytes, request_of
 from jobs.control.slices import Slice
 from jobs.queue.scripts import MAX_ITEMS, QueueUnavailable
+from jobs.queue.tasks import runs_old_jobs
 from jobs.store.storage import stamp_of
 
 _SMALLEST_BYTES = 1024 * 1024  # of an input, which else is validated at once
 _FIRST_LINES = 64
 _MOST_LINES = WINDOW_LINES // 2 - MAX_ITEMS  # after which one more window is fed
+_NO_INPUT = "-"
 _LOOK_LINES = 256  # that pass before a full window is looked at again
 
 
@@ -27,7 +30,8 @@ class EarlyLines:
     window.
 
     They fill half of what a batch may have in Redis, so that the plan is fed as soon as it is made.
-    After a bad line, or while Redis takes none, it feeds no more: the validation goes on.
+    After a bad line, once Redis takes none, and while the tenant has more tokens queued than may
+    be, it feeds no more: the validation goes on.
     """
 
     def __init__(self, held: Slice, source: str) -> None:
@@ -35,22 +39,29 @@ class EarlyLines:
         manifest = held.manifest
         self._held = held
         self._stamp = "" if stamp is None else _as_text(*stamp)
-        self._ends = not (stamp and stamp[0] >= _SMALLEST_BYTES) or bool(manifest.parts) or manifest.spec.by_model
+        self._ends = (
+            not (stamp and stamp[0] >= _SMALLEST_BYTES)
+            or bool(manifest.parts)
+            or manifest.spec.by_model
+            or runs_old_jobs(held.queue.rq)  # which could not end a batch that has early lines
+        )
         self._lines: list[tuple[bytes, InputLine]] = []
         self._bytes = 0
         self._size = _FIRST_LINES
         self._most_bytes = min(CHUNK_BYTES, most_window_bytes(held.queue) // 2)
         self._passed = 0  # since the full window was looked at
         if held.record().early not in ("", self._stamp):
-            held.queue.discard(held.batch)
+            held.discard_early_lines()
 
-    def add(self, line: InputLine, order: bytes | None) -> None:
-        """Take the next line, and what sorts it by its prefix: None for a bad one."""
+    def add(self, line: InputLine, order: bytes | None, body_bytes: int) -> None:
+        """Take the next line, what sorts it by its prefix (None for a bad one), and the bytes of
+        the bodies up to here.
+        """
         if self._ends:
             return
         if order is None or line.raw is None:
             self._ends, self._lines = True, []
-            self._held.queue.discard(self._held.batch)
+            self._held.discard_early_lines()
             return
         if len(self._lines) < self._size and self._bytes < self._most_bytes:
             self._lines.append((order, line))
@@ -59,34 +70,40 @@ class EarlyLines:
         if self._passed % _LOOK_LINES == 0:
             self._held.check_current()
             try:
-                self._feed_if_room()
+                self._feed_if_room(estimated_tokens(body_bytes))
             except (QueueUnavailable, redis.RedisError):
                 self._ends, self._lines = True, []
         self._passed += 1
 
-    def _feed_if_room(self) -> None:
-        queue, batch = self._held.queue, self._held.batch
-        most_bytes = most_window_bytes(queue) // 2
-        if queue.window_lines(batch) >= _MOST_LINES or queue.window_bytes(batch) >= most_bytes:
+    def _feed_if_room(self, tokens: int) -> None:
+        queue, batch, spec = self._held.queue, self._held.batch, self._held.manifest.spec
+        lines, size, active = queue.window(batch)
+        if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
+            return
+        if spec.queued_tokens is not None and tokens + queue.tokens_of_others(spec.tenant, batch) > spec.queued_tokens:
             return
         now = time.time()
-        spec = self._held.manifest.spec
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]
         self._ends = not queue.ingest_early(batch, rows, self._stamp)
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
 
 
-def discard_stale(held: Slice) -> None:
+def discard_stale(held: Slice) -> bool:
     """Remove early lines that are not of the source as it was validated, or are there beside
-    parts: Redis went back.
+    parts: Redis went back. Return whether there are others.
     """
-    early, manifest = held.record().early, held.manifest
-    if early and (manifest.parts or early != _stamp_in(manifest)):
-        held.queue.discard(held.batch)
+    early = held.record().early
+    if early not in ("", stamp_in(held.manifest)):
+        held.discard_early_lines()
+        return False
+    return early != ""
 
 
-def _stamp_in(manifest: Manifest) -> str:
-    return _as_text(manifest.source_bytes, manifest.source_mtime_ns)
+def stamp_in(manifest: Manifest) -> str:
+    """Return the stamp of the source as it was validated, which early lines must be of; beside
+    parts one that none is of.
+    """
+    return _NO_INPUT if manifest.parts else _as_text(manifest.source_bytes, manifest.source_mtime_ns)
 
 
 def _as_text(size: int, mtime_ns: int) -> str:

@@ -63,7 +63,7 @@ def finalize(held: Slice) -> None:
         take_appended(manifest)
         save_manifest(manifest)
     if manifest.plan_sha256 is None:
-        held.queue.discard(held.batch)  # early lines
+        held.discard_early_lines()
     progress = BatchProgress()
     while drain(held, progress, everything=True):
         held.check_current()

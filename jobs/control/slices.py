@@ -94,10 +94,12 @@ class Slice:
         """Set fields of the record, which is also a heartbeat. Raise `Superseded`."""
         self._transition(None, fields)
 
-    def move(self, state: State, fields: dict[str, Any]) -> None:
-        """Move the state, in the manifest and then in Redis. Raise `Superseded`."""
+    def move(self, state: State, fields: dict[str, Any], stamp: str = "") -> None:
+        """Move the state, in the manifest and then in Redis. Raise `Superseded`, also where early
+        lines are of an input of another stamp.
+        """
         self._enter(state)
-        self._record_state(fields)
+        self._record_state(fields, stamp)
 
     def end(self, state: State) -> None:
         """Move to an end state, and leave nothing of the batch in Redis but its record."""
@@ -120,6 +122,12 @@ class Slice:
         self.note({"timestamps": self.manifest.timestamps})
         self._record_end()
 
+    def discard_early_lines(self) -> None:
+        """Remove every early line, also those that finished. Raise `Superseded`."""
+        if not self.queue.discard(self.batch, self.state, self.generation):
+            self._lost = True
+            raise Superseded(self.batch)
+
     def send_heartbeat(self) -> None:
         """Say that the job lives, for processes of versions that judge it by that. Raise
         `Superseded`.
@@ -139,15 +147,15 @@ class Slice:
         self._record_state(end_fields(self.manifest))
         clean_up(self.queue, self.batch)
 
-    def _record_state(self, fields: dict[str, Any]) -> None:
+    def _record_state(self, fields: dict[str, Any], stamp: str = "") -> None:
         state = self.manifest.state
         times = {**fields.get("timestamps", {}), state: self.manifest.timestamps[state]}
-        self._transition(state, {"problem": "", **fields, "timestamps": times})
+        self._transition(state, {"problem": "", **fields, "timestamps": times}, stamp)
 
-    def _transition(self, state: str | None, fields: dict[str, Any]) -> None:
+    def _transition(self, state: str | None, fields: dict[str, Any], stamp: str = "") -> None:
         with self._transitions:
             known = self.state
-            if not self.queue.transition(self.batch, [known], state or known, fields, self.generation):
+            if not self.queue.transition(self.batch, [known], state or known, fields, self.generation, stamp):
                 self._lost = True
                 raise Superseded(self.batch)
             self.fields = self.fields.changed({**fields, "state": state or known})

@@ -14,8 +14,8 @@ from jobs.batch.open_requests import take_appended
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, served_models
-from jobs.control.advance import BatchProgress, feed, plan_fields
-from jobs.control.early_lines import EarlyLines, discard_stale
+from jobs.control.advance import BatchProgress, drain, feed, plan_fields
+from jobs.control.early_lines import EarlyLines, discard_stale, stamp_in
 from jobs.control.slices import Slice
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, stamp_of
@@ -35,15 +35,18 @@ def validate(held: Slice) -> None:
         checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems
-            held.queue.discard(held.batch)
+            held.discard_early_lines()
             held.end("failed")
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
         manifest.endpoints = checked.endpoints
-    discard_stale(held)
+    has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     low_water = -1 if manifest.is_open else 0
-    held.move("in_progress", {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress})
+    fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress}
+    held.move("in_progress", fields, stamp_in(manifest))
+    if has_early_lines:
+        drain(held, BatchProgress())  # first, since a full Redis takes no lines
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
 
 
@@ -114,7 +117,7 @@ def check_source(
                 return refused("too_many_tasks", f"The input file holds more than {count} requests.")
             order = check.add(line)
             if early is not None:
-                early.add(line, order)
+                early.add(line, order, check.body_bytes)
         held.check_current()
         problems = check.problems(source)
         held.check_current()
@@ -153,7 +156,7 @@ def _token_problems(held: Slice, size: int) -> list[LineProblem]:
         return []
     # Before the others are looked at, so that of two at once one sees the other
     held.note({"queued_tokens": own})
-    others = sum(tokens for batch, tokens in held.queue.open_tokens(spec.tenant).items() if batch != held.batch)
+    others = held.queue.tokens_of_others(spec.tenant, held.batch)
     if own + others <= most:
         return []
     message = (

@@ -51,6 +51,11 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
         return self.state not in ("", FORGOTTEN)
 
     @property
+    def shows_lines(self) -> bool:
+        """Whether clients see lines: early ones only once there is a plan."""
+        return self.open or self.total > 0
+
+    @property
     def finished(self) -> int:
         """Lines that have a result."""
         return self.completed + self.failed
@@ -71,9 +76,8 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[str, Any] = {name: value.decode() for name, value in zip(names, values, strict=True) if value}
         for name in _LISTS & found.keys():
             found[name] = msgspec.json.decode(found[name])
-        if found.get("total") in (None, "0"):  # results of early lines are not shown before the plan
-            found |= dict.fromkeys(found.keys() & {"completed", "failed"}, "0")
-        return msgspec.convert(found, cls, strict=False)
+        status = msgspec.convert(found, cls, strict=False)
+        return status if status.shows_lines else msgspec.structs.replace(status, **_COUNTS_OF_NONE)
 
 
 class BatchFields(BatchStatus, frozen=True, kw_only=True):
@@ -116,6 +120,7 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
 
 
 _TIME = "_at"  # ends the name of each timestamp in the hash
+_COUNTS_OF_NONE = {"completed": 0, "failed": 0}  # of a batch that shows no lines
 _LISTS = frozenset({"line_models", "open_models", "passed_over"})
 _NAMES = frozenset(BatchFields.__struct_fields__)
 

@@ -50,16 +50,17 @@ class BatchQueue(QueueBase):
         to_state: str,
         fields: Mapping[str, Any] | None = None,
         generation: int | None = None,
+        stamp: str = "",
     ) -> bool:
         """Move the state, if it is one of `from_states` ("" for no record) and the generation is
-        the given one, and set `fields`.
+        the given one, and set `fields`. With a `stamp` early lines must be of that input.
 
         Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign
         of life. False changes nothing.
         """
         expected = "" if generation is None else str(generation)
         values = flat(written(fields or {}).items())
-        arguments = [batch, uuid.uuid4().hex, expected, to_state, len(from_states), *from_states, *values]
+        arguments = [batch, uuid.uuid4().hex, expected, stamp, to_state, len(from_states), *from_states, *values]
         return bool(self._scripts.call("transition", arguments))
 
     def batch_fields(self, batch: str) -> BatchFields:
@@ -137,14 +138,16 @@ class BatchQueue(QueueBase):
         rows = ((line, request.model, pack(request)) for line, request in requests)
         return bool(Scripts(self.redis, 0.0).call("ingest", [batch, 0, 0, stamp, *flat(rows)]))
 
-    def discard(self, batch: str) -> None:
+    def discard(self, batch: str, state: str, generation: int) -> bool:
         """Remove every early line of a batch, also those that finished; continue where a killed
         call stopped. Commits of these lines then change nothing.
 
-        For the holder of `storage.exclusive`.
+        False, once the batch is in another state or of another generation; some may be left then.
         """
-        while not self._scripts.call("discard", [batch]):
-            self.remove_unfinished(batch)
+        left = 1
+        while left > 0:
+            left = int(self._scripts.call("discard", [batch, state, generation, MAX_ITEMS]))
+        return left == 0
 
     def window_bytes(self, batch: str) -> int:
         """Bytes of the request bodies in Redis, waiting or running."""
@@ -153,6 +156,12 @@ class BatchQueue(QueueBase):
     def window_lines(self, batch: str) -> int:
         """Lines in Redis, waiting or running."""
         return int(self._command("HLEN", keys.bodies(batch)))
+
+    def window(self, batch: str) -> tuple[int, int, int]:
+        """Return `window_lines`, `window_bytes` and how many batches are active; one round trip."""
+        asked = [("HLEN", keys.bodies(batch)), ("HGET", keys.batch(batch), "body_bytes"), ("SCARD", keys.ACTIVE)]
+        lines, size, active = self.commands(asked)
+        return int(lines), int(size or 0), int(active)
 
     def results(self, batch: str, limit: int = MAX_PART_LINES) -> list[tuple[int, Result]]:
         """Finished lines that no part holds yet, or `limit` of them, by line. They stay."""
@@ -263,6 +272,10 @@ class BatchQueue(QueueBase):
         rows = self.commands(("HMGET", keys.batch(batch), "state", "queued_tokens") for batch in batches)
         found = zip(batches, rows, strict=True)
         return {batch: int(tokens or 0) for batch, (state, tokens) in found if text(state) not in END_STATES}
+
+    def tokens_of_others(self, tenant: str, batch: str) -> int:
+        """Estimate how many tokens the tenant's open batches but this one contain."""
+        return sum(tokens for other, tokens in self.open_tokens(tenant).items() if other != batch)
 
     def dismiss(self, tenant: str, *batches: str) -> None:
         """Take batches out of the open ones."""

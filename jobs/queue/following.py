@@ -73,14 +73,16 @@ class StreamSnapshot:
 
     def _meanwhile(self) -> Iterator[list[BatchEntry]]:
         """What came in the time that the walk took until now, less what it has shown."""
-        last_id, reached = self._queue.last_of_batch(self._batch), self._first_id
+        last_id = self._queue.last_of_batch(self._batch)
+        reached = max(self._first_id, self._queue.discarded_at(self._batch), key=position)
         while last_id is not None and reached != last_id:
             entries = self._queue.read_batch(self._batch, reached)
             if not entries:
                 return
             entries = [entry for entry in entries if position(entry.id) <= position(last_id)]
             reached = entries[-1].id
-            yield [one for entry in entries for one in self._unseen(entry)]
+            for start in range(0, len(entries), _AT_ONCE):
+                yield [one for entry in entries[start : start + _AT_ONCE] for one in self._unseen(entry)]
         self.last_id = last_id
 
     def _unseen(self, entry: BatchEntry) -> list[BatchEntry]:

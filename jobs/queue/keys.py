@@ -129,7 +129,8 @@ def tokens(key: str) -> str:
 def batch_tokens(batch_id: str) -> str:
     """Stream of the deltas of all requests of a batch: k request key, e id of the same entry in the
     request's own stream, p chunks ('' when they are too large to repeat here), s '1' completed |
-    '0' failed | ''. Without k: the state moved. Only while it is read.
+    '0' failed | ''. Without k: the state moved; with e 'discarded', all before was removed, with
+    the early lines that it was about. Only while it is read.
     """
     return f"{{q}}:batch_tok:{batch_id}"
 

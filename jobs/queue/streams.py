@@ -45,6 +45,8 @@ class ApiItem(msgspec.Struct, array_like=True, gc=False):
         return _entry(key, self.entry_id, self.chunks, self.accepted, self.result)
 
 
+_MOST_LARGE = 16  # entries whose chunks are read from the requests' own streams at once
+_DISCARDED = b"discarded"  # as `discard.lua` has it
 _group_decoder = msgspec.msgpack.Decoder(list[ApiItem])
 
 
@@ -118,7 +120,7 @@ class Streams(QueueBase):
         ]
 
     def read_batch(self, batch: str, last_id: str, limit: int = 200) -> list[BatchEntry] | None:
-        """Entries of a watched batch's stream after the one of id `last_id`.
+        """Entries of a watched batch's stream after the one of id `last_id`; at most 16 large ones.
 
         None when that one is not there, so that entries between may be missing: it was trimmed,
         lost, or the stream is another one.
@@ -126,16 +128,17 @@ class Streams(QueueBase):
         found = self._command("XRANGE", keys.batch_tokens(batch), last_id, "+", "COUNT", limit + 1)
         if not found or text(found[0][0]) != last_id:
             return None
-        entries = [_parse_batch_entry(text(entry_id), fields) for entry_id, fields in found[1:]]
-        large = [
-            entry
-            for entry, (_, fields) in zip(entries, found[1:], strict=True)
-            if entry.key is not None and not fields[b"p"]
-        ]
-        own = self.read_ranges(
-            [(entry.key, entry.entry_id, entry.entry_id) for entry in large if entry.key is not None]
-        )
-        for entry, same in zip(large, own, strict=True):
+        entries: list[BatchEntry] = []
+        large: list[tuple[BatchEntry, tuple[RequestKey, str, str]]] = []
+        for entry_id, fields in found[1:]:
+            entry = _parse_batch_entry(text(entry_id), fields)
+            entries.append(entry)
+            if entry.key is not None and not fields[b"p"]:
+                large.append((entry, (entry.key, entry.entry_id, entry.entry_id)))
+                if len(large) == _MOST_LARGE:
+                    break
+        own = self.read_ranges([place for _, place in large])
+        for (entry, _), same in zip(large, own, strict=True):
             entry.chunks.extend(chunk for one in same for chunk in one.chunks)
         return entries
 
@@ -143,6 +146,13 @@ class Streams(QueueBase):
         """The id of the last entry of a batch's stream; None without one."""
         found = self._command("XREVRANGE", keys.batch_tokens(batch), "+", "-", "COUNT", 1)
         return text(found[0][0]) if found else None
+
+    def discarded_at(self, batch: str) -> str:
+        """The id of the first entry of a batch's stream where it says that early lines were
+        discarded: nothing since is missing. Else `FIRST_ID`.
+        """
+        found = self._command("XRANGE", keys.batch_tokens(batch), "-", "+", "COUNT", 1)
+        return text(found[0][0]) if found and found[0][1][b"e"] == _DISCARDED else FIRST_ID
 
     def follow_answers(self, batch: str, seconds: int) -> str:
         """Have commits name the lines that they answer, for so long; return the position from which

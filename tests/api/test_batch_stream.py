@@ -114,6 +114,25 @@ def test_what_runs_while_the_batch_is_validated_is_shown_once_it_is_in_progress(
     assert ends(events) == COMPLETED
 
 
+def test_nothing_is_shown_of_early_lines_that_were_discarded(
+    redis_client: redis.Redis, batch: FollowedBatch, path: str, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    """They are of an input that changed."""
+    pieces = ["stale "] * 9
+    with EventReader(path) as reader:
+        scripted(lambda claim: list(pieces))
+        run_early(redis_client, batch)
+        queue = Queue(redis_client)
+        assert queue.discard(batch.id, "validating", queue.batch_fields(batch.id).generation)
+        pieces[:] = PIECES
+        run_early(redis_client, batch)
+        batch.start()
+        batch.finish()
+        *events, _, _ = reader.wait_ended()
+    assert batch_texts(events) == WHOLE
+    assert ends(events) == COMPLETED
+
+
 def test_no_line_is_shown_of_a_batch_that_is_cancelled_while_it_is_validated(
     redis_client: redis.Redis, batch: FollowedBatch, path: str, scripted: Callable[..., ScriptedWorker]
 ) -> None:

@@ -14,9 +14,11 @@ from jobs.batch.manifest import load_manifest
 from jobs.batch.parts import merge_parts
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
-from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
+from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline
+from tests.support.control_plane import chat_line
 from tests.support.poison import Poison, poisoned_environment
-from tests.support.processes import descendants, is_running
+from tests.support.processes import command_line, descendants, is_running
+from tests.support.slow_file import slow_reading
 from tests.support.waiting import wait_until
 
 LINES = 14
@@ -259,3 +261,48 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_folder(tmp_
     assert run_pipeline("run-batch", empty, TMPDIR=str(private)).returncode == 0
     assert list(private.iterdir()) == []
     private.rmdir()
+
+
+def workers_of(run: RunningCommand) -> list[int]:
+    return [pid for pid in descendants(run.process.pid) if "pipeline worker" in command_line(pid)]
+
+
+def write_large(source: Path, end: bytes = b"") -> int:
+    """Write lines of more than 1 MiB together; return how many."""
+    lines = [chat_line(f"c{number}", "x" * 500, model=None, max_tokens=1) for number in range(2000)]
+    source.write_bytes(b"".join(lines) + end)
+    return len(lines)
+
+
+def test_the_worker_of_a_large_input_starts_while_that_is_checked(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    count = write_large(source)
+    with running_pipeline("run-batch", source, "-o", output, **slow_reading(source, 0.1)) as run:
+        run.wait_for("worker INFO ready")
+        manifest = load_manifest(str(output) + ".parts")
+        assert manifest is not None
+        assert (manifest.state, manifest.plan_sha256, manifest.parts) == ("validating", None, [])
+        assert "checking the input" in run.output
+        started = [run.process.pid, *descendants(run.process.pid)]
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+        wait_until(lambda: not any(map(is_running, started)), 60, "all processes to end")
+    assert not output.exists()
+    done = run_pipeline("run-batch", source, "-o", output)
+    assert done.returncode == 0, done.stderr
+    results = read_results(output)
+    assert [result["custom_id"] for result in results] == [f"c{number}" for number in range(count)]
+    assert {result["response"]["status_code"] for result in results} == {200}
+
+
+@pytest.mark.proof
+def test_the_worker_of_a_large_input_that_is_refused_ends_with_the_run(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_large(source, b"not json\n")
+    with running_pipeline("run-batch", source, "-o", output, **slow_reading(source, 0.02)) as run:
+        wait_until(lambda: workers_of(run), 120, "the worker")
+        started = descendants(run.process.pid)
+        assert run.wait() == 2
+        assert "was refused: 1 bad line" in run.output
+        wait_until(lambda: not any(map(is_running, started)), 60, "all processes to end")
+    assert not output.exists()

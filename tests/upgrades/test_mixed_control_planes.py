@@ -16,6 +16,7 @@ import redis
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.queue import keys
+from jobs.queue.request_queue import Queue
 from tests.support.batch_steps import wait_for_batch
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, write_input
 from tests.support.integrity import faults
@@ -156,3 +157,16 @@ def test_a_ticker_of_this_version_leads_old_and_new_processes(site: Site, redis_
         site.check_ends()
     site.stop_old("advance", "bulk")
     site.plane.stop()
+
+
+def test_no_line_is_fed_early_while_an_old_process_may_take_the_batch(site: Site, redis_url: str) -> None:
+    site.start_old("bulk", "jobs.rq_worker", "--queue", "bulk")
+    site.plane.start("ticker", "driver")
+    with worker(redis_url):
+        batches = [site.create()]
+        site.wait_under_way(batches)
+        site.stop_old("bulk")
+        batches.append(site.create())
+        site.check_ends()
+    early = [Queue(site.client).batch_fields(batch).early for batch in batches]
+    assert (early[0], bool(early[1])) == ("", True)

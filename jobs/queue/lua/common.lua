@@ -441,6 +441,34 @@ local function cancel_live(name)
   drop_live(name)
 end
 
+-- Ends up to `limit` lines of a batch without a result, waiting or running; returns whether some may
+-- be left. The workers that run them are notified once by the name of the batch, so that no order
+-- falls out of their control stream.
+local function drop_unfinished(batch, limit)
+  local tenant = redis.call('HGET', key.batch(batch), 'tenant')
+  for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
+    redis.call('UNLINK', key.ready(batch, model))
+    if tenant then
+      leave(batch, model, tenant)
+    end
+  end
+  local names, holders = redis.call('HRANDFIELD', key.bodies(batch), limit), {}
+  for i, line in ipairs(names) do
+    names[i] = batch .. '/' .. line
+    local holder = drop_line(names[i])
+    if holder then
+      holders[holder] = true
+    end
+  end
+  for _, model in ipairs(#names > 0 and redis.call('SMEMBERS', key.batch_models(batch)) or {}) do
+    remove_from_quarantine(model, names)
+  end
+  for holder in pairs(holders) do
+    notify(holder, 'cancel', batch)
+  end
+  return #names == limit
+end
+
 -- Wakes an idle worker for each quarantine group that this call made.
 local function wake_for_quarantine()
   for model, made in pairs(groups) do

@@ -1,16 +1,33 @@
 #!lua flags=allow-oom
--- Removes what finished of a batch that has no plan: the results of its early lines, and their
--- counts. Of a batch with lines that wait or run it changes nothing.
--- ARGV: batch
--- Returns 1, or 0 when such lines are left.
+-- Removes early lines, waiting, running or finished, with their results, streams and counts. From
+-- the first call on they are of no input, so that a later pass goes on with what a killed one left.
+-- ARGV: batch, its state, its generation, limit
+-- Returns 1 when lines may be left, 0 when none is, -1, changing nothing, when the batch moved on.
 
-local batch = ARGV[1]
-if redis.call('EXISTS', key.bodies(batch)) == 1 then
-  return 0
+local batch, limit = ARGV[1], tonumber(ARGV[4])
+local record = redis.call('HMGET', key.batch(batch), 'state', 'generation')
+if record[1] ~= ARGV[2] or record[2] ~= ARGV[3] then
+  return -1
 end
-redis.call('UNLINK', key.results(batch), key.done(batch), key.batch_models(batch))
-if redis.call('EXISTS', key.batch(batch)) == 1 then
-  redis.call('HDEL', key.batch(batch), 'early', 'used_lines', 'used_tokens')
-  redis.call('HSET', key.batch(batch), 'completed', 0, 'failed', 0, 'result_bytes', 0, 'body_bytes', 0)
+redis.call('HSET', key.batch(batch), 'early', 'discarded')
+if drop_unfinished(batch, limit) then
+  return 1
 end
-return 1
+local lines, streams = redis.call('HRANDFIELD', key.results(batch), limit), {}
+for i, line in ipairs(lines) do
+  streams[i] = key.tokens(batch .. '/' .. line)
+end
+if #lines > 0 then
+  redis.call('UNLINK', unpack(streams))
+  redis.call('HDEL', key.results(batch), unpack(lines))
+end
+if #lines == limit then
+  return 1
+end
+redis.call('UNLINK', key.done(batch), key.batch_models(batch))
+redis.call('HDEL', key.batch(batch), 'early', 'used_lines', 'used_tokens')
+redis.call('HSET', key.batch(batch), 'completed', 0, 'failed', 0, 'result_bytes', 0, 'body_bytes', 0)
+if redis.call('XTRIM', key.batch_tokens(batch), 'MAXLEN', 0) > 0 then
+  notify_readers(batch, '', 'discarded', '', '')
+end
+return 0

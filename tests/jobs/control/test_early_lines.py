@@ -13,19 +13,23 @@ from typing import Any
 
 import pytest
 import redis
+from rq import SimpleWorker
+from rq.serializers import JSONSerializer
 
 from jobs.batch.client import BatchRecord, cancel_batch, get_batch
 from jobs.control import advance, early_lines, validate
 from jobs.control.runner import Runner
 from jobs.protocol.requests import Claim, Finished
+from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
-from jobs.queue.scripts import QueueFull
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, control_plane, echo, write_input
 from tests.support.killed_steps import killed_before_each_step
 from tests.support.rollback import EarlierRedis
+from tests.support.slow_file import slow_reading
+from tests.support.store_batches import lines_of, submit
 from tests.support.waiting import wait_until
 
 LINES = 5000
@@ -122,6 +126,16 @@ def test_early_lines_leave_room_for_the_plan(
     assert Queue(redis_client).batch_fields(batch).low_water > 0
 
 
+def test_no_line_is_fed_beyond_the_tokens_that_may_be_queued(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = submit(redis_client, tmp_path, lines_of(LINES), tenant="t", queued_tokens=2000)
+    with validated_meanwhile(redis_client, submitted.id, monkeypatch):
+        assert Queue(redis_client).window_lines(submitted.id) == 64
+    record = get_batch(redis_client, submitted.id)
+    assert (record.state, [problem.code for problem in record.errors]) == ("failed", ["token_limit_exceeded"])
+
+
 def test_lines_that_share_a_prefix_are_neighbors(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,15 +212,30 @@ def test_a_batch_that_ends_while_it_is_validated_has_no_lines(
 def test_a_full_redis_takes_no_early_lines_and_stops_no_validation(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> bool:
-        raise QueueFull("full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, "ingest_early", full)
-        batch = begin(redis_client, source_of(tmp_path)).id
-        assert step(redis_client, batch).state == "in_progress"
+    batch = begin(redis_client, source_of(tmp_path)).id
+    redis_client.config_set("maxmemory", "1")
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert get_batch(redis_client, batch).state == "validating"
+        assert Queue(redis_client).window_lines(batch) == 0
+        redis_client.config_set("maxmemory", "0")
+    assert get_batch(redis_client, batch).state == "in_progress"
     assert run_to_end(redis_client, batch).completed == LINES
     check_echoes(tmp_path / "out.jsonl", LINES)
+
+
+def test_early_results_that_fill_redis_are_drained_before_the_plan_is_fed(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        large = Result(200, b'{"text": "%s"}' % (b"x" * 400_000), Usage(1, 1, 0), "req_1")
+        claims = claim(redis_client)
+        assert Queue(redis_client).commit("w", [Finished(one.key, one.fence, large) for one in claims]) == []
+        used: Any = redis_client.info("memory")
+        redis_client.config_set("maxmemory", used["used_memory"] - 4_000_000)
+    queue = Queue(redis_client)
+    assert sum(queue.parts(batch).values()) == 20
+    assert queue.batch_fields(batch).low_water > 0
 
 
 def test_lines_that_an_earlier_version_took_out_of_the_ring_come_back(
@@ -218,6 +247,24 @@ def test_lines_that_an_earlier_version_took_out_of_the_ring_come_back(
         redis_client.delete(keys.ring("m", ""), keys.tenants("m"))
     assert commit(redis_client, claim(redis_client)) == 20
     assert run_to_end(redis_client, batch).completed == LINES
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_no_line_is_fed_while_a_process_of_0_1_0_may_end_the_batch(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    old = SimpleWorker(["bulk"], connection=redis_client, serializer=JSONSerializer)
+    old.register_birth()
+    first = begin(redis_client, source_of(tmp_path / "first")).id
+    with validated_meanwhile(redis_client, first, monkeypatch):
+        assert Queue(redis_client).window_lines(first) == 0
+    if end == "stopped":
+        old.register_death()
+    else:
+        redis_client.delete(old.key)  # as when it expires
+    second = begin(redis_client, source_of(tmp_path / "second")).id
+    with validated_meanwhile(redis_client, second, monkeypatch):
+        assert Queue(redis_client).window_lines(second) >= 64
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -263,6 +310,35 @@ def test_a_redis_that_went_back_to_the_validation_counts_each_line_once(
     check_echoes(tmp_path / "out.jsonl", LINES)
 
 
+def test_a_redis_that_goes_back_before_the_batch_is_in_progress_keeps_no_lines_of_another_input(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look at them, to the pass before, which was killed."""
+    source = source_of(tmp_path)
+    batch = begin(redis_client, source).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert commit(redis_client, claim(redis_client)) == 20
+        killed_at = EarlierRedis(redis_client)
+        manifest = (tmp_path / "out.parts" / "manifest.json").read_bytes()
+    killed_at.restore()
+    (tmp_path / "out.parts" / "manifest.json").write_bytes(manifest)
+    source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
+    os.utime(source, ns=(1, 1))
+    restore_progress = validate.restore_progress
+
+    def goes_back(*arguments: Any) -> dict[str, Any]:
+        killed_at.restore()
+        return restore_progress(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validate, "restore_progress", goes_back)
+        assert step(redis_client, batch).state == "validating"
+    record = step(redis_client, batch)
+    assert (record.state, record.completed) == ("in_progress", 0)
+    assert run_to_end(redis_client, batch).completed == LINES
+    assert (tmp_path / "out.jsonl").read_text().count("SAY ") == LINES
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("end", [b"", b"not json\n"])
 def test_a_kill_before_any_step_changes_nothing(
@@ -294,13 +370,13 @@ def test_a_control_plane_gives_lines_out_before_it_has_read_all(
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"".join(chat_line(f"c{n}", "x" * 2000) for n in range(30_000)))
-    with control_plane(redis_url):
+    with control_plane(redis_url, environment=slow_reading(source, 0.005)):
         batch = begin(redis_client, source).id
         wait_until(lambda: redis_client.exists(keys.bodies(batch)), 120, "an early line")
         early = claim(redis_client)
-        assert early
-        assert get_batch(redis_client, batch).completed == 0
+        assert commit(redis_client, early[:1]) == 1
+        check_nothing_shown(get_batch(redis_client, batch), "validating")
         cancel_batch(redis_client, batch)
         wait_until(lambda: get_batch(redis_client, batch).ended, 120, "its end")
-    commit(redis_client, early)
-    assert get_batch(redis_client, batch).state == "cancelled"
+    assert commit(redis_client, early) == 0
+    check_nothing_shown(get_batch(redis_client, batch), "cancelled")

@@ -16,7 +16,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
 from jobs.queue.settings import QueueSettings
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, finished, held, ready_length, request, start_batch
+from tests.support.requests import MODEL, delta, finished, held, ready_length, request, start_batch
 
 
 class TestTransition:
@@ -35,6 +35,14 @@ class TestTransition:
         assert queue.transition("batch_a", ["validating"], "validating", {"generation": 1}, generation=0)
         assert not queue.transition("batch_a", ["validating"], "in_progress", generation=0)
         assert queue.transition("batch_a", ["validating"], "in_progress", generation=1)
+
+    def test_with_early_lines_of_another_input_changes_nothing(self, queue: Queue) -> None:
+        queue.create_batch("batch_a", 0)
+        assert queue.transition("batch_a", ["validating"], "validating", stamp="1 1")
+        assert queue.ingest_early("batch_a", [(1, request())], "1 1")
+        assert not queue.transition("batch_a", ["validating"], "in_progress", stamp="1 2")
+        assert queue.batch_fields("batch_a").state == "validating"
+        assert queue.transition("batch_a", ["validating"], "in_progress", stamp="1 1")
 
     def test_notes_the_time(self, queue: Queue) -> None:
         queue.create_batch("batch_a", 3)
@@ -80,6 +88,62 @@ class TestIngest:
     def test_too_many_lines_in_one_call(self, queue: Queue) -> None:
         with pytest.raises(ValueError, match="at most 500"):
             queue.ingest("batch_a", [(0, request())] * 501, 0, 501)
+
+
+def test_a_look_at_a_window_is_one_round_trip(queue: Queue, redis_client: redis.Redis) -> None:
+    start_batch(queue, "batch_a", 3)
+    queue.announce("", "batch_a", listed=False, runs=True)
+    redis_client.config_resetstat()
+    window = queue.window("batch_a")
+    assert redis_client.info("stats")["total_reads_processed"] <= 2  # with that of INFO
+    assert window == (queue.window_lines("batch_a"), queue.window_bytes("batch_a"), 1)
+    assert window[0] == 3
+
+
+class TestDiscard:
+    def test_leaves_nothing_of_lines_that_finished_run_or_wait(self, queue: Queue, redis_client: redis.Redis) -> None:
+        lines = 2 * MAX_ITEMS + 5
+        queue.create_batch("batch_a", 0)
+        queue.watch("batch_a", 60)
+        for first in range(0, lines, MAX_ITEMS):
+            rows = [(line, request()) for line in range(first, min(lines, first + MAX_ITEMS))]
+            assert queue.ingest_early("batch_a", rows, "1 1")
+        for seq in (1, 2, 3):
+            claims = queue.claim("w1", seq, 400, models=[MODEL])
+            queue.publish("w1", [delta(claim, 0, [1], "a") for claim in claims])
+            queue.commit("w1", [finished(claim) for claim in claims[:300]])
+        assert redis_client.keys("{q}:tok:*")
+        assert queue.discard("batch_a", "validating", 0)
+        record = queue.batch_fields("batch_a")
+        assert (record.completed, record.result_bytes, record.body_bytes, record.early) == (0, 0, 0, "")
+        names = set(map(bytes.decode, redis_client.keys("*batch_a*")))
+        assert names - {keys.served(keys.ring(MODEL, ""), "batch_a")} == {
+            keys.batch("batch_a"),
+            keys.batch_tokens("batch_a"),
+        }
+        assert [entry.key for entry in queue.read_batch("batch_a", queue.discarded_at("batch_a")) or []] == []
+        assert faults(redis_client) == []
+
+    @pytest.mark.parametrize(("state", "generation"), [("validating", 1), ("cancelling", 0)])
+    def test_of_another_state_or_generation_changes_nothing(self, queue: Queue, state: str, generation: int) -> None:
+        queue.create_batch("batch_a", 0)
+        assert queue.ingest_early("batch_a", [(1, request()), (2, request())], "1 1")
+        queue.commit("w1", [finished(claim) for claim in queue.claim("w1", 1, 1, models=[MODEL])])
+        assert not queue.discard("batch_a", state, generation)
+        assert (queue.undrained_lines("batch_a"), queue.window_lines("batch_a")) == (1, 1)
+        assert queue.batch_fields("batch_a").early == "1 1"
+
+    def test_lines_of_a_killed_call_are_of_no_input(self, queue: Queue) -> None:
+        queue.create_batch("batch_a", 0)
+        assert queue.ingest_early("batch_a", [(line, request()) for line in range(4)], "1 1")
+        queue.commit("w1", [finished(claim) for claim in queue.claim("w1", 1, 4, models=[MODEL])])
+        assert queue._scripts.call("discard", ["batch_a", "validating", 0, 1]) == 1
+        assert queue.undrained_lines("batch_a") == 3
+        assert not queue.ingest_early("batch_a", [(9, request())], "1 1")
+        assert not queue.transition("batch_a", ["validating"], "in_progress", stamp="1 1")
+        assert queue.discard("batch_a", "validating", 0)
+        assert queue.ingest_early("batch_a", [(9, request())], "1 1")
+        assert queue.transition("batch_a", ["validating"], "in_progress", stamp="1 1")
 
 
 class TestDrain:

@@ -4,7 +4,7 @@ whatever workers do meanwhile.
 
 import random
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import redis
 
@@ -104,3 +104,17 @@ def test_a_reader_may_begin_at_any_moment(queue: Queue, redis_client: redis.Redi
     print(f"{len(readers)} readers")
     assert len(readers) > 3
     assert len(readers[0][0].tokens) > LINES // 2
+
+
+def test_few_long_texts_are_in_memory_at_once(queue: Queue) -> None:
+    """Many requests have come and ended since the reader began, as early lines do."""
+    count, text = 200, "x" * 5000
+    start_batch(queue, "batch_a", count)
+    first_id = queue.watch("batch_a", 60)
+    claims = queue.claim("w1", 1, count, models=[MODEL])
+    queue.publish("w1", [delta(claim, 0, [1], text) for claim in claims])
+    queue.commit("w1", [finished(claim, last=delta(claim, 1, [2], text, len(text))) for claim in claims])
+    groups = [*StreamSnapshot(queue, "batch_a", first_id)]
+    shown = Counter(entry.key for group in groups for entry in group for chunk in entry.chunks if chunk.text == text)
+    assert shown == {claim.key: 2 for claim in claims}
+    assert max(len(group) for group in groups) <= 16

@@ -114,7 +114,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     queue.create_batch("batch_d", 0)
     answers += [queue.ingest_early("batch_d", [(1, request())], "1 1")]
     queue.remove_unfinished("batch_d")
-    call("discard", queue.discard, "batch_d")
+    answers += [call("discard", queue.discard, "batch_d", "validating", 0)]
     return answers
 
 
