@@ -3,6 +3,7 @@ between, by deliveries that OpenAI's client accepts.
 """
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from jobs.control import webhooks
 from jobs.control.runner import Runner
 from jobs.control.ticker import Ticker
 from jobs.control.webhooks import DELAYS, Webhooks
+from jobs.process import configure_logs
 from jobs.protocol.ids import BATCH, new_id
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
@@ -54,6 +56,18 @@ def receiver() -> Iterator[WebhookReceiver]:
 def _configured(monkeypatch: pytest.MonkeyPatch, receiver: WebhookReceiver) -> None:
     monkeypatch.setenv("PIPELINE_WEBHOOK_URL", receiver.url)
     monkeypatch.setenv("PIPELINE_WEBHOOK_SECRET", SECRET)
+
+
+@pytest.fixture
+def ticker_logs() -> Iterator[None]:
+    """The logs of this process are those of a ticker."""
+    loggers = [logging.root, *map(logging.getLogger, ("httpx2", "httpcore2", "asyncio"))]
+    handlers, levels = logging.root.handlers[:], [logger.level for logger in loggers]
+    configure_logs("ticker")
+    yield
+    logging.root.handlers[:] = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -181,7 +195,8 @@ def test_attempts_end_with_a_success_a_410_or_the_last_delay(
     redis_client: redis.Redis,
     tmp_path: Path,
     receiver: WebhookReceiver,
-    caplog: pytest.LogCaptureFixture,
+    ticker_logs: None,
+    capsys: pytest.CaptureFixture[str],
     statuses: list[int],
     attempts: int,
     result: str,
@@ -194,8 +209,9 @@ def test_attempts_end_with_a_success_a_410_or_the_last_delay(
     assert len(set(events(receiver))) == 1
     counts = Queue(redis_client).webhook_attempts()
     assert counts == {"delivered": 0, "abandoned": 0, result: 1, "failed": attempts - 1}
-    assert not [secret for secret in ("pass-word", "to-ken", SECRET) if secret in caplog.text]
-    assert "status" in caplog.text
+    logs = capsys.readouterr().err
+    assert not [secret for secret in ("pass-word", "to-ken", SECRET) if secret in logs]
+    assert "status" in logs
 
 
 def test_a_receiver_that_does_not_answer_is_tried_again(
