@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -44,6 +45,22 @@ from tests.support.rollback import EarlierRedis
 from tests.support.store_batches import lines_of, store_of, submit
 from tests.support.waiting import wait_until
 from tests.support.webhook_receiver import SECRET, WebhookReceiver, webhook_receiver
+
+HUNG_LOOK_UP = """
+import socket, threading
+look_up = socket.getaddrinfo
+
+def hang(host, *arguments, **options):
+    if host not in ("hung.invalid", b"hung.invalid"):
+        return look_up(host, *arguments, **options)
+    print("looking up", flush=True)
+    threading.Event().wait()
+
+socket.getaddrinfo = hang
+from jobs.control.ticker import main
+main()
+"""
+"""A ticker whose resolver does not answer for one host."""
 
 
 @pytest.fixture
@@ -257,6 +274,29 @@ def test_a_client_that_cannot_be_made_is_made_again(
             broken.delenv("HTTP_PROXY")
             wait_until_sent(tmp_path)
     assert [each for _, _, each in events(receiver)] == [batch]
+
+
+def test_a_ticker_ends_while_a_look_up_of_the_receiver_hangs(
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    receiver: WebhookReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complete(redis_client, tmp_path)
+    monkeypatch.setenv("PIPELINE_WEBHOOK_URL", "http://hung.invalid/")
+    arguments = ("--redis-url", redis_url, "--file-store", str(tmp_path / "store"))
+    ticker = subprocess.Popen([sys.executable, "-c", HUNG_LOOK_UP, *arguments], cwd=ROOT, stdout=subprocess.PIPE)
+    assert ticker.stdout is not None
+    with ticker.stdout as said:
+        try:
+            assert said.readline() == b"looking up\n"
+            ticker.send_signal(signal.SIGTERM)
+            assert ticker.wait(120) == 0
+        finally:
+            ticker.kill()
+            ticker.wait()
+    assert len(list_webhooks(str(tmp_path / "store"))) == 1
 
 
 def test_attempts_go_on_for_three_days_where_another_process_left_off(
