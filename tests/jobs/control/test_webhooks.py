@@ -276,6 +276,21 @@ def test_a_client_that_cannot_be_made_is_made_again(
     assert [each for _, _, each in events(receiver)] == [batch]
 
 
+def test_a_batch_ends_once_its_webhook_can_be_noted(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = submit(redis_client, tmp_path, b"no line\n").id
+    folder = tmp_path / "store" / "webhooks"
+    folder.write_text("no folder")
+    assert step(redis_client, batch).state == "validating"
+    assert f"make {folder} a folder with room that this process can write to" in caplog.text
+    folder.unlink()
+    assert run_to_end(redis_client, batch).state == "failed"
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+    assert [each for _, _, each in events(receiver)] == [batch]
+
+
 def test_a_ticker_ends_while_a_look_up_of_the_receiver_hangs(
     redis_client: redis.Redis,
     redis_url: str,
