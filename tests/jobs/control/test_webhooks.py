@@ -276,6 +276,18 @@ def test_a_client_that_cannot_be_made_is_made_again(
     assert [each for _, _, each in events(receiver)] == [batch]
 
 
+def test_what_a_killed_ticker_left_half_written_is_removed(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+) -> None:
+    complete(redis_client, tmp_path)
+    folder = tmp_path / "store" / "webhooks"
+    [note] = folder.iterdir()
+    (folder / f".{note.name}.1.tmp").write_bytes(b"{")
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until(lambda: list(folder.iterdir()) == [], 120, "an empty folder")
+    assert len(receiver.received) == 1
+
+
 def test_a_batch_ends_once_its_webhook_can_be_noted(
     redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
