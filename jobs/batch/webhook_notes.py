@@ -12,7 +12,7 @@ from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
 from jobs.store.marker import WEBHOOKS_FOLDER
-from jobs.store.storage import join, list_names, make_folder, named, sync_folder
+from jobs.store.storage import StoreError, join, list_names, make_folder, named, sync_folder
 
 
 class WebhookNote(NamedTuple):
@@ -35,10 +35,16 @@ def note_webhook(queue: Queue, batch: str, spec: BatchSpec, state: str) -> None:
     if queue.settings.webhook_url is None or not spec.of_api or state not in END_STATES:
         return
     note = Path(spec.root).parents[1] / WEBHOOKS_FOLDER / WebhookNote(batch, state).name
-    make_folder(str(note.parent))
-    with named("cannot write", str(note)):
-        note.touch()  # an empty file, which a full disk has room for
-        sync_folder(note.parent)
+    try:
+        make_folder(str(note.parent))
+        with named("cannot write", str(note)):
+            note.touch()  # an empty file, which a full disk has room for
+            sync_folder(note.parent)
+    except StoreError as error:
+        raise type(error)(
+            f"{error}; the batch ends once its webhook is noted there: make {note.parent} a folder with room that this"
+            " process can write to"
+        ) from error
 
 
 def list_webhooks(file_store: str) -> list[WebhookNote]:

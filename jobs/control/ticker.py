@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import math
+import os
 import secrets
 import signal
 import threading
@@ -86,6 +87,7 @@ def main() -> None:
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
     ticker.resign()
+    os._exit(0)  # the interpreter would wait for threads, and a look-up of the receiver's name may hang
 
 
 def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str, settings: QueueSettings) -> None:

@@ -27,7 +27,7 @@ from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, WebhookResult
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.marker import BATCHES_FOLDER, WEBHOOKS_FOLDER, check_store
-from jobs.store.storage import StoreError, delete, join, read_bytes, write_bytes
+from jobs.store.storage import StoreError, delete, join, read_bytes, sweep, write_bytes
 
 DELAYS = (5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.0)
 """Seconds between the attempts for one event, three days in all, as Standard Webhooks advises."""
@@ -71,6 +71,7 @@ class Webhooks:
         self._key = key
         self._delays = delays
         self._attempts: dict[WebhookNote, _Attempts] = {}
+        self._is_swept = False
         self._under_way: dict[WebhookNote, asyncio.Task[None]] = {}
         # One thread, so that no note is looked at while it is settled
         self._notes = ThreadPoolExecutor(1, "webhook-notes")
@@ -92,6 +93,7 @@ class Webhooks:
                     await self._start_due(client)
                 else:
                     self._attempts.clear()  # another ticker's are in the notes
+                    self._is_swept = False
                 await asyncio.sleep(_LOOK_SECONDS)
 
     async def _start_due(self, client: httpx2.AsyncClient) -> None:
@@ -114,6 +116,10 @@ class Webhooks:
         notes = list_webhooks(self._store)
         if notes:
             check_store(self._queue, Path(self._store))  # in which what is missing is gone
+        if not self._is_swept:
+            # One that led until now may be writing: it keeps the note, and sends the event again
+            sweep(join(self._store, WEBHOOKS_FOLDER))
+            self._is_swept = True
         known = {note: self._attempts.get(note) or self._read(note) for note in notes}
         self._attempts = {note: attempts for note, attempts in known.items() if attempts is not None}
         now = time.time()

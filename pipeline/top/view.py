@@ -30,7 +30,7 @@ _BATCHES = (
     Column("models", "left", least=8, optional=True),
 )
 _QUEUES = (
-    Column("model", "left", least=10),
+    Column("model", "left", least=10, keep_end=True),
     Column("live waiting"),
     Column("oldest"),
     Column("lines waiting"),
@@ -39,7 +39,7 @@ _QUEUES = (
 )
 _WORKERS = (
     Column("worker", "left", least=8, keep_end=True),
-    Column("model", "left", least=8),
+    Column("model", "left", least=8, keep_end=True),
     Column("state", "left"),
     Column("run"),
     Column("wait"),

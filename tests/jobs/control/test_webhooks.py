@@ -3,8 +3,10 @@ between, by deliveries that OpenAI's client accepts.
 """
 
 import json
+import logging
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +28,7 @@ from jobs.control import webhooks
 from jobs.control.runner import Runner
 from jobs.control.ticker import Ticker
 from jobs.control.webhooks import DELAYS, Webhooks
+from jobs.process import configure_logs
 from jobs.protocol.ids import BATCH, new_id
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
@@ -43,6 +46,22 @@ from tests.support.store_batches import lines_of, store_of, submit
 from tests.support.waiting import wait_until
 from tests.support.webhook_receiver import SECRET, WebhookReceiver, webhook_receiver
 
+HUNG_LOOK_UP = """
+import socket, threading
+look_up = socket.getaddrinfo
+
+def hang(host, *arguments, **options):
+    if host not in ("hung.invalid", b"hung.invalid"):
+        return look_up(host, *arguments, **options)
+    print("looking up", flush=True)
+    threading.Event().wait()
+
+socket.getaddrinfo = hang
+from jobs.control.ticker import main
+main()
+"""
+"""A ticker whose resolver does not answer for one host."""
+
 
 @pytest.fixture
 def receiver() -> Iterator[WebhookReceiver]:
@@ -54,6 +73,18 @@ def receiver() -> Iterator[WebhookReceiver]:
 def _configured(monkeypatch: pytest.MonkeyPatch, receiver: WebhookReceiver) -> None:
     monkeypatch.setenv("PIPELINE_WEBHOOK_URL", receiver.url)
     monkeypatch.setenv("PIPELINE_WEBHOOK_SECRET", SECRET)
+
+
+@pytest.fixture
+def ticker_logs() -> Iterator[None]:
+    """The logs of this process are those of a ticker."""
+    loggers = [logging.root, *map(logging.getLogger, ("httpx2", "httpcore2", "asyncio"))]
+    handlers, levels = logging.root.handlers[:], [logger.level for logger in loggers]
+    configure_logs("ticker")
+    yield
+    logging.root.handlers[:] = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -181,7 +212,8 @@ def test_attempts_end_with_a_success_a_410_or_the_last_delay(
     redis_client: redis.Redis,
     tmp_path: Path,
     receiver: WebhookReceiver,
-    caplog: pytest.LogCaptureFixture,
+    ticker_logs: None,
+    capsys: pytest.CaptureFixture[str],
     statuses: list[int],
     attempts: int,
     result: str,
@@ -194,8 +226,9 @@ def test_attempts_end_with_a_success_a_410_or_the_last_delay(
     assert len(set(events(receiver))) == 1
     counts = Queue(redis_client).webhook_attempts()
     assert counts == {"delivered": 0, "abandoned": 0, result: 1, "failed": attempts - 1}
-    assert not [secret for secret in ("pass-word", "to-ken", SECRET) if secret in caplog.text]
-    assert "status" in caplog.text
+    logs = capsys.readouterr().err
+    assert not [secret for secret in ("pass-word", "to-ken", SECRET) if secret in logs]
+    assert "status" in logs
 
 
 def test_a_receiver_that_does_not_answer_is_tried_again(
@@ -241,6 +274,56 @@ def test_a_client_that_cannot_be_made_is_made_again(
             broken.delenv("HTTP_PROXY")
             wait_until_sent(tmp_path)
     assert [each for _, _, each in events(receiver)] == [batch]
+
+
+def test_what_a_killed_ticker_left_half_written_is_removed(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+) -> None:
+    complete(redis_client, tmp_path)
+    folder = tmp_path / "store" / "webhooks"
+    [note] = folder.iterdir()
+    (folder / f".{note.name}.1.tmp").write_bytes(b"{")
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until(lambda: list(folder.iterdir()) == [], 120, "an empty folder")
+    assert len(receiver.received) == 1
+
+
+def test_a_batch_ends_once_its_webhook_can_be_noted(
+    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = submit(redis_client, tmp_path, b"no line\n").id
+    folder = tmp_path / "store" / "webhooks"
+    folder.write_text("no folder")
+    assert step(redis_client, batch).state == "validating"
+    assert f"make {folder} a folder with room that this process can write to" in caplog.text
+    folder.unlink()
+    assert run_to_end(redis_client, batch).state == "failed"
+    with delivering(redis_client, tmp_path, receiver):
+        wait_until_sent(tmp_path)
+    assert [each for _, _, each in events(receiver)] == [batch]
+
+
+def test_a_ticker_ends_while_a_look_up_of_the_receiver_hangs(
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    receiver: WebhookReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complete(redis_client, tmp_path)
+    monkeypatch.setenv("PIPELINE_WEBHOOK_URL", "http://hung.invalid/")
+    arguments = ("--redis-url", redis_url, "--file-store", str(tmp_path / "store"))
+    ticker = subprocess.Popen([sys.executable, "-c", HUNG_LOOK_UP, *arguments], cwd=ROOT, stdout=subprocess.PIPE)
+    assert ticker.stdout is not None
+    with ticker.stdout as said:
+        try:
+            assert said.readline() == b"looking up\n"
+            ticker.send_signal(signal.SIGTERM)
+            assert ticker.wait(120) == 0
+        finally:
+            ticker.kill()
+            ticker.wait()
+    assert len(list_webhooks(str(tmp_path / "store"))) == 1
 
 
 def test_attempts_go_on_for_three_days_where_another_process_left_off(

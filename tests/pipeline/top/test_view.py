@@ -135,6 +135,15 @@ def test_at_80_columns_no_number_is_cut(queue: Queue) -> None:
     assert {"999999", "10000000"} <= set(batch.split())
 
 
+def test_at_80_columns_models_of_one_family_differ(queue: Queue) -> None:
+    sizes = ("8B", "70B")
+    for size in sizes:
+        gpu = GpuGauges("H200", "GPU", 1.0, 60 << 30, 140 << 30)
+        add_worker(queue, f"a-host-with-a-long-name-{size}", gpu, model=f"meta-llama/Llama-3.1-{size}-Instruct")
+    lines = render(queue, 80, 24)
+    assert [sum(f"{size}-Instruct" in line for line in lines) for size in sizes] == [2, 2]  # a queue and a worker
+
+
 def test_a_wide_window_shows_ids_whole_and_the_models_of_batches(queue: Queue) -> None:
     queue.create_batch("batch_66120041c39a979f3af80b25", 5, state="in_progress", fields={"line_models": ["a", "b"]})
     queue.announce("", "batch_66120041c39a979f3af80b25", listed=False, runs=True)
