@@ -3,7 +3,7 @@
 An append puts lines into the batch's source, its plan and its line index, makes these durable, and
 then commits to a database how much of them counts, and which custom_id came. A process that is
 killed between two of these steps leaves bytes behind what counts: the next append cuts them off.
-The database's transactions also keep processes apart that append at once.
+Those that append at once wait for each other by locks of the folder, in turns.
 """
 
 import contextlib
@@ -29,9 +29,11 @@ from jobs.protocol.lines import Line, decode_json
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import LineError
 from jobs.store.storage import (
+    Busy,
     StoreError,
     StoreFull,
     append_behind,
+    exclusive,
     join,
     local_path,
     make_folder,
@@ -45,7 +47,11 @@ JOURNAL_NAME = "requests.db-journal"
 SOURCE_NAME = "input.jsonl"
 """The source of an open batch, in its folder."""
 
-_LOCK_SECONDS = 60.0  # that one process waits for others that append
+APPEND_LOCK = ".append.lock"
+NEXT_LOCK = ".next-append.lock"
+"""Of the one that waits for the other lock: who has just let go of that comes behind it."""
+
+_LOCK_SECONDS = 60.0  # that one append waits for others
 _ASKED_AT_ONCE = 500  # ids in one statement
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -208,9 +214,7 @@ class OpenRequests:
 
     def close(self) -> None:
         """Let nothing more be appended; may be repeated, also once the batch has ended."""
-        if size_of(self._location) is None:
-            return
-        with self._transaction() as database:
+        with contextlib.suppress(ApiError), self._transaction() as database:
             found = self._read(database)
             if not found.closed:
                 self._append_files(found, b"", [], [])
@@ -238,7 +242,8 @@ class OpenRequests:
         """Return url and model of placeholders where no line of the append is valid; None where no
         model is served.
         """
-        found = self.committed()
+        with self._until_removed():
+            found = self.committed()
         model = next(iter([*found.models, *sorted(served)]), self._spec.default_model)
         url = self._spec.endpoint or next(iter(found.endpoints), next(iter(BATCH_ENDPOINTS)))
         return None if model is None else (url, model)
@@ -307,13 +312,39 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Keep other processes out; commit, durably, unless the body raises."""
-        if size_of(self._location) is None:
-            raise _closed()
-        with self._connected("rw") as database:
+        """Keep all others out; commit, durably, unless the body raises. Raise `ApiError` 409 for a
+        batch that has ended.
+        """
+        with self._until_removed(), self._turn(), self._connected("rw") as database:
             database.execute("BEGIN IMMEDIATE")
             yield database
             database.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _until_removed(self) -> Iterator[None]:
+        """Refuse as a closed batch one whose database is gone, also when it goes meanwhile."""
+        if size_of(self._location) is None:
+            raise _closed()
+        try:
+            yield
+        except StoreError:
+            if size_of(self._location) is None:
+                raise _closed() from None
+            raise
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for those that came before. SQLite alone lets who commits without a pause keep the
+        others waiting.
+        """
+        root = self._spec.root
+        try:
+            with contextlib.ExitStack() as held:
+                with exclusive(root, _LOCK_SECONDS, NEXT_LOCK):
+                    held.enter_context(exclusive(root, _LOCK_SECONDS, APPEND_LOCK))
+                yield
+        except Busy as error:
+            raise StoreError(str(error)) from error
 
     @contextlib.contextmanager
     def _connected(self, mode: str) -> Iterator[sqlite3.Connection]:

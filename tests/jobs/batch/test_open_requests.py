@@ -21,11 +21,21 @@ from jobs.batch.client import BatchRecord, BatchSpec, cancel_batch, create_batch
 from jobs.batch.input_files import InputLine
 from jobs.batch.line_index import INDEX_NAME, LineIndex
 from jobs.batch.manifest import load_manifest
-from jobs.batch.open_requests import DATABASE_NAME, SOURCE_NAME, AppendBounds, AppendOutcome, CheckedLines, OpenRequests
+from jobs.batch.open_requests import (
+    APPEND_LOCK,
+    DATABASE_NAME,
+    NEXT_LOCK,
+    SOURCE_NAME,
+    AppendBounds,
+    AppendOutcome,
+    CheckedLines,
+    OpenRequests,
+)
 from jobs.batch.plan import PLAN_NAME, read_plan
 from jobs.batch.rebuild import rebuild
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
+from jobs.store.storage import Busy, exclusive
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import chat_line, echo, read_jsonl
 from tests.support.rollback import EarlierRedis
@@ -357,6 +367,46 @@ def test_processes_append_at_once(spec: BatchSpec) -> None:
         process.communicate()
         assert process.returncode == 0
     assert sorted(stored_ids(spec)) == sorted(f"{prefix}{number}" for prefix in "xy" for number in range(400))
+
+
+def is_held(spec: BatchSpec, lock: str) -> bool:
+    try:
+        with exclusive(spec.root, 0, lock):
+            return False
+    except Busy:
+        return True
+
+
+def test_processes_that_append_take_turns(spec: BatchSpec) -> None:
+    """One that appends without a pause does not come before those that wait."""
+    with exclusive(spec.root, 0, APPEND_LOCK):
+        first = appender(spec, "first")
+        wait_until(lambda: is_held(spec, NEXT_LOCK), 60, "the first one to wait")
+        others = [appender(spec, prefix) for prefix in ("x", "y")]
+        own = threading.Thread(target=append, args=(spec, "own"))
+        own.start()
+    for process in (first, *others):
+        process.communicate()
+        assert process.returncode == 0
+    own.join()
+    ids = stored_ids(spec)
+    assert ids[:20] == [f"first{number}" for number in range(20)]
+    assert len(ids) == 1201
+
+
+def test_a_batch_whose_end_removed_its_files_is_closed(spec: BatchSpec) -> None:
+    append(spec, "a")
+    opened = OpenRequests(spec)
+    os.unlink(Path(spec.root, DATABASE_NAME))
+    with pytest.raises(ApiError) as raised:
+        opened.append(lines("b"), SERVED, ANY)
+    assert raised.value.status == 409
+    with pytest.raises(ApiError) as raised:
+        opened.append(numbered(b'{"custom_id": "bad"}'), SERVED, ANY)
+    assert raised.value.status == 409
+    opened.close()
+    shutil.rmtree(spec.root)
+    opened.close()
 
 
 def test_a_kill_anywhere_loses_nothing_acknowledged(spec: BatchSpec, seed: int) -> None:
