@@ -1,6 +1,8 @@
 """Open batches over HTTP: appended requests run at once, and a repeated one counts once."""
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,10 @@ def close(client: openai.OpenAI, batch: Batch) -> Batch:
 
 def members(batch: Batch) -> dict[str, Any]:
     return {name: batch.to_dict()[name] for name in ("input", "open", "last_append_at")}
+
+
+def requests_of(batch: Batch) -> int:
+    return 0 if batch.request_counts is None else batch.request_counts.total
 
 
 def refusing(claim: Claim) -> Result:
@@ -174,6 +180,61 @@ def test_what_is_no_open_batch_takes_nothing(redis_client: redis.Redis, client: 
     with pytest.raises(openai.ConflictError, match="cancelling"):
         append(client, cancelled, chat_line("a"))
     assert "input" not in of_file.to_dict()
+
+
+def test_a_refusal_that_no_retry_helps_says_so(http: httpx.Client, client: openai.OpenAI) -> None:
+    batch = begin(client)
+    close(client, batch)
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=chat_line("a"))
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+
+
+@pytest.mark.parametrize(("deleted", "status"), [(False, 409), (True, 404)])
+def test_an_end_during_a_call_says_what_was_appended(
+    redis_client: redis.Redis, http: httpx.Client, client: openai.OpenAI, deleted: bool, status: int
+) -> None:
+    batch = begin(client)
+
+    def body() -> Iterator[bytes]:
+        yield b"".join(chat_line(f"early{number}", "x" * 600_000) for number in range(2))
+        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) == 2, 60, "the first requests")
+        close(client, batch)
+        run_to_end(redis_client, batch.id)
+        if deleted:
+            client.delete(f"/batches/{batch.id}", cast_to=object)
+        yield chat_line("late")
+
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=body())
+    assert answer.status_code == status
+    assert "2 requests of this call were appended before" in answer.json()["error"]["message"]
+
+
+def test_a_full_disk_during_a_call_says_what_was_appended(
+    http: httpx.Client, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, sync, full = begin(client), os.fsync, threading.Event()
+
+    def sync_unless_full(handle: int) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    def body() -> Iterator[bytes]:
+        yield b"".join(chat_line(f"early{number}", "x" * 600_000) for number in range(2))
+        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) == 2, 60, "the first requests")
+        full.set()
+        yield chat_line("late")
+
+    monkeypatch.setattr(os, "fsync", sync_unless_full)
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=body())
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (507, "false")
+    assert answer.json()["error"]["message"] == (
+        "The file store has no room left. 2 requests of this call were appended before."
+    )
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=chat_line("late"))
+    assert (answer.status_code, "nothing was stored" in answer.text) == (507, True)
+    full.clear()
+    assert append(client, batch, chat_line("late"))["total"] == 3
 
 
 def test_a_cancelled_batch_has_an_error_line_for_what_never_ran(
