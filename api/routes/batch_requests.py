@@ -22,6 +22,7 @@ from jobs.batch.client import BatchRecord
 from jobs.batch.input_files import ArrivingLines, InputLine
 from jobs.batch.manifest import LineProblem
 from jobs.batch.open_requests import AppendBounds, OpenRequests
+from jobs.batch.queued_tokens import most_tokens
 from jobs.batch.source_check import MAX_PROBLEMS, served_models
 from jobs.protocol.results import ApiError
 from jobs.queue.scripts import QueueUnavailable
@@ -97,7 +98,12 @@ class _Appending:
         self._served = {**dict.fromkeys(record.models), **served_models(state.queue)}
         if not self._served:
             raise QueueUnavailable("no model is served yet that a request could name")
-        self._bounds = AppendBounds(record.spec.max_lines, state.settings.max_file_bytes, self._tokens_left())
+        self._bounds = AppendBounds(
+            record.spec.max_lines,
+            state.settings.max_file_bytes,
+            most_tokens(state.queue, record.spec, record.id),
+            record.spec.queued_tokens,
+        )
         self._appended = self._repeated = self._failed = 0
         self._total = record.total
         self._problems: list[LineProblem] = []
@@ -144,13 +150,6 @@ class _Appending:
         return BatchRequests(
             batch_id=self._record.id, appended=self._appended, repeated=self._repeated, errors=errors, total=self._total
         )
-
-    def _tokens_left(self) -> int | None:
-        spec = self._record.spec
-        if spec.queued_tokens is None:
-            return None
-        others = self._queue.open_tokens(spec.tenant)
-        return max(0, spec.queued_tokens - sum(others.values()) + others.get(self._record.id, 0))
 
 
 def _check_open(record: BatchRecord) -> None:

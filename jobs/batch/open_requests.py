@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,6 +80,7 @@ class AppendBounds(NamedTuple):
     lines: int | None = None
     bytes: int | None = None  # of all lines
     tokens: int | None = None  # an estimate from the lines' bodies
+    tokens_at_once: int | None = None  # of what is appended
 
 
 class AppendOutcome(NamedTuple):
@@ -140,7 +141,7 @@ class _NewContent:
             sorted({*before.endpoints, *(line.url for line in fresh.values())}),
             time.time(),
         )
-        if refusal := _refusal(taken, append.bounds):
+        if refusal := _refusal(before, taken, append.bounds):
             return refusal
         self.taken = taken
         self.content += (line.content for line in fresh.values())
@@ -363,9 +364,11 @@ class OpenRequests:
             raise (StoreFull if is_full else StoreError)(f"cannot use {self._location}: {error}") from error
 
 
-def take_appended(manifest: Manifest) -> None:
+def take_appended(manifest: Manifest, check: Callable[[], object]) -> None:
     """Note in the manifest what was appended so far; once the batch is closed, it has all that it
-    has of any other. Raise `StoreError`.
+    has of any other. Calls `check` often.
+
+    Raise `StoreError`, and what `check` raises.
     """
     spec = manifest.spec
     found = OpenRequests(spec).committed()
@@ -375,8 +378,8 @@ def take_appended(manifest: Manifest) -> None:
     if found.appended_at:
         manifest.timestamps["appended"] = found.appended_at
     if found.closed:
-        manifest.input_bytes, manifest.input_sha256 = found.bytes, sha256_of(spec.input)
-        manifest.plan_sha256 = sha256_of(join(spec.root, PLAN_NAME))
+        manifest.input_bytes, manifest.input_sha256 = found.bytes, sha256_of(spec.input, check)
+        manifest.plan_sha256 = sha256_of(join(spec.root, PLAN_NAME), check)
         note_source(manifest, spec.input, manifest.input_sha256)
 
 
@@ -384,17 +387,21 @@ def _closed() -> ApiError:
     return ApiError(409, "This batch is closed, so it takes no more requests: create another batch for them.")
 
 
-def _refusal(taken: Committed, bounds: AppendBounds) -> ApiError | None:
+def _refusal(before: Committed, taken: Committed, bounds: AppendBounds) -> ApiError | None:
     """Return why the batch may not have what was taken."""
     tokens = estimated_tokens(taken.body_bytes)
     for has, most, unit in ((taken.lines, bounds.lines, ""), (taken.bytes, bounds.bytes, " bytes")):
         if most is not None and has > most:
             message = f"With these requests the batch would have {has}{unit}, and it may have {most}"
             return ApiError(400, f"{message}: close it, and create another batch for the rest.", code="too_many_tasks")
+    new = estimated_tokens(taken.body_bytes - before.body_bytes)
+    if bounds.tokens_at_once is not None and new > bounds.tokens_at_once:
+        message = f"These requests have about {new} tokens, and {bounds.tokens_at_once} may be queued: append fewer."
+        return ApiError(400, message, code="token_limit_exceeded")
     if bounds.tokens is not None and tokens > bounds.tokens:
         message = (
-            f"With these requests the batch would have about {tokens} tokens, and {bounds.tokens} are left of those"
-            " that may be queued in your batches: try again when one has ended."
+            f"These requests have about {new} tokens, and {max(0, bounds.tokens - tokens + new)} are left of those that"
+            " may be queued in your batches: try again when more requests have an answer, or another batch has ended."
         )
         return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded")
     return None

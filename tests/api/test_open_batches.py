@@ -324,6 +324,31 @@ def test_tokens_of_a_tenant_bound_its_open_batches(settings: ApiSettings, redis_
                 call(foreign, first, chat_line("x"))
 
 
+def test_tokens_of_a_tenant_count_as_they_are_appended_until_they_are_answered(
+    settings: ApiSettings, redis_client: redis.Redis
+) -> None:
+    """Not only once a slice has read them."""
+    serve(redis_client, "m")
+    _, key = create_key(settings.file_store, tenant="alpha", queued_tokens=200)
+    with running_api(settings) as url, official_client(url, key) as client:
+        client = client.with_options(max_retries=0)
+        first, second = begin(client), begin(client)
+        for batch in (first, second):
+            step(redis_client, batch.id)
+        append(client, first, chat_line("a", "x" * 500))
+        for batch in (first, second):
+            with pytest.raises(openai.RateLimitError, match="are left"):
+                append(client, batch, chat_line("b", "x" * 500))
+        with pytest.raises(openai.BadRequestError, match="append fewer"):
+            append(client, second, chat_line("b", "x" * 1000))
+        step(redis_client, first.id)
+        answer_all(redis_client)
+        for batch in (first, second):
+            assert append(client, batch, chat_line(f"b of {batch.id}", "x" * 250))["appended"] == 1
+        with pytest.raises(openai.RateLimitError, match="are left"):
+            append(client, first, chat_line("c", "x" * 500))
+
+
 def test_without_a_key_a_web_page_appends_nothing(http: httpx.Client, client: openai.OpenAI) -> None:
     batch = begin(client)
     path = f"/v1/batches/{batch.id}/requests"

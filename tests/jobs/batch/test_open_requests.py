@@ -33,6 +33,7 @@ from jobs.batch.open_requests import (
 )
 from jobs.batch.plan import PLAN_NAME, read_plan
 from jobs.batch.rebuild import rebuild
+from jobs.control import advance
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import Busy, exclusive
@@ -198,6 +199,23 @@ def test_its_lines_run_before_it_is_closed(redis_client: redis.Redis, tmp_path: 
     record = run_to_end(redis_client, batch)
     assert (record.state, record.open, record.total, record.completed) == ("completed", False, 3, 3)
     assert [line["custom_id"] for line in read_jsonl(tmp_path / "batch" / "output.jsonl")] == ["a", "b", "c"]
+
+
+def test_a_claim_asks_for_lines_that_were_appended_while_others_waited(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are fed before the ready list is empty."""
+    monkeypatch.setattr(advance, "WINDOW_LINES", 8)
+    record, queue = begin(redis_client, tmp_path), Queue(redis_client)
+    step(redis_client, record.id)
+    append(record.spec, *(f"a{number}" for number in range(6)))
+    assert step(redis_client, record.id).waiting == 6
+    assert queue.batch_fields(record.id).low_water == -1
+    append(record.spec, "b")
+    assert step(redis_client, record.id).waiting == 6
+    assert queue.batch_fields(record.id).low_water == 4
+    answer_all(redis_client, most=2)
+    assert step(redis_client, record.id).waiting == 5
 
 
 def test_a_bad_line_becomes_an_error_line(redis_client: redis.Redis, tmp_path: Path) -> None:
@@ -446,6 +464,30 @@ def test_a_power_cut_during_an_append_loses_nothing_acknowledged(spec: BatchSpec
         assert stored_ids(spec) == ["a", "b"]
         assert append(spec, "b", "d", "c") == (2, 1, [], 4)
         assert stored_ids(spec) == ["a", "b", "d", "c"]
+
+
+def test_what_was_acknowledged_was_synced(spec: BatchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has only what was synced has it."""
+    disk, sync = tmp_path / "disk", os.fsync
+    disk.mkdir()
+    for name in (SOURCE_NAME, PLAN_NAME, INDEX_NAME):
+        shutil.copy(Path(spec.root, name), disk)
+
+    def sync_copied(handle: int) -> None:
+        sync(handle)
+        file = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if file.is_file():
+            shutil.copy(file, disk)
+
+    monkeypatch.setattr(os, "fsync", sync_copied)
+    for number in range(3):
+        append(spec, f"a{number}")
+        for name in (SOURCE_NAME, PLAN_NAME, INDEX_NAME):
+            shutil.copy(disk / name, Path(spec.root, name))
+        assert stored_ids(spec) == [f"a{earlier}" for earlier in range(number + 1)]
+    with OpenRequests(spec)._connected("rw") as database:  # which syncs by itself
+        settings = [database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")]
+    assert settings == [2, "truncate"]
 
 
 def test_the_manifest_of_a_closed_batch_has_what_any_other_has(redis_client: redis.Redis, tmp_path: Path) -> None:
