@@ -16,6 +16,7 @@ from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.utils import parse_composite_key
+from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
@@ -77,6 +78,18 @@ class Execution(NamedTuple):
     queue: str
     job: str
     run: str
+
+
+def has_old_processes(client: redis.Redis) -> bool:
+    """Return whether a process of 0.1.0 is registered, which takes an open batch for one of a file,
+    and ends it with the requests that it has by then.
+    """
+    with client.pipeline(transaction=False) as pipeline:
+        for name in _OLD_QUEUES:
+            pipeline.smembers(WORKERS_BY_QUEUE_KEY % name)
+        found: set[bytes] = set().union(*pipeline.execute())
+    # A killed one stays registered; its key expires
+    return any(client.exists(worker) for worker in found)
 
 
 class Leftovers(NamedTuple):
