@@ -8,7 +8,6 @@ import msgspec
 from jobs.batch.manifest import BatchSpec
 from jobs.batch.open_requests import OpenRequests
 from jobs.batch.source_check import estimated_tokens
-from jobs.protocol.results import ApiError
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import StoreError
@@ -52,7 +51,7 @@ def _of_open(queue: Queue, batch: str) -> QueuedTokens:
     fields = queue.batch_fields(batch)
     tokens, lines = fields.queued_tokens, fields.total
     if fields.spec:
-        with contextlib.suppress(StoreError, ApiError):
+        with contextlib.suppress(StoreError):
             found = OpenRequests(msgspec.json.decode(fields.spec, type=BatchSpec)).committed()
             tokens, lines = estimated_tokens(found.body_bytes), found.lines
     unanswered = max(0, lines - fields.finished)
