@@ -91,8 +91,9 @@ def open_batch(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
     return client.post("/batches", cast_to=Batch, body=body)
 
 
-def append(client: "openai.OpenAI", batch_id: str, source: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Append the lines of a file, or of a pipe as they come; yield what became of each group.
+def append(client: "openai.OpenAI", batch_id: str, source: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
+    """Append the lines of a file, or of a pipe as they come; yield what became of each group, and
+    how many of its lines are no part of the batch, of which `errors` may name fewer.
 
     The numbers of lines count from the first one of all.
     """
@@ -101,7 +102,8 @@ def append(client: "openai.OpenAI", batch_id: str, source: BinaryIO) -> Iterator
         answer = cast(dict[str, Any], client.post(f"{_path(batch_id)}/requests", cast_to=object, content=content))
         errors = [{**error, "line": error["line"] and number + error["line"]} for error in answer["errors"]]
         number += content.count(b"\n")
-        yield {**answer, "errors": errors}
+        refused = sum(map(bool, map(bytes.strip, content.split(b"\n")))) - answer["appended"] - answer["repeated"]
+        yield {**answer, "errors": errors}, refused
 
 
 def _whole_lines(source: BinaryIO) -> Iterator[bytes]:

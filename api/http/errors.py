@@ -59,7 +59,14 @@ _ANSWERS: dict[type, tuple[str, str]] = {
 }
 
 # Of an `ApiError`. Worker processes load for seconds, and clients ask twice again
-_HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "5"}}
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    409: {"x-should-retry": "false"},  # which clients repeat otherwise
+    503: {"retry-after": "5"},
+    507: {"x-should-retry": "false"},
+}
+# Codes of a 409 that ends by itself
+_PASSING = frozenset({"idempotency_key_in_use", "upload_busy"})
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +121,7 @@ def answer_to(error: Exception) -> ApiError:
 
 async def _api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error, _HEADERS.get(error.status))
+    return error_response(error, None if error.code in _PASSING else _HEADERS.get(error.status))
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -1,6 +1,8 @@
 """`/v1/batches/{id}/requests` and `/close`: what is appended to an open batch, and its end."""
 
-from collections.abc import AsyncIterator
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
 from typing import Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -20,10 +22,12 @@ from jobs.batch.client import BatchRecord
 from jobs.batch.input_files import ArrivingLines, InputLine
 from jobs.batch.manifest import LineProblem
 from jobs.batch.open_requests import AppendBounds, OpenRequests
+from jobs.batch.queued_tokens import most_tokens
 from jobs.batch.source_check import MAX_PROBLEMS, served_models
 from jobs.protocol.results import ApiError
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.tasks import wake
+from jobs.store.storage import StoreFull
 
 _TYPES = ("application/jsonl", "application/x-ndjson", "application/json", "application/octet-stream")
 _GROUP_BYTES = 1024 * 1024  # that are appended, and made durable, at once
@@ -32,10 +36,11 @@ _BODY = {
     "requestBody": {
         "required": True,
         "description": "Lines as those of an input file",
-        "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _TYPES[:2]},
+        "content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _TYPES},
     }
 }
 
+logger = logging.getLogger(__name__)
 router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
 
 
@@ -60,8 +65,9 @@ async def append(request: Request, batch_id: str) -> Response:
     state, tenant = state_of(request), caller_of(request).tenant
     appending = await state.fleet.unless_away(run_in_threadpool(_Appending, state, tenant, batch_id))
     most = state.settings.max_file_bytes
-    async for lines in _groups(request, most):
-        await state.fleet.unless_away(run_in(APPENDS, appending.add, lines))
+    with appending.counted():
+        async for lines in _groups(request, most):
+            await state.fleet.unless_away(run_in(APPENDS, appending.add, lines))
     return json_response(appending.answer().model_dump())
 
 
@@ -84,7 +90,7 @@ class _Appending:
 
     def __init__(self, state: ApiState, tenant: str, batch_id: str) -> None:
         """Raise `ApiError` 404 and 409, and `QueueUnavailable`."""
-        self._queue = state.queue
+        self._state, self._queue = state, state.queue
         self._record = record = find_batch(state, tenant, batch_id)
         _check_open(record)
         self._group = group_of(record.spec)
@@ -92,14 +98,24 @@ class _Appending:
         self._served = {**dict.fromkeys(record.models), **served_models(state.queue)}
         if not self._served:
             raise QueueUnavailable("no model is served yet that a request could name")
-        self._bounds = AppendBounds(record.spec.max_lines, state.settings.max_file_bytes, self._tokens_left())
+        self._bounds = AppendBounds(
+            record.spec.max_lines,
+            state.settings.max_file_bytes,
+            most_tokens(state.queue, record.spec, record.id),
+            record.spec.queued_tokens,
+        )
         self._appended = self._repeated = self._failed = 0
         self._total = record.total
         self._problems: list[LineProblem] = []
 
     def add(self, lines: list[InputLine]) -> None:
         """Append lines durably. Raise `ApiError` and `StoreError`."""
-        outcome = self._group.append(lines, self._served, self._bounds)
+        try:
+            outcome = self._group.append(lines, self._served, self._bounds)
+        except ApiError as error:
+            if error.status == 409:  # which may be because it was deleted since
+                _check_open(find_batch(self._state, self._record.spec.tenant, self._record.id))
+            raise
         self._total = outcome.total
         self._appended += outcome.appended
         self._repeated += outcome.repeated
@@ -107,6 +123,21 @@ class _Appending:
         self._problems += outcome.problems[: MAX_PROBLEMS - len(self._problems)]
         # A driver that this does not reach looks by itself
         wake(self._queue.redis, self._record.id)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Say in a refusal how many requests of the call were appended before."""
+        try:
+            yield
+        except (ApiError, StoreFull) as error:
+            if not self._appended:
+                raise
+            stored = f"{self._appended} requests of this call were appended before."
+            if isinstance(error, ApiError):
+                raise ApiError(error.status, f"{error} {stored}", error.type, error.param, error.code) from error
+            logger.error("answering 507: %s", error)
+            message = f"The file store has no room left. {stored}"
+            raise ApiError(507, message, "server_error", code="insufficient_storage") from error
 
     def answer(self) -> BatchRequests:
         """Return what became of all."""
@@ -119,12 +150,6 @@ class _Appending:
         return BatchRequests(
             batch_id=self._record.id, appended=self._appended, repeated=self._repeated, errors=errors, total=self._total
         )
-
-    def _tokens_left(self) -> int | None:
-        spec = self._record.spec
-        if spec.queued_tokens is None:
-            return None
-        return max(0, spec.queued_tokens - self._queue.tokens_of_others(spec.tenant, self._record.id))
 
 
 def _check_open(record: BatchRecord) -> None:

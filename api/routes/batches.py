@@ -12,7 +12,7 @@ from openai.types import Batch
 
 from api.auth import Caller, caller_of
 from api.batch_objects import BatchDeleted, batch_object, find_batch
-from api.http.errors import MayExist, error_response
+from api.http.errors import MayExist
 from api.http.openapi import json_body, query
 from api.http.pages import PERIOD, PageOf, envelope, not_after, query_choices, query_integer, query_period
 from api.http.request_body import read_body
@@ -37,13 +37,13 @@ from jobs.protocol.validation import decode_body
 from jobs.protocol.value_types import or_null
 from jobs.protocol.windows import window_seconds
 from jobs.queue.scripts import QueueFull, QueueUnavailable
+from jobs.queue.tasks import has_old_processes
 
 _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MAX_ID = 256
 _STREAM = "stream"  # `input` of a batch whose requests are appended
-_NO_RETRY = {"x-should-retry": "false"}
 
 _METADATA = {
     "type": ["object", "null"],
@@ -137,7 +137,7 @@ def cancel(request: Request, batch_id: str) -> Response:
     except KeyError:
         record = _find(request, batch_id)
     if record.state not in ("cancelling", "cancelled"):
-        return error_response(_too_late(record), _NO_RETRY)
+        raise _too_late(record)
     return json_response(batch_object(record))
 
 
@@ -152,7 +152,7 @@ async def retry(request: Request, batch_id: str) -> Response:
     record = await state.fleet.unless_away(run_in_threadpool(find_batch, state, caller.tenant, batch_id))
     if not record.ended:
         message = f"Cannot retry a batch with status '{record.shown_state}'; cancel it, or wait until it has ended."
-        return error_response(ApiError(409, message), _NO_RETRY)
+        raise ApiError(409, message)
     return respond(await state.fleet.unless_away(run_in(COPIES, _retry, state, caller, record, key_of(request))))
 
 
@@ -170,7 +170,7 @@ def delete(request: Request, batch_id: str) -> Response:
         message = (
             f"Cannot delete a batch with status '{record.shown_state}'; cancel it first, and wait until it has ended."
         )
-        return error_response(ApiError(409, message), _NO_RETRY)
+        raise ApiError(409, message)
     return json_response(BatchDeleted(id=batch_id).model_dump())
 
 
@@ -213,6 +213,9 @@ def _create(request: Request, raw: bytes, begun: threading.Event) -> Answer:
 
 
 def _submit(state: ApiState, caller: Caller, new: BatchSubmission, batch_id: str | None) -> dict[str, Any]:
+    if new.streams_input and has_old_processes(state.queue.rq):
+        message = "A `pipeline jobs` of version 0.1.0 is running, which would end an open batch early; stop it first."
+        raise ApiError(503, message, "server_error", code="old_version_running")
     with _refusing_too_many(caller):
         return batch_object(submit_batch(state.queue, state.files, new, batch_id))
 

@@ -143,7 +143,7 @@ def delete_file(request: Request, file_id: str) -> Response:
     # A batch that has not ended would write the file again
     if not record.complete or (manifest is not None and manifest.state not in END_STATES):
         message = f"The batch {record.batch_id} is still writing the file {file_id}; cancel that first."
-        return error_response(ApiError(409, message, param="id"), {"x-should-retry": "false"})
+        raise ApiError(409, message, param="id")
     try:
         _files(request).delete(record.tenant, file_id)
     except KeyError:

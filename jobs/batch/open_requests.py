@@ -3,14 +3,14 @@
 An append puts lines into the batch's source, its plan and its line index, makes these durable, and
 then commits to a database how much of them counts, and which custom_id came. A process that is
 killed between two of these steps leaves bytes behind what counts: the next append cuts them off.
-The database's transactions also keep processes apart that append at once.
+Those that append at once wait for each other by locks of the folder, in turns.
 """
 
 import contextlib
 import hashlib
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,9 +29,11 @@ from jobs.protocol.lines import Line, decode_json
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import LineError
 from jobs.store.storage import (
+    Busy,
     StoreError,
     StoreFull,
     append_behind,
+    exclusive,
     join,
     local_path,
     make_folder,
@@ -45,7 +47,11 @@ JOURNAL_NAME = "requests.db-journal"
 SOURCE_NAME = "input.jsonl"
 """The source of an open batch, in its folder."""
 
-_LOCK_SECONDS = 60.0  # that one process waits for others that append
+APPEND_LOCK = ".append.lock"
+NEXT_LOCK = ".next-append.lock"
+"""Of the one that waits for the other lock: who has just let go of that comes behind it."""
+
+_LOCK_SECONDS = 60.0  # that one append waits for others
 _ASKED_AT_ONCE = 500  # ids in one statement
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -74,6 +80,7 @@ class AppendBounds(NamedTuple):
     lines: int | None = None
     bytes: int | None = None  # of all lines
     tokens: int | None = None  # an estimate from the lines' bodies
+    tokens_at_once: int | None = None  # of what is appended
 
 
 class AppendOutcome(NamedTuple):
@@ -134,7 +141,7 @@ class _NewContent:
             sorted({*before.endpoints, *(line.url for line in fresh.values())}),
             time.time(),
         )
-        if refusal := _refusal(taken, append.bounds):
+        if refusal := _refusal(before, taken, append.bounds):
             return refusal
         self.taken = taken
         self.content += (line.content for line in fresh.values())
@@ -208,9 +215,7 @@ class OpenRequests:
 
     def close(self) -> None:
         """Let nothing more be appended; may be repeated, also once the batch has ended."""
-        if size_of(self._location) is None:
-            return
-        with self._transaction() as database:
+        with contextlib.suppress(ApiError), self._transaction() as database:
             found = self._read(database)
             if not found.closed:
                 self._append_files(found, b"", [], [])
@@ -238,7 +243,8 @@ class OpenRequests:
         """Return url and model of placeholders where no line of the append is valid; None where no
         model is served.
         """
-        found = self.committed()
+        with self._until_removed():
+            found = self.committed()
         model = next(iter([*found.models, *sorted(served)]), self._spec.default_model)
         url = self._spec.endpoint or next(iter(found.endpoints), next(iter(BATCH_ENDPOINTS)))
         return None if model is None else (url, model)
@@ -307,13 +313,39 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Keep other processes out; commit, durably, unless the body raises."""
-        if size_of(self._location) is None:
-            raise _closed()
-        with self._connected("rw") as database:
+        """Keep all others out; commit, durably, unless the body raises. Raise `ApiError` 409 for a
+        batch that has ended.
+        """
+        with self._until_removed(), self._turn(), self._connected("rw") as database:
             database.execute("BEGIN IMMEDIATE")
             yield database
             database.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _until_removed(self) -> Iterator[None]:
+        """Refuse as a closed batch one whose database is gone, also when it goes meanwhile."""
+        if size_of(self._location) is None:
+            raise _closed()
+        try:
+            yield
+        except StoreError:
+            if size_of(self._location) is None:
+                raise _closed() from None
+            raise
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for those that came before. SQLite alone lets who commits without a pause keep the
+        others waiting.
+        """
+        root = self._spec.root
+        try:
+            with contextlib.ExitStack() as held:
+                with exclusive(root, _LOCK_SECONDS, NEXT_LOCK):
+                    held.enter_context(exclusive(root, _LOCK_SECONDS, APPEND_LOCK))
+                yield
+        except Busy as error:
+            raise StoreError(str(error)) from error
 
     @contextlib.contextmanager
     def _connected(self, mode: str) -> Iterator[sqlite3.Connection]:
@@ -332,9 +364,11 @@ class OpenRequests:
             raise (StoreFull if is_full else StoreError)(f"cannot use {self._location}: {error}") from error
 
 
-def take_appended(manifest: Manifest) -> None:
+def take_appended(manifest: Manifest, check: Callable[[], object]) -> None:
     """Note in the manifest what was appended so far; once the batch is closed, it has all that it
-    has of any other. Raise `StoreError`.
+    has of any other. Calls `check` often.
+
+    Raise `StoreError`, and what `check` raises.
     """
     spec = manifest.spec
     found = OpenRequests(spec).committed()
@@ -344,8 +378,8 @@ def take_appended(manifest: Manifest) -> None:
     if found.appended_at:
         manifest.timestamps["appended"] = found.appended_at
     if found.closed:
-        manifest.input_bytes, manifest.input_sha256 = found.bytes, sha256_of(spec.input)
-        manifest.plan_sha256 = sha256_of(join(spec.root, PLAN_NAME))
+        manifest.input_bytes, manifest.input_sha256 = found.bytes, sha256_of(spec.input, check)
+        manifest.plan_sha256 = sha256_of(join(spec.root, PLAN_NAME), check)
         note_source(manifest, spec.input, manifest.input_sha256)
 
 
@@ -353,17 +387,21 @@ def _closed() -> ApiError:
     return ApiError(409, "This batch is closed, so it takes no more requests: create another batch for them.")
 
 
-def _refusal(taken: Committed, bounds: AppendBounds) -> ApiError | None:
+def _refusal(before: Committed, taken: Committed, bounds: AppendBounds) -> ApiError | None:
     """Return why the batch may not have what was taken."""
     tokens = estimated_tokens(taken.body_bytes)
     for has, most, unit in ((taken.lines, bounds.lines, ""), (taken.bytes, bounds.bytes, " bytes")):
         if most is not None and has > most:
             message = f"With these requests the batch would have {has}{unit}, and it may have {most}"
             return ApiError(400, f"{message}: close it, and create another batch for the rest.", code="too_many_tasks")
+    new = estimated_tokens(taken.body_bytes - before.body_bytes)
+    if bounds.tokens_at_once is not None and new > bounds.tokens_at_once:
+        message = f"These requests have about {new} tokens, and {bounds.tokens_at_once} may be queued: append fewer."
+        return ApiError(400, message, code="token_limit_exceeded")
     if bounds.tokens is not None and tokens > bounds.tokens:
         message = (
-            f"With these requests the batch would have about {tokens} tokens, and {bounds.tokens} are left of those"
-            " that may be queued in your batches: try again when one has ended."
+            f"These requests have about {new} tokens, and {max(0, bounds.tokens - tokens + new)} are left of those that"
+            " may be queued in your batches: try again when more requests have an answer, or another batch has ended."
         )
         return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded")
     return None

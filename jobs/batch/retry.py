@@ -14,6 +14,7 @@ from jobs.batch.bitmap import Bitmap
 from jobs.batch.client import BatchRecord, BatchRefused
 from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, read_lines, write_spool
 from jobs.batch.invalid_lines import is_placeholder
+from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.submit import BatchSubmission, TooManyBatches, check_open, submit_batch
 from jobs.protocol.results import ApiError, line_of
 from jobs.queue.request_queue import Queue, QueueFull
@@ -72,7 +73,7 @@ def _check_tokens(queue: Queue, record: BatchRecord, new: BatchSubmission) -> No
         return
     tokens = queue.batch_fields(record.id).queued_tokens
     own = tokens if record.output is None else -(-tokens * record.failed // max(record.total, 1))
-    others = sum(queue.open_tokens(new.tenant).values())
+    others = others_tokens(queue, new.tenant, record.id)
     if own <= new.queued_tokens < own + others:
         message = (
             f"About {own} tokens in the lines to retry and {others} in batches that have not ended are more than the"

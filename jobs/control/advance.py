@@ -120,7 +120,7 @@ def follow_appends(held: Slice, progress: BatchProgress) -> None:
     """Take up what was appended to an open batch since, and that it was closed."""
     manifest, fields = held.manifest, held.record()
     if manifest.is_open:
-        take_appended(manifest)
+        take_appended(manifest, held.check_current)
         if not manifest.is_open:
             save_manifest(manifest)
     progress.followed_at = time.monotonic()
@@ -184,6 +184,10 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     fields = held.record()
     progress.measure(fields.finished)
     window = min(max(WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS)), _MOST_WINDOW_LINES)
+    if fields.cursor < fields.total and fields.low_water < 0:
+        # Lines were appended since. Claims may shorten the lists as soon as these are looked at
+        held.note({"low_water": window // 2})
+        fields = held.record()
     models = _feeding(queue, fields)
     if not models or (shortest := min(ready_lengths(queue, batch, models).values())) > window // 2:
         return False

@@ -11,11 +11,12 @@ import redis
 
 from jobs.batch.input_files import InputLine
 from jobs.batch.manifest import Manifest
+from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.source_check import estimated_tokens
 from jobs.control.advance import CHUNK_BYTES, WINDOW_LINES, most_window_bytes, request_of
 from jobs.control.slices import Slice
 from jobs.queue.scripts import MAX_ITEMS, QueueUnavailable
-from jobs.queue.tasks import runs_old_jobs
+from jobs.queue.tasks import has_old_processes
 from jobs.store.storage import stamp_of
 
 _SMALLEST_BYTES = 1024 * 1024  # of an input, which else is validated at once
@@ -43,7 +44,7 @@ class EarlyLines:
             not (stamp and stamp[0] >= _SMALLEST_BYTES)
             or bool(manifest.parts)
             or manifest.spec.by_model
-            or runs_old_jobs(held.queue.rq)  # which could not end a batch that has early lines
+            or has_old_processes(held.queue.rq)
         )
         self._lines: list[tuple[bytes, InputLine]] = []
         self._bytes = 0
@@ -80,7 +81,7 @@ class EarlyLines:
         lines, size, active = queue.window(batch)
         if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
             return
-        if spec.queued_tokens is not None and tokens + queue.tokens_of_others(spec.tenant, batch) > spec.queued_tokens:
+        if spec.queued_tokens is not None and tokens + others_tokens(queue, spec.tenant, batch) > spec.queued_tokens:
             return
         now = time.time()
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]

@@ -60,7 +60,7 @@ def finalize(held: Slice) -> None:
         held.queue.remove_unfinished(held.batch)
     if manifest.is_open:
         OpenRequests(manifest.spec).close()
-        take_appended(manifest)
+        take_appended(manifest, held.check_current)
         save_manifest(manifest)
     if manifest.plan_sha256 is None:
         held.discard_early_lines()

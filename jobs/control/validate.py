@@ -11,6 +11,7 @@ from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds,
 from jobs.batch.invalid_lines import mark_invalid
 from jobs.batch.manifest import LineProblem
 from jobs.batch.open_requests import take_appended
+from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, served_models
@@ -30,7 +31,7 @@ def validate(held: Slice) -> None:
     """Move the batch to `in_progress` or `failed`. Raise `StoreError`."""
     manifest = held.manifest
     if manifest.is_open:
-        take_appended(manifest)
+        take_appended(manifest, held.check_current)
     elif manifest.plan_sha256 is None:
         checked = _check(held)
         if checked.problems:
@@ -156,7 +157,7 @@ def _token_problems(held: Slice, size: int) -> list[LineProblem]:
         return []
     # Before the others are looked at, so that of two at once one sees the other
     held.note({"queued_tokens": own})
-    others = held.queue.tokens_of_others(spec.tenant, held.batch)
+    others = others_tokens(held.queue, spec.tenant, held.batch)
     if own + others <= most:
         return []
     message = (

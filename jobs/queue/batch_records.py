@@ -9,7 +9,6 @@ from jobs.protocol.ids import BATCH, TIME_DIGITS
 from jobs.protocol.period import ALWAYS, Period
 from jobs.protocol.requests import Request, pack, unpack_result
 from jobs.protocol.results import Result
-from jobs.protocol.states import END_STATES
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, chunks, flat, text
 from jobs.queue.batch_fields import FORGOTTEN, BatchFields, BatchStatus, written
@@ -263,19 +262,6 @@ class BatchQueue(QueueBase):
     def open_states(self, tenant: str) -> dict[str, str]:
         """The state of each of the tenant's open batches; "" for one without a record."""
         return self.states_of(self.open_batches(tenant))
-
-    def open_tokens(self, tenant: str) -> dict[str, int]:
-        """Estimate how many tokens each of the tenant's open batches contains, as far as they have
-        been checked.
-        """
-        batches = self.open_batches(tenant)
-        rows = self.commands(("HMGET", keys.batch(batch), "state", "queued_tokens") for batch in batches)
-        found = zip(batches, rows, strict=True)
-        return {batch: int(tokens or 0) for batch, (state, tokens) in found if text(state) not in END_STATES}
-
-    def tokens_of_others(self, tenant: str, batch: str) -> int:
-        """Estimate how many tokens the tenant's open batches but this one contain."""
-        return sum(tokens for other, tokens in self.open_tokens(tenant).items() if other != batch)
 
     def dismiss(self, tenant: str, *batches: str) -> None:
         """Take batches out of the open ones."""

@@ -16,7 +16,7 @@ from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.utils import parse_composite_key
-from rq.worker_registration import get_keys
+from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
@@ -28,8 +28,7 @@ FUNCTION = "jobs.drive.run"
 WAITING = ("ZRANGE", keys.WAITING_BATCHES, 0, -1)
 """The command that returns the batches that no process has taken yet."""
 
-_OLD_BULK = "bulk"
-_OLD_QUEUES = ("advance", _OLD_BULK)  # of 0.1.0
+_OLD_QUEUES = ("advance", "bulk")  # of 0.1.0
 _QUEUES = (QUEUE, *_OLD_QUEUES)
 _OLD_IDS = ("validate-", "advance-", "finalize-")
 _FAILURE_TTL = 3600
@@ -81,6 +80,18 @@ class Execution(NamedTuple):
     run: str
 
 
+def has_old_processes(client: redis.Redis) -> bool:
+    """Return whether a process of 0.1.0 is registered, which cannot end a batch that has early
+    lines, and ends an open one with the requests that it has by then.
+    """
+    with client.pipeline(transaction=False) as pipeline:
+        for name in _OLD_QUEUES:
+            pipeline.smembers(WORKERS_BY_QUEUE_KEY % name)
+        found: set[bytes] = set().union(*pipeline.execute())
+    # A killed one stays registered; its key expires
+    return any(client.exists(worker) for worker in found)
+
+
 class Leftovers(NamedTuple):
     """What RQ keeps that may be of no use any more."""
 
@@ -105,12 +116,6 @@ def leftovers(client: redis.Redis) -> Leftovers:
         [(name, job) for name, ids in queued for job in ids if job.startswith(_OLD_IDS)],
         {Execution(name, *parse_composite_key(entry)) for name, ids in started for entry in ids},
     )
-
-
-def runs_old_jobs(client: redis.Redis) -> bool:
-    """Return whether a process of 0.1.0 may validate and finalize batches: RQ knows of one."""
-    found = get_keys(_jobs(client, _OLD_BULK))
-    return bool(found) and bool(client.exists(*found))
 
 
 def drop_old_jobs(client: redis.Redis, old_jobs: list[tuple[str, str]]) -> None:

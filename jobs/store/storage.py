@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, urlsplit
@@ -112,11 +112,12 @@ def read_bytes(location: str) -> bytes:
         return file.read()
 
 
-def sha256_of(location: str) -> str:
-    """The hash of a file's bytes. Raises `StoreError`."""
+def sha256_of(location: str, check: Callable[[], object] = int) -> str:
+    """The hash of a file's bytes; calls `check` often. Raises `StoreError`."""
     digest = hashlib.sha256()
     with open_input(location) as file, named("cannot read", location):
         while chunk := file.read(_HASH_CHUNK):
+            check()
             digest.update(chunk)
     return digest.hexdigest()
 

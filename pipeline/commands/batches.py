@@ -178,9 +178,9 @@ def append(batch_id: str, source: BinaryIO, base_url: str, as_json: bool) -> Non
 
     appended = repeated = failed = 0
     with api_client(base_url) as client:
-        for answer in remote_batches.append(client, batch_id, source):
+        for answer, refused in remote_batches.append(client, batch_id, source):
             appended, repeated = appended + answer["appended"], repeated + answer["repeated"]
-            failed += len(answer["errors"])
+            failed += refused
             if as_json:
                 print_json(answer)
             print_problems(source.name, [LineProblem(**error) for error in answer["errors"]])

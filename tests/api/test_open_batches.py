@@ -1,6 +1,8 @@
 """Open batches over HTTP: appended requests run at once, and a repeated one counts once."""
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ import openai
 import pytest
 import redis
 from openai.types import Batch
+from rq import SimpleWorker
+from rq.serializers import JSONSerializer
 
 from api.settings import ApiSettings
 from jobs.batch.client import get_batch
@@ -60,6 +64,10 @@ def close(client: openai.OpenAI, batch: Batch) -> Batch:
 
 def members(batch: Batch) -> dict[str, Any]:
     return {name: batch.to_dict()[name] for name in ("input", "open", "last_append_at")}
+
+
+def requests_of(batch: Batch) -> int:
+    return 0 if batch.request_counts is None else batch.request_counts.total
 
 
 def refusing(claim: Claim) -> Result:
@@ -142,6 +150,24 @@ def test_a_batch_has_one_input(http: httpx.Client, body: dict[str, Any], param: 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_beside_a_process_of_the_first_version_no_open_batch_is_made(
+    redis_client: redis.Redis, client: openai.OpenAI
+) -> None:
+    """It would end the batch early. One that was killed is registered, and its key expires."""
+    old = SimpleWorker(["advance"], connection=redis_client, serializer=JSONSerializer)
+    old.register_birth()
+    file = client.files.create(file=("in.jsonl", lines_of(1)), purpose="batch")
+    client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.InternalServerError, match="A `pipeline jobs` of version") as raised:
+        begin(client.with_options(max_retries=0))
+    assert raised.value.status_code == 503
+    redis_client.delete(old.key)
+    assert begin(client).status == "validating"
+    redis_client.hset(old.key, "queues", "advance")
+    old.register_death()
+    assert begin(client).status == "validating"
+
+
 def test_an_open_batch_is_made_once_for_a_key(client: openai.OpenAI) -> None:
     def make() -> Batch:
         made: Any = {"extra_body": {"input": "stream"}, "input_file_id": openai.omit}
@@ -174,6 +200,61 @@ def test_what_is_no_open_batch_takes_nothing(redis_client: redis.Redis, client: 
     with pytest.raises(openai.ConflictError, match="cancelling"):
         append(client, cancelled, chat_line("a"))
     assert "input" not in of_file.to_dict()
+
+
+def test_a_refusal_that_no_retry_helps_says_so(http: httpx.Client, client: openai.OpenAI) -> None:
+    batch = begin(client)
+    close(client, batch)
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=chat_line("a"))
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+
+
+@pytest.mark.parametrize(("deleted", "status"), [(False, 409), (True, 404)])
+def test_an_end_during_a_call_says_what_was_appended(
+    redis_client: redis.Redis, http: httpx.Client, client: openai.OpenAI, deleted: bool, status: int
+) -> None:
+    batch = begin(client)
+
+    def body() -> Iterator[bytes]:
+        yield b"".join(chat_line(f"early{number}", "x" * 600_000) for number in range(2))
+        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) == 2, 60, "the first requests")
+        close(client, batch)
+        run_to_end(redis_client, batch.id)
+        if deleted:
+            client.delete(f"/batches/{batch.id}", cast_to=object)
+        yield chat_line("late")
+
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=body())
+    assert answer.status_code == status
+    assert "2 requests of this call were appended before" in answer.json()["error"]["message"]
+
+
+def test_a_full_disk_during_a_call_says_what_was_appended(
+    http: httpx.Client, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, sync, full = begin(client), os.fsync, threading.Event()
+
+    def sync_unless_full(handle: int) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    def body() -> Iterator[bytes]:
+        yield b"".join(chat_line(f"early{number}", "x" * 600_000) for number in range(2))
+        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) == 2, 60, "the first requests")
+        full.set()
+        yield chat_line("late")
+
+    monkeypatch.setattr(os, "fsync", sync_unless_full)
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=body())
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (507, "false")
+    assert answer.json()["error"]["message"] == (
+        "The file store has no room left. 2 requests of this call were appended before."
+    )
+    answer = http.post(f"/v1/batches/{batch.id}/requests", content=chat_line("late"))
+    assert (answer.status_code, "nothing was stored" in answer.text) == (507, True)
+    full.clear()
+    assert append(client, batch, chat_line("late"))["total"] == 3
 
 
 def test_a_cancelled_batch_has_an_error_line_for_what_never_ran(
@@ -261,6 +342,31 @@ def test_tokens_of_a_tenant_bound_its_open_batches(settings: ApiSettings, redis_
         for call in (append, lambda client, batch, _: close(client, batch)):
             with pytest.raises(openai.NotFoundError):
                 call(foreign, first, chat_line("x"))
+
+
+def test_tokens_of_a_tenant_count_as_they_are_appended_until_they_are_answered(
+    settings: ApiSettings, redis_client: redis.Redis
+) -> None:
+    """Not only once a slice has read them."""
+    serve(redis_client, "m")
+    _, key = create_key(settings.file_store, tenant="alpha", queued_tokens=200)
+    with running_api(settings) as url, official_client(url, key) as client:
+        client = client.with_options(max_retries=0)
+        first, second = begin(client), begin(client)
+        for batch in (first, second):
+            step(redis_client, batch.id)
+        append(client, first, chat_line("a", "x" * 500))
+        for batch in (first, second):
+            with pytest.raises(openai.RateLimitError, match="are left"):
+                append(client, batch, chat_line("b", "x" * 500))
+        with pytest.raises(openai.BadRequestError, match="append fewer"):
+            append(client, second, chat_line("b", "x" * 1000))
+        step(redis_client, first.id)
+        answer_all(redis_client)
+        for batch in (first, second):
+            assert append(client, batch, chat_line(f"b of {batch.id}", "x" * 250))["appended"] == 1
+        with pytest.raises(openai.RateLimitError, match="are left"):
+            append(client, first, chat_line("c", "x" * 500))
 
 
 def test_without_a_key_a_web_page_appends_nothing(http: httpx.Client, client: openai.OpenAI) -> None:

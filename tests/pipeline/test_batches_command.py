@@ -168,6 +168,14 @@ def test_requests_are_appended_to_an_open_batch(batches: Batches, stack: Scripte
     assert batches("close", batch_id).code == 0
 
 
+def test_every_refused_line_is_counted(batches: Batches, tmp_path: Path) -> None:
+    """Also those that the server does not list."""
+    source, batch_id = tmp_path / "bad.jsonl", batches("open").out.strip()
+    source.write_bytes(b"{\n\n" * 1003 + chat_line("good"))
+    done = batches("append", batch_id, source)
+    assert (done.code, done.out) == (2, "1 appended, 0 repeated, 1003 refused\n")
+
+
 def test_a_pipe_is_appended_as_its_lines_come(batches: Batches, stack: ScriptedApi) -> None:
     batch_id = batches("open").out.strip()
     lines = [chat_line("c1", "say 1"), chat_line("c2", "say 2")]

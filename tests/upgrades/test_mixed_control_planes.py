@@ -17,6 +17,7 @@ import redis
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
+from jobs.queue.tasks import has_old_processes
 from tests.support.batch_steps import wait_for_batch
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, write_input
 from tests.support.integrity import faults
@@ -139,6 +140,19 @@ def test_an_old_ticker_leads_processes_of_this_version(site: Site, redis_url: st
         site.stop_old("ticker")
         site.check_ends()
     assert {site.client.llen(f"rq:queue:{name}") for name in ("advance", "bulk")} == {0}
+
+
+def test_a_running_process_of_the_version_before_is_known(site: Site) -> None:
+    """Beside it the API makes no open batch."""
+    assert not has_old_processes(site.client)
+    for queue in ("advance", "bulk"):
+        site.start_old(queue, "jobs.rq_worker", "--queue", queue)
+        wait_until(lambda: has_old_processes(site.client), 60, "the process to be registered")
+        site.stop_old(queue)
+        assert not has_old_processes(site.client)
+    site.plane.start("driver")
+    wait_until(lambda: site.client.exists("rq:workers:batches"), 60, "the driver to be registered")
+    assert not has_old_processes(site.client)
 
 
 def test_a_ticker_of_this_version_leads_old_and_new_processes(site: Site, redis_url: str) -> None:

@@ -21,11 +21,22 @@ from jobs.batch.client import BatchRecord, BatchSpec, cancel_batch, create_batch
 from jobs.batch.input_files import InputLine
 from jobs.batch.line_index import INDEX_NAME, LineIndex
 from jobs.batch.manifest import load_manifest
-from jobs.batch.open_requests import DATABASE_NAME, SOURCE_NAME, AppendBounds, AppendOutcome, CheckedLines, OpenRequests
+from jobs.batch.open_requests import (
+    APPEND_LOCK,
+    DATABASE_NAME,
+    NEXT_LOCK,
+    SOURCE_NAME,
+    AppendBounds,
+    AppendOutcome,
+    CheckedLines,
+    OpenRequests,
+)
 from jobs.batch.plan import PLAN_NAME, read_plan
 from jobs.batch.rebuild import rebuild
+from jobs.control import advance
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
+from jobs.store.storage import Busy, exclusive
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import chat_line, echo, read_jsonl
 from tests.support.rollback import EarlierRedis
@@ -188,6 +199,23 @@ def test_its_lines_run_before_it_is_closed(redis_client: redis.Redis, tmp_path: 
     record = run_to_end(redis_client, batch)
     assert (record.state, record.open, record.total, record.completed) == ("completed", False, 3, 3)
     assert [line["custom_id"] for line in read_jsonl(tmp_path / "batch" / "output.jsonl")] == ["a", "b", "c"]
+
+
+def test_a_claim_asks_for_lines_that_were_appended_while_others_waited(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are fed before the ready list is empty."""
+    monkeypatch.setattr(advance, "WINDOW_LINES", 8)
+    record, queue = begin(redis_client, tmp_path), Queue(redis_client)
+    step(redis_client, record.id)
+    append(record.spec, *(f"a{number}" for number in range(6)))
+    assert step(redis_client, record.id).waiting == 6
+    assert queue.batch_fields(record.id).low_water == -1
+    append(record.spec, "b")
+    assert step(redis_client, record.id).waiting == 6
+    assert queue.batch_fields(record.id).low_water == 4
+    answer_all(redis_client, most=2)
+    assert step(redis_client, record.id).waiting == 5
 
 
 def test_a_bad_line_becomes_an_error_line(redis_client: redis.Redis, tmp_path: Path) -> None:
@@ -359,6 +387,46 @@ def test_processes_append_at_once(spec: BatchSpec) -> None:
     assert sorted(stored_ids(spec)) == sorted(f"{prefix}{number}" for prefix in "xy" for number in range(400))
 
 
+def is_held(spec: BatchSpec, lock: str) -> bool:
+    try:
+        with exclusive(spec.root, 0, lock):
+            return False
+    except Busy:
+        return True
+
+
+def test_processes_that_append_take_turns(spec: BatchSpec) -> None:
+    """One that appends without a pause does not come before those that wait."""
+    with exclusive(spec.root, 0, APPEND_LOCK):
+        first = appender(spec, "first")
+        wait_until(lambda: is_held(spec, NEXT_LOCK), 60, "the first one to wait")
+        others = [appender(spec, prefix) for prefix in ("x", "y")]
+        own = threading.Thread(target=append, args=(spec, "own"))
+        own.start()
+    for process in (first, *others):
+        process.communicate()
+        assert process.returncode == 0
+    own.join()
+    ids = stored_ids(spec)
+    assert ids[:20] == [f"first{number}" for number in range(20)]
+    assert len(ids) == 1201
+
+
+def test_a_batch_whose_end_removed_its_files_is_closed(spec: BatchSpec) -> None:
+    append(spec, "a")
+    opened = OpenRequests(spec)
+    os.unlink(Path(spec.root, DATABASE_NAME))
+    with pytest.raises(ApiError) as raised:
+        opened.append(lines("b"), SERVED, ANY)
+    assert raised.value.status == 409
+    with pytest.raises(ApiError) as raised:
+        opened.append(numbered(b'{"custom_id": "bad"}'), SERVED, ANY)
+    assert raised.value.status == 409
+    opened.close()
+    shutil.rmtree(spec.root)
+    opened.close()
+
+
 def test_a_kill_anywhere_loses_nothing_acknowledged(spec: BatchSpec, seed: int) -> None:
     draw, acknowledged = random.Random(seed), list[str]()
     for _ in range(10):
@@ -396,6 +464,30 @@ def test_a_power_cut_during_an_append_loses_nothing_acknowledged(spec: BatchSpec
         assert stored_ids(spec) == ["a", "b"]
         assert append(spec, "b", "d", "c") == (2, 1, [], 4)
         assert stored_ids(spec) == ["a", "b", "d", "c"]
+
+
+def test_what_was_acknowledged_was_synced(spec: BatchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has only what was synced has it."""
+    disk, sync = tmp_path / "disk", os.fsync
+    disk.mkdir()
+    for name in (SOURCE_NAME, PLAN_NAME, INDEX_NAME):
+        shutil.copy(Path(spec.root, name), disk)
+
+    def sync_copied(handle: int) -> None:
+        sync(handle)
+        file = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if file.is_file():
+            shutil.copy(file, disk)
+
+    monkeypatch.setattr(os, "fsync", sync_copied)
+    for number in range(3):
+        append(spec, f"a{number}")
+        for name in (SOURCE_NAME, PLAN_NAME, INDEX_NAME):
+            shutil.copy(disk / name, Path(spec.root, name))
+        assert stored_ids(spec) == [f"a{earlier}" for earlier in range(number + 1)]
+    with OpenRequests(spec)._connected("rw") as database:  # which syncs by itself
+        settings = [database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")]
+    assert settings == [2, "truncate"]
 
 
 def test_the_manifest_of_a_closed_batch_has_what_any_other_has(redis_client: redis.Redis, tmp_path: Path) -> None:
