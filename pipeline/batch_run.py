@@ -34,8 +34,6 @@ _IDLE_RECORD_SECONDS = 0.15
 _BUSY_RECORD_SECONDS = 0.5
 _REDIS_AWAY_SECONDS = 0.2
 _PROBLEM_SECONDS = 5.0
-_RESUMES = "what is finished is kept, run the same command again to go on"
-_FAREWELL = f"Interrupted: {_RESUMES}."
 _SERVING = ("loading", "initializing", "ready")
 
 log = logging.getLogger("run-batch")
@@ -44,8 +42,10 @@ log = logging.getLogger("run-batch")
 class BatchRun:
     """The batch of one run, from its creation to its end.
 
-    Raises `Refused`, `Unfinished` and `Interrupted`.
+    Raises `Refused`, `Unfinished` and `Interrupted`, whose sentences say what is `kept` of it.
     """
+
+    kept = "what is finished is kept, run the same command again to go on"
 
     def __init__(self, task: Task, served: list[str], began: float) -> None:
         """Take the names of the model that is served here, if one is, and the start of the run on
@@ -62,13 +62,13 @@ class BatchRun:
 
     def submit(self, url: str) -> str:
         """Submit the batch to the fleet and return its id."""
-        with _failures(), connect(url) as client:
+        with self._failures(), connect(url) as client:
             check_server(client)
             return self._create(client, self._spec(None)).id
 
     def run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
         """Run the batch to its end; the children of the last one end with it."""
-        with _failures():
+        with self._failures():
             return self._run(supervisor, signals, progress, is_last)
 
     def check_accepted(self, record: BatchRecord) -> None:
@@ -185,7 +185,7 @@ class BatchRun:
             try:
                 record = get_batch(supervisor.queue.redis, batch_id, retry_seconds=0.0)
                 is_led = bool(supervisor.queue.redis.exists(keys.LEADER))
-                progress.update(self._counts(record, self._generated(supervisor)))
+                generated = self._generated(supervisor)
             except KeyError:
                 log.warning("Redis lost %s; creating it again from %s", batch_id, self._task.root)
                 self._create(supervisor.queue.redis, spec)
@@ -193,13 +193,15 @@ class BatchRun:
             except (redis.RedisError, QueueUnavailable) as error:
                 self._wait_for_redis(error, signals)
                 continue
-            if self._is_over(record):
+            is_over = self._is_over(record)
+            progress.update(self._counts(record, generated))  # read later than that, so the last ones are whole
+            if is_over:
                 return record
             if signals.stops:
                 raise Interrupted(self._farewell(batch_id))
             self._check_moves(record, is_led)
             if host is not None and host.problem:
-                raise Unfinished(f"{host.problem}; {_RESUMES}")
+                raise Unfinished(f"{host.problem}; {self.kept}")
             if self._has_early_lines(supervisor, record) or self._has_work(record):
                 self._ensure_worker(supervisor, record)
             longest = _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS
@@ -229,9 +231,9 @@ class BatchRun:
         private one.
         """
         if signals.stops:
-            raise Interrupted(_FAREWELL)
+            raise Interrupted(f"Interrupted: {self.kept}.")
         if self._redis_away.is_over():
-            raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
+            raise Unfinished(f"Redis cannot be used: {one_line(error)}; {self.kept}")
         self._leaderless.reset()  # unknown
         signals.wait(_REDIS_AWAY_SECONDS)
 
@@ -243,7 +245,7 @@ class BatchRun:
         if self._leaderless.is_over(self._task.redis_url is not None and record.state == "validating" and not is_led):
             raise Unfinished(f"no control plane is at work on this queue, so {record.id} waits: start `pipeline jobs`")
         if self._stalled.is_over(record.problem is not None):
-            raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
+            raise Unfinished(f"{record.problem}; {self._shared_files()}{self.kept}")
 
     def _shared_files(self) -> str:
         if self._task.redis_url is None:
@@ -291,9 +293,19 @@ class BatchRun:
             note = "waiting for the model to load" if self._task.starts_worker else "waiting for a worker"
         return note
 
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn errors of the queue into the command's end."""
+        try:
+            yield
+        except BatchRefused as error:
+            raise Refused(str(error)) from None
+        except QueueUnavailable as error:
+            raise Unfinished(f"{one_line(error)}; {self.kept}") from None
+
     def _farewell(self, batch_id: str) -> str:
         if self._task.redis_url is None:
-            return _FAREWELL
+            return f"Interrupted: {self.kept}."
         return (
             f"Interrupted: the fleet goes on with {batch_id}; `pipeline wait {batch_id}` or the same command comes back"
             " for the results."
@@ -332,14 +344,3 @@ def count_of(errors: list[Any]) -> str:
     return (
         f"{len(errors)} bad line{'s' if len(errors) != 1 else ''}" if errors and errors[0].line else "it cannot be used"
     )
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """Turn errors of the queue into the command's end."""
-    try:
-        yield
-    except BatchRefused as error:
-        raise Refused(str(error)) from None
-    except QueueUnavailable as error:
-        raise Unfinished(f"{one_line(error)}; {_RESUMES}") from None

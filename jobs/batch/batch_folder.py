@@ -75,6 +75,7 @@ def running_in(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
 
 def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -> Manifest | None:
     """The manifest to go on with; None if nothing in the folder is worth keeping."""
+    _check_kind(found, spec)
     if not found.parts:
         return None
     _check_same(found, spec)
@@ -117,11 +118,7 @@ def _check_output(location: str, source: str) -> None:
 
 def _check_same(found: Manifest, spec: BatchSpec) -> None:
     """Raise `InputChanged` if results in the folder would not fit what is asked now."""
-    if found.spec.streams_input != spec.streams_input:
-        raise InputChanged(
-            f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; remove that folder, or name"
-            " another output"
-        )
+    _check_kind(found, spec)
     size = size_of(spec.input)
     if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
         raise InputChanged(
@@ -136,6 +133,15 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
         name, before, now = differences[0]
         raise InputChanged(
             f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
+        )
+
+
+def _check_kind(found: Manifest, spec: BatchSpec) -> None:
+    """Raise `InputChanged` for lines that arrive where a file was, or the other way round."""
+    if found.spec.streams_input != spec.streams_input:
+        raise InputChanged(
+            f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; remove that folder, or name"
+            " another output"
         )
 
 

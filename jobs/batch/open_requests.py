@@ -152,14 +152,17 @@ class _NewContent:
 
 
 class OpenRequests:
-    """Holds nothing open between two calls. Methods raise `StoreError`.
+    """Methods raise `StoreError`.
 
-    Without `durable` a loss of power may take what was appended.
+    Without `durable` a loss of power may take what was appended. Nothing is open between two calls,
+    unless it `keeps_open` the database, which takes less time; it is for one thread then.
     """
 
-    def __init__(self, spec: BatchSpec, durable: bool = True) -> None:
+    def __init__(self, spec: BatchSpec, durable: bool = True, keeps_open: bool = False) -> None:
         self._spec = spec
         self._durable = durable
+        self._keeps_open = keeps_open
+        self._kept: sqlite3.Connection | None = None
         self._location = join(spec.root, DATABASE_NAME)
 
     def create(self) -> None:
@@ -349,19 +352,27 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def _connected(self, mode: str) -> Iterator[sqlite3.Connection]:
-        path = local_path(self._location)
-        assert path is not None, "a batch's root is local"
         try:
-            uri = f"{path.absolute().as_uri()}?mode={mode}"
-            connection = sqlite3.connect(uri, _LOCK_SECONDS, isolation_level=None, uri=True)
-            with contextlib.closing(connection):
-                # Unlike the removal of a journal, its truncation is made durable
-                connection.execute("PRAGMA journal_mode = TRUNCATE")
-                connection.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
+            with contextlib.ExitStack() as stack:
+                connection, self._kept = self._kept or self._connect(mode), None
+                stack.enter_context(contextlib.closing(connection))
                 yield connection
+                if self._keeps_open:
+                    self._kept = connection
+                    stack.pop_all()
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
             raise (StoreFull if is_full else StoreError)(f"cannot use {self._location}: {error}") from error
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        path = local_path(self._location)
+        assert path is not None, "a batch's root is local"
+        uri = f"{path.absolute().as_uri()}?mode={mode}"
+        connection = sqlite3.connect(uri, _LOCK_SECONDS, isolation_level=None, uri=True)
+        # Unlike the removal of a journal, its truncation is made durable
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
+        return connection
 
 
 def take_appended(manifest: Manifest, check: Callable[[], object]) -> None:

@@ -3,8 +3,10 @@
 A part counts only while the manifest lists it; each record carries a checksum.
 """
 
+import bisect
 import heapq
 import io
+import itertools
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -40,6 +42,7 @@ _LINE = struct.Struct("<I")
 # Bytes; as many small parts of a tier as `_TIER_PARTS` become one
 _SMALL_TIERS = (1 << 20, 8 << 20, 64 << 20)
 _TIER_PARTS = 16
+_INDEXED_EVERY = 64  # records, of which one is read to find another
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -86,14 +89,50 @@ def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
         return Part(name, count, writer.bytes, writer.sha256)
 
 
-def read_part(root: str, name: str, order: int = 0) -> Iterator[Record]:
-    """The records of a part, in line order.
+class PartIndex:
+    """Finds the records of a part by their lines. It holds few of these in memory.
+
+    `damage` is why records are not found: of a damaged part it finds those before the damage.
+    """
+
+    def __init__(self, root: str, name: str) -> None:
+        self.damage: PartDamaged | None = None
+        self._root = root
+        self._name = name
+        self._lines: list[int] = []  # of some records, ascending, and where these begin
+        self._places: list[int] = []
+        place = 0
+        for number, record in enumerate(self._read(0)):
+            if number % _INDEXED_EVERY == 0:
+                self._lines.append(record.line)
+                self._places.append(place)
+            place += _HEADER.size + len(record.packed)
+
+    def records(self, lines: Iterable[int]) -> Iterator[Record]:
+        """Yield the records of those of these lines, which ascend, that the part has."""
+        for near, group in itertools.groupby(lines, lambda line: bisect.bisect_right(self._lines, line) - 1):
+            wanted = set(group)
+            for record in self._read(self._places[near]) if near >= 0 else ():
+                if record.line in wanted:
+                    yield record
+                if record.line >= max(wanted):
+                    break
+
+    def _read(self, place: int) -> Iterator[Record]:
+        try:
+            yield from read_part(self._root, self._name, place=place)
+        except PartDamaged as error:
+            self.damage = error
+
+
+def read_part(root: str, name: str, order: int = 0, place: int = 0) -> Iterator[Record]:
+    """The records of a part, in line order, from the one that begins at a place.
 
     Raises `PartDamaged` at the first that is not what was written.
     """
     try:
         with open_input(join(root, FOLDER, name)) as file:
-            yield from _records(file, name, order)
+            yield from _records(file, name, order, place)
     except StoreError as error:
         raise PartDamaged(str(error)) from error
 
@@ -159,9 +198,9 @@ def _make_folder(location: str) -> None:
             sync_folder(path.parent)
 
 
-def _records(file: BinaryIO, name: str, order: int) -> Iterator[Record]:
-    left = file.seek(0, io.SEEK_END)
-    file.seek(0)
+def _records(file: BinaryIO, name: str, order: int, place: int) -> Iterator[Record]:
+    left = file.seek(0, io.SEEK_END) - place
+    file.seek(place)
     while header := file.read(_HEADER.size):
         if len(header) < _HEADER.size:
             raise PartDamaged(f"{name} ends within a record")

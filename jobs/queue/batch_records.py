@@ -173,11 +173,14 @@ class BatchQueue(QueueBase):
         lines = sorted((int(line), value) for line, value in found.items())[:limit]
         return [(line, unpack_result(value)) for line, value in lines]
 
-    def results_of(self, batch: str, lines: Sequence[int]) -> dict[int, Result]:
-        """The results of those of these lines that finished and that no part holds yet."""
-        groups = [lines[start : start + MAX_ITEMS] for start in range(0, len(lines), MAX_ITEMS)]
-        replies = self.commands(("HMGET", keys.results(batch), *group) for group in groups)
-        return {line: unpack_result(value) for line, value in zip(lines, flat(replies), strict=True) if value}
+    def results_of(self, batch: str, lines: Sequence[int], most_bytes: int) -> list[Result | None]:
+        """The results of the first of these lines (at most 500); None for one that has none here,
+        as where a part holds it.
+
+        The line with which they get to `most_bytes` is the last of them.
+        """
+        found = self._scripts.call("answers", [batch, most_bytes, *lines[:MAX_ITEMS]])
+        return [None if value is None else unpack_result(value) for value in found]
 
     def finished_of(self, batch: str, lines: Sequence[int]) -> list[int]:
         """Those of these lines that have their result, in Redis or in a part."""

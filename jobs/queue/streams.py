@@ -158,9 +158,7 @@ class Streams(QueueBase):
         """Have commits name the lines that they answer, for so long; return the position from which
         `answered` reads on.
         """
-        name = keys.answered(batch)
-        entry_id, _ = self.commands([("XADD", name, "MAXLEN", "~", 1000, "*", "l", ""), ("EXPIRE", name, seconds)])
-        return text(entry_id)
+        return text(self._scripts.call("follow", [batch, seconds]))
 
     def answered(self, batch: str, last_id: str, timeout: float) -> tuple[list[int], str]:
         """Lines of a batch that got their results after `last_id`, and the position behind them;

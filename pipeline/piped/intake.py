@@ -1,9 +1,11 @@
 """Lines of stdin become lines of the open batch, and go on to its workers at once."""
 
 import contextlib
+import hashlib
+import heapq
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 from jobs.batch.bitmap import Bitmap
@@ -21,6 +23,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
 from jobs.queue.tasks import wake
 from jobs.store.storage import join, open_input
+from pipeline.errors import Refused
 from pipeline.piped.outstanding import Outstanding
 
 
@@ -35,27 +38,56 @@ class _Added(NamedTuple):
 class LineIntake:
     """Takes lines of stdin. Raises `StoreError` and `QueueUnavailable`.
 
-    `read` counts lines, `failed` those that are answered by what is wrong with them.
+    `read` counts lines, `failed` those that are answered by what is wrong with them, and `earlier`
+    those of earlier runs that are still to be taken up. `are_new`: lines came that the record of
+    the batch may not count yet.
     """
 
     def __init__(self, queue: Queue, batch: str, spec: BatchSpec, outstanding: Outstanding, durable: bool) -> None:
-        self.read = self.failed = 0
+        self.read = self.failed = self.earlier = 0
+        self.are_new = False
         self._queue = queue
         self._batch = batch
         self._spec = spec
         self._served = dict.fromkeys(spec.models or ())
         self._outstanding = outstanding
-        self._requests = OpenRequests(spec, durable)
+        self._requests = OpenRequests(spec, durable, keeps_open=True)
         self._before = 0  # lines that runs before this one took
+        self._again = Bitmap()  # those of them that came again
+        self._refused: Container[str] = ()
 
-    def resume(self, written: Bitmap) -> None:
-        """Take up the lines of earlier runs whose answers are not among the `written` ones."""
+    def resume(self, written: Bitmap, refused: Container[str] = ()) -> bool:
+        """Take up the lines of earlier runs whose answers are not among the `written` ones, as far
+        as there is room; return whether all were.
+
+        Of lines that are no part of the batch, the `refused` ones have their answers.
+        """
+        self._refused = refused
         self._before = self._requests.committed().lines
+        self.earlier = self._before - written.count()
+        if self.earlier < 0:
+            raise Refused(f"the output has answers of lines that {self._spec.root} does not have: remove both")
         with open_input(self._spec.input, False) as source:
-            for line, offset, length in sorted(entry for entry in self._planned() if entry.line not in written):
+            for line, offset, length in self._unwritten(written):
+                if not self._outstanding.wait_for_room():
+                    return False
                 source.seek(offset)
                 content = source.read(length)
                 self._add(_Added(line, read_line(content).custom_id, content))
+                self.earlier -= 1
+        return True
+
+    def _unwritten(self, written: Bitmap) -> Iterator[PlanEntry]:
+        """Yield the lines in their order. The plan has each less than `MAX_ITEMS` places off, since
+        it orders only those that were taken together.
+        """
+        near: list[PlanEntry] = []
+        for place, entry in enumerate(self._planned(), 1):
+            if entry.line not in written:
+                heapq.heappush(near, entry)
+            while near and near[0].line <= place - MAX_ITEMS:
+                yield heapq.heappop(near)
+        yield from sorted(near)
 
     def _planned(self) -> Iterator[PlanEntry]:
         with open_input(join(self._spec.root, PLAN_NAME)) as plan:
@@ -65,7 +97,8 @@ class LineIntake:
     def take(self, lines: Sequence[InputLine]) -> bool:
         """Append at most `MAX_ITEMS` lines, and feed them to the workers.
 
-        A line that an earlier run took has, or gets, the answer of that one. Return whether some
+        A line that an earlier run took has, or gets, the answer of that one; where it comes twice,
+        the second one is a duplicate in both. Return whether some
         have their answers already, since they cannot run.
         """
         failed = self.failed
@@ -82,7 +115,9 @@ class LineIntake:
                 self._refuse(line, problem)
             elif (original := checked.repeats.get(line.number)) is None:
                 self._add(added[line.number])
-            elif original > self._before:
+            elif original <= self._before and original not in self._again:
+                self._again.add(original)
+            else:
                 self._refuse(line, duplicate_of(_custom_id(line.raw) or "", line.number, original))
         self.read += len(lines)
         if added:
@@ -99,10 +134,13 @@ class LineIntake:
         self._outstanding.add(appended.line, appended.custom_id, len(appended.content), answer)
 
     def _refuse(self, line: InputLine, problem: LineProblem) -> None:
-        """Answer a line that is no part of the batch."""
+        """Answer a line that is no part of the batch, unless an earlier run did."""
+        digest = hashlib.blake2b(line.raw or b"", digest_size=8).hexdigest()
+        if (name := f"stdin_{line.number}_{digest}") in self._refused:
+            return
         self.failed += 1
         error = ApiError(400, f"Line {line.number}: {problem.message}", param=problem.param, code=problem.code)
-        custom_id, request_id = _custom_id(line.raw), f"{batch_request_id(self._batch, 0)[:-1]}stdin_{line.number}"
+        custom_id, request_id = _custom_id(line.raw), f"{batch_request_id(self._batch, 0)[:-1]}{name}"
         answer = output_line(custom_id, error.result(new_request_id()), request_id) + b"\n"
         self._outstanding.add(-line.number, custom_id or "", 0, answer)
 
@@ -114,6 +152,7 @@ class LineIntake:
         rows = [(one.line, request_of(self._spec, one.line, one.content, now)) for one in lines]
         if not self._queue.ingest(self._batch, rows, total - len(rows), total):
             wake(self._queue.redis, self._batch)
+        self.are_new = True
 
 
 def _custom_id(raw: bytes | None) -> str | None:

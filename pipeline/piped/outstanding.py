@@ -1,5 +1,6 @@
 """The lines that were read and whose answers are not written yet."""
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ MOST_BYTES = 32 * 1024 * 1024
 class _Entry:
     custom_id: str
     size: int
+    is_finished: bool = False  # its answer can be read
     answer: bytes | None = None
 
 
@@ -26,8 +28,9 @@ class Outstanding:
         self._ordered = ordered
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}  # by line, in the order in which they were added
+        self._finished: dict[int, None] = {}  # in the order in which they did, until their answers are read
         self._answered: list[int] = []  # in the order in which their answers came
-        self._bytes = 0
+        self._bytes = self._answer_bytes = 0
         self._is_closed = False
 
     def wait_for_room(self) -> int:
@@ -58,6 +61,25 @@ class Outstanding:
             found = [(line, self._entries.get(line)) for line in (self._entries if lines is None else lines)]
             return {line: entry.custom_id for line, entry in found if entry is not None and entry.answer is None}
 
+    def finish(self, lines: Iterable[int], is_finished: bool = True) -> None:
+        """Note that the answers of lines can be read, or cannot after all."""
+        with self._changed:
+            for line in lines:
+                if (entry := self._entries.get(line)) is not None and entry.answer is None:
+                    entry.is_finished = is_finished
+                    if is_finished:
+                        self._finished[line] = None
+                    else:
+                        self._finished.pop(line, None)
+
+    def to_read(self, most: int, with_gaps: bool = False) -> dict[int, str]:
+        """Return the custom_ids by line of at most so many that finished, and whose answers, once
+        they are read, may be written next.
+        """
+        with self._changed:
+            lines = self._unread(with_gaps) if self._ordered else self._finished
+            return {line: self._entries[line].custom_id for line in itertools.islice(lines, most)}
+
     def answer(self, line: int, answer: bytes) -> bool:
         """Note the answer of a line, unless it has one; return whether that is new."""
         with self._changed:
@@ -74,13 +96,21 @@ class Outstanding:
         """Let go of lines whose answers are written."""
         with self._changed:
             for line in lines:
-                self._bytes -= self._entries.pop(line).size
+                entry = self._entries.pop(line)
+                self._bytes -= entry.size
+                self._answer_bytes -= len(entry.answer or b"")
             self._answered = [line for line in self._answered if line in self._entries]
             self._changed.notify_all()
 
     def __len__(self) -> int:
         with self._changed:
             return len(self._entries)
+
+    @property
+    def answer_bytes(self) -> int:
+        """Bytes of the answers in memory."""
+        with self._changed:
+            return self._answer_bytes
 
     @property
     def _room(self) -> int:
@@ -93,6 +123,8 @@ class Outstanding:
         entry.answer = answer
         entry.size += len(answer)
         self._bytes += len(answer)
+        self._answer_bytes += len(answer)
+        self._finished.pop(line, None)
         if not self._ordered:
             self._answered.append(line)
         return True
@@ -100,6 +132,13 @@ class Outstanding:
     def _in_turn(self) -> Iterator[tuple[int, bytes]]:
         for line in self._answered:
             yield line, self._entries[line].answer or b""
+
+    def _unread(self, with_gaps: bool) -> Iterator[int]:
+        for line, entry in self._entries.items():
+            if entry.answer is None and entry.is_finished:
+                yield line
+            elif entry.answer is None and not with_gaps:
+                return
 
     def _ahead(self, with_gaps: bool) -> Iterator[tuple[int, bytes]]:
         for line, entry in self._entries.items():

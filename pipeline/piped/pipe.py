@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 
 from jobs.batch.manifest import BatchSpec
+from jobs.batch.parts import PartDamaged
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
+from jobs.queue.tasks import wake
 from pipeline.piped.answers import AnswerReader
 from pipeline.piped.intake import LineIntake
 from pipeline.piped.outstanding import Outstanding
@@ -20,7 +22,7 @@ from pipeline.signals import Signals
 _STDIN = 0
 _LOOK_SECONDS = 1.0  # between two looks at all lines, since a note of an answer may be lost
 _FOLLOW_SECONDS = 60
-_PATIENCE_SECONDS = 15.0  # after an order to stop, for a reader of stdout that is slow
+_PATIENCE_SECONDS = 5.0  # at an end, for a reader of stdout that takes nothing
 _POLL_SECONDS = 0.05
 
 
@@ -28,7 +30,7 @@ class Pipe:
     """A context in which both threads run.
 
     It is over when every line of stdin has its answer written, or when the reader of stdout is
-    gone. At an order to stop, what has finished by then is written.
+    gone. At an order to stop, what has finished by then is written, as long as it is taken.
     """
 
     def __init__(self, queue: Queue, batch: str, spec: BatchSpec, sink: Sink, ordered: bool, signals: Signals) -> None:
@@ -43,14 +45,13 @@ class Pipe:
         self._sink = sink
         self._signals = signals
         self._stop = os.eventfd(0)
-        self._is_stopping = False
-        self._is_read = threading.Event()
+        self._is_stopping = self._is_left = False
+        self._is_resumed = self.is_read = False
         self._failure: Exception | None = None
         self._reader = threading.Thread(target=self._run, args=(self._read,), name="stdin", daemon=True)
         self._writer = threading.Thread(target=self._run, args=(self._write,), name="answers", daemon=True)
 
     def __enter__(self) -> "Pipe":
-        self.intake.resume(self._sink.written)
         self._reader.start()
         self._writer.start()
         return self
@@ -59,17 +60,27 @@ class Pipe:
         self._is_stopping = True
         os.eventfd_write(self._stop, 1)
         self.outstanding.close()
-        deadline = time.monotonic() + _PATIENCE_SECONDS
         for thread in (self._reader, self._writer):
-            while thread.is_alive() and self._signals.stops < 2 and time.monotonic() < deadline:
-                thread.join(_POLL_SECONDS)
+            self._wait_for(thread)
         self._sink.close()
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        taken, deadline = -1, 0.0
+        while thread.is_alive() and self._signals.stops < 2:
+            if self._sink.taken != taken:
+                taken, deadline = self._sink.taken, time.monotonic() + _PATIENCE_SECONDS
+            elif time.monotonic() >= deadline:
+                return
+            thread.join(_POLL_SECONDS)
 
     def check(self) -> bool:
         """Return whether it is over. Raise what ended a thread, `BrokenPipeError` for one."""
         is_over = not self._writer.is_alive()  # asked first: a thread notes its failure before it ends
         if self._failure is not None:
             raise self._failure
+        was_left, self._is_left = self._is_left, self._sink.is_left()
+        if was_left and not is_over:  # twice, since it may leave with the last answer
+            raise BrokenPipeError
         return is_over
 
     @property
@@ -86,6 +97,9 @@ class Pipe:
             os.eventfd_write(self.news, 1)
 
     def _read(self) -> None:
+        self._is_resumed = self.intake.resume(self._sink.written, self._sink.refused)
+        if not self._is_resumed:
+            return
         for lines in StdinLines(_STDIN, self._stop):
             while lines:
                 if not (room := min(self.outstanding.wait_for_room(), MAX_ITEMS)):
@@ -93,30 +107,50 @@ class Pipe:
                 if self.intake.take(lines[:room]):
                     self._follow()
                 lines = lines[room:]
-        self._is_read.set()
+        self.is_read = True
         self._follow()
 
     def _write(self) -> None:
         last_id, look_at = self._follow(), 0.0
-        while not self._is_stopping and not (self._is_read.is_set() and not len(self.outstanding)):
+        while not self._is_stopping and not (self.is_read and not len(self.outstanding)):
             left = look_at - time.monotonic()
             if left > 0:
                 lines, last_id = self._queue.answered(self._batch, last_id, left)
                 self.answers.collect(lines)
+                self._write_answers()
             else:
-                self._follow()
-                self.answers.collect_all()
                 look_at = time.monotonic() + _LOOK_SECONDS
-            self._write_answers()
+                self._look()
+                if self._write_answers() and not self._is_resumed:
+                    look_at = 0.0  # there is room for more lines of earlier runs, which no note names
         self.answers.collect_all()
         self._write_answers(with_gaps=not self._sink.resumes)
         os.eventfd_write(self.news, 1)
+
+    def _look(self) -> None:
+        self._follow()
+        if self.intake.are_new:
+            self.intake.are_new = False
+            wake(self._queue.redis, self._batch)  # the record says then how many lines there are
+        self.answers.collect_all()
 
     def _follow(self) -> str:
         """Have commits notify the writer for some time, and notify it now."""
         return self._queue.follow_answers(self._batch, _FOLLOW_SECONDS)
 
-    def _write_answers(self, with_gaps: bool = False) -> None:
+    def _write_answers(self, with_gaps: bool = False) -> int:
+        """Write what has finished, some MiB at a time; return how many lines that is."""
+        before, is_more = self.written, True
+        try:
+            while is_more:
+                is_more = self.answers.read(with_gaps)
+                self._write_some(with_gaps)
+        except PartDamaged:
+            self._write_answers(with_gaps)  # those of other lines
+            raise
+        return self.written - before
+
+    def _write_some(self, with_gaps: bool) -> None:
         if answers := self.outstanding.to_write(with_gaps):
             self._sink.write(answers.values())
             self.outstanding.note_written(answers)

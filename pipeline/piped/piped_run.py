@@ -9,11 +9,12 @@ import msgspec
 
 from jobs.batch.client import BatchRecord, BatchSpec
 from jobs.batch.open_requests import SOURCE_NAME
+from jobs.batch.parts import PartDamaged
 from jobs.queue.request_queue import Queue
-from jobs.store.storage import join
+from jobs.store.storage import StoreError, join
 from pipeline.batch_run import BatchRun
 from pipeline.batch_task import Task
-from pipeline.errors import Interrupted, Unfinished
+from pipeline.errors import Interrupted, Unfinished, one_line
 from pipeline.hosting.host import ModelHost
 from pipeline.piped.pipe import Pipe
 from pipeline.piped.sinks import FileSink, StdoutSink
@@ -35,6 +36,15 @@ class PipedRun(BatchRun):
         self._output = output
         self._ordered = ordered
         self._pipe: Pipe
+        if output is None:
+            self.kept = "what was answered is on stdout, and nothing else is kept"
+
+    def run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
+        """Run it as any batch; an end by the disk or by lost answers says what is kept, too."""
+        try:
+            return super().run(supervisor, signals, progress, is_last)
+        except (PartDamaged, StoreError) as error:
+            raise Unfinished(f"{one_line(error)}; {self.kept}") from None
 
     def conclude(self, record: BatchRecord) -> None:
         """Print the summary on stderr. Raises `LinesFailed`."""
@@ -81,12 +91,13 @@ class PipedRun(BatchRun):
 
     def _counts(self, record: BatchRecord, generated: int | None) -> Counts:
         counts = super()._counts(record, generated)
+        waiting = len(self._pipe.outstanding) + self._pipe.intake.earlier
         done = self._pipe.written
-        return replace(counts, total=done + len(self._pipe.outstanding), done=done, failed=self._pipe.failed)
+        return replace(counts, total=done + waiting, done=done, failed=self._pipe.failed)
 
     def _note(self, record: BatchRecord) -> str:
-        if not len(self._pipe.outstanding):
-            return "waiting for lines"
+        if not len(self._pipe.outstanding) and not self._pipe.intake.earlier:
+            return "" if self._pipe.is_read else "waiting for lines"
         return "" if record.running else "waiting for the model to load"
 
     def _wind_up(self, ended: bool, supervisor: Supervisor, signals: Signals, progress: Progress) -> None:

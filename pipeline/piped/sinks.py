@@ -2,29 +2,41 @@
 
 import os
 import re
-from collections.abc import Iterable
+import select
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from jobs.batch.bitmap import Bitmap
+from jobs.batch.manifest import load_manifest
 from jobs.protocol.results import batch_request_id
+from jobs.store.storage import store_error
 from pipeline.errors import Refused
 
 _STDOUT = 1
 _BLOCK_BYTES = 1 << 16
+_RETRIED_STATUS = 500  # and those above: `create_batch` has such lines run again
+_REST = rb'(?:(\d+)|(stdin_\d+_[0-9a-f]+))","custom_id":(?:null|"(?:[^"\\]|\\.)*"),"response":\{"status_code":(\d+)'
+"""Of an answer, behind the id of its batch: the line's number or the name of one that is no part of
+it, and the status.
+"""
 
 
 class Sink(Protocol):
-    """Takes lines of answers, whole and in order. Raises OSError.
+    """Takes lines of answers, whole and in order. Raises `StoreError` and `BrokenPipeError`.
 
     `resumes`: a later run goes on with it. `written` are the lines of the batch whose answers it
-    has from earlier runs.
+    has from earlier runs, `refused` what is in the ids of those that are no part of it. `taken`
+    counts its bytes, also while it waits.
     """
 
     resumes: bool
     written: Bitmap
+    refused: Container[str]
+    taken: int
 
     def write(self, lines: Iterable[bytes]) -> None: ...
+    def is_left(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -32,10 +44,19 @@ class StdoutSink(Sink):
     """Waits while the reader of the pipe does."""
 
     resumes = False
-    written = Bitmap()
+
+    def __init__(self) -> None:
+        self.written, self.refused, self.taken = Bitmap(), (), 0
 
     def write(self, lines: Iterable[bytes]) -> None:
-        _write_all(_STDOUT, b"".join(lines))
+        for count in _write_all(_STDOUT, "stdout", b"".join(lines)):
+            self.taken += count
+
+    def is_left(self) -> bool:
+        """Return whether its readers are gone."""
+        poll = select.poll()
+        poll.register(_STDOUT, 0)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         return None
@@ -49,15 +70,37 @@ class FileSink(Sink):
     def __init__(self, path: Path, batch_id: str) -> None:
         self._file = path.open("a+b", buffering=0)
         _cut_torn_line(self._file.fileno())
-        self.written = _lines_in(path, batch_id)
+        self.written, self.refused, self.taken = Bitmap(), set[str](), 0
+        self._read(path, batch_id)
 
     def write(self, lines: Iterable[bytes]) -> None:
-        _write_all(self._file.fileno(), b"".join(lines))
+        for count in _write_all(self._file.fileno(), self._file.name, b"".join(lines)):
+            self.taken += count
+
+    def is_left(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Make the file durable."""
         with self._file:
             os.fsync(self._file.fileno())
+
+    def _read(self, path: Path, batch_id: str) -> None:
+        """Note what the file has. Lines with a status of 500 and above run again, and the last
+        answer of a line counts.
+        """
+        pattern = re.compile(re.escape(_head(batch_id)) + _REST)
+        with path.open("rb") as file:
+            for raw in file:
+                if (match := pattern.match(raw)) is None:
+                    continue
+                line, refused, status = match.groups()
+                if refused is not None:
+                    self.refused.add(refused.decode())
+                elif int(status) < _RETRIED_STATUS:
+                    self.written.add(int(line))
+                else:
+                    self.written.discard(int(line))
 
 
 def check_sink(output: Path, root: Path) -> None:
@@ -76,10 +119,47 @@ def check_sink(output: Path, root: Path) -> None:
         raise Refused(f"{output} exists, and is of no run that could go on: remove it, or name another output")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def check_answers(output: Path, root: Path) -> None:
+    """Raise `Refused` for a folder of another run than that which wrote the output; for the holder
+    of its lock.
+    """
+    manifest = load_manifest(str(root))
+    if manifest is not None and not manifest.spec.streams_input:
+        raise Refused(
+            f"{root} was begun with a file, not with lines that arrive; remove that folder, or name another output"
+        )
+    with output.open("rb") if output.exists() else open(os.devnull, "rb") as file:
+        head = _head("" if manifest is None else manifest.batch_id)
+        begun = file.read(len(head))
+    if begun and (manifest is None or not head.startswith(begun)):
+        raise Refused(
+            f"{output} has lines of another run than that of {root}: remove that folder, or name another output"
+        )
+
+
+def _head(batch_id: str) -> bytes:
+    """Return the beginning of the batch's answers, which the line's number follows."""
+    return b'{"id":"' + batch_request_id(batch_id, 0)[:-1].encode()
+
+
+def _write_all(descriptor: int, name: str, data: bytes) -> Iterator[int]:
+    """Write, and yield how many bytes each time; wait for room where the file itself does not.
+
+    Raise `StoreError` and `BrokenPipeError`.
+    """
     left = memoryview(data)
     while left:
-        left = left[os.write(descriptor, left) :]
+        try:
+            count = os.write(descriptor, left[:_BLOCK_BYTES])
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+            continue
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise store_error(f"cannot write {name}", error) from error
+        left = left[count:]
+        yield count
 
 
 def _cut_torn_line(descriptor: int) -> None:
@@ -94,14 +174,3 @@ def _cut_torn_line(descriptor: int) -> None:
         position = start
     if position < end:
         os.ftruncate(descriptor, position)
-
-
-def _lines_in(path: Path, batch_id: str) -> Bitmap:
-    """Return the lines of the batch that a file of answers has."""
-    head = re.compile(rb'\{"id":"' + re.escape(batch_request_id(batch_id, 0)[:-1].encode()) + rb'(\d+)"')
-    lines = Bitmap()
-    with path.open("rb") as file:
-        for raw in file:
-            if match := head.match(raw):
-                lines.add(int(match[1]))
-    return lines

@@ -64,12 +64,14 @@ def _placed(task: Task, output: Path | None) -> Iterator[Task]:
         if output is None:
             task = replace(task, output=stack.enter_context(private_folder()) / "answers")
         else:
-            from pipeline.piped.sinks import check_sink
+            from pipeline.piped.sinks import check_answers, check_sink
 
             check_sink(output, task.root)
         stack.enter_context(batch_folder(task))
-        if output is not None and not output.exists():
-            _start_over(task.root, output)
+        if output is not None:
+            check_answers(output, task.root)
+            if not output.exists():
+                _start_over(task.root, output)
         yield task
 
 

@@ -3,22 +3,32 @@ lost or doubled however it ends.
 """
 
 import contextlib
+import fcntl
+import io
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from jobs.batch.manifest import NAME, BatchSpec, Manifest, load_manifest, save_manifest
+from jobs.batch.open_requests import SOURCE_NAME
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
 from pipeline.piped.outstanding import MOST_LINES
+from pipeline.private_folder import RUN_LOCK
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import read_results
 from tests.support.commands import REPOSITORY, command, command_environment
-from tests.support.poison import Poison, poisoned_environment
+from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.processes import descendants, is_running
 from tests.support.waiting import wait_until
 
@@ -28,19 +38,18 @@ _PIPE_BYTES = 1 << 16
 class PipedCommand:
     """The command with both of its pipes in the test's hands."""
 
-    def __init__(self, folder: Path, *flags: object, **environment: str) -> None:
+    def __init__(self, folder: Path, *flags: object, stdout: int = subprocess.PIPE, **environment: str) -> None:
         self._errors = (folder / f"stderr-{os.urandom(4).hex()}").open("w+b")
         self.process = subprocess.Popen(
             command("run-batch", "-", *flags),
             env=command_environment(None, environment),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=self._errors,
             cwd=REPOSITORY,
         )
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout or io.BytesIO()
 
     @property
     def stderr(self) -> str:
@@ -77,8 +86,8 @@ class PipedCommand:
 
 
 @contextlib.contextmanager
-def piped(folder: Path, *flags: object, **environment: str) -> Iterator[PipedCommand]:
-    run = PipedCommand(folder, *flags, **environment)
+def piped(folder: Path, *flags: object, stdout: int = subprocess.PIPE, **environment: str) -> Iterator[PipedCommand]:
+    run = PipedCommand(folder, *flags, stdout=stdout, **environment)
     try:
         yield run
     finally:
@@ -187,6 +196,127 @@ def test_a_closed_stdout_ends_it_quietly(tmp_path: Path) -> None:
         assert "Error" not in run.stderr
 
 
+def test_a_reader_that_leaves_ends_the_run_though_nothing_is_written(tmp_path: Path) -> None:
+    """As `head -1` does: the input stays open, and no answer comes that could not be written."""
+    with piped(tmp_path) as run:
+        run.write(request("a"))
+        run.read()
+        run.stdout.close()
+        assert run.wait() == 1
+        assert "Error" not in run.stderr
+
+
+def test_a_full_disk_behind_stdout_promises_no_later_run(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full, piped(tmp_path, stdout=full.fileno()) as run:
+        run.write(b"broken\n")
+        assert run.wait() == 1
+        assert run.stderr.splitlines()[-1] == (
+            "Error: cannot write stdout: No space left on device; what was answered is on stdout, and nothing else is"
+            " kept"
+        )
+
+
+def test_a_stdout_that_does_not_wait_gets_whole_lines(tmp_path: Path) -> None:
+    """More of them than its pipe holds come before the first is read."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    total = _PIPE_BYTES // 64
+    with os.fdopen(reader, "rb") as answers, piped(tmp_path, stdout=writer) as run:
+        os.close(writer)
+        run.write(*[b"broken\n"] * total)
+        run.stdin.close()
+        wait_until(lambda: _bytes_in(answers) > _PIPE_BYTES - 4096, 150, "a full pipe")
+        numbers = [json.loads(line)["error"]["message"].split(":")[0] for line in answers]
+        assert numbers == [f"Line {number}" for number in range(1, total + 1)]
+        assert run.wait() == 0
+
+
+def _bytes_in(pipe: IO[bytes]) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+@pytest.mark.proof
+def test_errors_of_duplicates_are_written_once_by_the_run_that_first_has_them(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    lines = [request("a"), request("a"), b"broken\n", request("a", "Else"), request("b")]
+    for count in (1, 3, 5, 5):
+        with piped(tmp_path, "-o", output) as run:
+            run.write(*lines[:count])
+            run.finish()
+    answers = [(str(answer["custom_id"]), answer["response"]["status_code"]) for answer in read_results(output)]
+    assert answers[0] == ("a", 200)
+    assert sorted(answers) == [("None", 400), ("a", 200), ("a", 400), ("a", 400), ("b", 200)]
+
+
+@pytest.mark.proof
+def test_an_emptied_output_gets_all_answers_again(tmp_path: Path) -> None:
+    """More of them than may be outstanding."""
+    output, total = tmp_path / "out.jsonl", MOST_LINES + 500
+    bad = request("<number>", temperature="warm").split(b"<number>")
+    with piped(tmp_path, "-o", output) as run:
+        run.write(request("good"), *((b"%d" % number).join(bad) for number in range(total)))
+        run.finish()
+    before = read_results(output)
+    output.write_bytes(b"")
+    with piped(tmp_path, "-o", output, "--ordered") as run:
+        run.finish()
+    after = read_results(output)
+    assert ids(after) == ["good", *(f"{number}" for number in range(total))]
+    assert sorted(line["id"] for line in before) == sorted(line["id"] for line in after)
+
+
+@pytest.mark.proof
+def test_a_damaged_part_ends_the_run_and_the_next_one_mends_it(tmp_path: Path) -> None:
+    """Answers wait on disk for that of the first line, and are damaged there meanwhile."""
+    output, hold = tmp_path / "out.jsonl", tmp_path / "hold"
+    environment = poisoned_environment(Poison("wait", "hold", start=200), hold=hold)
+    lines = [slow("first", 220), *(request(f"{number}") for number in range(5))]
+    with piped(tmp_path, "-o", output, "--ordered", **environment) as run:
+        with held(hold):
+            run.write(*lines)
+            wait_until(lambda: _drained(run, output) == 5, 150, "answers on disk")
+            for part in (output.with_name("out.jsonl.parts") / "parts").iterdir():
+                part.write_bytes(bytes(part.stat().st_size))
+        assert run.wait() == 1
+        end = run.stderr.splitlines()[-1]
+        assert end.startswith("Error: the answer of line 2 of batch_")
+        assert " is damaged at line 0" in end
+        assert end.endswith("; what is finished is kept, run the same command again to go on")
+    assert ids(read_results(output)) == ["first"]
+    with piped(tmp_path, "-o", output, "--ordered") as run:
+        run.finish()
+    assert ids(read_results(output)) == ["first", *(f"{number}" for number in range(5))]
+
+
+def _drained(run: PipedCommand, output: Path) -> int:
+    """How many lines are on disk alone."""
+    manifest = load_manifest(str(output.with_name("out.jsonl.parts")))
+    found = re.search(r"REDIS_URL=(\S+)", run.stderr)
+    if manifest is None or found is None or not manifest.parts:
+        return 0
+    with connect(found[1]) as client:
+        undrained = Queue(client).undrained_lines(manifest.batch_id)
+    return sum(part.lines for part in manifest.parts) - undrained
+
+
+@pytest.mark.proof
+def test_a_line_with_an_error_of_the_server_gets_a_new_answer(tmp_path: Path) -> None:
+    output, lines = tmp_path / "out.jsonl", [request("good"), request("bad", "Please wait")]
+    with piped(tmp_path, "-o", output, **poisoned_environment(Poison("wait", "exit"))) as run:
+        run.write(*lines)
+        run.finish()
+    failed = [line for line in read_results(output) if line["error"] is not None]
+    assert [(line["custom_id"], line["response"]["status_code"]) for line in failed] == [("bad", 500)]
+    for _ in range(2):
+        with piped(tmp_path, "-o", output) as run:
+            run.write(*lines)
+            run.finish()
+    results = read_results(output)
+    assert sorted(ids(results)) == ["bad", "bad", "good"]
+    assert (results[-1]["custom_id"], results[-1]["response"]["status_code"]) == ("bad", 200)
+    assert results[-1]["id"] == failed[0]["id"]
+
+
 def test_an_unread_stdout_stops_the_reading_of_stdin(tmp_path: Path) -> None:
     """Lines that need no model, each of which is answered by a line longer than itself."""
     total, broken = 4 * MOST_LINES, b"{" + b" " * 120 + b"\n"
@@ -240,6 +370,39 @@ def test_a_file_of_others_is_left_alone(run_here: RunHere, tmp_path: Path) -> No
     assert "of no run that could go on" in done.err
     assert output.read_text() == "not ours\n"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]
+
+
+@pytest.mark.parametrize("content", ["not ours\n", "not ours, and without a line feed"])
+def test_a_folder_of_another_run_vouches_for_no_file(run_here: RunHere, tmp_path: Path, content: str) -> None:
+    output, root = tmp_path / "notes.jsonl", tmp_path / "notes.jsonl.parts"
+    output.write_text(content)
+    root.mkdir()
+    spec = BatchSpec(input=str(root / SOURCE_NAME), root=str(root), streams_input=True)
+    for manifest in (None, Manifest(batch_id="batch_0a", created_at=1.0, spec=spec)):
+        if manifest is not None:
+            save_manifest(manifest)
+        done = run_here("run-batch", "-", "-o", output)
+        assert done.code == 2
+        [sentence] = [line for line in done.err.splitlines() if line.startswith("Error: ")]
+        assert "has lines of another run" in sentence
+        assert output.read_text() == content
+
+
+@pytest.mark.parametrize("of_a_pipe", [True, False])
+def test_another_kind_of_input_is_refused_before_any_result_is_on_disk(
+    run_here: RunHere, tmp_path: Path, of_a_pipe: bool
+) -> None:
+    """Those of the run before may be in the output alone."""
+    source, output, root = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
+    source.write_bytes(request("a"))
+    root.mkdir()
+    spec = BatchSpec(input=str(source), root=str(root), streams_input=of_a_pipe)
+    save_manifest(Manifest(batch_id="batch_0a", created_at=1.0, spec=spec))
+    done = run_here("run-batch", source if of_a_pipe else "-", "-o", output)
+    assert done.code == 2
+    kinds = ("lines that arrive", "a file") if of_a_pipe else ("a file", "lines that arrive")
+    assert "was begun with {}, not with {}".format(*kinds) in done.err
+    assert {path.name for path in root.iterdir()} - {RUN_LOCK, ".lock"} == {NAME}
 
 
 @pytest.mark.proof

@@ -647,11 +647,13 @@ local function record_results(batch, items)
   end
   if #results > 0 then
     redis.call('HSET', key.results(batch), unpack(results))
-    redis.call('XADD', key.answered(batch), 'NOMKSTREAM', 'MAXLEN', '~', ANSWERED_ENTRIES, '*',
-      'l', table.concat(answered, ' '))
-    local total, completed, failed, undrained = unpack(
-      redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed', 'result_bytes')
+    local total, completed, failed, undrained, followed = unpack(
+      redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed', 'result_bytes', 'followed')
     )
+    if followed then
+      redis.call('XADD', key.answered(batch), 'NOMKSTREAM', 'MAXLEN', '~', ANSWERED_ENTRIES, '*',
+        'l', table.concat(answered, ' '))
+    end
     local is_much = tonumber(undrained) >= DRAIN_BYTES and undrained - moves.result_bytes < DRAIN_BYTES
     if is_much or tonumber(total) == completed + failed then
       notify(key.JOBS_CONTROL, 'batch', batch)

@@ -9,6 +9,7 @@ from jobs.batch import parts
 from jobs.batch.parts import (
     Part,
     PartDamaged,
+    PartIndex,
     drop_unlisted,
     merge_parts,
     read_part,
@@ -63,6 +64,26 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         found = list(salvage(str(tmp_path), "p1"))
         assert [record.line for record in found] == list(range(position // (len(whole) // 3)))
         assert all(record.result == result(record.line) for record in found)
+
+
+def test_records_are_found_by_their_lines(tmp_path: Path) -> None:
+    write(tmp_path, "p1", [line for line in range(1, 1000) if line % 3])
+    index = PartIndex(str(tmp_path), "p1")
+    assert [record.line for record in index.records([0, 1, 3, 500, 501, 502, 998, 999, 5000])] == [1, 500, 502, 998]
+    assert [record.result for record in index.records([2, 997])] == [result(2), result(997)]
+    assert index.damage is None
+
+
+def test_records_before_a_damage_are_found(tmp_path: Path) -> None:
+    write(tmp_path, "p1", [*range(1, 301)])
+    path = tmp_path / parts.FOLDER / "p1"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    index = PartIndex(str(tmp_path), "p1")
+    assert [record.line for record in index.records([1, 100, 299])] == [1, 100]
+    assert "p1" in str(index.damage)
+    path.unlink()
+    assert list(index.records([1])) == []
 
 
 def test_a_missing_part_is_damaged(tmp_path: Path) -> None:

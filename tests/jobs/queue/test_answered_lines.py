@@ -37,8 +37,29 @@ def test_results_of_some_lines_are_read_while_no_part_holds_them(queue: Queue) -
     queue.commit("w1", [finished(claim, str(claim.key.line)) for claim in claims if claim.key.line in (3, 9, 17)])
     assert queue.finished_of("batch_a", [17, 4, 3, 29, 500]) == [17, 3]
     assert queue.finished_of("batch_a", []) == []
-    found = queue.results_of("batch_a", [17, 4, 3])
-    assert {line: result.body for line, result in found.items()} == {17: b'{"text":"17"}', 3: b'{"text":"3"}'}
+
+    def bodies(lines: list[int], most_bytes: int = 1000) -> list[bytes | None]:
+        return [result and result.body for result in queue.results_of("batch_a", lines, most_bytes)]
+
+    assert bodies([17, 4, 3]) == [b'{"text":"17"}', None, b'{"text":"3"}']
+    assert bodies([4, 17, 3], most_bytes=1) == [None, b'{"text":"17"}']
     assert queue.drained("batch_a", "part", [3])
-    assert list(queue.results_of("batch_a", [17, 4, 3])) == [17]
+    assert bodies([17, 4, 3]) == [b'{"text":"17"}', None, None]
     assert queue.finished_of("batch_a", [3, 4]) == [3]
+
+
+def test_only_the_commits_of_a_batch_that_is_followed_pay_for_the_note(queue: Queue, redis_client: redis.Redis) -> None:
+    """Also not with a command that changes nothing."""
+    start_batch(queue, "batch_a", 3)
+    one, two, _ = queue.claim("w1", 1, 3, models=[MODEL])
+
+    def notes() -> int:
+        return int(redis_client.info("commandstats").get("cmdstat_xadd", {}).get("calls", 0))
+
+    before = notes()
+    queue.commit("w1", [finished(one)])
+    assert notes() == before
+    queue.follow_answers("batch_a", 60)
+    before = notes()
+    queue.commit("w1", [finished(two)])
+    assert notes() == before + 1

@@ -1,6 +1,8 @@
 """Lines go from stdin into an open batch, and their answers come back from wherever they are."""
 
+import hashlib
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,15 +13,18 @@ from jobs.batch.client import BatchRecord, BatchSpec, create_batch
 from jobs.batch.input_files import InputLine
 from jobs.batch.manifest import load_manifest
 from jobs.batch.open_requests import SOURCE_NAME, OpenRequests
+from jobs.batch.parts import PartDamaged
 from jobs.control.runner import Runner
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
 from jobs.queue.request_queue import Queue
+from pipeline.piped import answers, outstanding
 from pipeline.piped.answers import AnswerReader
 from pipeline.piped.intake import LineIntake
 from pipeline.piped.outstanding import Outstanding
 from tests.support.batch_steps import answer_all, step
 from tests.support.control_plane import chat_line, echo
+from tests.support.waiting import wait_until
 
 
 class OpenPipe:
@@ -39,16 +44,15 @@ class OpenPipe:
         self.outstanding = Outstanding(ordered)
         self.intake = LineIntake(Queue(client), self.record.id, self.spec, self.outstanding, durable=True)
         self.answers = AnswerReader(Queue(client), self.record.id, root, self.outstanding)
-        known = Bitmap()
-        for line in written:
-            known.add(line)
-        self.intake.resume(known)
+        self.intake.resume(_bitmap(*written))
 
     def take(self, *raws: bytes, first: int = 1) -> bool:
         return self.intake.take([InputLine(number, 0, raw) for number, raw in enumerate(raws, first)])
 
     def write(self) -> list[tuple[str | None, int]]:
         """What is written now: custom_ids with their status codes."""
+        while self.answers.read():
+            pass
         answers = self.outstanding.to_write()
         self.outstanding.note_written(answers)
         lines = [json.loads(line) for line in answers.values()]
@@ -113,6 +117,7 @@ def test_lines_that_cannot_run_are_answered_in_their_place(redis_client: redis.R
     assert piped.write() == [(None, 400), ("unknown", 400)]
     answer_all(redis_client, answer)
     piped.answers.collect_all()
+    piped.answers.read()
     answers = list(piped.outstanding.to_write().values())
     assert piped.write() == [("a", 200), ("a", 400), ("unknown", 400), ("a", 400)]
     duplicate = json.loads(answers[1])
@@ -138,6 +143,107 @@ def test_a_later_run_takes_up_what_is_not_written(redis_client: redis.Redis, tmp
     second.answers.collect_all()
     assert [name for name, _ in second.write()] == ["3", "4", "5", "6", "bad", "7", "8"]
     assert OpenRequests(second.spec).committed().lines == 9
+
+
+def test_large_answers_are_in_memory_only_to_be_written(
+    piped: OpenPipe, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are in Redis or in parts."""
+    monkeypatch.setattr(answers, "_MOST_BYTES", 5000)
+    piped.take(*(chat_line(f"{number}", "x" * 1500) for number in range(20)))
+    answer_all(redis_client, most=10)
+    Runner(Queue(redis_client)).drain(piped.record.id)
+    answer_all(redis_client)
+    piped.answers.collect_all()
+    written: list[int] = []
+    while piped.answers.read():
+        assert 0 < piped.outstanding.answer_bytes < 2 * 5000 + 4000
+        found = piped.outstanding.to_write()
+        written += found
+        piped.outstanding.note_written(found)
+    assert sorted(written) == [*range(1, 21)]
+    assert piped.outstanding.answer_bytes == 0
+
+
+def test_a_damaged_answer_is_named_once_those_of_other_lines_are_read(
+    piped: OpenPipe, redis_client: redis.Redis
+) -> None:
+    piped.take(*(chat_line(f"{number}") for number in range(3)))
+    answer_all(redis_client)
+    Runner(Queue(redis_client)).drain(piped.record.id)
+    [part] = (Path(piped.spec.root) / "parts").iterdir()
+    part.write_bytes(part.read_bytes()[:-1])
+    piped.answers.collect_all()
+    assert piped.answers.read()
+    assert not piped.answers.read()
+    piped.answers.collect_all()
+    with pytest.raises(PartDamaged, match=rf"the answer of line 3 of {piped.record.id} cannot be read: "):
+        piped.answers.read()
+    assert sorted(piped.write()) == [("0", 200), ("1", 200)]
+
+
+def test_a_finish_that_redis_lost_is_no_lost_answer(piped: OpenPipe, redis_client: redis.Redis) -> None:
+    piped.take(chat_line("a"))
+    answer_all(redis_client)
+    redis_client.flushall()
+    for _ in range(3):
+        piped.answers.collect([1])
+        assert piped.write() == []
+        create_batch(redis_client, piped.spec)
+        piped.answers.collect_all()
+    step(redis_client, piped.record.id)
+    step(redis_client, piped.record.id)
+    answer_all(redis_client)
+    piped.answers.collect_all()
+    assert piped.write() == [("a", 200)]
+
+
+def test_a_later_run_takes_up_lines_as_there_is_room(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = OpenPipe(redis_client, tmp_path)
+    step(redis_client, first.record.id)
+    first.take(*(chat_line(f"{number}", "x" * (number % 3)) for number in range(1, 9)))
+    monkeypatch.setattr(outstanding, "MOST_LINES", 3)
+    again = Outstanding(ordered=True)
+    intake = LineIntake(Queue(redis_client), first.record.id, first.spec, again, durable=True)
+    thread = threading.Thread(target=intake.resume, args=(_bitmap(2),))
+    thread.start()
+    taken: list[str] = []
+    while len(taken) < 7:
+        wait_until(lambda: len(again) == min(3, 7 - len(taken)), 60, "lines of the run before")
+        assert intake.earlier == 7 - len(taken) - len(again)
+        line, name = next(iter(again.unanswered().items()))
+        again.answer(line, b"")
+        again.note_written([line])
+        taken.append(name)
+    thread.join()
+    assert taken == ["1", "3", "4", "5", "6", "7", "8"]
+
+
+def test_each_duplicate_has_its_error_once_over_all_runs(redis_client: redis.Redis, tmp_path: Path) -> None:
+    lines = [chat_line("a"), chat_line("a"), b"{broken", chat_line("a", "else"), chat_line("a")]
+    first = OpenPipe(redis_client, tmp_path)
+    step(redis_client, first.record.id)
+    first.take(*lines[:1])
+    for refused, errors in (
+        ((), [("a", 400), (None, 400), ("a", 400), ("a", 400)]),
+        (("2", "3"), [("a", 400), ("a", 400)]),
+        (("2", "3", "4", "5"), []),
+    ):
+        again = OpenPipe(redis_client, tmp_path, written=(1,))
+        answers = [f"stdin_{n}_{hashlib.blake2b(lines[int(n) - 1], digest_size=8).hexdigest()}" for n in refused]
+        again.intake.resume(_bitmap(1), answers)
+        again.take(*lines)
+        assert again.write() == errors
+        assert (again.intake.read, again.intake.failed) == (5, len(errors))
+
+
+def _bitmap(*lines: int) -> Bitmap:
+    found = Bitmap()
+    for line in lines:
+        found.add(line)
+    return found
 
 
 def test_answers_that_no_note_names_are_found(piped: OpenPipe, redis_client: redis.Redis) -> None:

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs.protocol.results import Result, Usage, batch_request_id, output_line
+from jobs.protocol.results import ApiError, Result, Usage, batch_request_id, output_line
 from pipeline.errors import Refused
 from pipeline.piped.sinks import FileSink, check_sink
 
 BATCH = "batch_0a"
 
 
-def answer(line: int, batch: str = BATCH, text: str = "x") -> bytes:
-    result = Result(200, b'{"text":"%b"}' % text.encode(), Usage(), "req_1")
+def answer(line: int, batch: str = BATCH, text: str = "x", status: int = 200) -> bytes:
+    result = Result(status, b'{"text":"%b"}' % text.encode(), Usage(), "req_1")
     return output_line(f"id-{line}", result, batch_request_id(batch, line)) + b"\n"
 
 
@@ -26,6 +26,32 @@ def test_a_later_run_knows_what_was_written(tmp_path: Path) -> None:
     again.write([answer(2)])
     again.close()
     assert path.read_bytes().splitlines(True)[-1] == answer(2)
+
+
+def test_the_last_answer_of_a_line_says_whether_it_runs_again(tmp_path: Path) -> None:
+    """Errors of the server do, and nothing in a custom_id is taken for a status."""
+    path = tmp_path / "out.jsonl"
+    sink = FileSink(path, BATCH)
+    odd = output_line('","response":{"status_code":500', Result(200, b"{}", Usage(), "r"), batch_request_id(BATCH, 4))
+    sink.write([answer(1, status=500), answer(2, status=500), answer(2), answer(3, status=400), odd + b"\n"])
+    sink.close()
+    again = FileSink(path, BATCH)
+    assert [line for line in range(20) if line in again.written] == [2, 3, 4]
+    again.close()
+
+
+def test_a_later_run_knows_which_lines_were_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    prefix = batch_request_id(BATCH, 0)[:-1]
+    names = ["stdin_3_00ff", "stdin_12_0a"]
+    sink = FileSink(path, BATCH)
+    refusal = ApiError(400, "no").result("req_1")
+    sink.write(output_line(None, refusal, f"{prefix}{name}") + b"\n" for name in names)
+    sink.close()
+    again = FileSink(path, BATCH)
+    assert again.refused == {*names}
+    assert again.written.count() == 0
+    again.close()
 
 
 @pytest.mark.parametrize("size", [10, 200_000])
