@@ -135,8 +135,9 @@ def test_a_file_that_cannot_be_read_holds_up_no_batch_and_no_other_file(
 
 
 def test_batches_that_wait_for_a_process_cost_a_tick_one_command_each(
-    redis_client: redis.Redis, tmp_path: Path, store: FileStore, leader: Ticker
+    redis_client: redis.Redis, tmp_path: Path, store: FileStore, leader: Ticker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deadlines, "JUDGE_SECONDS", 0.0)  # each tick judges
     file_id, spent = put(store, lines_of(1)), []
     tick(leader)
     for _ in range(2):
