@@ -16,7 +16,7 @@ from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.rebuild import rebuild_all
 from jobs.batch.retention import remove_ended
 from jobs.batch.submit import TooManyBatches
-from jobs.control import ticker, upkeep
+from jobs.control import deadlines, ticker, upkeep
 from jobs.control.ticker import Ticker
 from jobs.protocol.ids import BATCH, new_id
 from jobs.queue import keys
