@@ -60,6 +60,9 @@ class RequestFailed(ClientError):
         super().__init__(f"the request {result.custom_id} has no answer ({code}): {message}")
         self.result = result
 
+    def __reduce__(self) -> tuple[type["RequestFailed"], tuple[RequestResult]]:
+        return type(self), (self.result,)
+
 
 class TokenDelta(NamedTuple):
     """New text of one choice of a request. `status` is that of the request's end, else None."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -313,6 +314,13 @@ def test_the_input_is_read_piece_by_piece() -> None:
 
     pieces = spool(prompts(), LineOptions("demo"), 2)
     first = next(pieces)
+def test_a_failure_comes_through_a_process_pool() -> None:
+    failed = RequestFailed(RequestResult(custom_id="a", error={"code": "too_long", "message": "It is too long."}))
+    copy = pickle.loads(pickle.dumps(failed))
+    assert (str(copy), copy.result) == (str(failed), failed.result)
+    assert "(too_long): It is too long." in str(copy)
+
+
     assert taken == [0, 1]
     assert [*first.custom_ids, *next(pieces).custom_ids] == [f"request-{n}" for n in range(4)]
     with first.file as file:
