@@ -152,11 +152,12 @@ class AsyncPipeline:
         """Create a batch of a file, of the rows of a frame, or of requests.
 
         A request is a text, a list of messages, a body, or a line of a batch; `parameters` are
-        those of all that do not have them.
+        those of all that do not have them. The lines of a file have their own.
         """
         if isinstance(requests, str | Path):
-            url = endpoint or await asyncio.to_thread(endpoint_of, Path(requests)) or CHAT
+            check_file_options(Path(requests), {"model": model, "rows": rows, **parameters})
             with Path(requests).open("rb") as file:
+                url = endpoint or await asyncio.to_thread(endpoint_of, Path(requests)) or CHAT
                 return await self.submit_file(Path(requests).name, file, url, completion_window, metadata)
         options = await self.line_options(endpoint, model, parameters)
         spooled = await asyncio.to_thread(lambda: next(spool(frames.requests_of(requests, rows), options), None))
@@ -461,7 +462,7 @@ class AsyncOpenBatch(AsyncBatchHandle):
         that you append again by yourself after an error.
         """
         options = await self.pipeline.line_options(self._endpoint, model, parameters)
-        body = await asyncio.to_thread(self._encode, list(requests), options)
+        body = await asyncio.to_thread(self._encode, list(frames.requests_of(requests, None)), options)
         if not body:
             raise ValueError("there is no request to append")
         headers: Any = {"headers": {"Content-Type": "application/jsonl"}}
@@ -564,6 +565,14 @@ def check_places(
         raise ValueError(f"'{other}' is for processes that the client starts; the server at base_url has its own")
     if (redis_url is None) != (file_store is None):
         raise ValueError("a fleet is named by redis_url and file_store, the file store that its processes use")
+
+
+def check_file_options(path: Path, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what a file's lines say themselves: the file is sent as it is."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(
+            f"'{given[0]}' cannot be given for the file {path}, whose lines have it themselves: write it into them"
+        )
 
 
 def _once() -> dict[str, str]:

@@ -238,7 +238,7 @@ class OpenBatchHandle(BatchHandle):
 
     def append(self, requests: Iterable[Any], **options: Any) -> dict[str, Any]:
         """Append requests, and return what became of them; as `AsyncOpenBatch.append`."""
-        return self._loop.run(self._open.append(list(requests), **options))
+        return self._loop.run(self._open.append(list(frames.requests_of(requests, None)), **options))
 
     def close(self) -> "Batch":
         """Let it end once all of its requests have."""

@@ -103,6 +103,18 @@ def test_bad_input_is_refused_with_a_sentence(p: Pipeline, tmp_path: Path) -> No
         p.submit([])
     with pytest.raises(ValueError, match="request 1 is 5: give a text"):
         p.submit(["Count", 5])
+    source = examples(tmp_path / "in.jsonl", 2)
+    with pytest.raises(ValueError, match=r"'max_tokens' cannot be given for the file .*in.jsonl"):
+        p.submit(source, max_tokens=4)
+    with pytest.raises(ValueError, match="'model' cannot be given"):
+        p.submit(str(source), model="demo")
+    with pytest.raises(FileNotFoundError):
+        p.submit(tmp_path / "none.jsonl")
+    for alone in ("Count", b"Count", {"messages": []}, source):
+        with pytest.raises(TypeError, match="is no list of requests: give a list"):
+            p.map(alone)
+    with pytest.raises(TypeError, match="is no list of requests"):
+        p.submit({"messages": []})
     line = {"custom_id": "same", "body": {"messages": [{"role": "user", "content": "Count"}]}}
     with pytest.raises(BatchFailed, match="was refused in line 2"):
         list(p.submit([line, line]).results())
@@ -185,6 +197,8 @@ def test_requests_are_appended_to_an_open_batch(p: Pipeline) -> None:
     named = {"custom_id": "named", "body": {"messages": [{"role": "user", "content": "Count from 3 to 5."}]}}
     assert handle.append([named, "Count from 4 to 6."], temperature=0)["appended"] == 2
     assert handle.append([named], temperature=0)["repeated"] == 1
+    with pytest.raises(TypeError, match="'Count' is no list of requests"):
+        handle.append("Count")
     with pytest.raises(ValueError, match="no request to append"):
         handle.append([])
     handle.close()
@@ -300,6 +314,13 @@ def test_text_that_comes_twice_counts_once() -> None:
     assert found[-1].status == "completed"
 
 
+def test_a_failure_comes_through_a_process_pool() -> None:
+    failed = RequestFailed(RequestResult(custom_id="a", error={"code": "too_long", "message": "It is too long."}))
+    copy = pickle.loads(pickle.dumps(failed))
+    assert (str(copy), copy.result) == (str(failed), failed.result)
+    assert "(too_long): It is too long." in str(copy)
+
+
 def test_results_are_put_in_order() -> None:
     order = InputOrder(["a", "b", "c"])
     a, b, c = (RequestResult(custom_id=name) for name in "abc")
@@ -316,13 +337,6 @@ def test_the_input_is_read_piece_by_piece() -> None:
 
     pieces = spool(prompts(), LineOptions("demo"), 2)
     first = next(pieces)
-def test_a_failure_comes_through_a_process_pool() -> None:
-    failed = RequestFailed(RequestResult(custom_id="a", error={"code": "too_long", "message": "It is too long."}))
-    copy = pickle.loads(pickle.dumps(failed))
-    assert (str(copy), copy.result) == (str(failed), failed.result)
-    assert "(too_long): It is too long." in str(copy)
-
-
     assert taken == [0, 1]
     assert [*first.custom_ids, *next(pieces).custom_ids] == [f"request-{n}" for n in range(4)]
     with first.file as file:
