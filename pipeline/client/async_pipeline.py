@@ -8,7 +8,8 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import quote
@@ -26,10 +27,10 @@ from pipeline.client.lines import LineOptions, SpooledLines, encoded, line_of, s
 from pipeline.client.local_server import LocalServer
 from pipeline.client.results import (
     InputOrder,
+    RequestFailed,
     RequestResult,
     TokenDelta,
     TokenDeltas,
-    checked,
     decode_results,
 )
 from pipeline.remote_batches import endpoint_of
@@ -237,13 +238,11 @@ class AsyncPipeline:
         options = await self.line_options(endpoint, model, parameters)
         chunks = await asyncio.to_thread(lambda: list(spool(frames.requests_of(requests, rows), options, chunksize)))
         run = MapRun(self, chunks, ordered, deadline)
-        try:
-            await run.begin()
-            async for page in run.pages():
-                for result in page:
-                    yield checked(result, return_errors)
-        finally:
-            await run.close()
+        await run.begin()
+        async with contextlib.aclosing(run.groups(return_errors)) as groups:
+            async for group in groups:
+                for result in group:
+                    yield result
 
     async def map_frame(self, frame: Any, rows: RowOptions, *, column: str = "answer", **options: Any) -> Any:
         """Return the frame with a column of answers, as `map` gets them.
@@ -367,7 +366,7 @@ class AsyncBatchHandle:
             for result in page:
                 yield result
 
-    async def pages(self) -> AsyncIterator[list[RequestResult]]:
+    async def pages(self) -> AsyncGenerator[list[RequestResult], None]:
         """The same in groups.
 
         A line of the results has the same offset for good, so that none comes twice or is left out
@@ -395,6 +394,13 @@ class AsyncBatchHandle:
 
     async def tokens(self) -> AsyncIterator[TokenDelta]:
         """Yield the text of all running requests while it is generated."""
+        async with contextlib.aclosing(self.delta_groups()) as groups:
+            async for group in groups:
+                for delta in group:
+                    yield delta
+
+    async def delta_groups(self) -> AsyncGenerator[list[TokenDelta], None]:
+        """The same in groups."""
         deltas, last_id, received = TokenDeltas(), None, time.monotonic()
         while True:
             try:
@@ -406,8 +412,7 @@ class AsyncBatchHandle:
                         break  # the server cannot reach its queue, and may soon
                     received, last_id = time.monotonic(), event.id or last_id
                     if value.get("object") != "batch":
-                        for delta in deltas.add(value):
-                            yield delta
+                        yield deltas.add(value)
             except Exception as error:
                 if not is_passing(error):
                     raise
@@ -501,11 +506,6 @@ class MapRun:
         self._submitted: deque[tuple[AsyncBatchHandle, list[str]]] = deque()
         pipeline.track(self, True)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is something that `close` would end."""
-        return bool(self._submitted or self._chunks)
-
     async def begin(self) -> None:
         """Submit the first batch. Raise TimeoutError after the deadline."""
         try:
@@ -520,8 +520,22 @@ class MapRun:
             handle = await self._pipeline.submit_lines(chunk, expires_after=_KEPT)
             self._submitted.append((handle, chunk.custom_ids))
 
-    async def pages(self) -> AsyncIterator[list[RequestResult]]:
-        """Yield results in groups. Raise TimeoutError after the deadline."""
+    async def groups(self, return_errors: bool) -> AsyncGenerator[list[RequestResult], None]:
+        """Yield results in groups, and cancel what is left of them when this is left.
+
+        Raise TimeoutError after the deadline, and `RequestFailed` unless `return_errors`.
+        """
+        try:
+            async with contextlib.aclosing(self._pages()) as pages:
+                async for page in pages:
+                    whole = page if return_errors else list(takewhile(lambda one: one.error is None, page))
+                    yield whole
+                    if len(whole) < len(page):
+                        raise RequestFailed(page[len(whole)])
+        finally:
+            await self.close()
+
+    async def _pages(self) -> AsyncGenerator[list[RequestResult], None]:
         while self._submitted:
             await self._in_time(self._submit())
             handle, custom_ids = self._submitted[0]
@@ -532,9 +546,8 @@ class MapRun:
                     if ready := order.add(page) if self._ordered else page:
                         yield ready
             finally:
-                await pages.aclose()  # type: ignore[attr-defined]
+                await pages.aclose()
             self._submitted.popleft()
-        self._pipeline.track(self, False)
 
     async def close(self) -> None:
         """Cancel what has not been read to its end."""
@@ -552,7 +565,7 @@ class MapRun:
         return await asyncio.wait_for(work, left)
 
 
-async def _next(pages: AsyncIterator[list[RequestResult]]) -> list[RequestResult] | None:
+async def _next(pages: AsyncGenerator[list[RequestResult], None]) -> list[RequestResult] | None:
     return await anext(pages, None)
 
 

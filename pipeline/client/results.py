@@ -82,13 +82,6 @@ def decode_results(lines: bytes) -> list[RequestResult]:
 _decode = msgspec.json.Decoder(RequestResult).decode
 
 
-def checked(result: RequestResult, return_errors: bool) -> RequestResult:
-    """Return a result. Raise `RequestFailed` for an error that is not to be returned."""
-    if result.error is not None and not return_errors:
-        raise RequestFailed(result)
-    return result
-
-
 class InputOrder:
     """Puts results, which come as they finish, in the order of the input."""
 

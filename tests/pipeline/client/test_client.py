@@ -85,7 +85,7 @@ def test_a_map_that_is_left_or_takes_too_long_is_cancelled(p: Pipeline, client_s
     long = [f"Count {n}" for n in range(200)]
     short = {"messages": [{"role": "user", "content": "Count from 2 to 4."}], "max_tokens": 1}
     # As few as run at once: the short one, which the plan has last, is not to wait for long ones
-    with closing(p.map([short, *long[:40]], ordered=False, **ENDLESS)) as found:  # type: ignore[type-var]
+    with closing(p.map([short, *long[:40]], ordered=False, **ENDLESS)) as found:
         next(found)
     with pytest.raises(TimeoutError):
         list(p.map(long, timeout=1, **ENDLESS))

@@ -15,9 +15,13 @@ from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
 PROGRAM = """
-import sys
+import os, sys
 from pipeline.client import Pipeline
 p = Pipeline(max_num_seqs=8)
+child = os.fork()
+if not child:
+    sys.exit()  # which leaves what the parent has started
+os.waitpid(child, 0)
 print(next(p.map(["Count from 2 to 4."], temperature=0)).text, flush=True)
 sys.stdin.readline()
 """
