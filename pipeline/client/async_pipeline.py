@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
@@ -45,6 +45,7 @@ T = TypeVar("T")
 MAP_LINES = 50_000  # of one batch of `map`: as many as a server takes by default
 _PATIENCE_SECONDS = 60.0
 _CHECK_SECONDS = 1.0
+_UNDO_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _SILENCE_SECONDS = 60.0  # a stream sends something at least every 15 s
 _PAGE_LINES = 2000
@@ -83,6 +84,8 @@ class AsyncPipeline:
         self._client: openai.AsyncOpenAI | None = None
         self._watch: asyncio.Task[None] | None = None
         self._maps: set[MapRun] = set()
+        self._creating: set[asyncio.Task[Batch]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "AsyncPipeline":
         import openai
@@ -111,6 +114,10 @@ class AsyncPipeline:
             for run in list(self._maps):
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(run.close(), _CHECK_SECONDS)
+            for creating in self._creating:
+                self._in_background(self._cancel_created(creating))
+            if self._background:
+                await asyncio.wait(self._background, timeout=_UNDO_SECONDS)
             if self._watch is not None:
                 self._watch.cancel()
                 await asyncio.wait([self._watch])
@@ -197,7 +204,11 @@ class AsyncPipeline:
         if expires_after is not None:
             wanted["output_expires_after"] = expires_after
         again = _once()
-        batch = await self.patiently(lambda: self.client.batches.create(**wanted, extra_headers=again))
+        try:
+            batch = await self._created(lambda: self.client.batches.create(**wanted, extra_headers=again))
+        except BaseException:
+            self._in_background(self.client.files.delete(uploaded.id))  # a batch that was made has its own
+            raise
         return AsyncBatchHandle(self, batch)
 
     def batch(self, batch_id: str) -> "AsyncBatchHandle":
@@ -213,7 +224,7 @@ class AsyncPipeline:
         body = {"input": "stream", "endpoint": endpoint, "completion_window": completion_window}
         options: Any = {"headers": _once()}
         wanted = {**body, **({"metadata": metadata} if metadata else {})}
-        batch = await self.patiently(lambda: self.client.post("/batches", cast_to=Batch, body=wanted, options=options))
+        batch = await self._created(lambda: self.client.post("/batches", cast_to=Batch, body=wanted, options=options))
         return AsyncOpenBatch(self, batch)
 
     async def map(
@@ -301,6 +312,32 @@ class AsyncPipeline:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _created(self, call: Callable[[], Awaitable["Batch"]]) -> "Batch":
+        """Create a batch. One whose caller leaves meanwhile, who has no id of it, is cancelled."""
+        creating = asyncio.create_task(self.patiently(call))
+        self._creating.add(creating)
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            self._in_background(self._cancel_created(creating))
+            raise
+        finally:
+            self._creating.discard(creating)
+
+    async def _cancel_created(self, creating: "asyncio.Task[Batch]") -> None:
+        await self.client.batches.cancel((await creating).id)
+
+    def _in_background(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do what no caller waits for; closing gives it some seconds."""
+
+        async def quietly() -> None:
+            with contextlib.suppress(Exception):
+                await work
+
+        task = asyncio.create_task(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def check_server(self) -> None:
         """Raise `ServerFailed` where the processes that were started ended for good."""
@@ -562,7 +599,8 @@ class MapRun:
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         left = None if self._deadline is None else self._deadline - time.monotonic()
-        return await asyncio.wait_for(work, left)
+        async with asyncio.timeout(left):
+            return await work
 
 
 async def _next(pages: AsyncGenerator[list[RequestResult], None]) -> list[RequestResult] | None:

@@ -8,13 +8,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 from pipeline.client.errors import ClientError
 
 T = TypeVar("T")
 
+_LOOK_SECONDS = 0.5
 _LAST_SECONDS = 5.0  # for what is cancelled to end
 
 _threads: set[threading.Thread] = set()
@@ -64,6 +65,9 @@ class EventLoopThread:
             raise ClientError("the client's own thread, which calls this, cannot wait for itself: use another thread")
         future = self.start(work)
         try:
+            # Not in one wait: where polars is loaded, Ctrl-C interrupts none
+            while not wait([future], _LOOK_SECONDS).done:
+                pass
             return future.result()
         except CancelledError:
             raise ClientError("the client is closed") from None
@@ -151,9 +155,7 @@ async def _close(at_end: Callable[[], Awaitable[None]], lock: asyncio.Lock) -> N
         await at_end()
 
 
-def _work(
-    loop: asyncio.AbstractEventLoop, waited_for: set[Future[Any]], at_end: Callable[[], Awaitable[None]]
-) -> None:
+def _work(loop: asyncio.AbstractEventLoop, waited_for: set[Future[Any]], at_end: Callable[[], Awaitable[None]]) -> None:
     try:
         loop.run_forever()
         for future in list(waited_for):

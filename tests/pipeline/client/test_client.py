@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import pickle
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from pipeline.client.results import InputOrder, RequestResult, TokenDeltas
 from tests.pipeline.client.conftest import ClientServer
 from tests.pipeline.results import answers, custom_ids, examples
 from tests.support.processes import send_all
+from tests.support.relay import Relay
 from tests.support.waiting import wait_until
 from tests.test_layout import import_of, loaded_by
 
@@ -96,6 +99,47 @@ def test_a_map_that_is_left_or_takes_too_long_is_cancelled(p: Pipeline, client_s
         lambda: all(client.batches.retrieve(one).status in ("cancelled", "completed") for one in left), 60, "the ends"
     )
     assert [client.batches.retrieve(one).status for one in left].count("cancelled") == 3
+
+
+LONG = [f"Count {n}" for n in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("begin", "error"),
+    [
+        (lambda p: p.map(LONG, timeout=2, **ENDLESS), TimeoutError),
+        (lambda p: p.submit(LONG, **ENDLESS), KeyboardInterrupt),
+        (lambda p: p.open(), KeyboardInterrupt),
+    ],
+    ids=["map", "submit", "open"],
+)
+def test_a_batch_whose_creation_is_left_is_cancelled(
+    client_server: ClientServer, begin: Callable[[Pipeline], object], error: type[BaseException]
+) -> None:
+    client = openai.OpenAI(base_url=client_server.base_url, api_key="none")
+    batches = {batch.id for batch in client.batches.list()}
+    files = {file.id for file in client.files.list()}
+    with Relay(client_server.base_url) as relay, Pipeline(base_url=relay.url) as p:
+        assert p.model == "demo"
+        relay.held_from = b"POST /v1/batches "
+
+        def made() -> set[str]:
+            return {batch.id for batch in client.batches.list()} - batches
+
+        def interrupt() -> None:
+            wait_until(made, 60, "the batch")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt if error is KeyboardInterrupt else made)
+        interrupting.start()
+        with pytest.raises(error):
+            begin(p)
+        interrupting.join()
+        [batch] = made()
+        relay.held_from = None
+        relay.replies.set()
+        wait_until(lambda: client.batches.retrieve(batch).status == "cancelled", 60, "its end")
+        wait_until(lambda: {file.id for file in client.files.list(purpose="batch")} <= files, 60, "its input to go")
 
 
 def test_bad_input_is_refused_with_a_sentence(p: Pipeline, tmp_path: Path) -> None:
