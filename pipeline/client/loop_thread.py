@@ -8,8 +8,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, wait
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, TypeVar
 
 from pipeline.client.errors import ClientError
 
@@ -65,9 +65,8 @@ class EventLoopThread:
             raise ClientError("the client's own thread, which calls this, cannot wait for itself: use another thread")
         future = self.start(work)
         try:
-            # Not in one wait: where polars is loaded, Ctrl-C interrupts none
-            while not wait([future], _LOOK_SECONDS).done:
-                pass
+            while not future.done():  # not in one wait: where polars is loaded, Ctrl-C interrupts none
+                _wait(future)
             return future.result()
         except CancelledError:
             raise ClientError("the client is closed") from None
@@ -106,9 +105,7 @@ class LoopIterator(Iterator[T]):
         at_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._loop = loop
-        self._groups = groups
-        self._at_end = at_end or groups.aclose
-        self._lock = asyncio.Lock()  # a generator that runs can be neither resumed nor closed
+        self._groups = _Groups(groups, at_end)
         self._ready: deque[T] = deque()
         self._is_over = False
 
@@ -117,8 +114,10 @@ class LoopIterator(Iterator[T]):
             if self._is_over:
                 raise StopIteration
             try:
-                group = self._loop.run(_take(self._groups, self._lock))
-            except BaseException:
+                group = self._loop.run(self._groups.take())
+            except BaseException as error:
+                if self._is_over and isinstance(error, ClientError):  # another thread has closed it
+                    raise StopIteration from None
                 self._let_go()
                 raise
             if group is None:
@@ -133,26 +132,45 @@ class LoopIterator(Iterator[T]):
         if not self._is_over:
             self._is_over = True
             with contextlib.suppress(ClientError):
-                self._loop.run(_close(self._at_end, self._lock))
+                self._loop.run(self._groups.close())
 
     def _let_go(self) -> None:
         if not self._is_over:
             self._is_over = True
             with contextlib.suppress(ClientError):
-                self._loop.start(_close(self._at_end, self._lock))
+                self._loop.start(self._groups.close())
 
     def __del__(self) -> None:
         self._let_go()
 
 
-async def _take(groups: AsyncGenerator[Sequence[T], None], lock: asyncio.Lock) -> Sequence[T] | None:
-    async with lock:
-        return await anext(groups, None)
+def _wait(future: Future[Any]) -> None:
+    with contextlib.suppress(Exception):
+        future.result(_LOOK_SECONDS)
 
 
-async def _close(at_end: Callable[[], Awaitable[None]], lock: asyncio.Lock) -> None:
-    async with lock:
-        await at_end()
+class _Groups(Generic[T]):
+    """The generator in its thread: one that runs can be neither resumed nor closed."""
+
+    def __init__(self, groups: AsyncGenerator[Sequence[T], None], at_end: Callable[[], Awaitable[None]] | None) -> None:
+        self._groups = groups
+        self._at_end = at_end or groups.aclose
+        self._lock = asyncio.Lock()
+        self._taking: asyncio.Task[Any] | None = None
+
+    async def take(self) -> Sequence[T] | None:
+        async with self._lock:
+            self._taking = asyncio.current_task()
+            try:
+                return await anext(self._groups, None)
+            finally:
+                self._taking = None
+
+    async def close(self) -> None:
+        if self._taking is not None and not self._taking.cancelling():  # which would end its cleaning up
+            self._taking.cancel()
+        async with self._lock:
+            await self._at_end()
 
 
 def _work(loop: asyncio.AbstractEventLoop, waited_for: set[Future[Any]], at_end: Callable[[], Awaitable[None]]) -> None:

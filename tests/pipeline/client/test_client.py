@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import pickle
 import signal
 import threading
