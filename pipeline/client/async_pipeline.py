@@ -94,7 +94,8 @@ class AsyncPipeline:
         if self._server is not None:
             url = f"{await self._server.start()}/v1"
             key = self._server.api_key or key
-        self._client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0)
+        direct = None if self._server is None else openai.DefaultAsyncHttpxClient(trust_env=False)  # by no proxy
+        self._client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, http_client=direct)
         if self._server is not None:
             self._watch = asyncio.create_task(self._keep_running(self._server))
         try:
@@ -442,12 +443,15 @@ class AsyncBatchHandle:
         while True:
             try:
                 async for event in self._events(last_id):
+                    received = time.monotonic()
+                    if event is None:
+                        continue
                     if event.data == "[DONE]":
                         return
                     value = json.loads(event.data)
                     if "error" in value:
                         break  # the server cannot reach its queue, and may soon
-                    received, last_id = time.monotonic(), event.id or last_id
+                    last_id = event.id or last_id
                     if value.get("object") != "batch":
                         yield deltas.add(value)
             except Exception as error:
@@ -471,6 +475,7 @@ class AsyncBatchHandle:
         parser = EventParser()
         try:
             async for chunk in stream.response.aiter_bytes():
+                yield None  # a comment too says that the server is there
                 for event in parser.feed(chunk):
                     yield event
         finally:
@@ -577,13 +582,16 @@ class MapRun:
             await self._in_time(self._submit())
             handle, custom_ids = self._submitted[0]
             order = InputOrder(custom_ids)
-            pages = handle.pages()
+            pages, missing = handle.pages(), set(custom_ids)
             try:
                 while (page := await self._in_time(_next(pages))) is not None:
+                    missing.difference_update(one.custom_id for one in page)
                     if ready := order.add(page) if self._ordered else page:
                         yield ready
             finally:
                 await pages.aclose()
+            if missing:
+                raise ClientError(f"{handle.id} has ended without {len(missing)} of its results: {min(missing)} is one")
             self._submitted.popleft()
 
     async def close(self) -> None:
