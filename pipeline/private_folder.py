@@ -27,14 +27,16 @@ def private_folder() -> Iterator[Path]:
     Its path is short, since the kernel allows a socket path only 107 bytes.
     """
     remove_abandoned()
+    process = os.getpid()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        if os.getpid() == process:  # not in a fork, which drops what it has of this
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 @contextlib.contextmanager

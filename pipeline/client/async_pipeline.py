@@ -8,7 +8,8 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import quote
@@ -26,10 +27,10 @@ from pipeline.client.lines import LineOptions, SpooledLines, encoded, line_of, s
 from pipeline.client.local_server import LocalServer
 from pipeline.client.results import (
     InputOrder,
+    RequestFailed,
     RequestResult,
     TokenDelta,
     TokenDeltas,
-    checked,
     decode_results,
 )
 from pipeline.remote_batches import endpoint_of
@@ -44,6 +45,7 @@ T = TypeVar("T")
 MAP_LINES = 50_000  # of one batch of `map`: as many as a server takes by default
 _PATIENCE_SECONDS = 60.0
 _CHECK_SECONDS = 1.0
+_UNDO_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _SILENCE_SECONDS = 60.0  # a stream sends something at least every 15 s
 _PAGE_LINES = 2000
@@ -82,6 +84,8 @@ class AsyncPipeline:
         self._client: openai.AsyncOpenAI | None = None
         self._watch: asyncio.Task[None] | None = None
         self._maps: set[MapRun] = set()
+        self._creating: set[asyncio.Task[Batch]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "AsyncPipeline":
         import openai
@@ -90,7 +94,8 @@ class AsyncPipeline:
         if self._server is not None:
             url = f"{await self._server.start()}/v1"
             key = self._server.api_key or key
-        self._client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0)
+        direct = None if self._server is None else openai.DefaultAsyncHttpxClient(trust_env=False)  # by no proxy
+        self._client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, http_client=direct)
         if self._server is not None:
             self._watch = asyncio.create_task(self._keep_running(self._server))
         try:
@@ -110,6 +115,10 @@ class AsyncPipeline:
             for run in list(self._maps):
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(run.close(), _CHECK_SECONDS)
+            for creating in self._creating:
+                self._in_background(self._cancel_created(creating))
+            if self._background:
+                await asyncio.wait(self._background, timeout=_UNDO_SECONDS)
             if self._watch is not None:
                 self._watch.cancel()
                 await asyncio.wait([self._watch])
@@ -152,11 +161,12 @@ class AsyncPipeline:
         """Create a batch of a file, of the rows of a frame, or of requests.
 
         A request is a text, a list of messages, a body, or a line of a batch; `parameters` are
-        those of all that do not have them.
+        those of all that do not have them. The lines of a file have their own.
         """
         if isinstance(requests, str | Path):
-            url = endpoint or await asyncio.to_thread(endpoint_of, Path(requests)) or CHAT
+            check_file_options(Path(requests), {"model": model, "rows": rows, **parameters})
             with Path(requests).open("rb") as file:
+                url = endpoint or await asyncio.to_thread(endpoint_of, Path(requests)) or CHAT
                 return await self.submit_file(Path(requests).name, file, url, completion_window, metadata)
         options = await self.line_options(endpoint, model, parameters)
         spooled = await asyncio.to_thread(lambda: next(spool(frames.requests_of(requests, rows), options), None))
@@ -195,7 +205,11 @@ class AsyncPipeline:
         if expires_after is not None:
             wanted["output_expires_after"] = expires_after
         again = _once()
-        batch = await self.patiently(lambda: self.client.batches.create(**wanted, extra_headers=again))
+        try:
+            batch = await self._created(lambda: self.client.batches.create(**wanted, extra_headers=again))
+        except BaseException:
+            self._in_background(self.client.files.delete(uploaded.id))  # a batch that was made has its own
+            raise
         return AsyncBatchHandle(self, batch)
 
     def batch(self, batch_id: str) -> "AsyncBatchHandle":
@@ -211,7 +225,7 @@ class AsyncPipeline:
         body = {"input": "stream", "endpoint": endpoint, "completion_window": completion_window}
         options: Any = {"headers": _once()}
         wanted = {**body, **({"metadata": metadata} if metadata else {})}
-        batch = await self.patiently(lambda: self.client.post("/batches", cast_to=Batch, body=wanted, options=options))
+        batch = await self._created(lambda: self.client.post("/batches", cast_to=Batch, body=wanted, options=options))
         return AsyncOpenBatch(self, batch)
 
     async def map(
@@ -236,13 +250,11 @@ class AsyncPipeline:
         options = await self.line_options(endpoint, model, parameters)
         chunks = await asyncio.to_thread(lambda: list(spool(frames.requests_of(requests, rows), options, chunksize)))
         run = MapRun(self, chunks, ordered, deadline)
-        try:
-            await run.begin()
-            async for page in run.pages():
-                for result in page:
-                    yield checked(result, return_errors)
-        finally:
-            await run.close()
+        await run.begin()
+        async with contextlib.aclosing(run.groups(return_errors)) as groups:
+            async for group in groups:
+                for result in group:
+                    yield result
 
     async def map_frame(self, frame: Any, rows: RowOptions, *, column: str = "answer", **options: Any) -> Any:
         """Return the frame with a column of answers, as `map` gets them.
@@ -301,6 +313,32 @@ class AsyncPipeline:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _created(self, call: Callable[[], Awaitable["Batch"]]) -> "Batch":
+        """Create a batch. One whose caller leaves meanwhile, who has no id of it, is cancelled."""
+        creating = asyncio.create_task(self.patiently(call))
+        self._creating.add(creating)
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            self._in_background(self._cancel_created(creating))
+            raise
+        finally:
+            self._creating.discard(creating)
+
+    async def _cancel_created(self, creating: "asyncio.Task[Batch]") -> None:
+        await self.client.batches.cancel((await creating).id)
+
+    def _in_background(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do what no caller waits for; closing gives it some seconds."""
+
+        async def quietly() -> None:
+            with contextlib.suppress(Exception):
+                await work
+
+        task = asyncio.create_task(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def check_server(self) -> None:
         """Raise `ServerFailed` where the processes that were started ended for good."""
@@ -366,7 +404,7 @@ class AsyncBatchHandle:
             for result in page:
                 yield result
 
-    async def pages(self) -> AsyncIterator[list[RequestResult]]:
+    async def pages(self) -> AsyncGenerator[list[RequestResult], None]:
         """The same in groups.
 
         A line of the results has the same offset for good, so that none comes twice or is left out
@@ -394,19 +432,28 @@ class AsyncBatchHandle:
 
     async def tokens(self) -> AsyncIterator[TokenDelta]:
         """Yield the text of all running requests while it is generated."""
+        async with contextlib.aclosing(self.delta_groups()) as groups:
+            async for group in groups:
+                for delta in group:
+                    yield delta
+
+    async def delta_groups(self) -> AsyncGenerator[list[TokenDelta], None]:
+        """The same in groups."""
         deltas, last_id, received = TokenDeltas(), None, time.monotonic()
         while True:
             try:
                 async for event in self._events(last_id):
+                    received = time.monotonic()
+                    if event is None:
+                        continue
                     if event.data == "[DONE]":
                         return
                     value = json.loads(event.data)
                     if "error" in value:
                         break  # the server cannot reach its queue, and may soon
-                    received, last_id = time.monotonic(), event.id or last_id
+                    last_id = event.id or last_id
                     if value.get("object") != "batch":
-                        for delta in deltas.add(value):
-                            yield delta
+                        yield deltas.add(value)
             except Exception as error:
                 if not is_passing(error):
                     raise
@@ -428,6 +475,7 @@ class AsyncBatchHandle:
         parser = EventParser()
         try:
             async for chunk in stream.response.aiter_bytes():
+                yield None  # a comment too says that the server is there
                 for event in parser.feed(chunk):
                     yield event
         finally:
@@ -461,7 +509,7 @@ class AsyncOpenBatch(AsyncBatchHandle):
         that you append again by yourself after an error.
         """
         options = await self.pipeline.line_options(self._endpoint, model, parameters)
-        body = await asyncio.to_thread(self._encode, list(requests), options)
+        body = await asyncio.to_thread(self._encode, list(frames.requests_of(requests, None)), options)
         if not body:
             raise ValueError("there is no request to append")
         headers: Any = {"headers": {"Content-Type": "application/jsonl"}}
@@ -500,11 +548,6 @@ class MapRun:
         self._submitted: deque[tuple[AsyncBatchHandle, list[str]]] = deque()
         pipeline.track(self, True)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is something that `close` would end."""
-        return bool(self._submitted or self._chunks)
-
     async def begin(self) -> None:
         """Submit the first batch. Raise TimeoutError after the deadline."""
         try:
@@ -519,21 +562,37 @@ class MapRun:
             handle = await self._pipeline.submit_lines(chunk, expires_after=_KEPT)
             self._submitted.append((handle, chunk.custom_ids))
 
-    async def pages(self) -> AsyncIterator[list[RequestResult]]:
-        """Yield results in groups. Raise TimeoutError after the deadline."""
+    async def groups(self, return_errors: bool) -> AsyncGenerator[list[RequestResult], None]:
+        """Yield results in groups, and cancel what is left of them when this is left.
+
+        Raise TimeoutError after the deadline, and `RequestFailed` unless `return_errors`.
+        """
+        try:
+            async with contextlib.aclosing(self._pages()) as pages:
+                async for page in pages:
+                    whole = page if return_errors else list(takewhile(lambda one: one.error is None, page))
+                    yield whole
+                    if len(whole) < len(page):
+                        raise RequestFailed(page[len(whole)])
+        finally:
+            await self.close()
+
+    async def _pages(self) -> AsyncGenerator[list[RequestResult], None]:
         while self._submitted:
             await self._in_time(self._submit())
             handle, custom_ids = self._submitted[0]
             order = InputOrder(custom_ids)
-            pages = handle.pages()
+            pages, missing = handle.pages(), set(custom_ids)
             try:
                 while (page := await self._in_time(_next(pages))) is not None:
+                    missing.difference_update(one.custom_id for one in page)
                     if ready := order.add(page) if self._ordered else page:
                         yield ready
             finally:
-                await pages.aclose()  # type: ignore[attr-defined]
+                await pages.aclose()
+            if missing:
+                raise ClientError(f"{handle.id} has ended without {len(missing)} of its results: {min(missing)} is one")
             self._submitted.popleft()
-        self._pipeline.track(self, False)
 
     async def close(self) -> None:
         """Cancel what has not been read to its end."""
@@ -548,10 +607,11 @@ class MapRun:
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         left = None if self._deadline is None else self._deadline - time.monotonic()
-        return await asyncio.wait_for(work, left)
+        async with asyncio.timeout(left):
+            return await work
 
 
-async def _next(pages: AsyncIterator[list[RequestResult]]) -> list[RequestResult] | None:
+async def _next(pages: AsyncGenerator[list[RequestResult], None]) -> list[RequestResult] | None:
     return await anext(pages, None)
 
 
@@ -564,6 +624,14 @@ def check_places(
         raise ValueError(f"'{other}' is for processes that the client starts; the server at base_url has its own")
     if (redis_url is None) != (file_store is None):
         raise ValueError("a fleet is named by redis_url and file_store, the file store that its processes use")
+
+
+def check_file_options(path: Path, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what a file's lines say themselves: the file is sent as it is."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(
+            f"'{given[0]}' cannot be given for the file {path}, whose lines have it themselves: write it into them"
+        )
 
 
 def _once() -> dict[str, str]:

@@ -2,18 +2,26 @@
 Hugging Face `datasets`. They are read by Arrow's interface, so that none of them is imported here.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from jobs.batch.row_requests import RowOptions, RowRequests
 from pipeline.client.results import RequestResult
 
+_LONGEST_SHOWN = 60
+
 
 def requests_of(requests: Any, rows: RowOptions | None) -> Iterable[Any]:
     """Return the requests themselves, or lines made of a frame's rows.
 
-    Raise ValueError for a frame without `rows`, and for `rows` without a frame.
+    Raise TypeError for one request alone, and ValueError for a frame without `rows`, or for `rows`
+    without a frame.
     """
+    if isinstance(requests, str | bytes | Mapping | Path):
+        raise TypeError(
+            f"{_shown(requests)} is no list of requests: give a list, [request] for one; `submit` takes a file's path"
+        )
     if not is_frame(requests):
         if rows is not None:
             raise ValueError("'rows' says how requests are made of a frame, and this is none")
@@ -73,6 +81,11 @@ def _add(frame: Any, name: str, values: list[Any]) -> Any:
     import pyarrow
 
     return frame.append_column(name, pyarrow.array(values))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _library(frame: Any) -> str:

@@ -1,89 +1,35 @@
 """The client without asyncio: each method runs that of `AsyncPipeline` in a thread of its own."""
 
-import asyncio
-import atexit
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jobs.batch.row_requests import RowOptions
 from jobs.protocol.chat import CHAT
 from pipeline.client import frames, vllm_shapes
 from pipeline.client.async_pipeline import MAP_LINES, AsyncBatchHandle, AsyncOpenBatch, AsyncPipeline, MapRun
-from pipeline.client.errors import ClientError
 from pipeline.client.lines import spool
-from pipeline.client.results import RequestResult, TokenDelta, checked
+from pipeline.client.loop_thread import EventLoopThread, LoopIterator
+from pipeline.client.results import RequestResult, TokenDelta
 
 if TYPE_CHECKING:
     from openai.types import Batch
-
-T = TypeVar("T")
-
-
-class EventLoopThread:
-    """Runs coroutines for callers of any other thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="pipeline-client", daemon=True)
-        self._thread.start()
-
-    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Return what will be the outcome. Raise `ClientError` after `close`."""
-        if self._loop.is_closed():
-            work.close()
-            raise ClientError("the client is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the outcome; an interrupted wait cancels the work."""
-        future = self.start(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def iterate(self, made: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
-        """Yield what an asynchronous iterator does, and close that when left."""
-        items = made()
-
-        async def take() -> tuple[T, ...]:
-            try:
-                return (await anext(items),)
-            except StopAsyncIteration:
-                return ()
-
-        try:
-            while item := self.run(take()):
-                yield item[0]
-        finally:
-            if not self._loop.is_closed():
-                self.run(items.aclose())  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Stop the thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
 
 
 class Pipeline:
     """A client of `base_url`, of a fleet's `redis_url` and `file_store`, or, with neither, of a
     server of its own that loads `model`. See `AsyncPipeline`.
 
-    It is open at once. `close`, the end of `with`, or that of the process end what it started.
+    It is open at once. `close`, the end of `with`, that of the process, and letting go of it and of
+    what it returned end what it started.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         """Raise `ServerFailed` where processes that it starts cannot serve."""
         self._async = AsyncPipeline(model, **options)
-        self._loop = EventLoopThread()
-        atexit.register(self.close)
+        self._loop = EventLoopThread(self._async.close)
         try:
             self._loop.run(self._async.__aenter__())
         except BaseException:
@@ -97,14 +43,10 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Cancel what `map` has not finished, and end the processes that were started."""
-        atexit.unregister(self.close)
-        try:
-            self._loop.run(self._async.close())
-        except ClientError:  # closed before
-            return
-        finally:
-            self._loop.close()
+        """Cancel what `map` has not finished, and end the processes that were started. Who waits in
+        another thread gets `ClientError`.
+        """
+        self._loop.close()
 
     @property
     def base_url(self) -> str:
@@ -140,20 +82,21 @@ class Pipeline:
         model: str | None = None,
         rows: RowOptions | None = None,
         **parameters: Any,
-    ) -> Iterator[RequestResult]:
+    ) -> LoopIterator[RequestResult]:
         """Return an iterator of the result of each request, in the order of the input or as they
         finish.
 
         As `Executor.map`: the input is read, and submitted, at once; the iterator raises
         `RequestFailed` in the place of a request without an answer, unless `return_errors`, and
-        TimeoutError `timeout` seconds after the call; leaving it cancels the rest.
+        TimeoutError `timeout` seconds after the call; closing or dropping it cancels the rest.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         options = self._loop.run(self._async.line_options(endpoint, model, parameters))
         chunks = list(spool(frames.requests_of(requests, rows), options, chunksize))  # in the caller's thread
         run = MapRun(self._async, chunks, ordered, deadline)
+        results = LoopIterator(self._loop, run.groups(return_errors), run.close)
         self._loop.run(run.begin())
-        return self._flatten(run, return_errors)
+        return results
 
     def map_frame(self, frame: Any, rows: RowOptions, *, column: str = "answer", **options: Any) -> Any:
         """Return the frame with a column of answers, as `AsyncPipeline.map_frame`."""
@@ -178,17 +121,6 @@ class Pipeline:
     def embed(self, texts: Any, **options: Any) -> list[vllm_shapes.EmbeddedOutput]:
         """Embed texts, as vLLM's `LLM.embed`."""
         return self._loop.run(self._async.embed(texts, **options))
-
-    def _flatten(self, run: MapRun, return_errors: bool) -> Iterator[RequestResult]:
-        pages = self._loop.iterate(run.pages)
-        try:
-            for page in pages:
-                for result in page:
-                    yield checked(result, return_errors)
-        finally:
-            pages.close()  # type: ignore[attr-defined]
-            if run.unfinished:
-                self._loop.run(run.close())
 
 
 class BatchHandle:
@@ -221,12 +153,11 @@ class BatchHandle:
 
         Raise `BatchFailed` for a batch whose lines were refused.
         """
-        for page in self._loop.iterate(self._handle.pages):
-            yield from page
+        return LoopIterator(self._loop, self._handle.pages())
 
     def tokens(self) -> Iterator[TokenDelta]:
         """Yield the text of all running requests while it is generated."""
-        return self._loop.iterate(self._handle.tokens)
+        return LoopIterator(self._loop, self._handle.delta_groups())
 
 
 class OpenBatchHandle(BatchHandle):
@@ -238,7 +169,7 @@ class OpenBatchHandle(BatchHandle):
 
     def append(self, requests: Iterable[Any], **options: Any) -> dict[str, Any]:
         """Append requests, and return what became of them; as `AsyncOpenBatch.append`."""
-        return self._loop.run(self._open.append(list(requests), **options))
+        return self._loop.run(self._open.append(list(frames.requests_of(requests, None)), **options))
 
     def close(self) -> "Batch":
         """Let it end once all of its requests have."""

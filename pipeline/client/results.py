@@ -60,6 +60,9 @@ class RequestFailed(ClientError):
         super().__init__(f"the request {result.custom_id} has no answer ({code}): {message}")
         self.result = result
 
+    def __reduce__(self) -> tuple[type["RequestFailed"], tuple[RequestResult]]:
+        return type(self), (self.result,)
+
 
 class TokenDelta(NamedTuple):
     """New text of one choice of a request. `status` is that of the request's end, else None."""
@@ -77,13 +80,6 @@ def decode_results(lines: bytes) -> list[RequestResult]:
 
 
 _decode = msgspec.json.Decoder(RequestResult).decode
-
-
-def checked(result: RequestResult, return_errors: bool) -> RequestResult:
-    """Return a result. Raise `RequestFailed` for an error that is not to be returned."""
-    if result.error is not None and not return_errors:
-        raise RequestFailed(result)
-    return result
 
 
 class InputOrder:

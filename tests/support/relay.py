@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -24,6 +25,9 @@ class Relay:
         self.refused = 0
         self.accepted = 0
         self.received = bytearray()  # from all clients
+        self.held_from: bytes | None = None  # replies wait once a client has sent this
+        self.replies = threading.Event()
+        self.replies.set()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}{parts.path}"
 
     def __enter__(self) -> "Relay":
@@ -34,6 +38,7 @@ class Relay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._listener.close()
+        self.replies.set()
         self.cut()
 
     def cut(self) -> None:
@@ -59,18 +64,26 @@ class Relay:
             pair = {client, server}
             with self._lock:
                 self._open |= pair
-            back = threading.Thread(target=_pass_on, args=(server, client, bytearray()), daemon=True)
+            back = threading.Thread(target=_pass_on, args=(server, client, self._reply), daemon=True)
             back.start()
-            _pass_on(client, server, self.received)
+            _pass_on(client, server, self._receive)
             back.join()
             with self._lock:
                 self._open -= pair
 
+    def _receive(self, data: bytes) -> None:
+        self.received += data
+        if self.held_from is not None and self.held_from in self.received:
+            self.replies.clear()
 
-def _pass_on(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
+    def _reply(self, _: bytes) -> None:
+        self.replies.wait()
+
+
+def _pass_on(source: socket.socket, target: socket.socket, before: Callable[[bytes], None]) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
-            copy += data
+            before(data)
             target.sendall(data)
     for one in (source, target):
         with contextlib.suppress(OSError):

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import pickle
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from pipeline.client.results import InputOrder, RequestResult, TokenDeltas
 from tests.pipeline.client.conftest import ClientServer
 from tests.pipeline.results import answers, custom_ids, examples
 from tests.support.processes import send_all
+from tests.support.relay import Relay
 from tests.support.waiting import wait_until
 from tests.test_layout import import_of, loaded_by
 
@@ -82,7 +85,9 @@ def test_map_raises_in_the_place_of_a_failed_request_or_returns_it(p: Pipeline) 
 def test_a_map_that_is_left_or_takes_too_long_is_cancelled(p: Pipeline, client_server: ClientServer) -> None:
     client = openai.OpenAI(base_url=client_server.base_url, api_key="none")
     long = [f"Count {n}" for n in range(200)]
-    with closing(p.map(["Count from 2 to 4.", *long], ordered=False, **ENDLESS)) as found:  # type: ignore[type-var]
+    short = {"messages": [{"role": "user", "content": "Count from 2 to 4."}], "max_tokens": 1}
+    # As few as run at once: the short one, which the plan has last, is not to wait for long ones
+    with closing(p.map([short, *long[:40]], ordered=False, **ENDLESS)) as found:
         next(found)
     with pytest.raises(TimeoutError):
         list(p.map(long, timeout=1, **ENDLESS))
@@ -95,11 +100,64 @@ def test_a_map_that_is_left_or_takes_too_long_is_cancelled(p: Pipeline, client_s
     assert [client.batches.retrieve(one).status for one in left].count("cancelled") == 3
 
 
+LONG = [f"Count {n}" for n in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("begin", "error"),
+    [
+        (lambda p: p.map(LONG, timeout=2, **ENDLESS), TimeoutError),
+        (lambda p: p.submit(LONG, **ENDLESS), KeyboardInterrupt),
+        (lambda p: p.open(), KeyboardInterrupt),
+    ],
+    ids=["map", "submit", "open"],
+)
+def test_a_batch_whose_creation_is_left_is_cancelled(
+    client_server: ClientServer, begin: Callable[[Pipeline], object], error: type[BaseException]
+) -> None:
+    client = openai.OpenAI(base_url=client_server.base_url, api_key="none")
+    batches = {batch.id for batch in client.batches.list()}
+    files = {file.id for file in client.files.list()}
+    with Relay(client_server.base_url) as relay, Pipeline(base_url=relay.url) as p:
+        assert p.model == "demo"
+        relay.held_from = b"POST /v1/batches "
+
+        def made() -> set[str]:
+            return {batch.id for batch in client.batches.list()} - batches
+
+        def interrupt() -> None:
+            wait_until(made, 60, "the batch")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt if error is KeyboardInterrupt else made)
+        interrupting.start()
+        with pytest.raises(error):
+            begin(p)
+        interrupting.join()
+        [batch] = made()
+        relay.held_from = None
+        relay.replies.set()
+        wait_until(lambda: client.batches.retrieve(batch).status == "cancelled", 60, "its end")
+        wait_until(lambda: {file.id for file in client.files.list(purpose="batch")} <= files, 60, "its input to go")
+
+
 def test_bad_input_is_refused_with_a_sentence(p: Pipeline, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no request to submit"):
         p.submit([])
     with pytest.raises(ValueError, match="request 1 is 5: give a text"):
         p.submit(["Count", 5])
+    source = examples(tmp_path / "in.jsonl", 2)
+    with pytest.raises(ValueError, match=r"'max_tokens' cannot be given for the file .*in.jsonl"):
+        p.submit(source, max_tokens=4)
+    with pytest.raises(ValueError, match="'model' cannot be given"):
+        p.submit(str(source), model="demo")
+    with pytest.raises(FileNotFoundError):
+        p.submit(tmp_path / "none.jsonl")
+    for alone in ("Count", b"Count", {"messages": []}, source):
+        with pytest.raises(TypeError, match="is no list of requests: give a list"):
+            p.map(alone)
+    with pytest.raises(TypeError, match="is no list of requests"):
+        p.submit({"messages": []})
     line = {"custom_id": "same", "body": {"messages": [{"role": "user", "content": "Count"}]}}
     with pytest.raises(BatchFailed, match="was refused in line 2"):
         list(p.submit([line, line]).results())
@@ -182,6 +240,8 @@ def test_requests_are_appended_to_an_open_batch(p: Pipeline) -> None:
     named = {"custom_id": "named", "body": {"messages": [{"role": "user", "content": "Count from 3 to 5."}]}}
     assert handle.append([named, "Count from 4 to 6."], temperature=0)["appended"] == 2
     assert handle.append([named], temperature=0)["repeated"] == 1
+    with pytest.raises(TypeError, match="'Count' is no list of requests"):
+        handle.append("Count")
     with pytest.raises(ValueError, match="no request to append"):
         handle.append([])
     handle.close()
@@ -295,6 +355,13 @@ def test_text_that_comes_twice_counts_once() -> None:
     found = [delta for one in said for delta in deltas.add(one)]
     assert "".join(delta.text for delta in found) == "one two three"
     assert found[-1].status == "completed"
+
+
+def test_a_failure_comes_through_a_process_pool() -> None:
+    failed = RequestFailed(RequestResult(custom_id="a", error={"code": "too_long", "message": "It is too long."}))
+    copy = pickle.loads(pickle.dumps(failed))
+    assert (str(copy), copy.result) == (str(failed), failed.result)
+    assert "(too_long): It is too long." in str(copy)
 
 
 def test_results_are_put_in_order() -> None:

@@ -15,9 +15,13 @@ from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
 PROGRAM = """
-import sys
+import os, sys
 from pipeline.client import Pipeline
 p = Pipeline(max_num_seqs=8)
+child = os.fork()
+if not child:
+    sys.exit()  # which leaves what the parent has started
+os.waitpid(child, 0)
 print(next(p.map(["Count from 2 to 4."], temperature=0)).text, flush=True)
 sys.stdin.readline()
 """
@@ -30,6 +34,7 @@ def server_children() -> list[int]:
 @pytest.mark.proof
 def test_a_server_of_its_own_comes_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # of a fleet, which is another thing
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # which leads nowhere
     before = set(server_children())
     with Pipeline(device="cpu", max_num_seqs=8) as p:
         assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
