@@ -31,8 +31,8 @@ class EarlyLines:
     window.
 
     They fill half of what a batch may have in Redis, so that the plan is fed as soon as it is made.
-    After a bad line, once Redis takes none, and while the tenant has more tokens queued than may
-    be, it feeds no more: the validation goes on.
+    After a bad line, once Redis takes none, and while the tenant has too many tokens in queue, it
+    feeds no more: the validation goes on.
     """
 
     def __init__(self, held: Slice, source: str) -> None:
@@ -61,8 +61,7 @@ class EarlyLines:
         if self._ends:
             return
         if order is None or line.raw is None:
-            self._ends, self._lines = True, []
-            self._held.discard_early_lines()
+            self._end()
             return
         if len(self._lines) < self._size and self._bytes < self._most_bytes:
             self._lines.append((order, line))
@@ -78,20 +77,34 @@ class EarlyLines:
 
     def _feed_if_room(self, tokens: int) -> None:
         queue, batch, spec = self._held.queue, self._held.batch, self._held.manifest.spec
+        if spec.queued_tokens is not None and not self._may_queue(tokens, spec.queued_tokens):
+            return
         lines, size, active = queue.window(batch)
         if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
-            return
-        if spec.queued_tokens is not None and tokens + others_tokens(queue, spec.tenant, batch) > spec.queued_tokens:
             return
         now = time.time()
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]
         self._ends = not queue.ingest_early(batch, rows, self._stamp)
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
 
+    def _may_queue(self, tokens: int, most: int) -> bool:
+        """Return whether the tenant may have so many tokens more; note them, for batches that are
+        validated at the same time.
+        """
+        if tokens > most:  # the batch will be refused
+            self._end()
+            return False
+        self._held.note({"queued_tokens": tokens})
+        return tokens + others_tokens(self._held.queue, self._held.manifest.spec.tenant, self._held.batch) <= most
+
+    def _end(self) -> None:
+        self._ends, self._lines = True, []
+        self._held.discard_early_lines()
+
 
 def discard_stale(held: Slice) -> bool:
-    """Remove early lines that are not of the source as it was validated, or are there beside
-    parts: Redis went back. Return whether there are others.
+    """Remove early lines of another source than the validated one, and all where parts show that
+    Redis went back. Return whether early lines are left.
     """
     early = held.record().early
     if early not in ("", stamp_in(held.manifest)):
@@ -101,10 +114,15 @@ def discard_stale(held: Slice) -> bool:
 
 
 def stamp_in(manifest: Manifest) -> str:
-    """Return the stamp of the source as it was validated, which early lines must be of; beside
-    parts one that none is of.
+    """Return the stamp that early lines must have when the batch becomes in progress. Where there
+    are parts, none has it.
     """
-    return _NO_INPUT if manifest.parts else _as_text(manifest.source_bytes, manifest.source_mtime_ns)
+    return _NO_INPUT if manifest.parts else source_stamp(manifest)
+
+
+def source_stamp(manifest: Manifest) -> str:
+    """Return the stamp of the source as it was validated."""
+    return _as_text(manifest.source_bytes, manifest.source_mtime_ns)
 
 
 def _as_text(size: int, mtime_ns: int) -> str:

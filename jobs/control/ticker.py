@@ -74,6 +74,17 @@ def main() -> None:
     ticker = Ticker(queue, options.file_store)
     if options.file_store:
         _start_webhooks(ticker, options.redis_url, options.file_store, queue.settings)
+    code = 1
+    try:
+        _run_until_stopped(ticker, client)
+        code = 0
+    except Exception:
+        logger.exception("internal error of the ticker, which ends")
+    finally:
+        os._exit(code)  # the interpreter would wait for threads, and a look-up of the receiver's name may hang
+
+
+def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
     with contextlib.suppress(_Stopped):
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, _stop)
@@ -86,8 +97,8 @@ def main() -> None:
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
-    ticker.resign()
-    os._exit(0)  # the interpreter would wait for threads, and a look-up of the receiver's name may hang
+    with contextlib.suppress(_Stopped):  # a second signal
+        ticker.resign()
 
 
 def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str, settings: QueueSettings) -> None:

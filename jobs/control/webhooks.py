@@ -117,9 +117,12 @@ class Webhooks:
         if notes:
             check_store(self._queue, Path(self._store))  # in which what is missing is gone
         if not self._is_swept:
-            # One that led until now may be writing: it keeps the note, and sends the event again
-            sweep(join(self._store, WEBHOOKS_FOLDER))
             self._is_swept = True
+            # One that led until now may be writing: it keeps the note, and sends the event again
+            try:
+                sweep(join(self._store, WEBHOOKS_FOLDER))
+            except StoreError as error:
+                logger.warning("half-written notes of webhooks stay: %s", error)
         known = {note: self._attempts.get(note) or self._read(note) for note in notes}
         self._attempts = {note: attempts for note, attempts in known.items() if attempts is not None}
         now = time.time()

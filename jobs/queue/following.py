@@ -80,6 +80,8 @@ class StreamSnapshot:
             if not entries:
                 return
             entries = [entry for entry in entries if position(entry.id) <= position(last_id)]
+            if not entries:  # what was there is discarded
+                break
             reached = entries[-1].id
             for start in range(0, len(entries), _AT_ONCE):
                 yield [one for entry in entries[start : start + _AT_ONCE] for one in self._unseen(entry)]

@@ -126,12 +126,12 @@ def test_early_lines_leave_room_for_the_plan(
     assert Queue(redis_client).batch_fields(batch).low_water > 0
 
 
-def test_no_line_is_fed_beyond_the_tokens_that_may_be_queued(
+def test_lines_of_more_tokens_than_may_be_queued_are_removed(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted = submit(redis_client, tmp_path, lines_of(LINES), tenant="t", queued_tokens=2000)
     with validated_meanwhile(redis_client, submitted.id, monkeypatch):
-        assert Queue(redis_client).window_lines(submitted.id) == 64
+        assert Queue(redis_client).window_lines(submitted.id) == 0
     record = get_batch(redis_client, submitted.id)
     assert (record.state, [problem.code for problem in record.errors]) == ("failed", ["token_limit_exceeded"])
 
@@ -233,6 +233,7 @@ def test_early_results_that_fill_redis_are_drained_before_the_plan_is_fed(
         assert Queue(redis_client).commit("w", [Finished(one.key, one.fence, large) for one in claims]) == []
         used: Any = redis_client.info("memory")
         redis_client.config_set("maxmemory", used["used_memory"] - 4_000_000)
+    redis_client.config_set("maxmemory", 0)
     queue = Queue(redis_client)
     assert sum(queue.parts(batch).values()) == 20
     assert queue.batch_fields(batch).low_water > 0
@@ -291,6 +292,46 @@ def test_a_killed_validation_keeps_the_lines_of_the_same_input_only(
     assert run_to_end(redis_client, batch).completed == LINES
     text = (tmp_path / "out.jsonl").read_text()
     assert (text.count("SAY "), text.count("say ")) == ((LINES, 0) if changed else (0, LINES))
+
+
+@pytest.mark.parametrize(("end", "state"), [(cancel_batch, "cancelled"), (expire, "expired")])
+def test_no_answer_to_a_line_of_an_earlier_input_is_in_the_results(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[redis.Redis, str], object],
+    state: str,
+) -> None:
+    source = source_of(tmp_path)
+    batch = begin(redis_client, source).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert commit(redis_client, claim(redis_client)) == 20
+        held_at = EarlierRedis(redis_client)
+        manifest = (tmp_path / "out.parts" / "manifest.json").read_bytes()
+    held_at.restore()
+    (tmp_path / "out.parts" / "manifest.json").write_bytes(manifest)
+    source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
+    os.utime(source, ns=(1, 1))
+    assert step(redis_client, batch).state == "in_progress"
+    held_at.restore()
+    end(redis_client, batch)
+    record = run_to_end(redis_client, batch)
+    assert (record.state, record.total, record.completed) == (state, LINES, 0)
+    assert "say " not in (tmp_path / "out.jsonl").read_text()
+
+
+def test_batches_that_are_validated_at_once_share_the_tokens_of_their_tenant(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(redis_client)
+    first, second = (
+        submit(redis_client, tmp_path, lines_of(LINES), tenant="t", queued_tokens=87_000).id for _ in range(2)
+    )
+    read_lines = validate.read_lines
+    with validated_meanwhile(redis_client, first, monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(validate, "read_lines", read_lines)
+        with validated_meanwhile(redis_client, second, monkeypatch):
+            assert 0 < queue.window_lines(second) < queue.window_lines(first)
 
 
 def test_a_redis_that_went_back_to_the_validation_counts_each_line_once(
