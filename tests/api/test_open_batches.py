@@ -369,6 +369,31 @@ def test_tokens_of_a_tenant_count_as_they_are_appended_until_they_are_answered(
             append(client, first, chat_line("c", "x" * 500))
 
 
+def test_many_short_answers_leave_the_long_requests_in_queue(settings: ApiSettings, redis_client: redis.Redis) -> None:
+    """Also once the batch is closed, and until these are answered."""
+    serve(redis_client, "m")
+    _, key = create_key(settings.file_store, tenant="alpha", queued_tokens=50_000)
+    with running_api(settings) as url, official_client(url, key) as client:
+        client = client.with_options(max_retries=0)
+        first, second = begin(client), begin(client)
+        for batch in (first, second):
+            step(redis_client, batch.id)
+        append(client, first, lines_of(80))
+        step(redis_client, first.id)
+        answer_all(redis_client)
+        append(client, first, b"".join(chat_line(f"long-{number}", "x" * 8_000) for number in range(20)))
+        more = chat_line("more", "x" * 80_000)
+        for action in (lambda: None, lambda: step(redis_client, first.id), lambda: close(client, first)):
+            action()
+            step(redis_client, first.id)
+            with pytest.raises(openai.RateLimitError, match="are left"):
+                append(client, second, more)
+        answer_all(redis_client, most=15)
+        assert append(client, second, more)["appended"] == 1
+        run_to_end(redis_client, first.id)
+        assert append(client, second, chat_line("last", "x" * 100_000))["appended"] == 1
+
+
 def test_without_a_key_a_web_page_appends_nothing(http: httpx.Client, client: openai.OpenAI) -> None:
     batch = begin(client)
     path = f"/v1/batches/{batch.id}/requests"
