@@ -280,6 +280,17 @@ def test_a_cancelled_batch_has_an_error_line_for_what_never_ran(
     assert counts.completed == 3
 
 
+def test_an_ended_batch_keeps_no_file_of_its_appends(
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    batch = begin(client)
+    append(client, batch, lines_of(2))
+    close(client, batch)
+    run_to_end(redis_client, batch.id)
+    names = os.listdir(tmp_path / "store" / "batches" / batch.id)
+    assert [name for name in names if "append" in name or "requests" in name] == []
+
+
 def test_a_retry_leaves_invalid_requests_out(redis_client: redis.Redis, client: openai.OpenAI) -> None:
     batch = begin(client)
     append(client, batch, chat_line("a") + BAD)
