@@ -62,7 +62,8 @@ class Pipe:
         self.outstanding.close()
         for thread in (self._reader, self._writer):
             self._wait_for(thread)
-        self._sink.close()
+        if not self._writer.is_alive():  # else it would go on with a descriptor of another file
+            self._sink.close()
 
     def _wait_for(self, thread: threading.Thread) -> None:
         taken, deadline = -1, 0.0
