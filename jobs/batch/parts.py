@@ -101,21 +101,25 @@ class PartIndex:
         self._name = name
         self._lines: list[int] = []  # of some records, ascending, and where these begin
         self._places: list[int] = []
+        self._last = -1
         place = 0
         for number, record in enumerate(self._read(0)):
             if number % _INDEXED_EVERY == 0:
                 self._lines.append(record.line)
                 self._places.append(place)
             place += _HEADER.size + len(record.packed)
+            self._last = record.line
 
     def records(self, lines: Iterable[int]) -> Iterator[Record]:
         """Yield the records of those of these lines, which ascend, that the part has."""
-        for near, group in itertools.groupby(lines, lambda line: bisect.bisect_right(self._lines, line) - 1):
+        held = itertools.takewhile(lambda line: line <= self._last, lines)
+        for near, group in itertools.groupby(held, lambda line: bisect.bisect_right(self._lines, line) - 1):
             wanted = set(group)
+            last = max(wanted)
             for record in self._read(self._places[near]) if near >= 0 else ():
                 if record.line in wanted:
                     yield record
-                if record.line >= max(wanted):
+                if record.line >= last:
                     break
 
     def _read(self, place: int) -> Iterator[Record]:

@@ -12,7 +12,7 @@ from jobs.batch.input_files import SPOOL_NAME
 from jobs.batch.line_index import INDEX_NAME
 from jobs.batch.manifest import NAME as MANIFEST_NAME
 from jobs.batch.manifest import Manifest, load_manifest, unmark_cancelled
-from jobs.batch.open_requests import DATABASE_NAME, JOURNAL_NAME
+from jobs.batch.open_requests import APPEND_LOCK, DATABASE_NAME, JOURNAL_NAME, NEXT_LOCK
 from jobs.batch.parts import drop_unlisted
 from jobs.batch.plan import PLAN_NAME
 from jobs.batch.stored_lines import NAME as STORED_NAME
@@ -37,7 +37,7 @@ def tidy(root: str) -> None:
         manifest = load_manifest(root)
         if manifest is None or manifest.state not in END_STATES or not manifest.spec.of_api:
             return
-        for name in (PLAN_NAME, STORED_NAME, DATABASE_NAME, JOURNAL_NAME):
+        for name in (PLAN_NAME, STORED_NAME, DATABASE_NAME, JOURNAL_NAME, APPEND_LOCK, NEXT_LOCK):
             delete(join(root, name))
         drop_unlisted(root, [])
         if manifest.state != "cancelled":  # a request for that, which came too late

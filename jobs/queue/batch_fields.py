@@ -41,8 +41,10 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0  # a lower one goes first among the tenant's batches
     queued_tokens: int = 0  # an estimate, once validated
-    used_lines: int = 0  # this and the next: what finished since the record was made, and its tokens
+    appended_tokens: int = 0  # the same of an open batch, from its appends
+    used_lines: int = 0  # this and the next two: what finished since the record was made, its tokens,
     used_tokens: int = 0
+    used_bytes: int = 0  # and its bytes as they were in Redis
     risk: Risk = ""
 
     @property

@@ -84,6 +84,10 @@ class BatchQueue(QueueBase):
         for group in chunks([batch, risk] for batch, risk in risks.items()):
             self._scripts.call("risk", flat(group))
 
+    def note_appended(self, batch: str, tokens: int) -> None:
+        """Note about how many tokens the requests of an open batch have; the most counts."""
+        self._scripts.call("appended", [batch, tokens])
+
     def batches(self) -> list[str]:
         """Ids of all batches that have a record."""
         return list(self.states())

@@ -65,7 +65,8 @@ class AnswerReader:
         """Find results of lines, which ascend, in the parts; return those that no part has."""
         manifest = load_manifest(self._root)
         names = [] if manifest is None else [part.name for part in manifest.parts]
-        self._parts = {name: self._parts.get(name) or PartIndex(self._root, name) for name in names}
+        kept = {name: part for name, part in self._parts.items() if part.damage is None}
+        self._parts = {name: kept.get(name) or PartIndex(self._root, name) for name in names}
         left, size = set(lines), 0
         for record in heapq.merge(*(part.records(lines) for part in self._parts.values())):
             found.setdefault(record.line, unpack_result(record.packed))

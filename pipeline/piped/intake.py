@@ -98,8 +98,8 @@ class LineIntake:
         """Append at most `MAX_ITEMS` lines, and feed them to the workers.
 
         A line that an earlier run took has, or gets, the answer of that one; where it comes twice,
-        the second one is a duplicate in both. Return whether some
-        have their answers already, since they cannot run.
+        the second one is a duplicate in both. Return whether some have their answers already, since
+        they cannot run.
         """
         failed = self.failed
         checked = self._requests.check(lines, self._served, AppendBounds())

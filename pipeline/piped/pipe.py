@@ -22,7 +22,7 @@ from pipeline.signals import Signals
 _STDIN = 0
 _LOOK_SECONDS = 1.0  # between two looks at all lines, since a note of an answer may be lost
 _FOLLOW_SECONDS = 60
-_PATIENCE_SECONDS = 5.0  # at an end, for a reader of stdout that takes nothing
+_PATIENCE_SECONDS = 5.0  # for a reader of stdout that takes nothing at an end, or leaves before it
 _POLL_SECONDS = 0.05
 
 
@@ -46,6 +46,7 @@ class Pipe:
         self._signals = signals
         self._stop = os.eventfd(0)
         self._is_stopping = self._is_left = False
+        self._wait_until = 0.0  # for the end of stdin, once the reader of stdout is gone
         self._is_resumed = self.is_read = False
         self._failure: Exception | None = None
         self._reader = threading.Thread(target=self._run, args=(self._read,), name="stdin", daemon=True)
@@ -62,7 +63,8 @@ class Pipe:
         self.outstanding.close()
         for thread in (self._reader, self._writer):
             self._wait_for(thread)
-        self._sink.close()
+        if not self._writer.is_alive():  # else it would go on with a descriptor of another file
+            self._sink.close()
 
     def _wait_for(self, thread: threading.Thread) -> None:
         taken, deadline = -1, 0.0
@@ -79,7 +81,9 @@ class Pipe:
         if self._failure is not None:
             raise self._failure
         was_left, self._is_left = self._is_left, self._sink.is_left()
-        if was_left and not is_over:  # twice, since it may leave with the last answer
+        if not was_left:  # a look before, since it may leave with the last answer
+            self._wait_until = time.monotonic() + _PATIENCE_SECONDS
+        elif not is_over and (len(self.outstanding) or time.monotonic() >= self._wait_until):
             raise BrokenPipeError
         return is_over
 

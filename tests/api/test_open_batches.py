@@ -280,6 +280,17 @@ def test_a_cancelled_batch_has_an_error_line_for_what_never_ran(
     assert counts.completed == 3
 
 
+def test_an_ended_batch_keeps_no_file_of_its_appends(
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    batch = begin(client)
+    append(client, batch, lines_of(2))
+    close(client, batch)
+    run_to_end(redis_client, batch.id)
+    names = os.listdir(tmp_path / "store" / "batches" / batch.id)
+    assert [name for name in names if "append" in name or "requests" in name] == []
+
+
 def test_a_retry_leaves_invalid_requests_out(redis_client: redis.Redis, client: openai.OpenAI) -> None:
     batch = begin(client)
     append(client, batch, chat_line("a") + BAD)
@@ -367,6 +378,31 @@ def test_tokens_of_a_tenant_count_as_they_are_appended_until_they_are_answered(
             assert append(client, batch, chat_line(f"b of {batch.id}", "x" * 250))["appended"] == 1
         with pytest.raises(openai.RateLimitError, match="are left"):
             append(client, first, chat_line("c", "x" * 500))
+
+
+def test_many_short_answers_leave_the_long_requests_in_queue(settings: ApiSettings, redis_client: redis.Redis) -> None:
+    """Also once the batch is closed, and until these are answered."""
+    serve(redis_client, "m")
+    _, key = create_key(settings.file_store, tenant="alpha", queued_tokens=50_000)
+    with running_api(settings) as url, official_client(url, key) as client:
+        client = client.with_options(max_retries=0)
+        first, second = begin(client), begin(client)
+        for batch in (first, second):
+            step(redis_client, batch.id)
+        append(client, first, lines_of(80))
+        step(redis_client, first.id)
+        answer_all(redis_client)
+        append(client, first, b"".join(chat_line(f"long-{number}", "x" * 8_000) for number in range(20)))
+        more = chat_line("more", "x" * 80_000)
+        for action in (lambda: None, lambda: step(redis_client, first.id), lambda: close(client, first)):
+            action()
+            step(redis_client, first.id)
+            with pytest.raises(openai.RateLimitError, match="are left"):
+                append(client, second, more)
+        answer_all(redis_client, most=15)
+        assert append(client, second, more)["appended"] == 1
+        run_to_end(redis_client, first.id)
+        assert append(client, second, chat_line("last", "x" * 100_000))["appended"] == 1
 
 
 def test_without_a_key_a_web_page_appends_nothing(http: httpx.Client, client: openai.OpenAI) -> None:

@@ -206,6 +206,15 @@ def test_a_reader_that_leaves_ends_the_run_though_nothing_is_written(tmp_path: P
         assert "Error" not in run.stderr
 
 
+def test_a_reader_that_has_all_may_leave_before_the_input_ends(tmp_path: Path) -> None:
+    with piped(tmp_path) as run:
+        run.write(request("a"))
+        run.read()
+        run.stdout.close()
+        run.stdin.close()
+        assert run.wait() == 0
+
+
 def test_a_full_disk_behind_stdout_promises_no_later_run(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full, piped(tmp_path, stdout=full.fileno()) as run:
         run.write(b"broken\n")

@@ -618,14 +618,17 @@ local function record_results(batch, items)
   if redis.call('EXISTS', key.batch(batch)) == 0 then
     return 0, 0
   end
-  local lines, sets, results, answered = {}, {}, {}, {}
+  local lines, sets, sizes, results, answered = {}, {}, {}, {}, {}
   local delivered = 0
   local bodies = key.bodies(batch)
-  local moves = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0}
+  local moves = {
+    body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0, used_bytes = 0,
+  }
   for i, item in ipairs(items) do
     lines[i] = item.line
     sets[4 * i - 3], sets[4 * i - 2], sets[4 * i - 1], sets[4 * i] = 'SET', 'u1', item.line, '1'
-    moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', bodies, item.line)
+    sizes[i] = redis.call('HSTRLEN', bodies, item.line)
+    moves.body_bytes = moves.body_bytes - sizes[i]
   end
   local was_done = redis.call('BITFIELD', key.done(batch), unpack(sets))
   for i, item in ipairs(items) do
@@ -637,6 +640,7 @@ local function record_results(batch, items)
       local count = item.succeeded and 'completed' or 'failed'
       moves[count] = moves[count] + 1
       moves.used_lines = moves.used_lines + 1
+      moves.used_bytes = moves.used_bytes + sizes[i]
       moves.used_tokens = moves.used_tokens + item.prompt_tokens + item.tokens
       delivered = delivered + item.tokens
     end

@@ -74,6 +74,14 @@ def test_records_are_found_by_their_lines(tmp_path: Path) -> None:
     assert index.damage is None
 
 
+def test_a_part_that_ends_before_the_lines_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path, "p1", [*range(1, 100)])
+    index = PartIndex(str(tmp_path), "p1")
+    (tmp_path / parts.FOLDER / "p1").unlink()
+    assert list(index.records([100, 5000])) == []
+    assert index.damage is None
+
+
 def test_records_before_a_damage_are_found(tmp_path: Path) -> None:
     write(tmp_path, "p1", [*range(1, 301)])
     path = tmp_path / parts.FOLDER / "p1"

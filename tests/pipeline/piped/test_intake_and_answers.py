@@ -182,6 +182,20 @@ def test_a_damaged_answer_is_named_once_those_of_other_lines_are_read(
     assert sorted(piped.write()) == [("0", 200), ("1", 200)]
 
 
+def test_a_part_that_was_damaged_once_is_read_again(piped: OpenPipe, redis_client: redis.Redis) -> None:
+    piped.take(chat_line("a"), chat_line("b"))
+    answer_all(redis_client)
+    Runner(Queue(redis_client)).drain(piped.record.id)
+    [part] = (Path(piped.spec.root) / "parts").iterdir()
+    content = part.read_bytes()
+    part.write_bytes(content[:-1])
+    piped.answers.collect_all()
+    assert piped.answers.read()
+    part.write_bytes(content)
+    piped.answers.collect_all()
+    assert sorted(piped.write()) == [("a", 200), ("b", 200)]
+
+
 def test_a_finish_that_redis_lost_is_no_lost_answer(piped: OpenPipe, redis_client: redis.Redis) -> None:
     piped.take(chat_line("a"))
     answer_all(redis_client)
