@@ -35,8 +35,9 @@ def server_children() -> list[int]:
 def test_a_server_of_its_own_comes_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # of a fleet, which is another thing
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # which leads nowhere
+    monkeypatch.setenv("PIPELINE_SSL_CERTFILE", "/none.pem")  # of another server
     before = set(server_children())
-    with Pipeline(device="cpu", max_num_seqs=8) as p:
+    with Pipeline(device="cpu", max_num_seqs=8, log_level="warning") as p:
         assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
         started = set(server_children()) - before
         assert len(started) > 2
