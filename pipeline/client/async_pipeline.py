@@ -48,6 +48,7 @@ _PATIENCE_SECONDS = 60.0
 _CHECK_SECONDS = 1.0
 _UNDO_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_LONGEST_READY_PAUSE = 0.1
 _SILENCE_SECONDS = 60.0  # a stream sends something at least every 15 s
 _PAGE_LINES = 2000
 _KEPT = {"anchor": "created_at", "seconds": 86_400}  # of what `map` uploads and gets
@@ -364,12 +365,14 @@ class AsyncPipeline:
         import openai
 
         url = str(self.client.base_url).rstrip("/").removesuffix("/v1") + "/ready"
+        pause = _FIRST_PAUSE
         while True:
             self.check_server()
             with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError):
                 await self.client.get(url, cast_to=object)
                 return
-            await asyncio.sleep(_FIRST_PAUSE)
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_READY_PAUSE)
 
 
 class AsyncBatchHandle:
@@ -416,7 +419,7 @@ class AsyncBatchHandle:
         A line of the results has the same offset for good, so that none comes twice or is left out
         however often the connection is cut.
         """
-        offset, pause = 0, _FIRST_PAUSE
+        offset, pause, began = 0, _FIRST_PAUSE, time.monotonic()
         while True:
             batch = await self.retrieve()  # before the lines, so that an ended one has all of them
             more, before = False, offset
@@ -426,11 +429,11 @@ class AsyncBatchHandle:
                     yield page
             if batch.status in END_STATES and not more:
                 break
-            if offset == before:
+            if offset > before:
+                pause = _pause_before_end(batch, time.monotonic() - began)
+            if not more:
                 await asyncio.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
-            else:
-                pause = _FIRST_PAUSE
         if batch.status == "failed":
             raise BatchFailed(_why_failed(batch))
         if batch.error_file_id is not None:
@@ -650,6 +653,15 @@ def check_file_options(path: Path, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"'{given[0]}' cannot be given for the file {path}, whose lines have it themselves: write it into them"
         )
+
+
+def _pause_before_end(batch: "Batch", seconds: float) -> float:
+    """Return a pause that grows while a batch has far to go, and shrinks towards its end."""
+    counts = batch.request_counts
+    if counts is None or not counts.completed:
+        return _FIRST_PAUSE
+    left = seconds * (counts.total - counts.completed - counts.failed) / counts.completed
+    return min(max(_FIRST_PAUSE, left / 4), _LONGEST_PAUSE)
 
 
 def _once() -> dict[str, str]:
