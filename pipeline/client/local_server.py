@@ -88,8 +88,10 @@ class LocalServer:
 
 
 def _accepts(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(path) == 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.connect(path)
+        return True
+    return False
 
 
 def flags_of_options(options: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,15 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match="No such option"):
         Pipeline(warp_speed=9)
     assert set(server_children()) == before
+
+
+def test_a_folder_with_too_long_a_path_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ServerFailed, match=r"the server does not run: cannot listen at .*path too long"):
+        Pipeline()
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.proof
