@@ -431,7 +431,7 @@ class AsyncBatchHandle:
                 break
             if offset > before:
                 pause = _pause_before_end(batch, time.monotonic() - began)
-            if not more:
+            if offset - before < _PAGE_LINES:
                 await asyncio.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
         if batch.status == "failed":
