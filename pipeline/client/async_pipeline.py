@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -47,6 +48,7 @@ _PATIENCE_SECONDS = 60.0
 _CHECK_SECONDS = 1.0
 _UNDO_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_LONGEST_READY_PAUSE = 0.1
 _SILENCE_SECONDS = 60.0  # a stream sends something at least every 15 s
 _PAGE_LINES = 2000
 _KEPT = {"anchor": "created_at", "seconds": 86_400}  # of what `map` uploads and gets
@@ -88,23 +90,28 @@ class AsyncPipeline:
         self._background: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "AsyncPipeline":
-        import openai
-
-        url, key = self._base_url, self._api_key
-        if self._server is not None:
-            url = f"{await self._server.start()}/v1"
-            key = self._server.api_key or key
-        direct = None if self._server is None else openai.DefaultAsyncHttpxClient(trust_env=False)  # by no proxy
-        self._client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, http_client=direct)
-        if self._server is not None:
-            self._watch = asyncio.create_task(self._keep_running(self._server))
         try:
-            if self._own:
-                await self._wait_ready()
+            if self._server is not None:
+                self._server.start()  # before the import, which takes a while
+            await self._connect()
         except BaseException:
             await self.close()
             raise
         return self
+
+    async def _connect(self) -> None:
+        import openai
+
+        url, http = self._base_url, None
+        if self._server is not None:
+            await self._server.wait_until_listening()
+            self._watch = asyncio.create_task(self._keep_running(self._server))
+            url, http = "http://localhost/v1", _http_client(self._server.uds)
+        self._client = openai.AsyncOpenAI(
+            base_url=url, api_key=self._api_key or "none", max_retries=0, http_client=http
+        )
+        if self._own:
+            await self._wait_ready()
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -358,12 +365,14 @@ class AsyncPipeline:
         import openai
 
         url = str(self.client.base_url).rstrip("/").removesuffix("/v1") + "/ready"
+        pause = _FIRST_PAUSE
         while True:
             self.check_server()
             with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError):
                 await self.client.get(url, cast_to=object)
                 return
-            await asyncio.sleep(_FIRST_PAUSE)
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_READY_PAUSE)
 
 
 class AsyncBatchHandle:
@@ -410,7 +419,7 @@ class AsyncBatchHandle:
         A line of the results has the same offset for good, so that none comes twice or is left out
         however often the connection is cut.
         """
-        offset, pause = 0, _FIRST_PAUSE
+        offset, pause, began = 0, _FIRST_PAUSE, time.monotonic()
         while True:
             batch = await self.retrieve()  # before the lines, so that an ended one has all of them
             more, before = False, offset
@@ -420,11 +429,11 @@ class AsyncBatchHandle:
                     yield page
             if batch.status in END_STATES and not more:
                 break
-            if offset == before:
+            if offset > before:
+                pause = _pause_before_end(batch, time.monotonic() - began)
+            if offset - before < _PAGE_LINES:
                 await asyncio.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
-            else:
-                pause = _FIRST_PAUSE
         if batch.status == "failed":
             raise BatchFailed(_why_failed(batch))
         if batch.error_file_id is not None:
@@ -615,6 +624,16 @@ async def _next(pages: AsyncGenerator[list[RequestResult], None]) -> list[Reques
     return await anext(pages, None)
 
 
+def _http_client(uds: str) -> Any:
+    """Return a client of a Unix socket, which no proxy of the environment is asked for."""
+    import openai
+
+    # httpx or httpx2, by the version of openai
+    library = sys.modules[openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]]
+    transport = library.AsyncHTTPTransport(uds=uds, limits=openai.DEFAULT_CONNECTION_LIMITS)
+    return openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False)
+
+
 def check_places(
     base_url: str | None, redis_url: str | None, file_store: str | Path | None, options: dict[str, Any]
 ) -> None:
@@ -622,6 +641,8 @@ def check_places(
     if base_url is not None and (redis_url or file_store or options):
         other = next(iter(options), "redis_url" if redis_url else "file_store")
         raise ValueError(f"'{other}' is for processes that the client starts; the server at base_url has its own")
+    if given := [name for name in options if name in ("host", "port", "uds") or name.startswith("ssl_")]:
+        raise ValueError(f"'{given[0]}' cannot be given: processes that the client starts listen to it alone")
     if (redis_url is None) != (file_store is None):
         raise ValueError("a fleet is named by redis_url and file_store, the file store that its processes use")
 
@@ -632,6 +653,15 @@ def check_file_options(path: Path, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"'{given[0]}' cannot be given for the file {path}, whose lines have it themselves: write it into them"
         )
+
+
+def _pause_before_end(batch: "Batch", seconds: float) -> float:
+    """Return a pause that grows while a batch has far to go, and shrinks towards its end."""
+    counts = batch.request_counts
+    if counts is None or not counts.completed:
+        return _FIRST_PAUSE
+    left = seconds * (counts.total - counts.completed - counts.failed) / counts.completed
+    return min(max(_FIRST_PAUSE, left / 4), _LONGEST_PAUSE)
 
 
 def _once() -> dict[str, str]:

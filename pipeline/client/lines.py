@@ -1,5 +1,6 @@
 """Requests in the forms that a client may give them, as the lines of batches."""
 
+import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -10,6 +11,8 @@ import msgspec
 
 from jobs.protocol.chat import CHAT
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
+
+CHUNK_BYTES = 128 * 2**20  # with a longest line still below what a server takes by default
 
 
 class LineOptions(NamedTuple):
@@ -29,13 +32,15 @@ class SpooledLines(NamedTuple):
 
 
 def spool(requests: Iterable[Any], options: LineOptions, most: int | None = None) -> Iterator[SpooledLines]:
-    """Write the lines of requests to temporary files of up to `most` lines each.
+    """Write the lines of requests to temporary files of up to `most` lines, and about
+    `CHUNK_BYTES`, each; with no `most` to one.
 
     A request is a text, a list of messages, a body, or a line of a batch. Raise ValueError for
     another form.
     """
     rest, number = iter(requests), 0
-    while spooled := _spool(islice(rest, most), options, number):
+    most_bytes = math.inf if most is None else CHUNK_BYTES
+    while spooled := _spool(islice(rest, most), options, number, most_bytes):
         number += len(spooled.custom_ids)
         options = options._replace(endpoint=spooled.endpoint)
         yield spooled
@@ -59,7 +64,7 @@ def line_of(number: int, request: Any, options: LineOptions) -> dict[str, Any]:
     return {**given, **line, "body": {"model": options.model, **options.parameters, **body}}
 
 
-def _spool(requests: Iterable[Any], options: LineOptions, before: int) -> SpooledLines | None:
+def _spool(requests: Iterable[Any], options: LineOptions, before: int, most_bytes: float) -> SpooledLines | None:
     file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open until it is uploaded
     try:
         custom_ids = list[str]()
@@ -68,6 +73,8 @@ def _spool(requests: Iterable[Any], options: LineOptions, before: int) -> Spoole
             options = options._replace(endpoint=options.endpoint or line["url"])
             custom_ids.append(line["custom_id"])
             file.write(encoded(line))
+            if file.tell() >= most_bytes:
+                break
     except BaseException:
         file.close()
         raise

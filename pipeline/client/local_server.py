@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-import re
+import socket
 import sys
 import time
 from collections import deque
@@ -16,13 +16,16 @@ from pipeline.errors import ChildFailed
 from pipeline.options import as_flag
 from pipeline.private_folder import private_folder
 
+_START_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.02
-_LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
+_NO_TLS = dict.fromkeys(
+    ("PIPELINE_SSL_CERTFILE", "PIPELINE_SSL_KEYFILE", "PIPELINE_SSL_CA_CERTS", "PIPELINE_SSL_CERT_REQS"), ""
+)  # a certificate of the environment is for another server
 
 
 class LocalServer:
-    """Serves on a free port of this machine, for a client with `api_key`, until `stop`.
+    """Serves at the Unix socket `uds`, in a folder of this user alone, until `stop`.
 
     With no `redis_url` it is a server of its own, whose files are removed at the end. The kernel
     ends it with the thread that called `start`, which also calls `check` now and then.
@@ -33,35 +36,35 @@ class LocalServer:
         self._redis_url = redis_url
         self._store = file_store
         self._flags = flags
-        self._port = 0
-        self._url: str | None = None
         self._lines: deque[str] = deque(maxlen=5)
         self._child: Child | None = None
-        self.api_key: str | None = None
+        self.uds = ""
 
-    async def start(self) -> str:
-        """Return the address once it listens. Raise `ServerFailed`."""
-        try:
-            store = self._store or self._private_store()
-            environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text"}
-            self._child = Child("server", lambda: self._command(store), environment, self._say)
-            self._child.start()
-            while self._url is None:
-                self.check()
-                await asyncio.sleep(_POLL_SECONDS)
-            return self._url
-        except BaseException:
-            await self.stop()
-            raise
+    def start(self) -> None:
+        """Start the process."""
+        folder = self._exit.enter_context(private_folder())
+        self.uds = str(folder / "api.sock")
+        command = self._command(self._store or str(folder / "store"))
+        environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text", **_NO_TLS}
+        self._child = Child("server", lambda: command, environment, self._lines.append)
+        self._child.start()
+
+    async def wait_until_listening(self) -> None:
+        """Return once it accepts connections. Raise `ServerFailed`."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not _accepts(self.uds):
+            self.check()
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server has not listened for {_START_SECONDS:.0f} s{self._last_lines()}")
+            await asyncio.sleep(_POLL_SECONDS)
 
     def check(self) -> None:
-        """Start it again, at the same port, if it has ended. Raise `ServerFailed`."""
+        """Start it again if it has ended. Raise `ServerFailed`."""
         try:
             if self._child is not None:
                 self._child.check()
         except ChildFailed as error:
-            last = f"; its last lines: {' | '.join(self._lines)}" if self._lines else ""
-            raise ServerFailed(f"the server does not run: {error.message}{last}") from None
+            raise ServerFailed(f"the server does not run: {error.message}{self._last_lines()}") from None
 
     async def stop(self) -> None:
         """Stop the processes, and remove the files of a server of its own."""
@@ -75,22 +78,20 @@ class LocalServer:
                 await asyncio.sleep(_POLL_SECONDS)
             self._child.wait_until_stopped(deadline)
 
-    def _private_store(self) -> str:
-        from jobs.store.api_keys import create_key
-
-        store = str(self._exit.enter_context(private_folder()) / "store")
-        self.api_key = create_key(store, tenant="default", name="client")[1]
-        return store
-
     def _command(self, store: str) -> list[str]:
         kind = "serve" if self._redis_url is None else "api"
-        fixed = ["--host", "127.0.0.1", "--port", str(self._port), "--file-store", store]
+        fixed = ["--uds", self.uds, "--file-store", store]
         return [sys.executable, "-m", "pipeline", kind, *fixed, *flags_of_options(self._flags)]
 
-    def _say(self, line: str) -> None:
-        self._lines.append(line)
-        if found := _LISTENING.search(line):
-            self._url, self._port = found[1], int(found[2])
+    def _last_lines(self) -> str:
+        return f"; its last lines: {' | '.join(self._lines)}" if self._lines else ""
+
+
+def _accepts(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.connect(path)
+        return True
+    return False
 
 
 def flags_of_options(options: dict[str, Any]) -> list[str]:

@@ -50,7 +50,9 @@ class Pipeline:
 
     @property
     def base_url(self) -> str:
-        """Where the server is."""
+        """Where the server is; below http://localhost for processes that were started, which have a
+        Unix socket.
+        """
         return str(self._async.client.base_url)
 
     @property

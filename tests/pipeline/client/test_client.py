@@ -25,7 +25,9 @@ from pipeline.client import (
     RequestFailed,
     Rows,
     SamplingParams,
+    lines,
 )
+from pipeline.client.async_pipeline import MapRun
 from pipeline.client.lines import LineOptions, spool
 from pipeline.client.local_server import flags_of_options
 from pipeline.client.results import InputOrder, RequestResult, TokenDeltas
@@ -165,12 +167,28 @@ def test_bad_input_is_refused_with_a_sentence(p: Pipeline, tmp_path: Path) -> No
         list(p.batch("batch_unknown").results())
     with pytest.raises(ValueError, match="has its own"):
         Pipeline(base_url=p.base_url, max_num_seqs=8)
+    for name in ("host", "port", "uds", "ssl_certfile"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be given"):
+            Pipeline(**{name: "x"})
     with pytest.raises(ValueError, match="redis_url and file_store"):
         Pipeline(redis_url="redis://localhost")
     with pytest.raises(TypeError, match="'hotness' is no parameter"):
         SamplingParams(hotness=1)
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
         p.generate("Hello", [SamplingParams(), SamplingParams()])
+
+
+def test_a_result_that_does_not_come_is_an_error(client_server: ClientServer) -> None:
+    async def work() -> None:
+        async with AsyncPipeline(base_url=client_server.base_url) as p:
+            chunk = next(spool(["Count from 2 to 4."], await p.line_options(None, None, {})))
+            chunk.custom_ids.append("request-1")
+            run = MapRun(p, [chunk], ordered=True, deadline=None)
+            await run.begin()
+            with pytest.raises(ClientError, match="has ended without 1 of its results: request-1"):
+                [page async for page in run.groups(return_errors=False)]
+
+    asyncio.run(work())
 
 
 def test_a_closed_client_says_so(client_server: ClientServer) -> None:
@@ -385,6 +403,16 @@ def test_the_input_is_read_piece_by_piece() -> None:
     with first.file as file:
         file.seek(0)
         assert json.loads(file.readline())["body"]["model"] == "demo"
+
+
+def test_a_batch_of_map_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "CHUNK_BYTES", 2000)
+    found = list(lines.spool(["Count" * 100] * 10, LineOptions("demo"), 50_000))
+    assert [len(one.custom_ids) for one in found] == [4, 4, 2]
+    [whole] = lines.spool(["Count" * 100] * 10, LineOptions("demo"))
+    assert len(whole.custom_ids) == 10
+    for one in (*found, whole):
+        one.file.close()
 
 
 def test_options_are_flags() -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,9 @@ def server_children() -> list[int]:
 def test_a_server_of_its_own_comes_back_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")  # of a fleet, which is another thing
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # which leads nowhere
+    monkeypatch.setenv("PIPELINE_SSL_CERTFILE", "/none.pem")  # of another server
     before = set(server_children())
-    with Pipeline(device="cpu", max_num_seqs=8) as p:
+    with Pipeline(device="cpu", max_num_seqs=8, log_level="warning") as p:
         assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
         started = set(server_children()) - before
         assert len(started) > 2
@@ -80,6 +82,15 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match="No such option"):
         Pipeline(warp_speed=9)
     assert set(server_children()) == before
+
+
+def test_a_folder_with_too_long_a_path_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ServerFailed, match=r"the server does not run: cannot listen at .*path too long"):
+        Pipeline()
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.proof
