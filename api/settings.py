@@ -16,12 +16,6 @@ class ApiSettings(HttpSettings):
         "Model that counts as loading while no worker has registered it; may be repeated. `serve` names its own.",
         flag="expected-model",
     )
-    on_demand_models: tuple[str, ...] = setting(
-        (),
-        "Model whose workers an autoscaler starts while requests wait for it; live calls wait too, even with no worker."
-        " May be repeated.",
-        flag="on-demand-model",
-    )
     load_timeout: float = setting(
         300.0,
         "Seconds for which a live call waits for a model that is loaded on demand; then it is answered 503.",

@@ -36,6 +36,12 @@ class QueueSettings(Settings):
     stream_interval: float = _setting(
         2.0, "Seconds between the checkpoints of a request that no client watches.", min=0.02
     )
+    on_demand_models: tuple[str, ...] = setting(
+        (),
+        "Model whose workers an autoscaler starts while requests wait for it; may be repeated, the same for every"
+        " `pipeline api` and `pipeline jobs`. Live calls and batches may name it even with no worker.",
+        flag="on-demand-model",
+    )
     otlp_traces_endpoint: str | None = setting(
         None,
         "URL to which OpenTelemetry traces go, as http://collector:4318/v1/traces; it needs the extra `tracing`."
@@ -120,4 +126,8 @@ class QueueSettings(Settings):
     def environment(self) -> dict[str, str]:
         """The variables that give another process the same settings."""
         values = ((variable(one), getattr(self, one.name)) for one in fields(QueueSettings))
-        return {name: str(value) for name, value in values if value is not None}
+        return {
+            name: " ".join(value) if isinstance(value, tuple) else str(value)
+            for name, value in values
+            if value is not None
+        }

@@ -78,6 +78,18 @@ def test_a_call_waits_for_a_model_that_an_autoscaler_starts(
         wait_until(lambda: f"{waiting} 0.0" in http.get("/metrics").text, 60, "no call to wait")
 
 
+def test_a_model_of_the_settings_does_not_hide_that_redis_came_back_empty(
+    redis_url: str, tmp_path: Path, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), on_demand_models=("asleep",))
+    with running_api(settings) as url, plain_client(url) as http:
+        answer = call(http, MODEL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        register(queue, "another", "another", "ready")
+        answer = call(http, MODEL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_a_call_waits_for_a_limited_time(hasty_url: str, queue: Queue) -> None:
     with plain_client(hasty_url) as http:
         for problem, code in (("", "model_loading"), (NO_ROOM, "insufficient_memory")):

@@ -16,6 +16,13 @@ def test_the_environment_replaces_a_default_and_gives_way_to_its_maker(monkeypat
     assert (settings.lease_seconds, settings.window_bytes, settings.worker_deaths) == (1.5, 77, 1000)
 
 
+def test_another_process_gets_the_same_settings_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = QueueSettings(on_demand_models=("a", "org/b"), lease_seconds=1.5, file_store="/files")
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    assert vars(QueueSettings.from_environment()) == vars(settings)
+
+
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("REDIS_URL", "FILE_STORE", "WINDOW_BYTES"):
         monkeypatch.setenv(variable, "")
