@@ -21,6 +21,9 @@ class ApiSettings(HttpSettings):
         "Seconds for which a live call waits for a model that is loaded on demand; then it is answered 503.",
         min=1,
     )
+    timeout_graceful_shutdown: int = setting(
+        10, "Seconds for running calls to end after SIGTERM; those of `serve` get 10.", min=1
+    )
     completion_windows: tuple[str, ...] = setting(
         ("24h",),
         "How long a batch may take, as 24h, 30m or 10s; may be repeated, and a batch names one of them.",

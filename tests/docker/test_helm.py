@@ -14,8 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from api import main as api_main
-from api.http_settings import PROBED
+from api.http_settings import ALIVE, PROBED
 from jobs.queue.settings import QueueSettings
 from jobs.settings import variable
 from pipeline import child, supervisor
@@ -126,7 +125,7 @@ def test_a_pod_has_the_time_to_stop_in_order(example: str, found: Object) -> Non
     flags = dict(arg.removeprefix("--").partition("=")[::2] for arg in container["args"][1:])
     waits = int(container["lifecycle"]["preStop"]["exec"]["command"][1]) if "lifecycle" in container else 0
     needed = {
-        "api": api_main._STOP_SECONDS,
+        "api": float(flags.get("timeout-graceful-shutdown", 0)),
         # RQ workers, then the ticker
         "jobs": 2 * supervisor._STOP_SECONDS + 3 * child._LAST_OUTPUT_SECONDS,
         "worker": float(flags.get("shutdown-timeout", 0)) + 6 * GOODBYE_SECONDS,
@@ -142,7 +141,9 @@ def test_a_pod_is_probed_by_what_its_process_answers(example: str, found: Object
         assert probe["httpGet"]["path"] in PROBED
         [port] = container["ports"]
         assert f"--port={port['containerPort']}" in container["args"]
-        assert {probe["httpGet"]["port"], container["livenessProbe"]["tcpSocket"]["port"]} == {port["name"]}
+        alive = container["livenessProbe"]
+        assert alive["httpGet"]["path"] == ALIVE
+        assert {probe["httpGet"]["port"], alive["httpGet"]["port"]} == {port["name"]}
     else:
         _, name, *arguments = probe["exec"]["command"]
         health = CommandGroup().get_command(None, name)  # type: ignore[arg-type]
