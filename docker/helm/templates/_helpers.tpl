@@ -33,7 +33,7 @@ labels:
 
 {{/* REDIS_URL, as an item of `env`. */}}
 {{- define "inference.redisUrl" -}}
-{{- if regexMatch "@|password=" .Values.redis.url }}{{ fail "redis.url has a user or a password, which all may read here: put it into a Secret, and name that in redis.existingSecret" }}{{ end -}}
+{{- if regexMatch "@|password=" (.Values.redis.url | default "") }}{{ fail "redis.url has a user or a password, which all may read here: put it into a Secret, and name that in redis.existingSecret" }}{{ end -}}
 - name: REDIS_URL
   {{- with .Values.redis }}
   {{- if .existingSecret }}
