@@ -47,6 +47,8 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(
 
 
 def test_what_its_maker_says_is_checked_too() -> None:
+    with pytest.raises(SettingsError, match="'a b' has spaces: give the model a --served-model-name without"):
+        QueueSettings(on_demand_models=("a b",))
     assert QueueSettings(redis_retry_seconds=0).redis_retry_seconds == 0
     with pytest.raises(SettingsError, match=r"LEASE_SECONDS must be a number, at least 0\.2, got 0"):
         QueueSettings(lease_seconds=0)
