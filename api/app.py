@@ -62,7 +62,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         # Not the reader's: however many clients follow streams, live calls get their answers
         stream_client = connect_async(settings.redis_url, connections=_MOST_FOLLOWERS)
         queue = Queue(client, settings)
-        fleet = Fleet(queue, settings.expected_models, settings.load_timeout, settings.on_demand_models)
+        fleet = Fleet(queue, settings.expected_models, settings.load_timeout)
         reader = Reader(reader_client, queue, fleet.short_retry_queue)
         store = FileStore(queue, settings.file_store, forget_output)
         app.state.pipeline = ApiState(settings, queue, stream_client, reader, fleet, store, ring)

@@ -74,11 +74,9 @@ class Fleet:
     wait for one reading.
     """
 
-    def __init__(
-        self, queue: Queue, expected: Sequence[str] = (), load_timeout: float = 300.0, on_demand: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, queue: Queue, expected: Sequence[str] = (), load_timeout: float = 300.0) -> None:
         """`expected` are models that count as loading while no worker has registered them; calls
-        wait for `load_timeout` seconds for one that is loaded on demand: one of `on_demand`, or
+        wait for `load_timeout` seconds for one that is loaded on demand: one of the settings, or
         one that a server offers.
         """
         self.load_timeout = load_timeout
@@ -87,7 +85,7 @@ class Fleet:
         self.probe_queue = Queue(client, self.short_retry_queue.settings)
         self._timeout = max(queue.settings.redis_retry_seconds, _FRESH_SECONDS)
         self._expected = expected
-        self._on_demand = dict.fromkeys(on_demand, OnDemandModel(server=""))
+        self._on_demand = dict.fromkeys(queue.settings.on_demand_models, OnDemandModel(server=""))
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
         self._began = self._ended = -math.inf
@@ -243,8 +241,9 @@ def not_served(model: str, snapshot: Snapshot) -> ApiError:
         return ApiError(
             503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
         )
-    # No models at all: Redis is new, or came back empty a moment ago
-    if model in snapshot.models or not (snapshot.models or snapshot.on_demand):
+    # No models at all, but for those of the settings: Redis is new, or came back empty a moment ago
+    offered = any(offer.server for offer in snapshot.on_demand.values())
+    if model in snapshot.models or not (snapshot.models or offered):
         return ApiError(
             503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
         )

@@ -13,6 +13,9 @@ ANY = "*"
 PROBED = ("/health", "/ready", "/metrics")
 """Paths of probes and scrapers: open to every client, by default not logged, and never traced."""
 
+ALIVE = "/version"
+"""Path that is answered whenever the process can answer, for liveness probes."""
+
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\]))(:[0-9]+)?", re.IGNORECASE)
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -143,7 +146,7 @@ class HttpSettings(QueueSettings):
     )
     disable_uvicorn_access_log: bool = setting(False, "Log no line per answered request.")
     disable_access_log_for_endpoints: str = setting(
-        ",".join(PROBED), "Paths without a line in the access log, with commas.", check=_check_paths
+        ",".join((*PROBED, ALIVE)), "Paths without a line in the access log, with commas.", check=_check_paths
     )
     disable_fastapi_docs: bool = setting(False, "Do not serve /openapi.json.")
 

@@ -12,8 +12,6 @@ from api.http.listening import address, inherited, listening
 from api.http.server import HttpServer
 from api.settings import ApiSettings
 
-_STOP_SECONDS = 10
-
 logger = logging.getLogger(__name__)
 
 
@@ -25,7 +23,7 @@ def main(settings: ApiSettings) -> None:
     with contextlib.ExitStack() as stack:
         given = inherited()
         listener, counts = given or (stack.enter_context(listening(settings)), None)
-        server = HttpServer(create_app(settings), settings, _STOP_SECONDS, counts)
+        server = HttpServer(create_app(settings), settings, settings.timeout_graceful_shutdown, counts)
         logger.info("listening on %s", address(listener, "https" if settings.ssl_certfile else "http"))
         signal.signal(signal.SIGTERM, partial(_stop, server))
         gc.collect()

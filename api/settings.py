@@ -16,16 +16,13 @@ class ApiSettings(HttpSettings):
         "Model that counts as loading while no worker has registered it; may be repeated. `serve` names its own.",
         flag="expected-model",
     )
-    on_demand_models: tuple[str, ...] = setting(
-        (),
-        "Model whose workers an autoscaler starts while requests wait for it; live calls wait too, even with no worker."
-        " May be repeated.",
-        flag="on-demand-model",
-    )
     load_timeout: float = setting(
         300.0,
         "Seconds for which a live call waits for a model that is loaded on demand; then it is answered 503.",
         min=1,
+    )
+    timeout_graceful_shutdown: int = setting(
+        10, "Seconds for running calls to end after SIGTERM; those of `serve` get 10.", min=1
     )
     completion_windows: tuple[str, ...] = setting(
         ("24h",),

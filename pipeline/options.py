@@ -369,11 +369,14 @@ store_option = flag_of(QueueSettings, "file_store", callback=_check_store)
 json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help="Print JSON for programs.")
 
 tracing_option = flag_of(QueueSettings, "otlp_traces_endpoint")
+on_demand_option = flag_of(QueueSettings, "on_demand_models")
 
 _WEBHOOKS = ("webhook_url", "webhook_secret_file")
 webhook_options = all_of(*(flag_of(QueueSettings, name) for name in _WEBHOOKS))
 
-control_options = flags_of(QueueSettings, "redis_url", "file_store", "otlp_traces_endpoint", *_WEBHOOKS)
+control_options = flags_of(
+    QueueSettings, "redis_url", "file_store", "on_demand_models", "otlp_traces_endpoint", *_WEBHOOKS
+)
 """Of processes that make no spans."""
 
 queue_options = all_of(control_options, tracing_option)

@@ -1,7 +1,7 @@
 """Render the examples of the Helm chart in `docker/helm` with the `helm` on PATH: `make helm`.
 
-Each rendered file begins with the hash of what it was rendered from. So a test finds a change that
-was not rendered, also where there is no helm.
+Each rendered file begins with the hash of what it was rendered from and of what came of it. So a
+test finds a change that was not rendered, and one by hand, also where there is no helm.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ def main() -> None:
         done = render(example)
         if done.returncode:
             sys.exit(f"{example} cannot be rendered: {done.stderr}")
-        text = "\n".join(line.rstrip() for line in done.stdout.splitlines())
-        rendered_file(example).write_text(f"{first_line(example)}{text}\n")
+        text = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+        rendered_file(example).write_text(f"{first_line(example, text)}{text}")
 
 
 def render(*values: Path) -> "subprocess.CompletedProcess[str]":
@@ -38,11 +38,12 @@ def rendered_file(example: Path) -> Path:
     return CHART / "rendered" / example.name
 
 
-def first_line(example: Path) -> str:
-    """Return the line with the hash of the chart and of the example."""
+def first_line(example: Path, text: str) -> str:
+    """Return the line with the hash of the chart, of the example and of what follows the line."""
     found = hashlib.sha256()
     for path in (*(path for pattern in _SOURCES for path in sorted(CHART.glob(pattern))), example):
         found.update(path.relative_to(CHART).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    found.update(text.encode())
     return f"# Rendered by `make helm` from the chart and examples/{example.name}, SHA-256 {found.hexdigest()}\n"
 
 

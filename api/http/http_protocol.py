@@ -22,7 +22,7 @@ from api.http.errors import error_response
 from api.http.event_stream import BODY_WRITER
 from api.http.request_ids import RequestIds
 from api.http.route_path import route_path
-from api.http_settings import PROBED, HttpSettings
+from api.http_settings import ALIVE, PROBED, HttpSettings
 from jobs.protocol.results import ApiError, encode_json, new_request_id
 
 _TOO_LARGE = 431
@@ -151,7 +151,7 @@ class FullServer:
         self._log_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        probed = scope["type"] == "http" and route_path(scope) in PROBED
+        probed = scope["type"] == "http" and route_path(scope) in (*PROBED, ALIVE)
         if scope["type"] == "http" and not probed:
             note_headers(Request(scope), {"connection": "close"})  # preflights' answers are the last too
         await (self._app if probed else self._refusal)(scope, receive, send)

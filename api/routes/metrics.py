@@ -45,7 +45,7 @@ async def metrics(request: Request) -> Response:
     """Answer a scrape; 503 while the queue does not answer, so that the scrape counts as failed."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     state = state_of(request)
-    collector = QueueCollector(state.fleet.probe_queue, state.settings.on_demand_models)
+    collector = QueueCollector(state.fleet.probe_queue)
     try:
         # Else prometheus-client 0.26 replaces the colon of a name in OpenMetrics samples
         text = await run_in(LIVE, encode, collector, escaping=ALLOWUTF8)  # type: ignore[call-arg]
@@ -67,13 +67,11 @@ class QueueMetric(NamedTuple):
 class QueueCollector(Collector):
     """Reads Redis when it is asked for its metrics."""
 
-    def __init__(self, queue: Queue, on_demand: Sequence[str]) -> None:
-        """Of models `on_demand` it says how much waits, also before a worker registers them."""
+    def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self._on_demand = on_demand
 
     def collect(self) -> Iterator[Family]:
-        reading = read_fleet(self._queue, self._on_demand)
+        reading = read_fleet(self._queue)
         for metric in QUEUE_METRICS:
             family = _OWN[metric.kind](metric.name, metric.help, labels=metric.labels)
             for labels, value in metric.samples(reading):

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from api.fleet import Snapshot
+from api.http_settings import ALIVE
 from api.settings import ApiSettings
 from api.state import state_of
 from jobs.queue.registry import WorkerRecord
@@ -20,7 +21,7 @@ _SHOWN_TEXTS = ("completion_windows",)
 """Settings of text that are shown: others may be addresses, passwords or paths."""
 
 
-@open_router.get("/version")
+@open_router.get(ALIVE)
 async def show_version() -> dict[str, str]:
     """The version of the package."""
     return {"version": version()}

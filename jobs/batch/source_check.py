@@ -41,6 +41,11 @@ def estimated_tokens(size: int) -> int:
 
 def served_models(queue: Queue) -> dict[str, tuple[str, ...] | None]:
     """Return the models that are or were served, with their tasks, and those loaded on demand."""
+    return dict.fromkeys(queue.settings.on_demand_models) | registered_models(queue)
+
+
+def registered_models(queue: Queue) -> dict[str, tuple[str, ...] | None]:
+    """Return those of them that Redis names: none where it came back empty."""
     return dict.fromkeys(queue.on_demand()) | {model.name: model.tasks for model in queue.models()}
 
 

@@ -14,7 +14,7 @@ from jobs.batch.open_requests import take_appended
 from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
-from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, served_models
+from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, registered_models, served_models
 from jobs.control.advance import BatchProgress, drain, feed, plan_fields
 from jobs.control.early_lines import EarlyLines, discard_stale, stamp_in
 from jobs.control.slices import Slice
@@ -137,13 +137,13 @@ def _served(held: Slice) -> Mapping[str, Collection[str] | None]:
 def known_models(held: Slice, patience: float) -> dict[str, tuple[str, ...] | None]:
     """Models that are or were served, with their tasks, or are loaded on demand.
 
-    Where there is none it waits for one: an emptied Redis gets them as leases are renewed.
+    Where Redis names none it waits for one: an emptied Redis gets them as leases are renewed.
     """
     deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
-    while not (models := served_models(held.queue)) and time.monotonic() < deadline:
+    while not registered_models(held.queue) and time.monotonic() < deadline:
         held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
-    return models
+    return served_models(held.queue)
 
 
 def _token_problems(held: Slice, size: int) -> list[LineProblem]:

@@ -1,6 +1,5 @@
 """One reading of a fleet, for `GET /metrics` and `pipeline top`."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jobs.queue.gauges import Depths, WorkerGauges
@@ -19,12 +18,13 @@ class QueueReading(NamedTuple):
     webhook_attempts: dict[WebhookResult, int]
 
 
-def read_fleet(queue: Queue, on_demand: Sequence[str] = ()) -> QueueReading:
-    """Read it in a few round trips, also of models `on_demand` that no worker has registered.
+def read_fleet(queue: Queue) -> QueueReading:
+    """Read it in a few round trips, also of models on demand that no worker has registered.
 
     Raise `QueueUnavailable`.
     """
-    workers, models = queue.workers(), list(dict.fromkeys([*(record.name for record in queue.models()), *on_demand]))
+    workers, registered = queue.workers(), [record.name for record in queue.models()]
+    models = list(dict.fromkeys([*registered, *queue.settings.on_demand_models]))
     gauges = queue.gauges([worker.id for worker in workers])
     reported = [(worker, gauges[worker.id]) for worker in workers if worker.id in gauges]
     return QueueReading(

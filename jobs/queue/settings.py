@@ -14,6 +14,12 @@ from jobs.tracing import check_endpoint
 _setting = partial(setting, prefix="")
 
 
+def _check_model_name(name: str) -> None:
+    """Refuse a name that the variable, which holds several, would not give to other processes."""
+    if name.split() != [name]:
+        raise ValueError(f"{name!r} has spaces: give the model a --served-model-name without")
+
+
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class QueueSettings(Settings):
     """One frozen set of values per process. Seconds and bytes unless the help says otherwise."""
@@ -35,6 +41,13 @@ class QueueSettings(Settings):
     )
     stream_interval: float = _setting(
         2.0, "Seconds between the checkpoints of a request that no client watches.", min=0.02
+    )
+    on_demand_models: tuple[str, ...] = setting(
+        (),
+        "Model whose workers an autoscaler starts while requests wait for it; may be repeated, the same for every"
+        " `pipeline api` and `pipeline jobs`. Live calls and batches may name it even with no worker.",
+        flag="on-demand-model",
+        check=_check_model_name,
     )
     otlp_traces_endpoint: str | None = setting(
         None,
@@ -120,4 +133,8 @@ class QueueSettings(Settings):
     def environment(self) -> dict[str, str]:
         """The variables that give another process the same settings."""
         values = ((variable(one), getattr(self, one.name)) for one in fields(QueueSettings))
-        return {name: str(value) for name, value in values if value is not None}
+        return {
+            name: " ".join(value) if isinstance(value, tuple) else str(value)
+            for name, value in values
+            if value is not None
+        }

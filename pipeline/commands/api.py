@@ -14,6 +14,7 @@ from pipeline.options import (
     flags_of,
     fleet_redis_option,
     log_settings,
+    on_demand_option,
     store_option,
     tracing_option,
     values_of,
@@ -26,6 +27,7 @@ log = logging.getLogger("api")
 @flags_of(HttpSettings)
 @flags_of(ApiSettings)
 @store_option
+@on_demand_option
 @tracing_option
 @fleet_redis_option
 @common_options

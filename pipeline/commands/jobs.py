@@ -9,6 +9,7 @@ from pipeline.options import (
     control_options,
     fleet_redis_option,
     log_settings,
+    on_demand_option,
     store_option,
     values_of,
     webhook_options,
@@ -19,6 +20,7 @@ from pipeline.options import (
 @store_option
 @fleet_redis_option
 @control_options
+@on_demand_option
 @webhook_options
 @common_options
 @click.pass_context

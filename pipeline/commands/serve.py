@@ -49,7 +49,7 @@ _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
 )
 @flags_of(HostingSettings)
 @flags_of(HttpSettings)
-@flags_of(ApiSettings, "expected_models", "on_demand_models")
+@flags_of(ApiSettings, "expected_models", "timeout_graceful_shutdown")
 @flag(
     "--api-server-count",
     type=click.IntRange(min=1, max=64),

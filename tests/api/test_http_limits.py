@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from api.http import server
+from api.http_settings import ALIVE
 from api.settings import ApiSettings
 from tests.support.api_server import running_api
 from tests.support.certificates import make_certificates
@@ -73,6 +74,12 @@ def test_few_connections_beyond_the_limit_are_kept(api: Api, monkeypatch: pytest
         assert dropped.recv(1) == b""
         assert get(first).status == 200
         assert error_of(get(beyond)) == (503, "server_full")
+
+
+def test_a_full_server_answers_liveness_probes(api: Api) -> None:
+    with api(max_connections=1) as url, connected(url) as first, connected(url) as beyond:
+        assert get(first).status == 200
+        assert get(beyond, ALIVE).status == 200
 
 
 def test_a_connection_on_which_nothing_comes_is_closed(api: Api) -> None:

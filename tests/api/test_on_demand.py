@@ -1,5 +1,6 @@
 """Calls for models that a server loads when work for them waits."""
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,8 @@ from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.api.test_models_and_health import call, register
 from tests.support.api_server import official_client, plain_client, running_api
+from tests.support.commands import running_pipeline
+from tests.support.ports import reserved_port
 from tests.support.waiting import wait_until
 
 OFFER = OnDemandModel("server-1")
@@ -76,6 +79,35 @@ def test_a_call_waits_for_a_model_that_an_autoscaler_starts(
             scripted(lambda claim: ["one"])
             assert answer.result(60).choices[0].text == "one"
         wait_until(lambda: f"{waiting} 0.0" in http.get("/metrics").text, 60, "no call to wait")
+
+
+def test_a_model_of_the_settings_does_not_hide_that_redis_came_back_empty(
+    redis_url: str, tmp_path: Path, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), on_demand_models=("asleep",))
+    with running_api(settings) as url, plain_client(url) as http:
+        answer = call(http, MODEL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        register(queue, "another", "another", "ready")
+        answer = call(http, MODEL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.proof
+def test_a_call_that_waits_longer_than_the_server_has_to_stop_is_told_so(redis_url: str, tmp_path: Path) -> None:
+    variables = {"REDIS_URL": redis_url, "FILE_STORE": str(tmp_path)}
+    with reserved_port() as port:
+        url, flags = f"http://127.0.0.1:{port}", ("--timeout-graceful-shutdown=1", f"--on-demand-model={MODEL}")
+        with running_pipeline("api", f"--port={port}", *flags, **variables) as api:
+            api.wait_for("listening on", 60)
+            with plain_client(url) as http, ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(call, http, MODEL)
+                waiting = f'pipeline_requests_waiting{{kind="live",model_name="{MODEL}"}} 1.0'
+                wait_until(lambda: waiting in http.get("/metrics").text, 60, "the call to wait")
+                api.process.send_signal(signal.SIGTERM)
+                refusal = answer.result(60)
+            assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "server_stopping")
+            assert api.wait(60) == 0, api.output
 
 
 def test_a_call_waits_for_a_limited_time(hasty_url: str, queue: Queue) -> None:

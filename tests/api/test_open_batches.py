@@ -213,11 +213,12 @@ def test_a_refusal_that_no_retry_helps_says_so(http: httpx.Client, client: opena
 def test_an_end_during_a_call_says_what_was_appended(
     redis_client: redis.Redis, http: httpx.Client, client: openai.OpenAI, deleted: bool, status: int
 ) -> None:
-    batch = begin(client)
+    batch, appended = begin(client), list[int]()
 
     def body() -> Iterator[bytes]:
         yield b"".join(chat_line(f"early{number}", "x" * 600_000) for number in range(2))
-        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) == 2, 60, "the first requests")
+        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) > 0, 60, "the first requests")
+        appended.append(requests_of(client.batches.retrieve(batch.id)))  # one or both, as they arrived
         close(client, batch)
         run_to_end(redis_client, batch.id)
         if deleted:
@@ -226,13 +227,13 @@ def test_an_end_during_a_call_says_what_was_appended(
 
     answer = http.post(f"/v1/batches/{batch.id}/requests", content=body())
     assert answer.status_code == status
-    assert "2 requests of this call were appended before" in answer.json()["error"]["message"]
+    assert f"{appended[0]} requests of this call were appended before" in answer.json()["error"]["message"]
 
 
 def test_a_full_disk_during_a_call_says_what_was_appended(
     http: httpx.Client, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, sync, full = begin(client), os.fsync, threading.Event()
+    batch, sync, full, appended = begin(client), os.fsync, threading.Event(), list[int]()
 
     def sync_unless_full(handle: int) -> None:
         if full.is_set():
@@ -241,7 +242,8 @@ def test_a_full_disk_during_a_call_says_what_was_appended(
 
     def body() -> Iterator[bytes]:
         yield b"".join(chat_line(f"early{number}", "x" * 600_000) for number in range(2))
-        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) == 2, 60, "the first requests")
+        wait_until(lambda: requests_of(client.batches.retrieve(batch.id)) > 0, 60, "the first requests")
+        appended.append(requests_of(client.batches.retrieve(batch.id)))  # one or both, as they arrived
         full.set()
         yield chat_line("late")
 
@@ -249,12 +251,12 @@ def test_a_full_disk_during_a_call_says_what_was_appended(
     answer = http.post(f"/v1/batches/{batch.id}/requests", content=body())
     assert (answer.status_code, answer.headers["x-should-retry"]) == (507, "false")
     assert answer.json()["error"]["message"] == (
-        "The file store has no room left. 2 requests of this call were appended before."
+        f"The file store has no room left. {appended[0]} requests of this call were appended before."
     )
     answer = http.post(f"/v1/batches/{batch.id}/requests", content=chat_line("late"))
     assert (answer.status_code, "nothing was stored" in answer.text) == (507, True)
     full.clear()
-    assert append(client, batch, chat_line("late"))["total"] == 3
+    assert append(client, batch, chat_line("late"))["total"] == appended[0] + 1
 
 
 def test_a_cancelled_batch_has_an_error_line_for_what_never_ran(

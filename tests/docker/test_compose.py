@@ -11,7 +11,7 @@ import click
 import pytest
 import yaml
 
-from api import main as api_main
+from api.settings import ApiSettings
 from pipeline import child, supervisor
 from pipeline.main import COMMANDS, CommandGroup
 from tests.docker.composition import FILES, seconds, services
@@ -76,7 +76,7 @@ def test_nothing_is_published_but_the_api_and_that_to_this_host_alone() -> None:
 
 def test_every_process_has_the_time_to_stop_in_order() -> None:
     grace = {name: seconds(service["stop_grace_period"]) for name, service in SERVICES.items()}
-    assert grace["api"] > api_main._STOP_SECONDS
+    assert grace["api"] > ApiSettings().timeout_graceful_shutdown
     # RQ workers, then the ticker
     assert grace["jobs"] > 2 * supervisor._STOP_SECONDS + 3 * child._LAST_OUTPUT_SECONDS
     drains = WorkerSettings(redis_url="redis://redis").shutdown_timeout + 4 * GOODBYE_SECONDS

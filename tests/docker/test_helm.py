@@ -14,8 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from api import main as api_main
-from api.http_settings import PROBED
+from api.http_settings import ALIVE, PROBED
 from jobs.queue.settings import QueueSettings
 from jobs.settings import variable
 from pipeline import child, supervisor
@@ -25,6 +24,7 @@ from tests.docker.chart import ALL, RENDERED, Object, needs_helm, objects, of_ki
 from tests.docker.recipe import environment, folders, lineage, stages
 from tests.support.commands import REPOSITORY
 from tools.helm_chart import CHART, EXAMPLES, first_line, render, rendered_file
+from workers.engine.messages.config import CPU_SEQUENCES, GPU_SEQUENCES
 from workers.replica.requeue import GOODBYE_SECONDS
 
 SCHEMAS = {"ScaledObject": "scaledobject.json", "ServiceMonitor": "servicemonitor.json"}
@@ -34,7 +34,8 @@ NOT_FLAGS = {"HF_TOKEN", "OMP_NUM_THREADS"}
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_what_is_rendered_is_of_this_chart(example: Path) -> None:
-    assert rendered_file(example).read_text().startswith(first_line(example)), "run `make helm`, which needs helm"
+    first, text = rendered_file(example).read_text().split("\n", 1)
+    assert f"{first}\n" == first_line(example, text), "run `make helm`, which needs helm"
 
 
 def test_every_example_is_rendered_and_nothing_else() -> None:
@@ -81,6 +82,7 @@ def test_a_pod_runs_a_command_with_flags_and_variables_that_it_knows(
     example: str, found: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, container = pod_of(found)
+    assert len(variables(container)) == len(container["env"])
     for name, value in variables(container).items():
         monkeypatch.setenv(name, value)
     command, *arguments = container["args"]
@@ -116,8 +118,9 @@ def test_a_pod_writes_to_volumes_where_its_image_looks_for_them(example: str, fo
     assert written == expected | {"/tmp"}
     assert expected <= set(folders(target))
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    theirs = {"models", "shared-files"}
     claims = {one["persistentVolumeClaim"]["claimName"] for one in pod["volumes"] if "persistentVolumeClaim" in one}
-    assert claims - {"models"} <= {name for kind, name in RENDERED[example] if kind == "PersistentVolumeClaim"}
+    assert claims - theirs <= {name for kind, name in RENDERED[example] if kind == "PersistentVolumeClaim"}
 
 
 @of_kind("Deployment")
@@ -126,7 +129,7 @@ def test_a_pod_has_the_time_to_stop_in_order(example: str, found: Object) -> Non
     flags = dict(arg.removeprefix("--").partition("=")[::2] for arg in container["args"][1:])
     waits = int(container["lifecycle"]["preStop"]["exec"]["command"][1]) if "lifecycle" in container else 0
     needed = {
-        "api": api_main._STOP_SECONDS,
+        "api": float(flags.get("timeout-graceful-shutdown", 0)),
         # RQ workers, then the ticker
         "jobs": 2 * supervisor._STOP_SECONDS + 3 * child._LAST_OUTPUT_SECONDS,
         "worker": float(flags.get("shutdown-timeout", 0)) + 6 * GOODBYE_SECONDS,
@@ -142,7 +145,9 @@ def test_a_pod_is_probed_by_what_its_process_answers(example: str, found: Object
         assert probe["httpGet"]["path"] in PROBED
         [port] = container["ports"]
         assert f"--port={port['containerPort']}" in container["args"]
-        assert {probe["httpGet"]["port"], container["livenessProbe"]["tcpSocket"]["port"]} == {port["name"]}
+        alive = container["livenessProbe"]
+        assert alive["httpGet"]["path"] == ALIVE
+        assert {probe["httpGet"]["port"], alive["httpGet"]["port"]} == {port["name"]}
     else:
         _, name, *arguments = probe["exec"]["command"]
         health = CommandGroup().get_command(None, name)  # type: ignore[arg-type]
@@ -166,7 +171,7 @@ def test_what_selects_pods_finds_those_of_one_deployment(example: str) -> None:
         if kind in ("PersistentVolumeClaim", "ScaledObject"):
             continue
         chosen = {pod for pod, of_pod in pods.items() if labels.items() <= of_pod.items()}
-        assert chosen == (set(pods) if name == "inference-all" else {name}), (kind, name)
+        assert chosen == (set(pods) if name.endswith("-all") else {name}), (kind, name)
     assert {name for kind, name in found if kind == "PodDisruptionBudget"} == set(pods)
     scaled = {one["spec"]["scaleTargetRef"]["name"] for (kind, _), one in found.items() if kind == "ScaledObject"}
     assert scaled == {name for name in pods if "replicas" not in found["Deployment", name]["spec"]}
@@ -175,12 +180,13 @@ def test_what_selects_pods_finds_those_of_one_deployment(example: str) -> None:
 @pytest.mark.parametrize("example", RENDERED)
 def test_the_port_of_the_api_is_one_for_service_policy_and_monitor(example: str) -> None:
     found = RENDERED[example]
-    [port] = pod_of(found["Deployment", "inference-api"])[1]["ports"]
-    [service] = found["Service", "inference-api"]["spec"]["ports"]
-    [rule] = found["NetworkPolicy", "inference-api"]["spec"]["ingress"]
+    [api] = [name for kind, name in found if kind == "Service"]
+    [port] = pod_of(found["Deployment", api])[1]["ports"]
+    [service] = found["Service", api]["spec"]["ports"]
+    [rule] = found["NetworkPolicy", api]["spec"]["ingress"]
     assert service["targetPort"] == rule["ports"][0]["port"] == port["name"]
-    assert "ingress" not in found["NetworkPolicy", "inference-all"]["spec"]
-    if monitor := found.get(("ServiceMonitor", "inference-api")):
+    assert "ingress" not in found["NetworkPolicy", f"{api.removesuffix('api')}all"]["spec"]
+    if monitor := found.get(("ServiceMonitor", api)):
         [endpoint] = monitor["spec"]["endpoints"]
         assert endpoint["port"] == service["name"]
         assert endpoint["relabelings"][0]["replacement"] == f"inference-api.default.svc:{service['port']}"
@@ -197,11 +203,55 @@ def test_a_trigger_asks_for_what_is_exported(example: str, found: Object) -> Non
     assert all(float(one["metadata"].get("threshold", 1)) > 0 for one in found["spec"]["triggers"])
 
 
-def test_the_api_lets_calls_wait_for_a_model_that_sleeps_and_for_no_other() -> None:
-    arguments = pod_of(RENDERED["gpus"]["Deployment", "inference-api"])[1]["args"]
-    scaled = [one for (kind, _), one in RENDERED["gpus"].items() if kind == "ScaledObject"]
+@of_kind("ScaledObject")
+def test_requests_that_one_worker_runs_at_once_start_no_other(example: str, found: Object) -> None:
+    trigger = found["spec"]["triggers"][0]["metadata"]
+    name = found["spec"]["scaleTargetRef"]["name"]
+    _, container = pod_of(RENDERED[example]["Deployment", name])
+    if container["args"][0] == "worker" and name != "llm-worker-tiny":
+        most = GPU_SEQUENCES if "--device=cuda" in container["args"] else CPU_SEQUENCES
+        assert float(trigger["threshold"]) == most
+    assert "age" not in trigger["query"]
+    assert "metricType" not in trigger  # AverageValue
+
+
+@of_kind("ScaledObject")
+def test_a_worker_that_is_started_from_zero_has_the_time_to_load(example: str, found: Object) -> None:
+    scaled = found["spec"]
+    deployment = RENDERED[example]["Deployment", scaled["scaleTargetRef"]["name"]]["spec"]
+    assert scaled["minReplicaCount"] > 0 or scaled["cooldownPeriod"] >= deployment["progressDeadlineSeconds"]
+    assert scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"]
+
+
+@of_kind("PersistentVolumeClaim")
+def test_a_claim_stays_when_the_chart_is_uninstalled(example: str, found: Object) -> None:
+    assert found["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_what_the_values_say_wins_over_the_chart() -> None:
+    found = RENDERED["existing"]
+    _, api = pod_of(found["Deployment", "llm-api"])
+    [url, _] = api["env"]
+    assert url["valueFrom"]["secretKeyRef"] == {"name": "llm-redis", "key": "address-of-the-api"}
+    assert found["ScaledObject", "llm-worker-qwen"]["spec"]["cooldownPeriod"] == 2_592_000
+    assert found["ScaledObject", "llm-worker-tiny"]["spec"]["triggers"][0]["metadata"]["threshold"] == "1500000"
+    tiny, qwen = found["Deployment", "llm-worker-tiny"], found["Deployment", "llm-worker-qwen"]
+    assert tiny["spec"]["strategy"] == {"type": "Recreate"}
+    assert pod_of(tiny)[1]["resources"] == {"requests": {"cpu": "500m", "memory": "2Gi"}}
+    assert pod_of(tiny)[1]["envFrom"] == [{"secretRef": {"name": "llm-proxy"}}]
+    assert [variables(pod_of(one)[1])["OMP_NUM_THREADS"] for one in (tiny, qwen)] == ["1", "7"]
+    assert "--tensor-parallel-size=4" in pod_of(RENDERED["gpus"]["Deployment", "inference-worker-chat"])[1]["args"]
+
+
+@pytest.mark.parametrize(("example", "prefix"), [("gpus", "inference"), ("existing", "llm")])
+def test_calls_and_batches_wait_for_a_model_that_sleeps_and_for_no_other(example: str, prefix: str) -> None:
+    found = RENDERED[example]
+    arguments, of_jobs = (pod_of(found["Deployment", f"{prefix}-{name}"])[1]["args"] for name in ("api", "jobs"))
+    scaled = [one for (kind, _), one in found.items() if kind == "ScaledObject"]
     asleep = {one["spec"]["scaleTargetRef"]["name"] for one in scaled if one["spec"]["minReplicaCount"] == 0}
-    for (kind, name), one in RENDERED["gpus"].items():
+    assert asleep
+    assert of_jobs[1:] == [one for one in arguments if one.startswith("--on-demand-model=")]
+    for (kind, name), one in found.items():
         if kind == "Deployment" and "-worker-" in name:
             flags = pod_of(one)[1]["args"]
             served = [flag.partition("=")[2] for flag in flags if flag.startswith("--served-model-name=")]

@@ -26,8 +26,27 @@ REFUSED_BY_SCHEMA = {
     'fileStore.accessModes=["ReadWriteSome"]': "ReadWriteSome",
     "webhook.url=example.com": "does not match",
     "jobs=1": "jobs",
+    "fullnameOverride=1st": "does not match",
+    "servingEngineSpec.modelSpec.0.requestMemory=16ki": "does not match",
+    "servingEngineSpec.modelSpec.0.requestCPU=4Gi": "does not match",
+    "servingEngineSpec.modelSpec.0.requestCPU=0": "minimum",
+    "apiSpec.shutdownTimeout=0": "minimum",
 }
+TAKEN = (
+    *(
+        f"servingEngineSpec.modelSpec.0.requestMemory={text}"
+        for text in ("16Gi", "1.5Ti", "1Ei", "16G", "1E", "128M", "8k")
+    ),
+    *(f"servingEngineSpec.modelSpec.0.requestCPU={text}" for text in ("4", "1.5", "500m", "'2'")),
+    "fullnameOverride=llm",
+    "redis.url=rediss+sentinel://a:26379,b:26379/main/0",
+)
 REFUSED_BY_TEMPLATES = {
+    "redis.url=redis://:secret@redis:6379/0": "put it into a Secret",
+    "redis.url=redis://redis:6379/0?password=secret": "put it into a Secret",
+    'servingEngineSpec.modelSpec.0.keda={"minReplicaCount": 0, "cooldownPeriod": 60, "enabled": true}': (
+        "keda.cooldownPeriod of the model qwen is below its progressDeadlineSeconds"
+    ),
     'redis.url=""': "there is no Redis server: set redis.url, or redis.existingSecret",
     "webhook.url=https://example.com": "webhook.existingSecret is missing",
     "servingEngineSpec.modelSpec.0.keda.enabled=true": "keda.serverAddress is missing",
@@ -67,6 +86,11 @@ def merged(values: Object) -> Object:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_schema_takes_the_values_of_an_example(example: Path) -> None:
     _check_values(yaml.safe_load(example.read_text()))
+
+
+@pytest.mark.parametrize("change", TAKEN)
+def test_the_schema_takes_right_values(change: str) -> None:
+    _check_values(values_with(change))
 
 
 @pytest.mark.parametrize("change", REFUSED_BY_SCHEMA)

@@ -1,6 +1,6 @@
 {{/* The name of a component's objects. Input: (list $ component). A pod adds 17 characters, and its name is a host name. */}}
 {{- define "inference.name" -}}
-{{- $name := printf "%s-%s" (index . 0).Release.Name (index . 1) -}}
+{{- $name := printf "%s-%s" ((index . 0).Values.fullnameOverride | default (index . 0).Release.Name) (index . 1) -}}
 {{- if gt (len $name) 46 }}{{ fail (printf "%s is longer than 46 characters: choose a shorter name for the release or the model" $name) }}{{ end -}}
 {{- $name -}}
 {{- end -}}
@@ -33,6 +33,7 @@ labels:
 
 {{/* REDIS_URL, as an item of `env`. */}}
 {{- define "inference.redisUrl" -}}
+{{- if regexMatch "@|password=" (.Values.redis.url | default "") }}{{ fail "redis.url has a user or a password, which all may read here: put it into a Secret, and name that in redis.existingSecret" }}{{ end -}}
 - name: REDIS_URL
   {{- with .Values.redis }}
   {{- if .existingSecret }}
@@ -42,6 +43,20 @@ labels:
   value: {{ required "there is no Redis server: set redis.url, or redis.existingSecret to a Secret that has its URL" .url | quote }}
   {{- end }}
   {{- end }}
+{{- end -}}
+
+{{/* Variables, of which the last one of a name counts. Input: (list those-of-the-chart-as-YAML spec). */}}
+{{- define "inference.env" -}}
+{{- $all := concat (index . 0 | fromYamlArray) ((index . 1).env | default list) -}}
+{{- $entries := dict -}}
+{{- range $all }}{{ $_ := set $entries .name . }}{{ end -}}
+env:
+{{- range $entry := $all }}
+{{- if hasKey $entries $entry.name }}
+  - {{ get $entries $entry.name | toJson }}
+{{- $_ := unset $entries $entry.name }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* What the pods of all components have. Input: (list $ spec). */}}
@@ -110,6 +125,15 @@ spec:
 {{- toJson $models -}}
 {{- end -}}
 
+{{/* The models that KEDA starts from zero, by all their names, as JSON. */}}
+{{- define "inference.onDemand" -}}
+{{- $names := list -}}
+{{- range include "inference.models" . | fromJsonArray -}}
+{{- if and .keda.enabled (eq (int .keda.minReplicaCount) 0) }}{{ $names = concat $names .servedModelName }}{{ end -}}
+{{- end -}}
+{{- toJson $names -}}
+{{- end -}}
+
 {{/* A claim. Input: (list $ component size accessModes storageClass). */}}
 {{- define "inference.claim" -}}
 ---
@@ -117,9 +141,7 @@ apiVersion: v1
 kind: PersistentVolumeClaim
 metadata:
   {{- include "inference.metadata" . | nindent 2 }}
-  {{- if eq (index . 1) "files" }}
   annotations: {helm.sh/resource-policy: keep}
-  {{- end }}
 spec:
   accessModes: {{ index . 3 | toJson }}
   {{- with index . 4 }}
@@ -139,6 +161,6 @@ spec:
   metadata:
     serverAddress: {{ required "keda.serverAddress is missing: the address of the Prometheus that scrapes the API" (index . 0).Values.keda.serverAddress | quote }}
     query: {{ index . 1 | toJson }}
-    threshold: {{ index . 2 | quote }}
+    threshold: {{ index . 2 | toJson | quote }}
     ignoreNullValues: "false"
 {{- end -}}

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from jobs.protocol.results import ApiError, Result
 from jobs.protocol.validation import decode_body, parse_call
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
 from tests.support.batch_steps import begin, run_to_end, step
 from tests.support.control_plane import ROOT, chat_line, echo, read_jsonl, write_input
+from tests.support.waiting import wait_until
 
 
 def validated(client: redis.Redis, source: Path, data: bytes, **options: Any) -> BatchRecord:
@@ -195,6 +198,31 @@ def test_without_names_the_registry_says_what_is_served(redis_client: redis.Redi
     record = validated(redis_client, tmp_path / "in.jsonl", data, models=None)
     assert codes(record) == [(2, "model_not_found", "body.model")]
     assert "Served here: served" in record.errors[0].message
+
+
+def test_a_model_that_an_autoscaler_starts_needs_no_worker(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """Also where Redis came back empty, and names the model of another worker alone."""
+    queue = Queue(redis_client, QueueSettings(on_demand_models=("asleep",)))
+    queue.register_worker(WorkerRecord("w", ["served"], "ready", 100, 1.0, "h", 1))
+    for model, problems in (("served", []), ("typo", [(2, "model_not_found", "body.model")])):
+        source = tmp_path / model / "in.jsonl"
+        source.parent.mkdir()
+        source.write_bytes(chat_line("a", model="asleep") + chat_line("b", model=model))
+        record = step(redis_client, begin(redis_client, source, models=None).id, queue)
+        assert (record.state, codes(record)) == ("failed" if problems else "in_progress", problems)
+
+
+def test_a_batch_waits_for_the_models_of_an_emptied_redis_beside_one_of_the_settings(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    queue = Queue(redis_client, QueueSettings(on_demand_models=("asleep",)))
+    source = write_input(tmp_path / "in.jsonl", 1)
+    waiting = begin(redis_client, source, models=None, input_file_id="file-1", endpoint="/v1/chat/completions")
+    with ThreadPoolExecutor(1) as pool:
+        record = pool.submit(step, redis_client, waiting.id, queue)
+        wait_until(lambda: Queue(redis_client).batch_fields(waiting.id).state == "validating", 60, "the check to begin")
+        Queue(redis_client).register_worker(WorkerRecord("w", ["m"], "ready", 100, 1.0, "h", 1))
+        assert record.result(60).state == "in_progress"
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])

@@ -13,6 +13,7 @@ import redis
 from jobs.control.ticker import Ticker
 from jobs.protocol.requests import Claim, RequestKey
 from jobs.protocol.results import ApiError
+from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -92,6 +93,11 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     call("watch", queue.watch, again[0].key, 60)
     call("watch", queue.watch, "batch_a", 60)
     call("commit", queue.commit, "w1", [finished(claim) for claim in (claims[0], *again)])
+    found = call("answers", queue.results_of, "batch_a", [again[0].key.line, claims[2].key.line], 1000)
+    answers += [[result is not None for result in found]]
+    call("appended", queue.note_appended, "batch_a", 5)
+    call("follow", queue.follow_answers, "batch_a", 60)
+    queue.redis.unlink(keys.answered("batch_a"))  # to which each call adds an empty entry
     answers += [call("drained", queue.drained, "batch_a", "part-0", [again[0].key.line])]
     outcomes = [(claims[0].key.line, False), (claims[2].key.line, True)]  # a result here, and one that is held
     call("restore", queue.restore, "batch_a", "part-1", 2, outcomes)

@@ -16,6 +16,13 @@ def test_the_environment_replaces_a_default_and_gives_way_to_its_maker(monkeypat
     assert (settings.lease_seconds, settings.window_bytes, settings.worker_deaths) == (1.5, 77, 1000)
 
 
+def test_another_process_gets_the_same_settings_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = QueueSettings(on_demand_models=("a", "org/b"), lease_seconds=1.5, file_store="/files")
+    for name, value in settings.environment().items():
+        monkeypatch.setenv(name, value)
+    assert vars(QueueSettings.from_environment()) == vars(settings)
+
+
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("REDIS_URL", "FILE_STORE", "WINDOW_BYTES"):
         monkeypatch.setenv(variable, "")
@@ -40,6 +47,8 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(
 
 
 def test_what_its_maker_says_is_checked_too() -> None:
+    with pytest.raises(SettingsError, match="'a b' has spaces: give the model a --served-model-name without"):
+        QueueSettings(on_demand_models=("a b",))
     assert QueueSettings(redis_retry_seconds=0).redis_retry_seconds == 0
     with pytest.raises(SettingsError, match=r"LEASE_SECONDS must be a number, at least 0\.2, got 0"):
         QueueSettings(lease_seconds=0)
