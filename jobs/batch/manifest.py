@@ -93,6 +93,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     source_bytes: int = 0
     source_mtime_ns: int = 0
     source_sha256: str | None = None
+    early_stamp: str = ""  # of the source as it was validated, which early lines must be of
     plan_sha256: str | None = None
     total: int = 0
     models: list[str] = msgspec.field(default_factory=list)  # that the lines name

@@ -77,25 +77,19 @@ class EarlyLines:
 
     def _feed_if_room(self, tokens: int) -> None:
         queue, batch, spec = self._held.queue, self._held.batch, self._held.manifest.spec
-        if spec.queued_tokens is not None and not self._may_queue(tokens, spec.queued_tokens):
+        most = spec.queued_tokens
+        if most is not None and tokens > most:  # the batch will be refused
+            self._end()
             return
         lines, size, active = queue.window(batch)
         if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
+            return
+        if most is not None and tokens + others_tokens(queue, spec.tenant, batch) > most:
             return
         now = time.time()
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]
         self._ends = not queue.ingest_early(batch, rows, self._stamp)
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
-
-    def _may_queue(self, tokens: int, most: int) -> bool:
-        """Return whether the tenant may have so many tokens more; note them, for batches that are
-        validated at the same time.
-        """
-        if tokens > most:  # the batch will be refused
-            self._end()
-            return False
-        self._held.note({"queued_tokens": tokens})
-        return tokens + others_tokens(self._held.queue, self._held.manifest.spec.tenant, self._held.batch) <= most
 
     def _end(self) -> None:
         self._ends, self._lines = True, []
@@ -117,11 +111,11 @@ def stamp_in(manifest: Manifest) -> str:
     """Return the stamp that early lines must have when the batch becomes in progress. Where there
     are parts, none has it.
     """
-    return _NO_INPUT if manifest.parts else source_stamp(manifest)
+    return _NO_INPUT if manifest.parts else manifest.early_stamp
 
 
 def source_stamp(manifest: Manifest) -> str:
-    """Return the stamp of the source as it was validated."""
+    """Return the stamp of the source as it is known to be."""
     return _as_text(manifest.source_bytes, manifest.source_mtime_ns)
 
 

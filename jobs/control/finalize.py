@@ -19,7 +19,6 @@ from jobs.batch.row_requests import RowExtras, read_extras
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
 from jobs.control.csv_results import csv_writer
-from jobs.control.early_lines import source_stamp
 from jobs.control.line_answer import LineAnswer, jsonl_line
 from jobs.control.line_results import LineWriter
 from jobs.control.number_columns import NumberColumns, number_columns
@@ -63,7 +62,7 @@ def finalize(held: Slice) -> None:
         OpenRequests(manifest.spec).close()
         take_appended(manifest, held.check_current)
         save_manifest(manifest)
-    if manifest.plan_sha256 is None or held.fields.early not in ("", source_stamp(manifest)):
+    if manifest.plan_sha256 is None or held.fields.early not in ("", manifest.early_stamp):
         held.discard_early_lines()
     progress = BatchProgress()
     while drain(held, progress, everything=True):

@@ -78,6 +78,8 @@ def main() -> None:
     try:
         _run_until_stopped(ticker, client)
         code = 0
+    except _Stopped:  # a second signal
+        code = 0
     except Exception:
         logger.exception("internal error of the ticker, which ends")
     finally:
@@ -97,8 +99,7 @@ def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
-    with contextlib.suppress(_Stopped):  # a second signal
-        ticker.resign()
+    ticker.resign()
 
 
 def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str, settings: QueueSettings) -> None:

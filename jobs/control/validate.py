@@ -16,7 +16,7 @@ from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, registered_models, served_models
 from jobs.control.advance import BatchProgress, drain, feed, plan_fields
-from jobs.control.early_lines import EarlyLines, discard_stale, stamp_in
+from jobs.control.early_lines import EarlyLines, discard_stale, source_stamp, stamp_in
 from jobs.control.slices import Slice
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, stamp_of
@@ -41,6 +41,7 @@ def validate(held: Slice) -> None:
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
         manifest.endpoints = checked.endpoints
+        manifest.early_stamp = source_stamp(manifest)
     has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     low_water = -1 if manifest.is_open else 0

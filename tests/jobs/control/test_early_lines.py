@@ -320,18 +320,26 @@ def test_no_answer_to_a_line_of_an_earlier_input_is_in_the_results(
     assert "say " not in (tmp_path / "out.jsonl").read_text()
 
 
-def test_batches_that_are_validated_at_once_share_the_tokens_of_their_tenant(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", [cancel_batch, None])
+def test_answers_stay_where_the_source_is_only_touched(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[redis.Redis, str], object] | None,
 ) -> None:
-    queue = Queue(redis_client)
-    first, second = (
-        submit(redis_client, tmp_path, lines_of(LINES), tenant="t", queued_tokens=87_000).id for _ in range(2)
-    )
-    read_lines = validate.read_lines
-    with validated_meanwhile(redis_client, first, monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(validate, "read_lines", read_lines)
-        with validated_meanwhile(redis_client, second, monkeypatch):
-            assert 0 < queue.window_lines(second) < queue.window_lines(first)
+    source = source_of(tmp_path)
+    batch = begin(redis_client, source).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert commit(redis_client, claim(redis_client)) == 20
+    os.utime(source, ns=(1, 1))
+    answered = 20
+    while Queue(redis_client).window_lines(batch) > 100:
+        answered += commit(redis_client, claim(redis_client, 500))
+    step(redis_client, batch)  # feeds more, of the touched source
+    answered += commit(redis_client, claim(redis_client, 500))
+    if end is not None:
+        end(redis_client, batch)
+    assert run_to_end(redis_client, batch).completed == (LINES if end is None else answered)
 
 
 def test_a_redis_that_went_back_to_the_validation_counts_each_line_once(
