@@ -64,6 +64,13 @@ class Site:
             self.old[name].terminate()
             assert self.old.pop(name).wait(60) == 0, name
 
+    def wait_registered(self) -> None:
+        wait_until(lambda: has_old_processes(self.client), 60, "the process to be registered")
+
+    def wait_unregistered(self) -> None:
+        """Also of one that was stopped while it registered itself, which then expires."""
+        wait_until(lambda: not has_old_processes(self.client), 120, "the registration to end")
+
     def wait_led(self) -> None:
         wait_until(lambda: self.client.exists(keys.LEADER), 60, "a ticker to lead")
 
@@ -147,9 +154,9 @@ def test_a_running_process_of_the_version_before_is_known(site: Site) -> None:
     assert not has_old_processes(site.client)
     for queue in ("advance", "bulk"):
         site.start_old(queue, "jobs.rq_worker", "--queue", queue)
-        wait_until(lambda: has_old_processes(site.client), 60, "the process to be registered")
+        site.wait_registered()
         site.stop_old(queue)
-        assert not has_old_processes(site.client)
+        site.wait_unregistered()
     site.plane.start("driver")
     wait_until(lambda: site.client.exists("rq:workers:batches"), 60, "the driver to be registered")
     assert not has_old_processes(site.client)
@@ -175,11 +182,13 @@ def test_a_ticker_of_this_version_leads_old_and_new_processes(site: Site, redis_
 
 def test_no_line_is_fed_early_while_an_old_process_may_take_the_batch(site: Site, redis_url: str) -> None:
     site.start_old("bulk", "jobs.rq_worker", "--queue", "bulk")
+    site.wait_registered()
     site.plane.start("ticker", "driver")
     with worker(redis_url):
         batches = [site.create()]
         site.wait_under_way(batches)
         site.stop_old("bulk")
+        site.wait_unregistered()
         batches.append(site.create())
         site.check_ends()
     early = [Queue(site.client).batch_fields(batch).early for batch in batches]
