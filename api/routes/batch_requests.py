@@ -27,7 +27,7 @@ from jobs.batch.source_check import MAX_PROBLEMS, estimated_tokens, served_model
 from jobs.protocol.results import ApiError
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.tasks import wake
-from jobs.store.storage import StoreError, StoreFull
+from jobs.store.storage import StoreFull
 
 _TYPES = ("application/jsonl", "application/x-ndjson", "application/json", "application/octet-stream")
 _GROUP_BYTES = 1024 * 1024  # that are appended, and made durable, at once
@@ -121,16 +121,15 @@ class _Appending:
         self._repeated += outcome.repeated
         self._failed += len(outcome.problems)
         self._problems += outcome.problems[: MAX_PROBLEMS - len(self._problems)]
-        self._note_tokens()
+        self._note_tokens(estimated_tokens(outcome.body_bytes))
         # A driver that this does not reach looks by itself
         wake(self._queue.redis, self._record.id)
 
-    def _note_tokens(self) -> None:
+    def _note_tokens(self, tokens: int) -> None:
         """Have them count for the tenant's other batches at once; else the next slice does."""
         if self._bounds.tokens is not None:
-            with contextlib.suppress(StoreError, QueueUnavailable):
-                found = OpenRequests(self._record.spec).committed()
-                self._queue.note_appended(self._record.id, estimated_tokens(found.body_bytes))
+            with contextlib.suppress(QueueUnavailable):
+                self._queue.note_appended(self._record.id, tokens)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

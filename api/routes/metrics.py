@@ -44,8 +44,7 @@ _DECLARED: dict[str, type[Family]] = {**_OWN, "histogram": HistogramMetricFamily
 async def metrics(request: Request) -> Response:
     """Answer a scrape; 503 while the queue does not answer, so that the scrape counts as failed."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    state = state_of(request)
-    collector = QueueCollector(state.fleet.probe_queue)
+    collector = QueueCollector(state_of(request).fleet.probe_queue)
     try:
         # Else prometheus-client 0.26 replaces the colon of a name in OpenMetrics samples
         text = await run_in(LIVE, encode, collector, escaping=ALLOWUTF8)  # type: ignore[call-arg]

@@ -92,6 +92,7 @@ class AppendOutcome(NamedTuple):
     repeated: int  # the batch had them already
     problems: list[LineProblem]
     total: int  # lines of the batch
+    body_bytes: int  # of all its lines
 
 
 class CheckedLines(NamedTuple):
@@ -275,7 +276,7 @@ class OpenRequests:
         if fresh and (refusal := new.take(fresh, append)):
             return refusal
         problems.sort(key=lambda problem: problem.line or 0)
-        return AppendOutcome(len(fresh), repeated, problems, new.taken.lines)
+        return AppendOutcome(len(fresh), repeated, problems, new.taken.lines, new.taken.body_bytes)
 
     def _known(self, database: sqlite3.Connection, ids: list[bytes]) -> dict[bytes, tuple[bytes, int]]:
         """Return digest and number of the lines that have these ids."""

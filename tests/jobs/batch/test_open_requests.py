@@ -101,8 +101,8 @@ def spec(tmp_path: Path) -> BatchSpec:
 
 
 def test_lines_are_appended_once(spec: BatchSpec) -> None:
-    assert append(spec, "a", "b") == (2, 0, [], 2)
-    assert append(spec, "b", "c", "c") == (1, 2, [], 3)
+    assert append(spec, "a", "b") == (2, 0, [], 2, 126)
+    assert append(spec, "b", "c", "c") == (1, 2, [], 3, 189)
     assert stored_ids(spec) == ["a", "b", "c"]
     found = OpenRequests(spec).committed()
     assert (found.models, found.endpoints, found.closed) == (["m"], ["/v1/chat/completions"], False)
@@ -462,7 +462,7 @@ def test_a_power_cut_during_an_append_loses_nothing_acknowledged(spec: BatchSpec
         for name in os.listdir(tmp_path / "cut"):
             shutil.copy(tmp_path / "cut" / name, Path(spec.root, name))
         assert stored_ids(spec) == ["a", "b"]
-        assert append(spec, "b", "d", "c") == (2, 1, [], 4)
+        assert append(spec, "b", "d", "c") == (2, 1, [], 4, 252)
         assert stored_ids(spec) == ["a", "b", "d", "c"]
 
 
