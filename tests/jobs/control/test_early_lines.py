@@ -84,6 +84,24 @@ def commit(client: redis.Redis, claims: list[Claim]) -> int:
     return len(claims) - len(lost)
 
 
+def change(source: Path) -> None:
+    """Give each line another content of the same size."""
+    source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
+    os.utime(source, ns=(1, 1))
+
+
+def killed_with_answers(client: redis.Redis, folder: Path, batch: str, monkeypatch: pytest.MonkeyPatch) -> EarlierRedis:
+    """Answer 20 early lines, and leave all as a kill of the validation then does. Return that."""
+    manifest = folder / "out.parts" / "manifest.json"
+    with validated_meanwhile(client, batch, monkeypatch):
+        assert commit(client, claim(client)) == 20
+        killed_at = EarlierRedis(client)
+        content = manifest.read_bytes()
+    killed_at.restore()
+    manifest.write_bytes(content)
+    return killed_at
+
+
 def check_nothing_shown(record: BatchRecord, state: str) -> None:
     assert record.state == state
     assert (record.total, record.completed, record.failed, record.waiting, record.running) == (0, 0, 0, 0, 0)
@@ -284,8 +302,7 @@ def test_a_killed_validation_keeps_the_lines_of_the_same_input_only(
     if manifest is not None:
         folder.write_bytes(manifest)
     if changed:
-        source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
-        os.utime(source, ns=(1, 1))
+        change(source)
     record = step(redis_client, batch)
     assert (record.state, record.completed) == ("in_progress", 0 if changed else 10)
     assert commit(redis_client, early[10:]) == (0 if changed else 10)
@@ -304,14 +321,8 @@ def test_no_answer_to_a_line_of_an_earlier_input_is_in_the_results(
 ) -> None:
     source = source_of(tmp_path)
     batch = begin(redis_client, source).id
-    with validated_meanwhile(redis_client, batch, monkeypatch):
-        assert commit(redis_client, claim(redis_client)) == 20
-        held_at = EarlierRedis(redis_client)
-        manifest = (tmp_path / "out.parts" / "manifest.json").read_bytes()
-    held_at.restore()
-    (tmp_path / "out.parts" / "manifest.json").write_bytes(manifest)
-    source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
-    os.utime(source, ns=(1, 1))
+    held_at = killed_with_answers(redis_client, tmp_path, batch, monkeypatch)
+    change(source)
     assert step(redis_client, batch).state == "in_progress"
     held_at.restore()
     end(redis_client, batch)
@@ -365,14 +376,8 @@ def test_a_redis_that_goes_back_before_the_batch_is_in_progress_keeps_no_lines_o
     """After the last look at them, to the pass before, which was killed."""
     source = source_of(tmp_path)
     batch = begin(redis_client, source).id
-    with validated_meanwhile(redis_client, batch, monkeypatch):
-        assert commit(redis_client, claim(redis_client)) == 20
-        killed_at = EarlierRedis(redis_client)
-        manifest = (tmp_path / "out.parts" / "manifest.json").read_bytes()
-    killed_at.restore()
-    (tmp_path / "out.parts" / "manifest.json").write_bytes(manifest)
-    source.write_bytes(source.read_bytes().replace(b'"say ', b'"SAY '))
-    os.utime(source, ns=(1, 1))
+    killed_at = killed_with_answers(redis_client, tmp_path, batch, monkeypatch)
+    change(source)
     restore_progress = validate.restore_progress
 
     def goes_back(*arguments: Any) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def count_bytes(
         if layout is not None and part == layout.stored:
             count += numbers * layout.packed * (bits or 8 * item_size) // 8
         elif layout is not None and bits and part in _SCALES:
-            rows, *_ = shapes.get(f"{module}.{layout.stored}") or (1,)  # whoever reads it refuses what is amiss
+            rows, *_ = shapes.get(f"{module}.{layout.stored}") or (1,)  # its reader refuses what is amiss
             count += numbers * min(layout.scaled_rows or rows, rows) * _GROUP_BYTES[bits]
         elif part not in checkpoint_format.parts:
             count += numbers * item_size
