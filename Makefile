@@ -4,6 +4,16 @@ BIN := $(VENV)/bin
 JAVASCRIPT := tests/contract/javascript
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# Each of the thousands of processes that the tests start would compile the packages again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# The files of `make test` are in memory where that has 4 GiB for them: a disk takes milliseconds to store each of many thousands for good.
+# Proofs write more, and stay on the disk.
+MEMORY := /dev/shm
+ifeq ($(shell grep -q ' $(MEMORY) .*noexec' /proc/mounts || df --output=avail $(MEMORY) 2>/dev/null | awk 'NR == 2 && $$1 > 4194304 { print "room" }'),room)
+test: export PYTEST_DEBUG_TEMPROOT ?= $(MEMORY)
+endif
+
 # A slow machine on a fast one: ISA=avx2 builds and runs as on a processor without AVX-512, BUSY=1 keeps a core busy with something else
 # for as long as the lanes run. `make test proof ISA=avx2 BUSY=1`.
 ifeq ($(ISA),avx2)
@@ -123,6 +133,7 @@ proof-system:
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --sentinel --seconds 150 --requests 3000 $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.chaos --bucket --seconds 150 --requests 3000 $(if $(SEED),--seed $(SEED))
 
 faults: $(VENV)/.installed-test  ## put known faults into a copy of the code one by one: the suite has to find each
 	$(BIN)/python -m tests.faults

@@ -1,12 +1,18 @@
 """Batches in OpenAI's shape, and how a caller's batch is found."""
 
-from typing import Any, Literal
+from typing import Any
 
-from openai.types import Batch, BatchError, BatchRequestCounts, BatchUsage
-from openai.types.batch import Errors
-from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
-from pydantic import BaseModel
+from msgspec import UNSET
 
+from api.answer_objects import (
+    Batch,
+    BatchError,
+    BatchRequestCounts,
+    BatchUsage,
+    Errors,
+    InputTokensDetails,
+    OutputTokensDetails,
+)
 from api.state import ApiState
 from jobs.batch.client import BatchRecord, get_batch
 from jobs.batch.retention import is_kept
@@ -15,14 +21,6 @@ from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError, Usage
 from jobs.protocol.states import END_STATES
 from jobs.queue.scripts import QueueUnavailable
-
-
-class BatchDeleted(BaseModel):
-    """The answer to the deletion of a batch, in the shape of OpenAI's other ones."""
-
-    id: str
-    object: Literal["batch"] = "batch"
-    deleted: Literal[True] = True
 
 
 def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
@@ -44,14 +42,13 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
 
 
 def batch_object(record: BatchRecord) -> dict[str, Any]:
-    """Return every field of `openai.types.Batch`, and a priority other than 0 and a risk if it has
-    one.
+    """Return a batch as clients read it.
 
     Counts are of lines on disk, which nothing takes back; so states only move forward.
     """
     spec = record.spec
     times = _times(record)
-    shown = Batch(
+    batch = Batch(
         id=record.id,
         object="batch",
         endpoint=spec.endpoint or "",
@@ -76,17 +73,13 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         ),
         usage=_usage(record.usage),
         metadata=spec.metadata,
+        priority=spec.priority or UNSET,
+        risk=record.risk or UNSET,
     )
-    beyond = {"priority": spec.priority, "risk": record.risk}
-    shown_beyond = {name: value for name, value in beyond.items() if value}
-    return {**shown.model_dump(), **shown_beyond, **_open_members(record, times)}
-
-
-def _open_members(record: BatchRecord, times: dict[str, int]) -> dict[str, Any]:
-    """Members that OpenAI's batches do not have, of one whose requests are appended."""
-    if not record.spec.streams_input:
-        return {}
-    return {"input": "stream", "open": record.open and not record.ended, "last_append_at": times.get("appended")}
+    if spec.streams_input:
+        batch.input, batch.open = "stream", record.open and not record.ended
+        batch.last_append_at = times.get("appended")
+    return batch.as_dict()
 
 
 def _times(record: BatchRecord) -> dict[str, int]:
@@ -115,4 +108,5 @@ def _usage(usage: Usage) -> BatchUsage:
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens or 0),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        device_seconds=usage.device_microseconds / 1e6,
     )

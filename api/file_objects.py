@@ -3,16 +3,33 @@
 import time
 from typing import Any
 
-from openai.types import FileObject, Upload
-
+from api.answer_objects import FileObject, UploadObject
 from jobs.store.file_store import FileRecord
 from jobs.store.upload_store import UploadRecord
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:
-    """Every field of `openai.types.FileObject`."""
-    # Not validated: "evals" is a purpose of uploads that the package's type does not list.
-    shaped = FileObject.model_construct(
+    """Return a file as clients read it."""
+    return _file(record).as_dict()
+
+
+def upload_object(record: UploadRecord) -> dict[str, Any]:
+    """Return an upload as clients read it."""
+    return UploadObject(
+        id=record.id,
+        bytes=record.bytes,
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+        filename=record.filename,
+        object="upload",
+        purpose=record.purpose,
+        status=record.status_at(time.time()),
+        file=None if record.file is None else _file(record.file),
+    ).as_dict()
+
+
+def _file(record: FileRecord) -> FileObject:
+    return FileObject(
         id=record.id,
         bytes=record.bytes,
         created_at=record.created_at,
@@ -23,19 +40,3 @@ def file_object(record: FileRecord) -> dict[str, Any]:
         expires_at=record.expires_at,
         status_details=None,
     )
-    return shaped.model_dump(warnings=False)
-
-
-def upload_object(record: UploadRecord) -> dict[str, Any]:
-    """Every field of `openai.types.Upload`."""
-    shaped = Upload(
-        id=record.id,
-        bytes=record.bytes,
-        created_at=record.created_at,
-        expires_at=record.expires_at,
-        filename=record.filename,
-        object="upload",
-        purpose=record.purpose,
-        status=record.status_at(time.time()),
-    )
-    return shaped.model_dump() | {"file": None if record.file is None else file_object(record.file)}

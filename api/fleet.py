@@ -39,6 +39,8 @@ class Snapshot:
     models: dict[str, ModelRecord]
     expected: Sequence[str] = ()
     on_demand: Mapping[str, OnDemandModel] = field(default_factory=dict)  # loaded when a call waits
+    # Models of earlier readings, where Redis may have come back empty since
+    missed: frozenset[str] = frozenset()
 
     def names(self, *states: str) -> set[str]:
         """Models of the workers in one of `states`."""
@@ -47,6 +49,10 @@ class Snapshot:
     def tasks(self, model: str) -> list[set[str]]:
         """What each worker of a model does that takes its calls now."""
         return [set(one.tasks) for one in self.workers if model in one.models and one.state == "ready"]
+
+    def was_served(self, model: str) -> bool:
+        """Whether a worker serves the model, or did, also before Redis came back empty."""
+        return model in self.models or model in self.missed
 
     @property
     def served(self) -> list[ModelRecord]:
@@ -85,6 +91,7 @@ class Fleet:
         self.probe_queue = Queue(client, self.short_retry_queue.settings)
         self._timeout = max(queue.settings.redis_retry_seconds, _FRESH_SECONDS)
         self._expected = expected
+        self._seen: frozenset[str] = frozenset()  # models of all readings
         self._on_demand = dict.fromkeys(queue.settings.on_demand_models, OnDemandModel(server=""))
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
@@ -220,7 +227,11 @@ class Fleet:
     def _read_now(self) -> Snapshot:
         models = {record.name: record for record in self.probe_queue.models()}
         on_demand = self._on_demand | self.probe_queue.on_demand()
-        return Snapshot(self.probe_queue.workers(), models, self._expected, on_demand)
+        self._seen |= models.keys()
+        missed = self._seen - models.keys()
+        if missed and self.probe_queue.registry_age() > self.load_timeout:  # they were removed on purpose
+            self._seen, missed = frozenset(models), frozenset()
+        return Snapshot(self.probe_queue.workers(), models, self._expected, on_demand, missed)
 
 
 async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
@@ -243,7 +254,7 @@ def not_served(model: str, snapshot: Snapshot) -> ApiError:
         )
     # No models at all, but for those of the settings: Redis is new, or came back empty a moment ago
     offered = any(offer.server for offer in snapshot.on_demand.values())
-    if model in snapshot.models or not (snapshot.models or offered):
+    if snapshot.was_served(model) or not (snapshot.models or offered):
         return ApiError(
             503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
         )

@@ -12,11 +12,13 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from api.auth import caller_of
+from api.http.openapi import answered
 from api.http.responses import json_response
 from api.state import state_of
 from jobs.protocol import fields
+from jobs.protocol.idempotency import HEADER
 from jobs.protocol.ids import new_id
-from jobs.store.idempotency import HEADER, HeldKey
+from jobs.store.idempotency import HeldKey
 
 _MAX_KEY = 255
 _REPLAYED = "Idempotent-Replayed"
@@ -34,10 +36,10 @@ Answer = tuple[dict[str, Any], bool]
 """The body, and whether it is that of an earlier request."""
 
 
-def answers(model: type) -> dict[int | str, dict[str, Any]]:
+def answers(kind: Any) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of such a route."""
     described = {"description": "of an answer that an earlier request had", "schema": {"enum": ["true"]}}
-    return {200: {"model": model, "headers": {_REPLAYED: described}}}
+    return {200: answered(kind)[200] | {"headers": {_REPLAYED: described}}}
 
 
 def respond(answer: Answer) -> Response:

@@ -41,7 +41,9 @@ logger = logging.getLogger(__name__)
 class LiveCall:
     """Submits one call, follows its entries and cancels it if its client leaves."""
 
-    def __init__(self, state: ApiState, call: Call | PoolingCall | TokenizerCall, tenant: str = "") -> None:
+    def __init__(
+        self, state: ApiState, call: Call | PoolingCall | TokenizerCall, tenant: str = "", key_id: str = ""
+    ) -> None:
         self.key = RequestKey(requests.new_live_id(tenant), 0)
         self.calls_of_tenant = 0  # that are unfinished, with this one; 0 where they are not counted
         self._state = state
@@ -49,6 +51,7 @@ class LiveCall:
         self._reader: Reader = state.reader
         self._fleet: Fleet = state.fleet
         self._call = call
+        self._key_id = key_id
         self._inbox: Inbox | None = None
         self._submitting: asyncio.Task[None] | None = None
         self._finished = False
@@ -160,7 +163,7 @@ class LiveCall:
 
     def _submit_now(self) -> None:
         if not self._finished:
-            counted = self._fleet.short_retry_queue.submit(self.key.batch, self._request)
+            counted = self._fleet.short_retry_queue.submit(self.key.batch, self._request, self._key_id)
             self.calls_of_tenant = counted or self.calls_of_tenant
 
     async def _next(self) -> StreamEntry:

@@ -28,6 +28,7 @@ def main(settings: ApiSettings) -> None:
         signal.signal(signal.SIGTERM, partial(_stop, server))
         gc.collect()
         gc.freeze()  # what the imports made stays; collecting it again would hold up every stream
+        gc.enable()
         server.run(sockets=[listener])
 
 

@@ -11,6 +11,7 @@ Scenarios, each on a Redis that was just started:
 - behind: 10 lines behind 8 batches of 150,000 that run, of the same tenant and of another one
 - open: 50,000 lines of 200 bytes appended to an open batch, 500 in a call, while they run
 - file: 300,000 lines as `run-batch` has them
+- large: 100,000 lines of 2,060 bytes as `run-batch` has them, whose first is claimed at once
 - million: 1,000,000 lines by `pipeline run-batch` itself, and the memory of every process
 """
 
@@ -21,9 +22,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ _ROLES = {
     "aof-rewrite": REDIS,
 }
 _LINE_BYTES = 200
+_LARGE_LINE_BYTES = 2060
 _APPENDED_LINES = 500  # in one call
 _POLL_SECONDS = 0.02
 _CREATORS = 4  # clients that create batches side by side
@@ -65,10 +68,11 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="lines, or batches, as a share of the full number")
     parser.add_argument("--claim", type=int, default=500, help="most requests of the worker's claims")
     parser.add_argument("--publish", action="store_true", help="publish each request's tokens before its result")
+    parser.add_argument("--file-store", help="store of the scenarios that have an API, such as s3://BUCKET/NEW-PREFIX")
     args = parser.parse_args()
     worker = ["--claim", str(args.claim), *(["--publish"] if args.publish else [])]
     for name in args.only:
-        with running_fleet(worker) as load:
+        with running_fleet(worker, args.file_store) as load:
             figures = SCENARIOS[name](load, args.scale)
         write_report(f"control-plane-{name}", {"scale": args.scale, **figures}, args.out, args.seed)
 
@@ -76,20 +80,23 @@ def main() -> None:
 class BatchLoad:
     """What is asked of a running fleet, and what is measured of that."""
 
-    def __init__(self, queue: Queue, redis_url: str, store: Path, url: str, first_claims: dict[str, float]) -> None:
+    def __init__(
+        self, queue: Queue, redis_url: str, folder: Path, store: str, url: str, first_claims: dict[str, float]
+    ) -> None:
         self.queue = queue
         self.redis_url = redis_url
-        self.store = store
+        self.folder = folder
         self.first_claims = first_claims
         """By batch, unix seconds."""
         self.most_result_bytes = 0
+        self._store = store
         self._url = url
         self._clients: dict[str, httpx.Client] = {}
 
     def client(self, tenant: str) -> httpx.Client:
         """Return a client with a key of the tenant."""
         if tenant not in self._clients:
-            _, secret = create_key(str(self.store), tenant=tenant)
+            _, secret = create_key(self._store, tenant=tenant)
             headers = {"authorization": f"Bearer {secret}"}
             self._clients[tenant] = httpx.Client(base_url=self._url, headers=headers, timeout=120)
             time.sleep(1.1)  # the API looks for new keys once a second
@@ -131,17 +138,18 @@ class BatchLoad:
 
 
 @contextmanager
-def running_fleet(worker: list[str]) -> Iterator[BatchLoad]:
+def running_fleet(worker: list[str], file_store: str | None = None) -> Iterator[BatchLoad]:
     """Run an API, a control plane, a Redis and a null worker; end them all."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        store, port = folder / "store", free_port()
-        settings = QueueSettings.from_environment(file_store=str(store))
+        store, port = file_store or str(folder / "store"), free_port()
+        settings = QueueSettings.from_environment(file_store=store)
         supervisor = stack.enter_context(Supervisor(None, settings, _say, "warning"))
-        supervisor.start_jobs(str(store))
-        supervisor.start_api(["--port", str(port), "--file-store", str(store), "--max-batch-lines", "1000000"])
+        supervisor.start_jobs(store)
+        supervisor.start_api(["--port", str(port), "--file-store", store, "--max-batch-lines", "1000000"])
         first_claims = stack.enter_context(_null_worker(supervisor.redis_url, worker))
-        load = BatchLoad(supervisor.queue, supervisor.redis_url, store, f"http://127.0.0.1:{port}", first_claims)
+        url = f"http://127.0.0.1:{port}"
+        load = BatchLoad(supervisor.queue, supervisor.redis_url, folder, store, url, first_claims)
         while not (load.queue.models() and _answers(load)):
             time.sleep(_POLL_SECONDS)
         yield load
@@ -179,10 +187,12 @@ def one_open_batch(load: BatchLoad, scale: float) -> dict[str, Any]:
     }
 
 
-def one_file_of_run_batch(load: BatchLoad, scale: float) -> dict[str, Any]:
-    lines = int(300_000 * scale)
-    source = write_lines(load.store.with_name("input.jsonl"), lines)
-    root, output = load.store.with_name("out.parts"), load.store.with_name("out.jsonl")
+def one_file_of_run_batch(
+    load: BatchLoad, scale: float, lines: int = 300_000, line_bytes: int = _LINE_BYTES
+) -> dict[str, Any]:
+    lines = int(lines * scale)
+    source = write_lines(load.folder / "input.jsonl", lines, line_bytes)
+    root, output = load.folder / "out.parts", load.folder / "out.jsonl"
     spec = BatchSpec(input=str(source), root=str(root), output=str(output), error_file="inline", default_model=MODEL)
     with _measured(lines) as processors:
         began = time.time()
@@ -193,7 +203,7 @@ def one_file_of_run_batch(load: BatchLoad, scale: float) -> dict[str, Any]:
 
 def one_million_lines(load: BatchLoad, scale: float) -> dict[str, Any]:
     lines = int(1_000_000 * scale)
-    source, output = write_lines(load.store.with_name("input.jsonl"), lines), load.store.with_name("out.jsonl")
+    source, output = write_lines(load.folder / "input.jsonl", lines), load.folder / "out.jsonl"
     command = [sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(output)]
     with _measured(lines) as processors:
         samples, began = MemorySamples(os.getpid(), _ROLES), time.monotonic()
@@ -248,25 +258,26 @@ def small_behind_large(load: BatchLoad, scale: float) -> dict[str, Any]:
     return figures | {"saturated_to_the_end": max(finished) < lines}
 
 
-SCENARIOS = {
+SCENARIOS: dict[str, Callable[[BatchLoad, float], dict[str, Any]]] = {
     "lines": one_batch_of_the_api,
     "batches": many_small_batches,
     "behind": small_behind_large,
     "open": one_open_batch,
     "file": one_file_of_run_batch,
+    "large": partial(one_file_of_run_batch, lines=100_000, line_bytes=_LARGE_LINE_BYTES),
     "million": one_million_lines,
 }
 
 
-def write_lines(path: Path, count: int) -> Path:
-    """Write completions of `_LINE_BYTES` each, with nothing in common."""
+def write_lines(path: Path, count: int, line_bytes: int = _LINE_BYTES) -> Path:
+    """Write completions of so many bytes each, with nothing in common."""
     with path.open("wb") as file:
         for line in range(count):
             start = (
                 f'{{"custom_id":"line-{line}","method":"POST","url":"/v1/completions","body":{{"model":"{MODEL}",'
                 f'"max_tokens":16,"prompt":"{line * 2654435761 % 2**32:08x} '
             ).encode()
-            file.write(start.ljust(_LINE_BYTES - 4, b"x") + b'"}}\n')
+            file.write(start.ljust(line_bytes - 4, b"x") + b'"}}\n')
     return path
 
 

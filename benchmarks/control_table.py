@@ -36,6 +36,10 @@ def _appended(figures: Figures) -> str:
     return f"{figures['appended_lines_per_second']:,} lines/s acknowledged, on disk, while they run"
 
 
+def _first_claim(figures: Figures) -> str:
+    return f"its first line is claimed after {figures['first_claim']} s"
+
+
 def _batches(figures: Figures) -> str:
     commands = round(figures["redis_commands"] / figures["batches"])
     return f"{figures['seconds']} s to the end of the last; {commands} commands of Redis a batch"
@@ -54,6 +58,7 @@ _ROWS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "10 lines behind 8 batches of 150,000 that run": ("behind", _waits),
     "50,000 lines appended to an open batch, 500 in a call": ("open", _appended),
     "a file of 300,000 lines by `run-batch`": ("file", _throughput),
+    "a file of 206 MB, 100,000 lines, by `run-batch`": ("large", _first_claim),
     "a file of 1,000,000 lines by the command `run-batch`": ("million", _memory),
 }
 FILES = tuple(f"control-plane-{scenario}" for scenario, _ in _ROWS.values())

@@ -294,6 +294,14 @@ GOALS = (
         lambda figures: f"{min(figures['run_batch_seconds']):.1f} against {min(figures['engine_seconds']):.1f} s",
     ),
     Goal(
+        "`map` of the Python client to its last answer, 10,000 short prompts, against `run-batch`",
+        "client-map",
+        "x",
+        _targets(0.97, 1.0),
+        lambda figures: float(figures["to_last_answer"]["ratio"]),
+        lambda figures: f"the whole program {figures['whole_program']['ratio']:.2f}x",
+    ),
+    Goal(
         "time in Python per step at 64 rows",
         "step-profile-gpt2-124m",
         "%",

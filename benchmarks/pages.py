@@ -1,16 +1,18 @@
 """Writes what pages quote of the files of results: `python -m benchmarks.pages`.
 
-Between its marks, the README gets the table of goals, and `docs/performance.md` the tables of a
-step's parts, of batch sizes, of admission, of live calls, of the control plane and of embeddings,
-each for every processor that it was measured on; the plots are drawn anew. A test holds that what
+Between its marks, the README gets the table of goals, `docs/performance.md` the tables of a step's
+parts, of batch sizes, of admission, of live calls, of the control plane and of embeddings, and
+`docs/scaling.md` those of a fleet, each for every processor that it was measured on; the plots are
+drawn anew. A test holds that what
 is committed is what the committed results give.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import control_table, embeddings_table
+from benchmarks import control_table, embeddings_table, fleet_table
 from benchmarks.admission import admission_table
+from benchmarks.fleet_plot import fleet_plot
 from benchmarks.goals import table
 from benchmarks.live_plot import live_plot
 from benchmarks.live_table import live_table, streams_table
@@ -22,9 +24,14 @@ from benchmarks.report import RESULTS, arguments
 ROOT = Path(__file__).parent.parent
 PLOT = Path("benchmarks/versus_vllm.svg")
 NOT_MEASURED = "Not measured yet.\n"
-README, PERFORMANCE = Path("README.md"), Path("docs/performance.md")
+README, PERFORMANCE, SCALING = Path("README.md"), Path("docs/performance.md"), Path("docs/scaling.md")
 
-_LIVE = "live-gpt2-124m"
+_LIVE, _FLEET = "live-gpt2-124m", "fleet"
+_PICTURES = {
+    "live": "Latency of each live call, and tokens a second, over time",
+    _FLEET: "Redis' share of its core, by the number of workers",
+}
+"""What the pictures above tables show, by the name of the marks."""
 _TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "step-profile-gpt2-124m": (["step-profile-gpt2-124m"], profile_table),
     "batch-sizes": (["batch-sizes"], sizes_table),
@@ -55,10 +62,16 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
     for name, (files, make) in _TABLES.items():
         texts = [_of_processor(one, name, files, make) for one in processors]
         performance = between_marks(performance, name, "\n".join(filter(None, texts)) or NOT_MEASURED)
+    tables = [_of_processor(one, _FLEET, fleet_table.FILES, fleet_table.fleet_table) for one in processors]
+    scaling = between_marks((ROOT / SCALING).read_text(), _FLEET, "\n".join(filter(None, tables)) or NOT_MEASURED)
     readme = between_marks((ROOT / README).read_text(), "goals", table(results))
-    live = {_picture(one): result.figures for one in processors if (result := one.result(_LIVE))}
-    drawn = {path: live_plot(figures["beside"]) for path, figures in live.items()}
-    return {PLOT: plot(results), **drawn, README: readme, PERFORMANCE: performance}
+    drawn = {}
+    for one in processors:
+        if result := one.result(_LIVE):
+            drawn[_picture(one, "live")] = live_plot(result.figures["beside"])
+        if result := one.result(_FLEET):
+            drawn[_picture(one, _FLEET)] = fleet_plot(result.figures)
+    return {PLOT: plot(results), **drawn, README: readme, PERFORMANCE: performance, SCALING: scaling}
 
 
 def _of_processor(one: MeasuredProcessor, name: str, files: Sequence[str], make: Callable[..., str]) -> str | None:
@@ -68,13 +81,13 @@ def _of_processor(one: MeasuredProcessor, name: str, files: Sequence[str], make:
         return None
     date = max(result.date for result in results if result)
     text = make(*(result and result.figures for result in results))
-    picture = f"![Latency of each live call, and tokens a second, over time](../{_picture(one)})\n\n"
-    return f"{one.processor.title}, {date}:\n\n{picture if name == 'live' else ''}{text}"
+    picture = f"![{_PICTURES[name]}](../{_picture(one, name)})\n\n" if name in _PICTURES else ""
+    return f"{one.processor.title}, {date}:\n\n{picture}{text}"
 
 
-def _picture(one: MeasuredProcessor) -> Path:
-    """Return where the plot of its live calls is."""
-    return Path(f"benchmarks/live-{one.processor.folder}.svg")
+def _picture(one: MeasuredProcessor, name: str) -> Path:
+    """Return where the plot above a table of its results is."""
+    return Path(f"benchmarks/{name}-{one.processor.folder}.svg")
 
 
 def between_marks(page: str, name: str, text: str) -> str:

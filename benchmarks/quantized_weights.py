@@ -26,7 +26,7 @@ Draw = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKind:
-    """`bytes_per_weight` counts what the engine stores: scales in float32, zero points in bytes."""
+    """`bytes_per_weight` counts what the engine stores: scales and zero points in float32."""
 
     settings: Mapping[str, Any]
     stored: str
@@ -98,7 +98,7 @@ KINDS = {
         {"num_bits": 4, "type": "int", "strategy": "group", "group_size": _GROUP_SIZE, "symmetric": True},
         "pack-quantized",
         _int4,
-        1 / 2 + 5 / _GROUP_SIZE,
+        1 / 2 + 8 / _GROUP_SIZE,
     ),
     "float8": QuantizedKind(
         {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},

@@ -71,6 +71,8 @@ class Settings:
 def _checked(one: Field[Any], given: Any) -> Any:
     """`given`, a text of the environment too, as what the field is."""
     kind = kind_of(one)
+    if given == "" and one.default is None:  # a flag that takes back what a config file says
+        return None
     if kind in (int, float):
         return None if given is None else _number(one, kind, given)
     if kind is bool and isinstance(given, str):

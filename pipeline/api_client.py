@@ -20,11 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NO_KEY = "none"  # the client insists on one; a server without keys looks at none
 _PASSING = (408, 425, 429)
-_CUTS = (
-    ("httpx", "RequestError"),
-    ("httpx2", "RequestError"),
-    ("h11", "LocalProtocolError"),
-)  # h11: a file grew while it was sent
+_CUTS = (("httpx2", "RequestError"), ("h11", "LocalProtocolError"))  # h11: a file grew while it was sent
 _LONGEST_MESSAGE = 500
 
 
@@ -123,10 +119,7 @@ def is_passing(error: Exception) -> bool:
 
 
 def is_cut(error: Exception) -> bool:
-    """Return whether a connection ended in the middle of a call.
-
-    The client's own library is httpx or httpx2, by its version.
-    """
+    """Return whether a connection ended in the middle of a call."""
     return any(isinstance(error, getattr(sys.modules[module], name)) for module, name in _CUTS if module in sys.modules)
 
 

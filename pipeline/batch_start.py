@@ -188,8 +188,6 @@ def check_input(task: Task) -> None:
         with open_source(source, task.allowed):
             return
     try:
-        if source.is_dir():
-            raise Refused(f"the input {source} is a folder")
         source.open("rb").close()
     except FileNotFoundError:
         raise Refused(f"there is no file {source}") from None

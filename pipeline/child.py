@@ -57,6 +57,13 @@ class Child:
         self._deaths: deque[float] = deque()
         self._start_at: float | None = None
         self._stopping = False
+        self.stop_code: int | None = None
+        """The exit code of the process that was waited for after an order to stop."""
+
+    @property
+    def last_error(self) -> str:
+        """Return the last error that the process printed, "" if none."""
+        return self._errors[-1] if self._errors else ""
 
     @property
     def has_stopped(self) -> bool:
@@ -114,6 +121,12 @@ class Child:
         self._start_at, self._stopping = None, True
         self._signal(signal.SIGTERM)
 
+    def insist(self) -> None:
+        """Send SIGINT after `ask_to_stop`, which a supervisor takes as a second order: to stop its
+        own children at once.
+        """
+        self._signal(signal.SIGINT)
+
     def kill(self) -> None:
         """Send SIGKILL, to be followed as `ask_to_stop`."""
         self._start_at, self._stopping = None, True
@@ -130,6 +143,7 @@ class Child:
                 break
             time.sleep(_STOP_POLL)
         self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
+        self.stop_code = self._process.returncode
         self._process = None
 
     def _stopped(self, process: "subprocess.Popen[str]") -> None:
@@ -158,7 +172,8 @@ class Child:
             )
         pause = 0.0 if len(self._deaths) == 1 else min(_FIRST_PAUSE * 2 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
         self._start_at = now + pause
-        self._say(f"the {self.name} process {how}; restarting it" + (f" in {pause:.1f} s" if pause else ""))
+        why = f" ({self._errors[-1]})" if self._errors else ""
+        self._say(f"the {self.name} process {how}{why}; restarting it" + (f" in {pause:.1f} s" if pause else ""))
 
     def _listen(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None

@@ -15,8 +15,8 @@ Location = Path | Uri
 
 
 def named_files(inputs: Iterable[Location], output: Location | None) -> list[tuple[Location, Location]]:
-    """Return each input with its output; a pattern stands for the files that match it, and the
-    folder of a URI for the files in it. A folder of Parquet files is one input.
+    """Return each input with its output; a pattern stands for the files that match it, and a
+    folder for the files in it. A folder of Parquet files is one input.
 
     The outputs of several inputs, or of a pattern, are in the folder `output`. Raise `Refused` and
     `Unfinished`.
@@ -84,10 +84,11 @@ def _matches(named: Location) -> Sequence[Location]:
 
     What an earlier start of the same command wrote does not match.
     """
-    if isinstance(named, Path) and named.is_dir() and _has_tables(named):
-        named = Uri(f"{Path(os.path.abspath(named)).as_uri()}/")
     if isinstance(named, Uri):
         return _matching_uris(named)
+    if named.is_dir():
+        found_there = _matching_uris(Uri(f"{Path(os.path.abspath(named)).as_uri()}/"))
+        return found_there if found_there[0].is_folder else [named / Path(one.path).name for one in found_there]
     if named.exists() or not glob.has_magic(str(named)):
         return [named]
     found = [Path(path) for path in sorted(glob.glob(str(named), recursive=True))]
@@ -96,27 +97,30 @@ def _matches(named: Location) -> Sequence[Location]:
     raise Refused(f"no file matches {named}")
 
 
-def _has_tables(folder: Path) -> bool:
-    from jobs.batch.input_files import is_parquet
-
-    return any(is_parquet(path.name) for path in folder.rglob("*"))
-
-
 def _matching_uris(named: Uri) -> list[Uri]:
     if not named.is_pattern and not named.is_folder:
         return [named]
-    from jobs.batch.input_files import is_parquet
-    from pipeline.uris.stores import files_of, infos_below
+    from pipeline.uris.stores import files_of
 
-    if named.is_folder and (below := infos_below(named)):
-        tables = [is_parquet(one.base_name) for one in below]
-        if all(tables):
-            return [named]
-        if any(tables):
-            raise Refused(f"{named} is a folder of Parquet files and others: name its files by a pattern")
-    if found := files_of(named):
+    if named.is_folder and _is_one_table(named):
+        return [named]
+    if found := [one for one in files_of(named) if not (one.scheme == "file" and _is_written(Path(one.path)))]:
         return found
     raise Refused(f"no file {'matches' if named.is_pattern else 'is in'} {named}")
+
+
+def _is_one_table(folder: Uri) -> bool:
+    """Return whether all of its files are Parquet. Raise `Refused` if some are an input."""
+    from jobs.batch.input_files import is_parquet
+    from pipeline.uris.stores import infos_below
+
+    below = infos_below(folder)
+    tables = [info for info in below if is_parquet(info.base_name)]
+    if len(tables) == len(below):
+        return bool(below)
+    if all(folder.scheme == "file" and _is_written(Path(info.path)) for info in tables):
+        return False
+    raise Refused(f"{folder} is a folder of Parquet files and others: name its files by a pattern")
 
 
 def _is_written(path: Path) -> bool:

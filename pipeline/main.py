@@ -11,6 +11,7 @@ COMMANDS = {
     "api": "Answer HTTP: live calls, files, batches, models, health.",
     "batches": "Create, show, wait for and cancel batches of a server.",
     "files": "Upload, list, fetch and delete files of a server.",
+    "fleet": "Place workers on a Ray cluster as the queue grows and shrinks.",
     "health": "Exit with 0 if the processes of this host are at work.",
     "jobs": "Validate, feed and finalize batches.",
     "keys": "Make, show and revoke API keys.",

@@ -355,16 +355,30 @@ redis_option, fleet_redis_option, optional_redis_option = (
 
 
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
-    from jobs.store.file_store import store_folder
     from jobs.store.storage import StoreError
+    from jobs.store.store_folder import store_root
 
     try:
-        return str(store_folder(location))
+        return str(store_root(location))
     except StoreError as error:
         raise click.BadParameter(str(error)) from None
 
 
-store_option = flag_of(QueueSettings, "file_store", callback=_check_store)
+def _check_served_store(ctx: click.Context, param: click.Parameter, location: str) -> str:
+    from jobs.store.bucket_check import check_bucket
+    from jobs.store.storage import StoreError
+
+    try:
+        check_bucket(location)
+    except StoreError as error:
+        raise click.BadParameter(str(error)) from None
+    return _check_store(ctx, param, location)
+
+
+store_option, served_store_option = (
+    flag_of(QueueSettings, "file_store", callback=check) for check in (_check_store, _check_served_store)
+)
+"""The second is for processes that serve, which try what a bucket can do."""
 
 json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help="Print JSON for programs.")
 
@@ -385,6 +399,25 @@ shutdown_option = flag_of(WorkerSettings, "shutdown_timeout")
 
 model_options = all_of(flags_of(WorkerSettings, "shutdown_timeout"), flags_of(EngineConfig))
 MODEL_FLAGS = [parameter_of(one) for settings in (WorkerSettings, EngineConfig) for one in declared(settings)]
+
+model_flags_option = flag(
+    "--model-flags",
+    multiple=True,
+    help="Flags of one of several models, as 'NAME=--max-model-len 8K --dtype float32'; may be repeated.",
+)
+served_models_options = all_of(
+    flag(
+        "--model",
+        "model_option",
+        env="PIPELINE_MODEL",
+        type=ModelNames(),
+        multiple=True,
+        help="Folder or hub name of a model, NAME=FOLDER, or a folder of models; may be repeated."
+        " [default: the demo model]",
+    ),
+    model_flags_option,
+)
+"""Of commands that serve any number of models."""
 
 replicas_option = flag(
     "--data-parallel-size",

@@ -15,9 +15,9 @@ import click
 
 from jobs.batch.input_files import InputError, first_line
 from jobs.protocol.chat import CHAT
+from jobs.protocol.idempotency import HEADER
 from jobs.protocol.lines import decode_json
 from jobs.protocol.states import END_STATES
-from jobs.store.idempotency import HEADER
 from jobs.store.storage import StoreError
 from pipeline import remote_files
 from pipeline.api_client import is_passing

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.progress import Counts
+from pipeline.progress import Counts, duration
 from pipeline.summary import requests_line, tokens_line
 
 if TYPE_CHECKING:
@@ -30,6 +30,16 @@ def show_object(value: dict[str, Any], as_json: bool) -> None:
     for name, field in fields.items():
         shown = f"{moment(field)} ({field})" if name.endswith("_at") else _plain(field)
         click.echo(f"{name:<{width}}  {shown}")
+
+
+def shown_status(batch: "Batch") -> str:
+    """Return the status; of an open batch also how long ago requests were last appended."""
+    fields: dict[str, Any] = batch.to_dict()
+    if not fields.get("open"):
+        return batch.status
+    last = fields.get("last_append_at")
+    since = "no append yet" if last is None else f"last append {duration(max(0, time.time() - last))} ago"
+    return f"{batch.status} (open, {since})"
 
 
 def counts_of(batch: "Batch") -> Counts:
@@ -71,4 +81,6 @@ def describe(batch: "Batch") -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(field)}" for name, field in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -167,6 +167,10 @@ class Supervisor:
                 descriptors=shared.descriptors,
             )
 
+    def start_placement(self, environment: Mapping[str, str]) -> Child:
+        """Start the process that places workers on a Ray cluster."""
+        return self._add("fleet", partial(_python, "pipeline.ray.placement"), environment)
+
     def check(self) -> float:
         """Restart ended children.
 
@@ -196,7 +200,7 @@ class Supervisor:
         """
         if self._listener is not None and "api".startswith(only):
             self._listener.close()
-        for kind in ("api", "worker", "jobs", "ticker"):
+        for kind in ("api", "worker", "fleet", "jobs", "ticker"):
             chosen = [child for child in self._children if child.name.startswith(kind) and child.name.startswith(only)]
             deadline = time.monotonic() + self._stop_seconds
             for child in chosen:

@@ -108,7 +108,7 @@ def test_the_worker_extra_holds_torch_and_the_rest_does_not() -> None:
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["worker"], *extras["cuda"], *extras["tracing"]]
+    requirements = [*project["dependencies"], *extras["worker"], *extras["cuda"], *extras["ray"], *extras["tracing"]]
     declared = {_plain(re.split(r"[\[<>=;, ]", requirement)[0]) for requirement in requirements}
     makers = {"pynvml": ["nvidia-ml-py"], **packages_distributions()}  # that one only on machines with a GPU
     imported = {name for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py") for name in _roots(path)}

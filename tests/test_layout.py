@@ -83,6 +83,12 @@ def test_help_and_the_worker_process_import_nothing_slow() -> None:
     assert not loaded_by(processes, "pydantic", "transformers", "fastapi", "openai", "pyarrow")
 
 
+def test_the_api_does_not_load_the_official_client() -> None:
+    """Which takes a third of a second or more: the API declares its answers itself."""
+    document = "api.main.create_app(api.main.ApiSettings(redis_url='redis://localhost')).openapi()\n"
+    assert not loaded_by(import_of("api.main") + document, "openai")
+
+
 @pytest.mark.parametrize(
     ("parameter", "files"),
     [

@@ -19,6 +19,7 @@ from jobs.queue.settings import QueueSettings
 from jobs.settings import own_fields, variable
 from pipeline.hosting.settings import HostingSettings
 from pipeline.options import as_flag, parameter_of
+from pipeline.ray.settings import FleetSettings
 from tools.errors import TREES, exception_classes
 from workers.engine.messages.config import EngineConfig
 from workers.replica import statistics
@@ -157,6 +158,7 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "queue_settings": partial(_settings, QueueSettings),
     "worker_settings": partial(_settings, WorkerSettings, EngineConfig),
     "hosting_settings": partial(_settings, HostingSettings),
+    "fleet_settings": partial(_settings, FleetSettings),
     "api_settings": partial(_settings, HttpSettings, ApiSettings),
 }
 

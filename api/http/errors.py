@@ -32,7 +32,8 @@ _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
 class MayExist(QueueUnavailable):
-    """The queue went out of reach while a call made something, which may be there now or later.
+    """The queue, or a bucket, went out of reach while a call made something, which may be there now
+    or later.
 
     Clients that try again by themselves would make a second one.
     """
@@ -45,8 +46,8 @@ _ANSWERS: dict[type, tuple[str, str]] = {
     QueueUnavailable: ("queue_unavailable", "The queue is out of reach at the moment; try again."),
     MayExist: (
         "queue_unavailable",
-        "The queue went out of reach during the call, so what it makes may exist: look for it in a minute, before you"
-        " try again.",
+        "The queue or the file store went out of reach during the call, so what it makes may exist: look for it in a"
+        " minute, before you try again.",
     ),
     QueueFull: ("queue_unavailable", "The queue has no room for more at the moment; try again."),
     StoreError: ("file_store_unavailable", "The file store cannot be used at the moment."),

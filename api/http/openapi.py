@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from api.answer_objects import ANSWERS
 from jobs.protocol.endpoints import ALL_ENDPOINTS
 from jobs.protocol.validation import body_schema
 
@@ -22,7 +24,8 @@ _ERROR = {
         }
     },
 }
-_FAILURE = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+_REFERENCE = "#/components/schemas/{name}"
+_FAILURE = {"application/json": {"schema": {"$ref": _REFERENCE.format(name="Error")}}}
 
 EVENTS: dict[str, Any] = {"text/event-stream": {}}
 """The content of a response that streams."""
@@ -31,6 +34,14 @@ EVENTS: dict[str, Any] = {"text/event-stream": {}}
 def json_body(schema: dict[str, Any]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads its JSON body itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def answered(kind: Any, **others: Any) -> dict[int | str, dict[str, Any]]:
+    """Return `responses` of a route that answers with one of `ANSWERS`, or with other types of
+    content.
+    """
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+    return {200: {"content": {"application/json": {"schema": schema}, **others}}}
 
 
 def query(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -53,13 +64,8 @@ def describe(app: FastAPI, completion_windows: tuple[str, ...]) -> None:
 
 def _document(app: FastAPI, completion_windows: tuple[str, ...]) -> dict[str, Any]:
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas = found.setdefault("components", {}).setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    schemas["Error"] = _ERROR
-    if "FileObject" in schemas:
-        # Of uploads only, as the package has it
-        schemas["FileObject"]["properties"]["purpose"]["enum"].append("evals")
+    _, schemas = msgspec.json.schema_components(ANSWERS, ref_template=_REFERENCE)
+    found["components"]["schemas"] = {**schemas, "Error": _ERROR}
     _set_bodies(found["paths"], completion_windows)
     for path in found["paths"].values():
         for operation in path.values():

@@ -3,17 +3,14 @@
 """
 
 import re
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 
 from fastapi import Request
-from pydantic import BaseModel
 
 from api.http.openapi import query
 from jobs.protocol import fields
 from jobs.protocol.period import MOST_SECONDS, Period
 from jobs.protocol.results import ApiError
-
-Item = TypeVar("Item")
 
 _SECONDS = {"type": "integer", "minimum": 0, "maximum": MOST_SECONDS}
 PERIOD = [
@@ -23,16 +20,6 @@ PERIOD = [
 """The parameters that `query_period` reads."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
-
-
-class PageOf(BaseModel, Generic[Item]):
-    """A page, as `envelope` makes it."""
-
-    object: Literal["list"]
-    data: list[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def query_integer(request: Request, name: str, low: int, high: int) -> int | None:
@@ -75,6 +62,6 @@ def not_after(name: str) -> ApiError:
 
 
 def envelope(objects: list[dict[str, Any]], has_more: bool, last_id: str | None = None) -> dict[str, Any]:
-    """The page that holds these objects; `last_id` is that of the last one, unless it is given."""
+    """Return the `PageOf` these objects; `last_id` is that of the last one, unless it is given."""
     first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
     return {"object": "list", "data": objects, "first_id": first, "last_id": last_id or last, "has_more": has_more}

@@ -2,28 +2,29 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Iterator
-from typing import Literal
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
-from openai.types import Batch, BatchError
-from pydantic import BaseModel
 
+from api.answer_objects import Batch, BatchError, BatchRequests
 from api.auth import caller_of
 from api.batch_objects import batch_object, find_batch
+from api.http.openapi import answered
 from api.http.request_body import check_type, chunks_of
 from api.http.responses import json_response
 from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.threads import APPENDS, run_in
 from jobs.batch.append_groups import group_of
+from jobs.batch.appending import requests_of
 from jobs.batch.client import BatchRecord
 from jobs.batch.input_files import ArrivingLines, InputLine
 from jobs.batch.manifest import LineProblem
-from jobs.batch.open_requests import AppendBounds, OpenRequests
+from jobs.batch.open_requests import AppendBounds
 from jobs.batch.queued_tokens import most_tokens
-from jobs.batch.source_check import MAX_PROBLEMS, estimated_tokens, served_models
+from jobs.batch.source_check import MAX_PROBLEMS, ServedModels, estimated_tokens
 from jobs.protocol.results import ApiError
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.tasks import wake
@@ -44,18 +45,7 @@ logger = logging.getLogger(__name__)
 router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=BlockingRoute)
 
 
-class BatchRequests(BaseModel):
-    """What became of the lines of one call. `errors` are of those that are no part of the batch."""
-
-    object: Literal["batch.requests"] = "batch.requests"
-    batch_id: str
-    appended: int
-    repeated: int
-    errors: list[BatchError]
-    total: int
-
-
-@router.post("/v1/batches/{batch_id}/requests", responses={200: {"model": BatchRequests}}, openapi_extra=_BODY)
+@router.post("/v1/batches/{batch_id}/requests", responses=answered(BatchRequests), openapi_extra=_BODY)
 async def append(request: Request, batch_id: str) -> Response:
     """Append requests, JSONL, to an open batch; those that it has already change nothing.
 
@@ -68,10 +58,10 @@ async def append(request: Request, batch_id: str) -> Response:
     with appending.counted():
         async for lines in _groups(request, most):
             await state.fleet.unless_away(run_in(APPENDS, appending.add, lines))
-    return json_response(appending.answer().model_dump())
+    return json_response(appending.answer().as_dict())
 
 
-@router.post("/v1/batches/{batch_id}/close", responses={200: {"model": Batch}})
+@router.post("/v1/batches/{batch_id}/close", responses=answered(Batch))
 def close(request: Request, batch_id: str) -> Response:
     """Close an open batch: it ends once all of its requests have. May be repeated."""
     state, tenant = state_of(request), caller_of(request).tenant
@@ -79,7 +69,7 @@ def close(request: Request, batch_id: str) -> Response:
     if not record.spec.streams_input:
         raise ApiError(409, f"The batch {batch_id} was made of a file, so it is not open.")
     if record.open:
-        OpenRequests(record.spec).close()
+        requests_of(record.spec).close()
         wake(state.queue.redis, batch_id)
         record = find_batch(state, tenant, batch_id)
     return json_response(batch_object(record))
@@ -95,9 +85,9 @@ class _Appending:
         _check_open(record)
         self._group = group_of(record.spec)
         # What the batch has already is served, whatever an emptied Redis knows so far
-        self._served = {**dict.fromkeys(record.models), **served_models(state.queue)}
+        self._served = ServedModels(state.queue, _refuse_unknown_model, math.inf, record.models)
         if not self._served:
-            raise QueueUnavailable("no model is served yet that a request could name")
+            _refuse_unknown_model()
         self._bounds = AppendBounds(
             record.spec.max_lines,
             state.settings.max_file_bytes,
@@ -153,9 +143,14 @@ class _Appending:
         ]
         if more := self._failed - len(errors):
             message = f"{more} more lines are bad; the first {len(errors)} are listed."
-            errors.append(BatchError(code="too_many_errors", message=message))
+            errors.append(BatchError(code="too_many_errors", line=None, message=message, param=None))
         return BatchRequests(
-            batch_id=self._record.id, appended=self._appended, repeated=self._repeated, errors=errors, total=self._total
+            object="batch.requests",
+            batch_id=self._record.id,
+            appended=self._appended,
+            repeated=self._repeated,
+            errors=errors,
+            total=self._total,
         )
 
 
@@ -184,3 +179,7 @@ async def _groups(request: Request, most: int) -> AsyncIterator[list[InputLine]]
             lines, held = [], 0
     if lines := lines + arriving.end():
         yield lines
+
+
+def _refuse_unknown_model() -> None:
+    raise QueueUnavailable("models that requests may name are not registered yet")

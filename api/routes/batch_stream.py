@@ -27,6 +27,7 @@ from api.token_events import LAST_EVENT_ID, last_event_id, next_entries, patient
 from jobs.batch.client import BatchRecord
 from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import load_manifest
+from jobs.batch.source import open_lines
 from jobs.protocol.requests import BatchEntry, RequestKey
 from jobs.queue import keys
 from jobs.queue.following import StreamSnapshot, Watch
@@ -163,13 +164,16 @@ class Follower:
 
     def _find_custom_ids(self, requests: Sequence[RequestKey]) -> dict[RequestKey, str]:
         """Return the custom_ids; none where the file of an ended batch was removed."""
-        with contextlib.suppress(StoreError):
-            if self._lines is None:
-                root = self._record.spec.root
-                manifest = load_manifest(root)
-                self._lines = LineIndex(root, manifest.source or "") if manifest is not None else None
+        for _ in range(2):  # what was open may be elsewhere once it was closed
+            with contextlib.suppress(StoreError):
+                if self._lines is None:
+                    manifest = load_manifest(self._record.spec.root)
+                    self._lines = None if manifest is None else open_lines(manifest)
+                if self._lines is not None:
+                    return {key: self._lines.custom_id(key.line) for key in requests}
             if self._lines is not None:
-                return {key: self._lines.custom_id(key.line) for key in requests}
+                self._lines.close()
+            self._lines = None
         return {}
 
     async def _look(self) -> None:

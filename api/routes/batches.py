@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
-from openai.types import Batch
 
+from api.answer_objects import Batch, BatchDeleted, PageOf
 from api.auth import Caller, caller_of
-from api.batch_objects import BatchDeleted, batch_object, find_batch
+from api.batch_objects import batch_object, find_batch
 from api.http.errors import MayExist
-from api.http.openapi import json_body, query
-from api.http.pages import PERIOD, PageOf, envelope, not_after, query_choices, query_integer, query_period
+from api.http.openapi import answered, json_body, query
+from api.http.pages import PERIOD, envelope, not_after, query_choices, query_integer, query_period
 from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.idempotency import PARAMETER, Answer, answers, key_of, make_once, respond
@@ -103,7 +103,7 @@ async def create_batch(request: Request) -> Response:
         return respond(await state.fleet.unless_away(creating))
 
 
-@router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
+@router.get("/v1/batches", responses=answered(PageOf[Batch]), openapi_extra={"parameters": _PAGE})
 def list_page(request: Request) -> Response:
     """A page of the caller's batches, newest first.
 
@@ -119,13 +119,13 @@ def list_page(request: Request) -> Response:
     return json_response(envelope([batch_object(record) for record in page.items], page.has_more, page.last))
 
 
-@router.get("/v1/batches/{batch_id}", responses={200: {"model": Batch}})
+@router.get("/v1/batches/{batch_id}", responses=answered(Batch))
 def retrieve_batch(request: Request, batch_id: str) -> Response:
     """What has become of a batch."""
     return json_response(batch_object(_find(request, batch_id)))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", responses={200: {"model": Batch}})
+@router.post("/v1/batches/{batch_id}/cancel", responses=answered(Batch))
 def cancel(request: Request, batch_id: str) -> Response:
     """End a batch early.
 
@@ -156,7 +156,7 @@ async def retry(request: Request, batch_id: str) -> Response:
     return respond(await state.fleet.unless_away(run_in(COPIES, _retry, state, caller, record, key_of(request))))
 
 
-@router.delete("/v1/batches/{batch_id}", responses={200: {"model": BatchDeleted}})
+@router.delete("/v1/batches/{batch_id}", responses=answered(BatchDeleted))
 def delete(request: Request, batch_id: str) -> Response:
     """Remove a batch that has ended. Its input file and its result files stay."""
     _find(request, batch_id)
@@ -171,7 +171,7 @@ def delete(request: Request, batch_id: str) -> Response:
             f"Cannot delete a batch with status '{record.shown_state}'; cancel it first, and wait until it has ended."
         )
         raise ApiError(409, message)
-    return json_response(BatchDeleted(id=batch_id).model_dump())
+    return json_response(BatchDeleted(id=batch_id, object="batch", deleted=True).as_dict())
 
 
 def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSubmission:
@@ -196,6 +196,7 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
         max_lines=settings.max_batch_lines,
         queued_tokens=caller.queued_tokens,
         open_batches=caller.open_batches,
+        key_id=caller.key_id or "",
     )
 
 
@@ -261,6 +262,7 @@ def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchS
         max_lines=settings.max_batch_lines,
         queued_tokens=caller.queued_tokens,
         open_batches=caller.open_batches,
+        key_id=caller.key_id or "",
     )
 
 

@@ -1,22 +1,27 @@
 """`/v1/files`: upload, list, look at, read, delete."""
 
+import errno
+import logging
 import os
-from pathlib import Path
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Literal, cast
 
+import anyio
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from openai.types import FileDeleted, FileObject
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.answer_objects import FileDeleted, FileObject, PageOf
 from api.auth import caller_of
 from api.file_objects import file_object
 from api.forms import receive
 from api.http.errors import error_response
-from api.http.openapi import query
-from api.http.pages import PERIOD, PageOf, envelope, not_after, query_choice, query_integer, query_period
+from api.http.openapi import answered, query
+from api.http.pages import PERIOD, envelope, not_after, query_choice, query_integer, query_period
 from api.http.responses import json_response
 from api.idempotency import PARAMETER, answers, respond
 from api.state import BlockingRoute, queue_reachable, state_of
@@ -28,9 +33,11 @@ from jobs.protocol.fields import INT32
 from jobs.protocol.results import ApiError
 from jobs.protocol.states import END_STATES
 from jobs.store.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore
-from jobs.store.storage import StoreError, named
+from jobs.store.storage import StoreError, is_local, named, open_input, stamp_of
 
 _MAX_LIMIT = 10_000
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter(route_class=BlockingRoute)
 _IN_QUEUE = [Depends(queue_reachable)]  # reading a file asks the disk alone
@@ -106,7 +113,7 @@ async def upload_file(request: Request) -> Response:
 
 @router.get(
     "/v1/files",
-    responses={200: {"model": PageOf[FileObject]}},
+    responses=answered(PageOf[FileObject]),
     openapi_extra={"parameters": _LIST},
     dependencies=_IN_QUEUE,
 )
@@ -126,7 +133,7 @@ def list_files(request: Request) -> Response:
     return json_response(envelope([file_object(record) for record in page.items], page.has_more))
 
 
-@router.get("/v1/files/{file_id}", responses={200: {"model": FileObject}})
+@router.get("/v1/files/{file_id}", responses=answered(FileObject))
 def retrieve_file(request: Request, file_id: str) -> Response:
     """What a file is; of one that a batch is still writing, what can be read of it."""
     record = _found(request, file_id)
@@ -135,7 +142,7 @@ def retrieve_file(request: Request, file_id: str) -> Response:
     return json_response(file_object(record))
 
 
-@router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}}, dependencies=_IN_QUEUE)
+@router.delete("/v1/files/{file_id}", responses=answered(FileDeleted), dependencies=_IN_QUEUE)
 def delete_file(request: Request, file_id: str) -> Response:
     """Remove a file. Batches that read it go on: they have their own."""
     record = _found(request, file_id)
@@ -148,7 +155,7 @@ def delete_file(request: Request, file_id: str) -> Response:
         _files(request).delete(record.tenant, file_id)
     except KeyError:
         raise _unknown(file_id) from None
-    return json_response(FileDeleted(id=file_id, object="file", deleted=True).model_dump())
+    return json_response(FileDeleted(id=file_id, object="file", deleted=True).as_dict())
 
 
 @router.get(
@@ -165,7 +172,7 @@ def read_file(request: Request, file_id: str) -> Response:
     offset, limit = query_integer(request, "offset", 0, INT32), query_integer(request, "limit", 1, INT32)
     try:
         if record.complete and offset is None and limit is None:
-            return _whole(_files(request).content_path(record), record)
+            return _whole(str(_files(request).content_path(record)), record)
         return _by_lines(_files(request), record, offset or 0, limit)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):  # deleted a moment ago
@@ -174,10 +181,19 @@ def read_file(request: Request, file_id: str) -> Response:
         raise
 
 
-def _whole(path: Path, record: FileRecord) -> Response:
-    with named("cannot read", str(path)):
-        status = os.stat(path)
+def _whole(path: str, record: FileRecord) -> Response:
+    with named("cannot read", path):
+        status = os.stat(path) if is_local(path) else _status_of(path)
     return _StoredFile(path, media_type=_ANY_BYTES, filename=record.filename, stat_result=status)
+
+
+def _status_of(location: str) -> os.stat_result:
+    """Return what the system says of a file, for one in a bucket."""
+    stamp = stamp_of(location)
+    if stamp is None:
+        raise FileNotFoundError(errno.ENOENT, "it is gone")
+    size, changed = stamp[0], stamp[1] // 10**9
+    return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, changed, changed, changed))
 
 
 def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | None) -> Response:
@@ -201,7 +217,7 @@ def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | No
         "x-last-line": str(last),
         "content-disposition": f'attachment; filename="{record.batch_id}_output.jsonl"',
     }
-    return StreamingResponse(lines, 200, headers, _ANY_BYTES)
+    return _StoredLines(lines, 200, headers, _ANY_BYTES)
 
 
 def _manifest(files: FileStore, record: FileRecord) -> Manifest | None:
@@ -213,6 +229,15 @@ class _StoredFile(FileResponse):
     """A file, or a range of it; one beyond its end is refused in OpenAI's shape, and what is no
     range is ignored (RFC 9110).
     """
+
+    @asynccontextmanager
+    async def _open_file(self) -> AsyncIterator[anyio.AsyncFile[bytes]]:
+        if is_local(str(self.path)):
+            async with super()._open_file() as file:
+                yield file
+            return
+        async with anyio.wrap_file(await anyio.to_thread.run_sync(open_input, str(self.path))) as file:
+            yield file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal: int | None = None
@@ -230,10 +255,40 @@ class _StoredFile(FileResponse):
             elif refusal is None:
                 await send(message)
 
-        await super().__call__(scope, receive, send_shaped)
+        await _answer(super().__call__, scope, receive, send_shaped)
         if refusal is not None and refusal != 416:
             rest = [header for header in scope["headers"] if header[0] != b"range"]
-            await super().__call__({**scope, "headers": rest}, receive, send)
+            await _answer(super().__call__, {**scope, "headers": rest}, receive, send)
+
+
+class _StoredLines(StreamingResponse):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _answer(super().__call__, scope, receive, send)
+
+
+async def _answer(response: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a response whose head waits for the first bytes of the store: where these cannot be
+    read, the answer says so. Where later ones cannot, it ends there.
+    """
+    heads: list[Message] = []
+    is_begun = False
+
+    async def send_late(message: Message) -> None:
+        nonlocal is_begun
+        if message["type"] == "http.response.start":
+            heads.append(message)
+            return
+        while heads:
+            is_begun = True
+            await send(heads.pop())
+        await send(message)
+
+    try:
+        await response(scope, receive, send_late)
+    except StoreError as error:
+        if not is_begun:
+            raise
+        logger.error("the answer to %s %s is cut off: %s", scope["method"], fields.shown(scope["path"]), error)
 
 
 def _found(request: Request, file_id: str) -> FileRecord:

@@ -12,14 +12,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
 from starlette.requests import ClientDisconnect
 
+from api.answer_objects import ChatCompletion, Completion
 from api.auth import AuthorizedRoute, caller_of
 from api.http.answer_headers import note_headers, rate_limit
 from api.http.event_stream import EventStream, until_gone
-from api.http.openapi import EVENTS, json_body
+from api.http.openapi import EVENTS, answered, json_body
 from api.http.request_body import read_body
 from api.live_call import LiveCall
 from api.state import state_of
@@ -42,7 +41,7 @@ router = APIRouter(route_class=AuthorizedRoute)
 
 @router.post(
     COMPLETIONS,
-    responses={200: {"model": Completion, "content": EVENTS}},
+    responses=answered(Completion, **EVENTS),
     openapi_extra=json_body({"type": "object"}),
 )
 async def completions(request: Request) -> Response:
@@ -52,7 +51,7 @@ async def completions(request: Request) -> Response:
 
 @router.post(
     CHAT,
-    responses={200: {"model": ChatCompletion, "content": EVENTS}},
+    responses=answered(ChatCompletion, **EVENTS),
     openapi_extra=json_body({"type": "object"}),
 )
 async def chat_completions(request: Request) -> Response:
@@ -69,7 +68,8 @@ async def answer(request: Request, parse: Callable[[bytes], Call | PoolingCall |
     raw = await read_body(request, state.settings.max_body_bytes)
     call = parse(raw) if len(raw) < _LARGE_BODY else await run_in(LIVE, parse, raw)
     await state.fleet.require(call.model, endpoint=call.endpoint)
-    live = LiveCall(state, call, caller_of(request).tenant)
+    caller = caller_of(request)
+    live = LiveCall(state, call, caller.tenant, caller.key_id or "")
     request.state.stream_id = live.key.batch  # by which workers log it
     try:
         await live.submit(raw)

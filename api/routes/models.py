@@ -30,7 +30,7 @@ async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
     snapshot = await state_of(request).fleet.snapshot()
     found = _models(snapshot).get(name)
     if found is None:
-        if name in snapshot.models:
+        if snapshot.was_served(name):
             raise not_served(name, snapshot)
         raise model_not_found(name, snapshot.callable_names)
     return found

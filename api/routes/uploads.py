@@ -7,14 +7,13 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
-from openai.types import Upload
-from openai.types.uploads import UploadPart
 
+from api.answer_objects import UploadObject, UploadPart
 from api.auth import caller_of
 from api.file_objects import upload_object
 from api.forms import MultipartForm, on_disk, receive
 from api.http.multipart import FormPart
-from api.http.openapi import json_body
+from api.http.openapi import answered, json_body
 from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.idempotency import PARAMETER, Answer, answers, make_once, respond
@@ -74,26 +73,26 @@ _COMPLETION = json_body(
 router = APIRouter(dependencies=[Depends(queue_reachable)])
 
 
-@router.post("/v1/uploads", responses=answers(Upload), openapi_extra={**_NEW, "parameters": [PARAMETER]})
+@router.post("/v1/uploads", responses=answers(UploadObject), openapi_extra={**_NEW, "parameters": [PARAMETER]})
 async def create_upload(request: Request) -> Response:
     """Begin an upload, which can be completed within an hour."""
     raw = await read_body(request, _MAX_BODY)
     return respond(await state_of(request).fleet.unless_away(on_disk(_create, request, raw)))
 
 
-@router.post("/v1/uploads/{upload_id}/parts", responses={200: {"model": UploadPart}}, openapi_extra=_PART)
+@router.post("/v1/uploads/{upload_id}/parts", responses=answered(UploadPart), openapi_extra=_PART)
 async def add_part(request: Request, upload_id: str) -> Response:
     """Store a part of an upload; parts may be sent side by side."""
     return json_response(await receive(request, _PartForm(request, upload_id)))
 
 
-@router.post("/v1/uploads/{upload_id}/complete", responses={200: {"model": Upload}}, openapi_extra=_COMPLETION)
+@router.post("/v1/uploads/{upload_id}/complete", responses=answered(UploadObject), openapi_extra=_COMPLETION)
 async def complete_upload(request: Request, upload_id: str) -> Response:
     """Make a file of an upload's parts, in the order of `part_ids`; it may be asked for again."""
     return await _answer(request, _complete(request, upload_id, await read_body(request, _MAX_BODY)))
 
 
-@router.post("/v1/uploads/{upload_id}/cancel", responses={200: {"model": Upload}})
+@router.post("/v1/uploads/{upload_id}/cancel", responses=answered(UploadObject))
 async def cancel_upload(request: Request, upload_id: str) -> Response:
     """End an upload and remove its parts."""
     return await _answer(request, on_disk(state_of(request).uploads.cancel, caller_of(request).tenant, upload_id))
@@ -172,8 +171,7 @@ class _PartForm(MultipartForm[PartWriter, dict[str, Any]]):
         await self.write()
         await on_disk(self.writer.commit)
         made = micros_of(PART, self.writer.id) // 1_000_000
-        part = UploadPart(id=self.writer.id, created_at=made, object="upload.part", upload_id=self._upload_id)
-        return part.model_dump()
+        return UploadPart(id=self.writer.id, created_at=made, object="upload.part", upload_id=self._upload_id).as_dict()
 
 
 async def _answer(request: Request, action: Awaitable[UploadRecord]) -> Response:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from weakref import WeakValueDictionary
 
+from jobs.batch.appending import requests_of
 from jobs.batch.input_files import InputLine
 from jobs.batch.invalid_lines import Served
 from jobs.batch.manifest import BatchSpec
-from jobs.batch.open_requests import AppendBounds, AppendOutcome, CheckedLines, OpenRequests
+from jobs.batch.open_requests import AppendBounds, AppendOutcome, CheckedLines
 from jobs.protocol.results import ApiError
 
 
@@ -18,7 +19,7 @@ class AppendGroup:
     """The appends of this process to one batch. Thread-safe."""
 
     def __init__(self, spec: BatchSpec) -> None:
-        self._requests = OpenRequests(spec)
+        self._requests = requests_of(spec)
         self._waiting: list[tuple[CheckedLines, Future[AppendOutcome]]] = []
         self._changing = threading.Lock()
         self._committing = threading.Lock()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 
+from jobs.batch.appending import requests_of
 from jobs.batch.batch_folder import (
     BatchRefused,
     InputChanged,
@@ -38,7 +39,6 @@ from jobs.batch.manifest import (
     progress_fields,
     unmark_cancelled,
 )
-from jobs.batch.open_requests import OpenRequests
 from jobs.batch.parts import drop_unlisted
 from jobs.batch.register import register
 from jobs.protocol.period import ALWAYS, Period
@@ -154,11 +154,11 @@ def create_batch(
     check_locations(spec)
     queue = Queue(client)
     # Asked first without the lock, which a long job of its own may hold
-    if running := running_in(queue, spec, retry_failed):
-        return get_batch(client, running)
+    if running := _running(queue, spec, retry_failed):
+        return running
     with exclusive(spec.root, _PATIENCE_SECONDS):
-        if running := running_in(queue, spec, retry_failed):
-            return get_batch(client, running)
+        if running := _running(queue, spec, retry_failed):
+            return running
         found = load_manifest(spec.root)
         manifest = taken_up(found, spec, retry_failed, queue.now()) if found is not None else None
         if manifest is None:
@@ -171,8 +171,21 @@ def create_batch(
         known = found.generation if found is not None else 0
         manifest.generation = max(known, queue.batch_fields(manifest.batch_id).generation)
         queue.forget(manifest.batch_id)
-        register(queue, manifest)
-    return get_batch(client, manifest.batch_id)
+        # Not read back: a Redis that comes back empty has none
+        fields = register(queue, manifest)
+    return record_of(manifest.batch_id, spec, _as_on_disk(manifest.batch_id, fields))
+
+
+def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> BatchRecord | None:
+    """Return the batch in the root while the queue works on it.
+
+    None too where Redis came back empty meanwhile. Raises `BatchRefused` if that is not what is
+    asked for.
+    """
+    running = running_in(queue, spec, retry_failed)
+    with contextlib.suppress(KeyError):
+        return get_batch(queue.redis, running) if running else None
+    return None
 
 
 def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = None) -> BatchRecord:
@@ -259,7 +272,13 @@ def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0
         waiting=waiting,
         running=max(0, held - waiting) if fields.shows_lines else 0,
         errors=_problems(spec.root, fields),
-        usage=Usage(fields.prompt_tokens, fields.completion_tokens, fields.cached_tokens, fields.reasoning_tokens),
+        usage=Usage(
+            fields.prompt_tokens,
+            fields.completion_tokens,
+            fields.cached_tokens,
+            fields.reasoning_tokens,
+            fields.device_microseconds,
+        ),
         timestamps=fields.timestamps,
         output=fields.output or None,
         error_output=fields.error_output or None,
@@ -303,7 +322,7 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
 def _as_appended(manifest: Manifest, fields: BatchFields) -> BatchFields:
     """Return the record with what was appended, and whether it was closed, since the last slice."""
     with contextlib.suppress(StoreError):
-        found = OpenRequests(manifest.spec).committed()
+        found = requests_of(manifest.spec).committed()
         times = {"appended": found.appended_at} if found.appended_at else {}
         return fields.changed({"open": not found.closed, "total": found.lines, "timestamps": times})
     return fields

@@ -11,7 +11,8 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-from jobs.store.storage import StoreError, append_behind, delete, join, link, named, open_input, size_of
+from jobs.batch.log_segments import Entry, Segment, lines_of_segments, read_segments, remove_segments, write_segments
+from jobs.store.storage import StoreError, append_behind, delete, is_local, join, link, named, open_input, size_of
 
 LOG_NAME = "completed.jsonl"
 INDEX_NAME = "completed.index"
@@ -25,27 +26,26 @@ class Extent(NamedTuple):
 
     lines: int = 0
     bytes: int = 0
+    segments: tuple[Segment, ...] = ()  # of a batch in a bucket
 
 
-class Entry(NamedTuple):
-    """One success: its line's number in the input, and the output line without its line feed."""
-
-    line: int
-    output: bytes
-
-
-def append_log(root: str, extent: Extent, entries: Sequence[Entry]) -> Extent:
+def append_log(root: str, extent: Extent, entries: Iterable[Entry]) -> Extent:
     """Put entries behind `extent`, durably; they count once the manifest holds what this returns.
 
     Raise `StoreError`.
     """
-    index, size = bytearray(), extent.bytes
+    if not is_local(root):
+        written = write_segments(root, extent.lines, entries)
+        segments = (*extent.segments, *written)
+        return Extent(sum(one.lines for one in segments), sum(one.bytes for one in segments), segments)
+    index, outputs, size = bytearray(), list[bytes](), extent.bytes
     for line, output in entries:
         index += _ENTRY.pack(size, line)
+        outputs += output, b"\n"
         size += len(output) + 1
-    _append(join(root, LOG_NAME), extent.bytes, b"".join(entry.output + b"\n" for entry in entries))
+    _append(join(root, LOG_NAME), extent.bytes, b"".join(outputs))
     _append(join(root, INDEX_NAME), extent.lines * _ENTRY.size, bytes(index))
-    return Extent(extent.lines + len(entries), size)
+    return Extent(extent.lines + len(index) // _ENTRY.size, size)
 
 
 def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
@@ -55,6 +55,10 @@ def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
     Raise `StoreError`.
     """
     remove_log(root)
+    if not is_local(root):
+        with open_input(output) as file:
+            written = [Entry(line, content[:-1]) for line, content in zip(lines, file, strict=True)]
+        return append_log(root, Extent(), written)
     with named("cannot write", join(root, LOG_NAME)):
         link(output, join(root, LOG_NAME))
     index, size = bytearray(), 0
@@ -76,15 +80,19 @@ def read_log(root: str, extent: Extent, offset: int, limit: int | None = None) -
     last = extent.lines if limit is None else min(offset + limit, extent.lines)
     if last == offset:
         return iter(()), last
+    if extent.segments:
+        return read_segments(root, extent.segments, offset, last), last
     with open_input(join(root, INDEX_NAME)) as index:
         start, end = _place(index, offset), extent.bytes if last == extent.lines else _place(index, last)
     return _pieces(open_input(join(root, LOG_NAME)), start, end), last
 
 
-def logged_lines(root: str, first: int, last: int) -> list[int]:
+def logged_lines(root: str, first: int, last: int, segments: Sequence[Segment] = ()) -> list[int]:
     """Line numbers of the entries `first` to `last`. Raises `StoreError`."""
     if first >= last:
         return []
+    if segments:
+        return lines_of_segments(root, segments, first, last)
     with open_input(join(root, INDEX_NAME)) as index:
         index.seek(first * _ENTRY.size)
         data = index.read((last - first) * _ENTRY.size)
@@ -95,6 +103,8 @@ def logged_lines(root: str, first: int, last: int) -> list[int]:
 
 def sound_extent(root: str, extent: Extent) -> Extent:
     """`extent`, or the less that a damaged log still holds of it. Raises `StoreError`."""
+    if extent.segments:  # which are there as they were written, or cannot be read
+        return extent
     size = size_of(join(root, LOG_NAME)) or 0
     lines = min(extent.lines, (size_of(join(root, INDEX_NAME)) or 0) // _ENTRY.size)
     if lines == extent.lines and size >= extent.bytes:
@@ -110,6 +120,9 @@ def sound_extent(root: str, extent: Extent) -> Extent:
 
 def remove_log(root: str) -> None:
     """Remove the log of a batch whose output has expired. Raise `StoreError`."""
+    if not is_local(root):
+        remove_segments(root)
+        return
     delete(join(root, INDEX_NAME))
     delete(join(root, LOG_NAME))
 

@@ -1,52 +1,84 @@
 """Quotes of CSV that do not close, for which its reader takes the rows behind them as one cell."""
 
-import io
 import re
-from collections.abc import Iterable
 from functools import partial
 
 from jobs.batch.input_files import InputError, open_unpacked
+from jobs.protocol.lines import BOM
 
-_MOST_CHARACTERS = 1 << 26
+_READ_BYTES = 1 << 20
+_MOST_BYTES = 1 << 26
 """Of a line; no row that can be read is so long."""
-_BOM = "\xef\xbb\xbf"
-_OPENS = re.compile(r'(?:^|,)"')
-_CLOSES = re.compile(r'(?:[^"]|"")*+"')
-_ENDS = re.compile(r"[ \t]*(?:[,\r\n]|$)")
+_TEXT = rb'[^"]*+(?:"(?<=[^,\r\n]")[^"]*+)*+'  # in no quotes
+_QUOTE = rb'"(?<![^,\r\n]")'  # that a cell begins with
+_QUOTED = rb'[^"]*+(?:""[^"]*+)*+"'
+_END = rb"[ \t]*+(?:[,\r\n]|$)"
+_OPENS = re.compile(rb"(?:%b%b%b(?=%b))*+%b%b" % (_TEXT, _QUOTE, _QUOTED, _END, _TEXT, _QUOTE))
+"""The next quote that is not closed in the usual way."""
+_CLOSES, _ENDS = re.compile(_QUOTED), re.compile(_END)
 
 
 def check_quotes(location: str) -> None:
     """Raise `InputError` for a cell that begins with a quote and ends without one, and
     `StoreError`.
     """
-    # Any bytes are characters here, so that others than those of UTF-8 are named where they matter
-    with io.TextIOWrapper(open_unpacked(location), encoding="latin-1", newline="") as file:
-        number = _open_quote(iter(partial(file.readline, _MOST_CHARACTERS), ""))
-    if number is not None:
-        raise InputError(
-            f"{location} has a cell in line {number} that begins with a quote and does not end with one: add the quote"
-            " that ends it, and double those inside it"
-        )
+    check = QuoteCheck(location)
+    with open_unpacked(location) as file:
+        for data in iter(partial(file.read, _READ_BYTES), b""):
+            check.add(data)
+    check.end()
 
 
-def _open_quote(lines: Iterable[str]) -> int | None:
-    """Return the line of the first quote that is not closed, or is closed in another line before
-    text of its cell, which that of a later cell does.
-    """
-    began: int | None = None
-    for number, line in enumerate(lines, 1):
-        line, at = line.removeprefix(_BOM) if number == 1 else line, 0
-        while began is not None or '"' in line:
-            if began is None:
-                opened = _OPENS.search(line, at)
-                if opened is None:
+class QuoteCheck:
+    """Takes the bytes of CSV in pieces of any size; the line in which one ends is in memory."""
+
+    def __init__(self, location: str) -> None:
+        self._location = location
+        self._pending = bytearray()
+        self._line = 1
+        self._began: int | None = None  # the line of the quote that is open
+        self._is_bad = False  # that one is
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes."""
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1  # \n may come behind a last \r
+        self._pending += data[:end] or data
+        if end or len(self._pending) > _MOST_BYTES:
+            self._look()
+            self._pending += data[end or len(data) :]
+
+    def end(self) -> None:
+        """Raise `InputError` for the first quote that is not closed, or is closed in another line
+        before text of its cell, which that of a later cell does.
+        """
+        self._look()
+        if self._began is not None:
+            raise InputError(
+                f"{self._location} has a cell in line {self._began} that begins with a quote and does not end with"
+                " one: add the quote that ends it, and double those inside it"
+            )
+
+    def _look(self) -> None:
+        block, at = bytes(self._pending), 0
+        self._pending.clear()
+        if self._line == 1:
+            block = block.removeprefix(BOM)
+        while not self._is_bad:
+            if self._began is None:
+                if (opened := _OPENS.match(block, at)) is None:
                     break
-                began, at = number, opened.end()
-            closed = _CLOSES.match(line, at)
-            if closed is None:
+                self._began, at = self._pass(block[at : opened.end()]), opened.end()
+            if (closed := _CLOSES.match(block, at)) is None:
                 break
+            is_whole = self._began == self._pass(block[at : closed.end()])
             at = closed.end()
-            if began < number and not _ENDS.match(line, at):
-                return began
-            began = None
-    return began
+            if not is_whole and not _ENDS.match(block, at):
+                self._is_bad = True
+                return
+            self._began = None
+        self._pass(block[at:])
+
+    def _pass(self, part: bytes) -> int:
+        """Count the lines that end in a part, and return the one behind it."""
+        self._line += part.count(b"\n") + part.count(b"\r") - part.count(b"\r\n")
+        return self._line

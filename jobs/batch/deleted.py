@@ -4,16 +4,16 @@ What is noted is gone for good, whatever a kill has left of it, and whatever a R
 knows of it.
 """
 
-from pathlib import Path
+from pathlib import PurePath
 
 from jobs.protocol.results import ApiError
 from jobs.store.marker import DELETED_FOLDER
-from jobs.store.storage import make_folder, named, size_of, sync_folder
+from jobs.store.storage import make_folder, path_of, size_of, touch
 
 
-def note_of(root: str) -> Path:
+def note_of(root: str) -> PurePath:
     """Return where the deletion of the batch in the folder `root` is noted."""
-    folder = Path(root)
+    folder = path_of(root)
     return folder.parents[1] / DELETED_FOLDER / folder.name
 
 
@@ -21,9 +21,7 @@ def note_deleted(root: str) -> None:
     """Note durably that a batch is deleted. Raise `StoreError`."""
     note = note_of(root)
     make_folder(str(note.parent))
-    with named("cannot write", str(note)):
-        note.touch()  # an empty file, which a full disk has room for
-        sync_folder(note.parent)
+    touch(str(note))
 
 
 def refuse_deleted(root: str, why: str = "that this request made first was deleted") -> None:
@@ -31,7 +29,7 @@ def refuse_deleted(root: str, why: str = "that this request made first was delet
     `StoreError`.
     """
     if is_deleted(root):
-        raise ApiError(404, f"The batch {Path(root).name} {why}.", param="batch_id")
+        raise ApiError(404, f"The batch {note_of(root).name} {why}.", param="batch_id")
 
 
 def is_deleted(root: str) -> bool:

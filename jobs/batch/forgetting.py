@@ -7,9 +7,8 @@ upkeep if not by who began it.
 import contextlib
 import logging
 import math
-import shutil
 import time
-from pathlib import Path
+from pathlib import PurePath
 
 import msgspec
 
@@ -24,8 +23,18 @@ from jobs.protocol.states import END_STATES, JOBS
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
+from jobs.store.leases import hold
 from jobs.store.marker import BATCHES_FOLDER, DELETED_FOLDER
-from jobs.store.storage import Busy, StoreError, delete, exclusive, join, list_names, named
+from jobs.store.storage import (
+    Busy,
+    StoreError,
+    delete,
+    exists,
+    join,
+    list_names,
+    remove_tree,
+    stamp_of,
+)
 
 _PATIENCE_SECONDS = 5.0
 _GROUP = 500  # states that are read at once
@@ -44,7 +53,7 @@ def delete_batch(queue: Queue, files: FileStore, batch: str) -> BatchRecord:
     if not record.ended:
         return record
     try:
-        with _held(str(folder), _PATIENCE_SECONDS):
+        with _held(queue, str(folder), _PATIENCE_SECONDS):
             record = get_batch(queue.redis, batch)
             if record.ended:
                 _remove(queue, batch, queue.batch_fields(batch), folder)
@@ -62,11 +71,11 @@ def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
     files.check()
     fields = queue.batch_fields(batch)
     folder = files.batch_root(batch) if is_id(BATCH, batch) else None
-    if folder is not None and not folder.is_dir():
+    if folder is not None and not exists(str(folder)):
         folder = None
     if not fields.state and folder is None:
         raise KeyError(batch)
-    with _held(fields.root if folder is None else str(folder), _PATIENCE_SECONDS):
+    with _held(queue, fields.root if folder is None else str(folder), _PATIENCE_SECONDS):
         fields = queue.batch_fields(batch)
         _check_stopped(queue, batch, fields, folder)
         _remove(queue, batch, fields, folder)
@@ -97,28 +106,27 @@ def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float 
     return ""
 
 
-def _finish(queue: Queue, folder: Path) -> None:
+def _finish(queue: Queue, folder: PurePath) -> None:
     """What cannot be removed now is tried again with the next sweep."""
     try:
-        with _held(str(folder), 0):
+        with _held(queue, str(folder), 0):
             _remove(queue, folder.name, queue.batch_fields(folder.name), folder)
     except (Busy, StoreError) as error:
         logger.warning("failed to remove what is left of the deleted batch %s; retrying: %s", folder.name, error)
 
 
-def _drop_old_note(folder: Path, before: float) -> None:
-    note = note_of(str(folder))
-    with named("cannot read", str(note)), contextlib.suppress(FileNotFoundError):
-        # Its age is looked up only where the batch is as old
-        if (time_of(folder.name) or 0.0) < before and note.stat().st_mtime < before:
-            delete(str(note))
+def _drop_old_note(folder: PurePath, before: float) -> None:
+    note = str(note_of(str(folder)))
+    # Its age is looked up only where the batch is as old
+    if (time_of(folder.name) or 0.0) < before and (stamp := stamp_of(note)) is not None and stamp[1] < before * 1e9:
+        delete(note)
 
 
-def _held(root: str, patience: float) -> contextlib.AbstractContextManager[None]:
-    return exclusive(root, patience) if root and Path(root).is_dir() else contextlib.nullcontext()
+def _held(queue: Queue, root: str, patience: float) -> contextlib.AbstractContextManager[None]:
+    return hold(queue, root, patience) if root and exists(root) else contextlib.nullcontext()
 
 
-def _remove(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) -> None:
+def _remove(queue: Queue, batch: str, fields: BatchFields, folder: PurePath | None) -> None:
     """Remove all of a batch but its finished result files; may be repeated after a kill anywhere.
 
     `folder` is None for a batch that has none in the file store.
@@ -133,21 +141,21 @@ def _remove(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) 
     queue.unlist_batch(fields.tenant, batch)
     queue.forget(batch)
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(str(folder))
 
 
 def _spec(fields: BatchFields) -> BatchSpec | None:
     return msgspec.json.decode(fields.spec, type=BatchSpec) if fields.spec else None
 
 
-def _spec_on_disk(folder: Path | None) -> BatchSpec | None:
+def _spec_on_disk(folder: PurePath | None) -> BatchSpec | None:
     with contextlib.suppress(ManifestDamaged):
         manifest = None if folder is None else load_manifest(str(folder))
         return None if manifest is None else manifest.spec
     return None
 
 
-def _check_stopped(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) -> None:
+def _check_stopped(queue: Queue, batch: str, fields: BatchFields, folder: PurePath | None) -> None:
     """Raise `BatchRefused` for a batch that runs well, or will once Redis has its record again."""
     if fields.spec and fields.state in JOBS and _runs_well(queue, batch, fields):
         raise BatchRefused(f"{batch} is {fields.state} and runs well: cancel it first")

@@ -207,7 +207,7 @@ def write_spool(
     """
     with (
         open_input(location) as file,
-        AtomicWriter(spool) as writer,
+        AtomicWriter(spool, unchanging=True) as writer,
         contextlib.closing(_as_jsonl(location, file, bounds, rows)) as chunks,
     ):
         try:

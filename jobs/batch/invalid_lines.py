@@ -5,12 +5,13 @@ an error line of its own.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from jobs.batch.input_files import MAX_LINE_BYTES, InputError, read_lines
+from jobs.batch.input_files import MAX_LINE_BYTES, InputError, InputLine, read_lines
 from jobs.batch.manifest import BatchSpec
+from jobs.batch.source_check import check_of, too_long
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.lines import Line, decode_json, encode_body
 from jobs.protocol.results import ApiError
-from jobs.protocol.validation import LineError, check_line
+from jobs.protocol.validation import LineError
 from jobs.store.storage import AtomicWriter, open_input
 
 _MARK = b'{"invalid_request":'
@@ -19,9 +20,17 @@ _MARK = b'{"invalid_request":'
 Served = Mapping[str, Collection[str] | None]
 
 
-def mark_invalid(spec: BatchSpec, served: Served, source: str, target: str, check: Callable[[], object]) -> str:
+def mark_invalid(
+    spec: BatchSpec,
+    served: Served,
+    source: str,
+    target: str,
+    check: Callable[[], object],
+    take: Callable[[InputLine, Line | LineError], object],
+) -> str:
     """Write the JSONL of `source` to `target` with a placeholder for each invalid line that has a
-    custom_id, and return the hash of that; calls `check` often.
+    custom_id, and return the hash of that; calls `check` often, and `take` with each line of
+    `target` and what its check says.
 
     A placeholder goes to the model and the url of the first valid line, so that a batch needs no
     worker for it that it does not need anyway. Where no line is valid, all stay as they are.
@@ -29,13 +38,17 @@ def mark_invalid(spec: BatchSpec, served: Served, source: str, target: str, chec
     Raise `InputError`, `StoreError` and what `check` raises.
     """
     placeholder = _placeholder(spec, served, source, check)
-    with AtomicWriter(target) as writer:
+    with AtomicWriter(target, unchanging=True) as writer:
         written = 0
-        for number, raw, found in _checked(spec, served, source, check):
-            marked = marked_line(raw, found, placeholder) if isinstance(found, LineError) and placeholder else None
-            blank = b"\n" * (number - 1 - written)
-            writer.write(blank + (marked or unmarked_line(raw)))
-            written = number
+        for line, found in _checked(spec, served, source, check):
+            raw = unmarked_line(line.raw or b"")
+            if isinstance(found, LineError) and placeholder and (marked := marked_line(raw, found, placeholder)):
+                raw, found = marked, check_of(spec, line._replace(raw=marked), served)
+            blank = b"\n" * (line.number - 1 - written)
+            place = InputLine(line.number, writer.bytes + len(blank), raw)
+            take(place, found if len(raw) <= MAX_LINE_BYTES else too_long(spec, line.number))
+            writer.write(blank + raw)
+            written = line.number
         writer.commit()
         return writer.sha256
 
@@ -80,7 +93,7 @@ def problem_of(raw: bytes) -> ApiError | None:
 def _placeholder(spec: BatchSpec, served: Served, source: str, check: Callable[[], object]) -> dict[str, Any] | None:
     """Return the members of placeholders but their ids; None where no line is valid."""
     lines = _checked(spec, served, source, check)
-    valid = next((found for _, _, found in lines if isinstance(found, Line)), None)
+    valid = next((found for _, found in lines if isinstance(found, Line)), None)
     if valid is None:
         return None
     return placeholder_for(valid.url, valid.model)
@@ -88,11 +101,11 @@ def _placeholder(spec: BatchSpec, served: Served, source: str, check: Callable[[
 
 def _checked(
     spec: BatchSpec, served: Served, source: str, check: Callable[[], object]
-) -> Iterator[tuple[int, bytes, Line | LineError]]:
-    """Yield the number of each line, the line, and what its check says."""
+) -> Iterator[tuple[InputLine, Line | LineError]]:
+    """Yield each line, and what its check says."""
     with open_input(source) as file:
         for line in read_lines(file):
             check()
             if line.raw is None:
                 raise InputError(f"line {line.number} of {spec.input} is longer than {MAX_LINE_BYTES} bytes")
-            yield line.number, line.raw, check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
+            yield line, check_of(spec, line, served)

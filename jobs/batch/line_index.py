@@ -3,17 +3,17 @@
 Written by validate beside the plan, or with each append to an open batch.
 """
 
-import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jobs.batch.plan import PlanEntry
 from jobs.protocol.lines import Line, read_line
-from jobs.store.storage import AtomicWriter, StoreError, append_behind, join, open_input
+from jobs.store.storage import AtomicWriter, RandomReader, StoreError, append_behind, join, open_at
 
 INDEX_NAME = "lines.index"
 
 _ENTRY = struct.Struct("<QI")  # offset, length
+INDEX_ENTRY_BYTES = _ENTRY.size
 
 
 class LineIndexWriter:
@@ -22,7 +22,7 @@ class LineIndexWriter:
     """
 
     def __init__(self, root: str) -> None:
-        self._file = AtomicWriter(join(root, INDEX_NAME))
+        self._file = AtomicWriter(join(root, INDEX_NAME), unchanging=True)
         self._next = 1
 
     def add(self, entry: PlanEntry) -> None:
@@ -42,8 +42,12 @@ class LineIndexWriter:
 
 def append_index(root: str, lines: int, entries: Iterable[PlanEntry]) -> None:
     """Put the next lines behind the first `lines` of an index, durably. Raise `StoreError`."""
-    data = b"".join(_ENTRY.pack(entry.offset, entry.length) for entry in entries)
-    append_behind(join(root, INDEX_NAME), lines * _ENTRY.size, data)
+    append_behind(join(root, INDEX_NAME), lines * _ENTRY.size, index_bytes(entries))
+
+
+def index_bytes(entries: Iterable[PlanEntry]) -> bytes:
+    """Return entries as a line index has them, none of which is blank."""
+    return b"".join(_ENTRY.pack(entry.offset, entry.length) for entry in entries)
 
 
 class LineIndex:
@@ -52,11 +56,11 @@ class LineIndex:
     Thread-safe; it goes on after the files were removed. Raises `StoreError`.
     """
 
-    def __init__(self, root: str, source: str) -> None:
+    def __init__(self, root: str, source: str, open_file: Callable[[str], RandomReader] = open_at) -> None:
         self._location = join(root, INDEX_NAME)
-        self._index = open_input(self._location)
+        self._index = open_file(self._location)
         try:
-            self._source = open_input(source)
+            self._source = open_file(source)
         except StoreError:
             self._index.close()
             raise
@@ -67,11 +71,11 @@ class LineIndex:
 
     def line(self, line: int) -> Line:
         """A line, taken apart."""
-        entry = os.pread(self._index.fileno(), _ENTRY.size, (line - 1) * _ENTRY.size)
+        entry = self._index.read_at((line - 1) * _ENTRY.size, _ENTRY.size)
         offset, length = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
         if not length:
             raise StoreError(f"{self._location} has no line {line}")
-        return read_line(os.pread(self._source.fileno(), length, offset))
+        return read_line(self._source.read_at(offset, length))
 
     def close(self) -> None:
         """Close both files."""

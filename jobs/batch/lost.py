@@ -2,7 +2,6 @@
 
 import logging
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -14,7 +13,7 @@ from jobs.protocol.states import JOBS
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.store.marker import check_store
-from jobs.store.storage import StoreError
+from jobs.store.storage import StoreError, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def why_lost(queue: Queue, batch: str, fields: BatchFields) -> str | None:
     said, as while the file store is away.
     """
     if msgspec.json.decode(fields.spec, type=BatchSpec).of_api:
-        check_store(queue, Path(fields.root).parents[1])
+        check_store(queue, path_of(fields.root).parents[1])
     try:
         manifest = load_manifest(fields.root)
     except ManifestDamaged as error:

@@ -2,31 +2,44 @@
 rebuilt.
 """
 
+import os
+import secrets
 import time
+from pathlib import PurePath
 from typing import Any, Literal
 
 import msgspec
 
 from jobs.batch.completion_log import Extent
+from jobs.batch.log_segments import Segment
 from jobs.batch.parts import Part
 from jobs.batch.row_requests import RowOptions
+from jobs.errors import JobsError
 from jobs.protocol.results import Usage
 from jobs.protocol.states import EndState, State
 from jobs.store.storage import (
     StoreError,
     delete,
+    is_local,
+    is_missing,
     join,
-    local_path,
     named,
-    read_bytes,
+    path_of,
+    read_version,
+    replace_version,
     size_of,
-    sync_folder,
-    write_bytes,
+    touch,
+    write_new,
 )
 
 NAME = "manifest.json"
+PROCESS = secrets.token_hex(8)
+"""Names this process in the manifests that it saves."""
+
 # A file of its own, since a long job may hold the folder when a client cancels
 _CANCEL_MARK = "cancelled"
+# Fields of a spec and of a manifest
+_LOCATIONS = ("input", "root", "output", "error_output", "source")
 
 
 class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +74,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     output_expires_seconds: int | None = None
     max_lines: int | None = None
     queued_tokens: int | None = None  # that all open batches of the tenant together may hold
+    key_id: str = ""  # of the API key that made it
 
     @property
     def of_api(self) -> bool:
@@ -77,7 +91,24 @@ class LineProblem(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-class Manifest(msgspec.Struct, kw_only=True):
+class FixedOutputs(msgspec.Struct, frozen=True):
+    """What was written of a batch in a bucket, and stays so, whichever process goes on with it."""
+
+    completed: int
+    failed: int
+    usage: Usage
+    output: str | None
+    error_output: str | None
+    ended_at: float  # unix seconds, of the files
+
+
+class Superseded(JobsError):
+    """The batch moved on under another job, or to another state; what this one does no longer
+    counts.
+    """
+
+
+class Manifest(msgspec.Struct, kw_only=True, dict=True):
     """The content of manifest.json. `input_sha256` is None until the file was validated."""
 
     version: int = 1
@@ -102,6 +133,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     # Names the record in Redis that may work here; of a server that was left behind, it is another
     # one
     owner: str = ""
+    holder: str = ""  # the process that saved this, of a manifest in a bucket
+    revision: int = 0  # how often it was saved
     parts: list[Part] = msgspec.field(default_factory=list)
     next_part: int = 0
     problems: list[LineProblem] = msgspec.field(default_factory=list)
@@ -112,6 +145,9 @@ class Manifest(msgspec.Struct, kw_only=True):
     queued_tokens: int = 0  # an estimate from the lines' bodies
     logged_lines: int = 0  # this and the next: how much of the completion log counts
     logged_bytes: int = 0
+    log_segments: tuple[Segment, ...] = ()  # of a batch in a bucket, the same
+    made: str = ""  # the folder in the root with what validation made; "": the root itself
+    fixed: FixedOutputs | None = None
     output: str | None = None  # this and the next: known once the outputs are written
     error_output: str | None = None
 
@@ -123,7 +159,21 @@ class Manifest(msgspec.Struct, kw_only=True):
     @property
     def logged(self) -> Extent:
         """How much of the completion log counts."""
-        return Extent(self.logged_lines, self.logged_bytes)
+        return Extent(self.logged_lines, self.logged_bytes, self.log_segments)
+
+    def note_logged(self, extent: Extent) -> None:
+        """Count so much of the completion log."""
+        self.logged_lines, self.logged_bytes, self.log_segments = extent
+
+    @property
+    def made_root(self) -> str:
+        """Where the plan, the line index and the spool are."""
+        return join(self.spec.root, self.made) if self.made else self.spec.root
+
+    @property
+    def stored_version(self) -> str | None:
+        """Which version of the file this is, None for a new one."""
+        return self.__dict__.get("stored_version")
 
     def enter(self, state: State) -> None:
         """Notes a state and when it was entered."""
@@ -145,25 +195,92 @@ class ManifestDamaged(StoreError):
 
 
 def load_manifest(root: str) -> Manifest | None:
-    """The manifest in a batch's root, None if there is none. Raises `StoreError`."""
+    """The manifest in a batch's root, None if there is none. Raises `StoreError`.
+
+    Where the file store was restored in another folder, the locations in it are of that folder.
+    """
     location = join(root, NAME)
-    if size_of(location) is None:
-        return None
     try:
-        return msgspec.json.decode(read_bytes(location), type=Manifest)
+        found = read_version(location)
+        if not found.data and not is_local(root):  # given up
+            return None
+        manifest = _moved(msgspec.json.decode(found.data, type=Manifest), root)
+    except StoreError as error:
+        if is_missing(error):
+            return None
+        raise
     except msgspec.DecodeError as error:
         raise ManifestDamaged(
             f"{location} is not a batch manifest ({error}); remove the folder to start again"
         ) from error
+    manifest.__dict__["stored_version"] = found.version
+    return manifest
+
+
+def give_up(root: str) -> bool:
+    """See to it that no manifest comes into a root in a bucket whose maker may be at work; return
+    whether there was none. Raise `StoreError`.
+    """
+    return write_new(join(root, NAME), b"") is not None
+
+
+def take_back(manifest: Manifest) -> bool:
+    """See to it that nothing comes of a new manifest in a bucket, also where it was put and the
+    answer was lost. Return False where another process has gone on with it. Raise `StoreError`.
+    """
+    root, version = manifest.spec.root, manifest.stored_version
+    if version is None and not give_up(root) and (found := load_manifest(root)) is not None:
+        if (found.holder, found.revision) != (manifest.holder, manifest.revision):
+            return False
+        version = found.stored_version
+    return version is None or replace_version(join(root, NAME), b"", version) is not None
+
+
+def _moved(manifest: Manifest, root: str) -> Manifest:
+    spec = manifest.spec
+    if spec.root == root or not spec.of_api:
+        return manifest
+    with named("cannot read", root):
+        if is_local(root) and os.path.exists(spec.root) and os.path.samefile(spec.root, root):  # by another name
+            return manifest
+    if len(PurePath(spec.root).parts) < 3:
+        raise ManifestDamaged(
+            f"{join(root, NAME)} names {spec.root!r} as its folder, which is in no file store; restore it from a backup"
+        )
+    before, now = (f"{path_of(folder).parents[1]}/" for folder in (spec.root, root))
+
+    def locations(holder: object) -> dict[str, str]:
+        found = {name: getattr(holder, name, None) or "" for name in _LOCATIONS}
+        return {name: now + found[name].removeprefix(before) for name in found if found[name].startswith(before)}
+
+    spec, fixed = msgspec.structs.replace(spec, **locations(spec)), manifest.fixed
+    if fixed is not None:
+        fixed = msgspec.structs.replace(fixed, **locations(fixed))
+    return msgspec.structs.replace(manifest, spec=spec, fixed=fixed, **locations(manifest))
 
 
 def save_manifest(manifest: Manifest) -> None:
-    """Replace the manifest durably; only for the holder of `storage.exclusive`.
+    """Replace the manifest durably; only for who holds its folder (`leases.hold`).
 
-    Raise `StoreError`.
+    Raise `StoreError`, and `Superseded` in a bucket where another process has saved it since.
     """
+    location, known = join(manifest.spec.root, NAME), manifest.stored_version
+    manifest.holder, manifest.revision = PROCESS, manifest.revision + 1
     encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    write_bytes(join(manifest.spec.root, NAME), encoded)
+    if is_local(location):
+        known = known or ""
+    version = write_new(location, encoded) if known is None else replace_version(location, encoded, known)
+    if version is None:
+        raise Superseded(manifest.batch_id)
+    manifest.__dict__["stored_version"] = version
+
+
+def take_over(manifest: Manifest) -> None:
+    """Refuse, from now on, what a process saves that had this manifest before. Raise as
+    `save_manifest`.
+    """
+    if manifest.holder != PROCESS and not is_local(manifest.spec.root):
+        save_manifest(manifest)
 
 
 def progress_fields(manifest: Manifest) -> dict[str, int]:
@@ -177,6 +294,7 @@ def progress_fields(manifest: Manifest) -> dict[str, int]:
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
         "reasoning_tokens": usage.reasoning_tokens or 0,
+        "device_microseconds": usage.device_microseconds,
     }
 
 
@@ -192,11 +310,7 @@ def end_fields(manifest: Manifest) -> dict[str, Any]:
 
 def mark_cancelled(root: str) -> None:
     """Notes durably that the batch is to end; several callers may, at once. Raises `StoreError`."""
-    path = local_path(join(root, _CANCEL_MARK))
-    assert path is not None, "a batch's root is local"
-    with named("cannot write", str(path)):
-        path.touch()  # not by a temporary file: the holder of the folder sweeps those away
-        sync_folder(path.parent)
+    touch(join(root, _CANCEL_MARK))  # without a temporary file: the holder of the folder sweeps those away
 
 
 def unmark_cancelled(root: str) -> None:

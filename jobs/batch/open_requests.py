@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jobs.batch.appended import AppendedLine, Committed
 from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
 from jobs.batch.invalid_lines import Served, marked_line, placeholder_for, unmarked_line
 from jobs.batch.line_index import append_index
-from jobs.batch.manifest import BatchSpec, LineProblem, Manifest
+from jobs.batch.manifest import BatchSpec, LineProblem
 from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, append_plan
-from jobs.batch.source import note_source
 from jobs.batch.source_check import check_of, duplicate_of, estimated_tokens, too_long
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.lines import Line, decode_json
@@ -37,7 +37,6 @@ from jobs.store.storage import (
     join,
     local_path,
     make_folder,
-    sha256_of,
     size_of,
     sync_folder,
 )
@@ -60,18 +59,6 @@ CREATE TABLE IF NOT EXISTS committed (place INTEGER PRIMARY KEY CHECK (place = 1
 INSERT OR IGNORE INTO committed VALUES (1, '{}');
 COMMIT;
 """
-
-
-class Committed(msgspec.Struct, frozen=True):
-    """What counts of an open batch's files."""
-
-    lines: int = 0
-    bytes: int = 0  # of the source
-    body_bytes: int = 0
-    models: list[str] = []  # that the lines name
-    endpoints: list[str] = []
-    appended_at: float = 0.0  # when the last line came, unix seconds; 0: none did
-    closed: bool = False
 
 
 class AppendBounds(NamedTuple):
@@ -125,7 +112,7 @@ class _NewContent:
         self.content: list[bytes] = []
         self.entries: list[PlanEntry] = []
         self.planned: list[PlanEntry] = []
-        self.known: dict[bytes, tuple[bytes, int]] = {}  # by id: digest and number of the line
+        self.known: dict[bytes, AppendedLine] = {}  # by id
 
     def take(self, fresh: dict[int, _NewLine], append: CheckedLines) -> ApiError | None:
         """Add the lines of an append behind the others, or return why they are refused."""
@@ -148,8 +135,12 @@ class _NewContent:
         self.content += (line.content for line in fresh.values())
         self.entries += entries.values()
         self.planned += (entries[place] for place in append.order if place in entries)
-        self.known |= {line.id: (line.digest, entries[place].line) for place, line in fresh.items()}
+        self.known |= {line.id: AppendedLine(line.digest, entries[place].line) for place, line in fresh.items()}
         return None
+
+
+_FindKnown = Callable[[list[bytes]], dict[bytes, AppendedLine]]
+"""Returns the lines of a batch that have these ids."""
 
 
 class OpenRequests:
@@ -206,16 +197,22 @@ class OpenRequests:
         """
         with self._transaction() as database:
             found = self._read(database)
-            if found.closed:
-                raise _closed()
-            new = _NewContent(found)
-            outcomes = [self._add(database, new, one) for one in appends]
+            new, outcomes = self._taken(found, appends, partial(self._known, database))
             if new.entries:
                 self._append_files(found, b"".join(new.content), new.entries, new.planned)
                 rows = ((name, *known) for name, known in new.known.items())
                 database.executemany("INSERT INTO requests VALUES (?, ?, ?)", rows)
                 self._write(database, new.taken)
         return outcomes
+
+    def _taken(
+        self, found: Committed, appends: Sequence[CheckedLines], known: _FindKnown
+    ) -> tuple["_NewContent", list[AppendOutcome | ApiError]]:
+        """Return what appends add to what counts, and what became of each. Raise `ApiError` 409."""
+        if found.closed:
+            raise closed_error()
+        new = _NewContent(found)
+        return new, [self._add(known, new, one) for one in appends]
 
     def close(self) -> None:
         """Let nothing more be appended; may be repeated, also once the batch has ended."""
@@ -260,32 +257,32 @@ class OpenRequests:
                 plan.add(PlanEntry(place, 0, 0), BATCH_ENDPOINTS[new.url], new.model, new.values)
             yield from plan.ordered()
 
-    def _add(self, database: sqlite3.Connection, new: "_NewContent", append: CheckedLines) -> AppendOutcome | ApiError:
+    def _add(self, find: _FindKnown, new: "_NewContent", append: CheckedLines) -> AppendOutcome | ApiError:
         """Add what is new of an append, unless that exceeds its bounds."""
-        known = self._known(database, [line.id for line in append.lines.values()]) | new.known
+        known = find([line.id for line in append.lines.values()]) | new.known
         fresh, repeated, problems = dict[int, _NewLine](), 0, append.problems.copy()
         for place, line in append.lines.items():
             if (original := known.get(line.id)) is None:
                 fresh[place] = line
-                known[line.id] = line.digest, new.taken.lines + len(fresh)
-            elif original[0] == line.digest:
+                known[line.id] = AppendedLine(line.digest, new.taken.lines + len(fresh))
+            elif original.digest == line.digest:
                 repeated += 1
-                append.repeats[line.number] = original[1]
+                append.repeats[line.number] = original.line
             else:
-                problems.append(duplicate_of(line.custom_id, line.number, original[1]))
+                problems.append(duplicate_of(line.custom_id, line.number, original.line))
         if fresh and (refusal := new.take(fresh, append)):
             return refusal
         problems.sort(key=lambda problem: problem.line or 0)
         return AppendOutcome(len(fresh), repeated, problems, new.taken.lines, new.taken.body_bytes)
 
-    def _known(self, database: sqlite3.Connection, ids: list[bytes]) -> dict[bytes, tuple[bytes, int]]:
-        """Return digest and number of the lines that have these ids."""
-        known = dict[bytes, tuple[bytes, int]]()
+    def _known(self, database: sqlite3.Connection, ids: list[bytes]) -> dict[bytes, AppendedLine]:
+        """Return the lines that have these ids."""
+        known = dict[bytes, AppendedLine]()
         for start in range(0, len(ids), _ASKED_AT_ONCE):
             some = ids[start : start + _ASKED_AT_ONCE]
             marks = ",".join("?" * len(some))
             rows = database.execute(f"SELECT id, digest, line FROM requests WHERE id IN ({marks})", some)
-            known |= {name: (digest, line) for name, digest, line in rows}
+            known |= {name: AppendedLine(digest, line) for name, digest, line in rows}
         return known
 
     def _append_files(
@@ -329,12 +326,12 @@ class OpenRequests:
     def _until_removed(self) -> Iterator[None]:
         """Refuse as a closed batch one whose database is gone, also when it goes meanwhile."""
         if size_of(self._location) is None:
-            raise _closed()
+            raise closed_error()
         try:
             yield
         except StoreError:
             if size_of(self._location) is None:
-                raise _closed() from None
+                raise closed_error() from None
             raise
 
     @contextlib.contextmanager
@@ -376,26 +373,8 @@ class OpenRequests:
         return connection
 
 
-def take_appended(manifest: Manifest, check: Callable[[], object]) -> None:
-    """Note in the manifest what was appended so far; once the batch is closed, it has all that it
-    has of any other. Calls `check` often.
-
-    Raise `StoreError`, and what `check` raises.
-    """
-    spec = manifest.spec
-    found = OpenRequests(spec).committed()
-    manifest.source, manifest.total = spec.input, found.lines
-    manifest.models, manifest.endpoints = found.models, found.endpoints
-    manifest.queued_tokens = estimated_tokens(found.body_bytes)
-    if found.appended_at:
-        manifest.timestamps["appended"] = found.appended_at
-    if found.closed:
-        manifest.input_bytes, manifest.input_sha256 = found.bytes, sha256_of(spec.input, check)
-        manifest.plan_sha256 = sha256_of(join(spec.root, PLAN_NAME), check)
-        note_source(manifest, spec.input, manifest.input_sha256)
-
-
-def _closed() -> ApiError:
+def closed_error() -> ApiError:
+    """Return the refusal of an append to a batch that takes none."""
     return ApiError(409, "This batch is closed, so it takes no more requests: create another batch for them.")
 
 

@@ -22,15 +22,16 @@ from jobs.protocol.results import Result
 from jobs.store.storage import (
     AtomicWriter,
     StoreError,
+    add_folder,
     delete,
+    is_local,
+    is_missing,
     join,
     list_names,
-    local_path,
-    named,
+    new_name,
     open_input,
     sha256_of,
     size_of,
-    sync_folder,
 )
 
 FOLDER = "parts"
@@ -78,10 +79,10 @@ def write_part(root: str, name: str, results: Iterable[tuple[int, Result]]) -> P
 
 def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
     """As `write_part`, from records."""
-    folder = join(root, FOLDER)
-    _make_folder(folder)
+    folder, name = join(root, FOLDER), new_name(root, name)
+    add_folder(folder)  # and never the batch's own: where that is gone, so is the batch
     count = 0
-    with AtomicWriter(join(folder, name)) as writer:
+    with AtomicWriter(join(folder, name), unchanging=True) as writer:
         for line, _, packed in records:
             writer.write(_HEADER.pack(line, len(packed), zlib.crc32(packed, zlib.crc32(_LINE.pack(line)))) + packed)
             count += 1
@@ -132,13 +133,16 @@ class PartIndex:
 def read_part(root: str, name: str, order: int = 0, place: int = 0) -> Iterator[Record]:
     """The records of a part, in line order, from the one that begins at a place.
 
-    Raises `PartDamaged` at the first that is not what was written.
+    Raises `PartDamaged` at the first that is not what was written, and `StoreError` where a bucket
+    does not answer, in which the part may be whole.
     """
     try:
-        with open_input(join(root, FOLDER, name)) as file:
+        with open_input(join(root, FOLDER, name), unchanging=True) as file:
             yield from _records(file, name, order, place)
     except StoreError as error:
-        raise PartDamaged(str(error)) from error
+        if is_local(root) or is_missing(error):
+            raise PartDamaged(str(error)) from error
+        raise
 
 
 def merge_parts(root: str, parts: list[Part], shown: Bitmap | tuple[()] = ()) -> Iterator[Record]:
@@ -192,16 +196,6 @@ def drop_unlisted(root: str, parts: list[Part]) -> None:
             delete(join(root, FOLDER, name))
 
 
-def _make_folder(location: str) -> None:
-    """Make the folder of parts, and never the batch's own: where that is gone, so is the batch."""
-    path = local_path(location)
-    assert path is not None, "a batch's root is local"
-    with named("cannot make the folder", location):
-        if not path.is_dir():
-            path.mkdir(exist_ok=True)
-            sync_folder(path.parent)
-
-
 def _records(file: BinaryIO, name: str, order: int, place: int) -> Iterator[Record]:
     left = file.seek(0, io.SEEK_END) - place
     file.seek(place)
@@ -231,7 +225,6 @@ def _merged(root: str, names: list[str], shown: Bitmap | tuple[()]) -> Iterator[
 
 
 def _merge_round(root: str, names: list[str], shown: Bitmap | tuple[()], stack: ExitStack) -> str:
-    merged = f"merge-{names[0]}"
-    write_records(root, merged, _merged(root, names, shown))
+    merged = write_records(root, f"merge-{names[0]}", _merged(root, names, shown)).name
     stack.callback(delete, join(root, FOLDER, merged))
     return merged

@@ -31,6 +31,7 @@ _LEVELS = len(_PREFIX_CHARACTERS)
 _MAX = 0xFFFFFFFF
 
 _ENTRY = struct.Struct("<IQI")
+PLAN_ENTRY_BYTES = _ENTRY.size
 # The model's turn, the prefixes, longest first within, line, offset, length
 _BY_PREFIX = struct.Struct(f">H{_LEVELS}IIIQI")
 # The model's turn, for each prefix (longest in group first, prefix), longest first, line, offset,
@@ -143,7 +144,7 @@ class PlanBuilder:
 
     def write(self, location: str) -> str:
         """Write the plan file durably and return its hash. Raise `StoreError`."""
-        with AtomicWriter(location) as writer:
+        with AtomicWriter(location, unchanging=True) as writer:
             for entry in self.ordered():
                 writer.write(_ENTRY.pack(*entry))
             writer.commit()
@@ -220,7 +221,12 @@ def prefix_hashes(model: str, pieces: list[str]) -> tuple[int, ...]:
 
 def append_plan(location: str, lines: int, entries: Iterable[PlanEntry], durable: bool = True) -> None:
     """Put entries behind the first `lines` of a plan file. Raise `StoreError`."""
-    append_behind(location, lines * _ENTRY.size, b"".join(_ENTRY.pack(*entry) for entry in entries), durable)
+    append_behind(location, lines * _ENTRY.size, plan_bytes(entries), durable)
+
+
+def plan_bytes(entries: Iterable[PlanEntry]) -> bytes:
+    """Return entries as a plan file has them."""
+    return b"".join(_ENTRY.pack(*entry) for entry in entries)
 
 
 def read_plan(file: BinaryIO, start: int, count: int) -> list[PlanEntry]:

@@ -14,6 +14,7 @@ class QueuedTokens(NamedTuple):
 
     answered: int
     queued: int  # of the requests without an answer
+    early: int  # of lines that run while the batch is validated, answered or not
 
 
 def queued_tokens(queue: Queue, tenant: str) -> dict[str, QueuedTokens]:
@@ -23,8 +24,17 @@ def queued_tokens(queue: Queue, tenant: str) -> dict[str, QueuedTokens]:
 
 
 def others_tokens(queue: Queue, tenant: str, batch: str) -> int:
-    """Return how many tokens the tenant has in queue beside those of one batch."""
+    """Return how many tokens the tenant has in queue beside those of one batch.
+
+    Early lines of other batches do not count: these may still be refused.
+    """
     return sum(tokens.queued for one, tokens in queued_tokens(queue, tenant).items() if one != batch)
+
+
+def others_early_tokens(queue: Queue, tenant: str, batch: str) -> int:
+    """Return the same with early lines."""
+    found = queued_tokens(queue, tenant).items()
+    return sum(tokens.queued + tokens.early for one, tokens in found if one != batch)
 
 
 def most_tokens(queue: Queue, spec: BatchSpec, batch: str) -> int | None:
@@ -34,7 +44,7 @@ def most_tokens(queue: Queue, spec: BatchSpec, batch: str) -> int | None:
     if spec.queued_tokens is None:
         return None
     found = queued_tokens(queue, spec.tenant)
-    own = found.pop(batch, QueuedTokens(0, 0))
+    own = found.pop(batch, QueuedTokens(0, 0, 0))
     return max(0, spec.queued_tokens - sum(tokens.queued for tokens in found.values()) + own.answered)
 
 
@@ -47,4 +57,4 @@ def _tokens_of(fields: BatchStatus) -> QueuedTokens:
     before = max(0, finished - fields.used_lines)  # this record was made
     by_bytes = known * before // lines + estimated_tokens(fields.used_bytes)
     answered = min(known * finished // lines, by_bytes)
-    return QueuedTokens(answered, max(known, fields.appended_tokens) - answered)
+    return QueuedTokens(answered, max(known, fields.appended_tokens) - answered, max(0, fields.early_tokens - known))

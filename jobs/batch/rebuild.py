@@ -8,13 +8,14 @@ import math
 import time
 
 from jobs.batch.deleted import is_deleted
-from jobs.batch.manifest import Manifest, is_marked_cancelled, load_manifest, save_manifest
+from jobs.batch.manifest import Manifest, Superseded, is_marked_cancelled, load_manifest, save_manifest
 from jobs.batch.register import register
 from jobs.batch.webhook_notes import note_webhook
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
+from jobs.store.leases import hold
 from jobs.store.marker import BATCHES_FOLDER
-from jobs.store.storage import Busy, StoreError, exclusive, join, list_names
+from jobs.store.storage import Busy, StoreError, join, list_names
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def rebuild_all(
     for place, name in enumerate(names, 1):
         try:
             count += rebuild(queue, join(file_store, BATCHES_FOLDER, name))
-        except Busy:
+        except (Busy, Superseded):
             busy.append(name)
         except StoreError as error:
             logger.error("failed to rebuild batch %s; retrying later: %s", name, error)
@@ -54,9 +55,9 @@ def rebuild_all(
 def rebuild(queue: Queue, root: str) -> bool:
     """Make the record of the batch in `root`; False if it has one, or there is no batch (any more).
 
-    Raise `StoreError` and `Busy`.
+    Raise `StoreError`, `Busy` and `Superseded`.
     """
-    with exclusive(root, patience=0):
+    with hold(queue, root, patience=0):
         manifest = load_manifest(root)
         if manifest is None or is_deleted(root):
             return False

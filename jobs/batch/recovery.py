@@ -45,7 +45,8 @@ def _keep_one_each(manifest: Manifest, check: Callable[[], None]) -> None:
     the earlier one.
     """
     root, shown = manifest.spec.root, Bitmap()
-    for line in logged_lines(root, 0, sound_extent(root, manifest.logged).lines):
+    extent = sound_extent(root, manifest.logged)
+    for line in logged_lines(root, 0, extent.lines, extent.segments):
         shown.add(line)
     manifest.completed, manifest.failed, manifest.usage = 0, 0, None
 

@@ -83,6 +83,7 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "generation": manifest.generation,
         "owner": manifest.owner,
         "priority": spec.priority,
+        "key_id": spec.key_id,
         "open": manifest.is_open,
         "outcome": manifest.outcome,
         "input_bytes": _input_bytes(manifest),

@@ -6,19 +6,23 @@ import contextlib
 import os
 import time
 
+import msgspec
+
 from jobs.batch.bitmap import Bitmap
-from jobs.batch.completion_log import Entry, Extent, adopt_log, append_log, logged_lines, sound_extent
+from jobs.batch.completion_log import Extent, adopt_log, append_log, logged_lines, sound_extent
 from jobs.batch.input_files import compression_of, is_parquet
 from jobs.batch.line_index import LineIndex
+from jobs.batch.log_segments import Entry
 from jobs.batch.manifest import BatchSpec, Manifest
 from jobs.batch.parts import merge_parts
 from jobs.batch.retention import forget_output
+from jobs.batch.source import open_lines
 from jobs.protocol.ids import FILE, micros_of
 from jobs.protocol.results import Result, batch_request_id, output_line
 from jobs.queue.request_queue import Queue
 from jobs.store.compression import CompressedWriter
 from jobs.store.file_store import BATCH_FILE_SECONDS, RESULT_PURPOSE, FileRecord, FileStore
-from jobs.store.storage import AtomicWriter, StoreError, link, make_folder, size_of
+from jobs.store.storage import AtomicWriter, StoreError, is_local, join, link, make_folder, new_name, size_of
 
 ResultFile = AtomicWriter | CompressedWriter
 
@@ -34,7 +38,7 @@ class LoggedLines:
         """Read on; what counts once never changes. Raise `StoreError`."""
         if extent.lines < self._known:
             self._lines, self._known = Bitmap(), 0
-        for line in logged_lines(root, self._known, extent.lines):
+        for line in logged_lines(root, self._known, extent.lines, extent.segments):
             self._lines.add(line)
         self._known = extent.lines
 
@@ -55,12 +59,12 @@ def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Res
     successes = [(line, result) for line, result in results if result.succeeded and line not in logged]
     if successes:
         if not extent.lines:
-            _store(queue, manifest).put(_partial(manifest))
+            _store(queue, manifest).begin_result(_partial(manifest))
         assert manifest.source is not None, "validate names it"
-        with LineIndex(root, manifest.source) as index:
-            entries = [Entry(line, _output_line(manifest, index, line, result)) for line, result in successes]
-        extent = append_log(root, extent, entries)
-    manifest.logged_lines, manifest.logged_bytes = extent
+        with open_lines(manifest) as index:
+            entries = (Entry(line, _output_line(manifest, index, line, result)) for line, result in successes)
+            extent = append_log(root, extent, entries)
+    manifest.note_logged(extent)
 
 
 def may_become_log(manifest: Manifest) -> bool:
@@ -77,7 +81,16 @@ def log_output(manifest: Manifest, output: str) -> None:
     """
     records = merge_parts(manifest.spec.root, manifest.parts)
     lines = (record.line for record in records if record.result.succeeded)
-    manifest.logged_lines, manifest.logged_bytes = adopt_log(manifest.spec.root, output, lines)
+    manifest.note_logged(adopt_log(manifest.spec.root, output, lines))
+
+
+def location_to_write(manifest: Manifest, location: str) -> str:
+    """Return where to write an output: of a batch in a bucket a name of its own, since another
+    process that was thought dead may still write one.
+    """
+    folder, name = os.path.split(location)
+    stem, dot, suffix = name.partition(".")
+    return location if is_local(manifest.spec.root) else join(folder, new_name(folder, stem) + dot + suffix)
 
 
 def open_uncompressed(manifest: Manifest, location: str) -> AtomicWriter:
@@ -175,7 +188,8 @@ def _partial(manifest: Manifest) -> FileRecord:
 def _complete(manifest: Manifest, file_id: str, kind: str, location: str, now: int) -> FileRecord:
     kept = manifest.spec.output_expires_seconds or BATCH_FILE_SECONDS
     suffix = location[location.rindex(".") :]
-    return _record(manifest, file_id, kind, suffix, now, bytes=size_of(location) or 0, expires_at=now + kept)
+    record = _record(manifest, file_id, kind, suffix, now, bytes=size_of(location) or 0, expires_at=now + kept)
+    return record if is_local(location) else msgspec.structs.replace(record, content=os.path.basename(location))
 
 
 def _record(

@@ -2,10 +2,9 @@
 
 import logging
 import math
-import shutil
 import time
-from pathlib import Path
 
+from jobs.batch.appended import remove_appended
 from jobs.batch.completion_log import remove_log
 from jobs.batch.deleted import is_deleted
 from jobs.batch.input_files import SPOOL_NAME
@@ -20,8 +19,9 @@ from jobs.protocol.ids import BATCH, is_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
 from jobs.store.marker import BATCHES_FOLDER, check_store
-from jobs.store.storage import StoreError, delete, join, list_names
+from jobs.store.storage import StoreError, delete, is_local, join, list_names, path_of, remove_tree, size_of
 
+_DONE_WITH = (PLAN_NAME, STORED_NAME, DATABASE_NAME, JOURNAL_NAME, APPEND_LOCK, NEXT_LOCK)
 _UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is abandoned
 # For so long after that it is searched for, and then only among what is old enough to have ended
 _UNMADE_CHECKED_SECONDS = 3600
@@ -29,16 +29,20 @@ _UNMADE_CHECKED_SECONDS = 3600
 logger = logging.getLogger(__name__)
 
 
-def tidy(root: str) -> None:
+def tidy(root: str) -> bool:
     """Remove what an ended batch of the API needs no more; its completion log stays, with what its
     lines are named by.
+
+    Return False where that is to be tried again: a bucket may be away for a moment.
     """
     try:
         manifest = load_manifest(root)
         if manifest is None or manifest.state not in END_STATES or not manifest.spec.of_api:
-            return
-        for name in (PLAN_NAME, STORED_NAME, DATABASE_NAME, JOURNAL_NAME, APPEND_LOCK, NEXT_LOCK):
-            delete(join(root, name))
+            return True
+        for name in _DONE_WITH if is_local(root) else (PLAN_NAME,):
+            delete(join(manifest.made_root, name))
+        if manifest.spec.streams_input and not is_local(root):
+            remove_appended(root)
         drop_unlisted(root, [])
         if manifest.state != "cancelled":  # a request for that, which came too late
             unmark_cancelled(root)
@@ -46,6 +50,8 @@ def tidy(root: str) -> None:
             _remove_log(root, manifest)
     except StoreError as error:
         logger.warning("failed to clean up batch folder %s: %s", root, error)
+        return is_local(root) or not error.retry
+    return True
 
 
 def forget_output(root: str, file_id: str) -> None:
@@ -60,7 +66,7 @@ def forget_output(root: str, file_id: str) -> None:
 def _remove_log(root: str, manifest: Manifest) -> None:
     remove_log(root)
     for name in (INDEX_NAME, SPOOL_NAME):
-        delete(join(root, name))
+        delete(join(manifest.made_root, name))
     if manifest.spec.input:
         delete(manifest.spec.input)
 
@@ -71,7 +77,7 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
 
     Return how many. Raises `StoreError`.
     """
-    check_store(queue, Path(file_store))
+    check_store(queue, path_of(file_store))
     folder = join(file_store, BATCHES_FOLDER)
     removed, deadline = 0, time.monotonic() + seconds
     for name in list_names(folder):
@@ -80,7 +86,8 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
             continue
         age, root = now - made, join(folder, name)
         unmade = (
-            _UNMADE_SECONDS < age < _UNMADE_SECONDS + _UNMADE_CHECKED_SECONDS and not Path(root, MANIFEST_NAME).exists()
+            _UNMADE_SECONDS < age < _UNMADE_SECONDS + _UNMADE_CHECKED_SECONDS
+            and not size_of(join(root, MANIFEST_NAME))  # one without bytes says that it was given up
         )
         if unmade or age > queue.settings.ended_batch_seconds:
             removed += _remove_if_due(queue, name, root, made, now)
@@ -109,11 +116,11 @@ def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float)
         made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)
     ):
         return False
-    check_store(queue, Path(root).parents[1])
+    check_store(queue, path_of(root).parents[1])
     if manifest is not None:
         queue.unlist_batch(manifest.spec.tenant, batch)
         queue.forget(batch)
-    shutil.rmtree(Path(root), ignore_errors=True)
+    remove_tree(root)
     return True
 
 

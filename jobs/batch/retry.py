@@ -6,7 +6,6 @@ input file in one pass that holds one line at a time, and a bit for each.
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -122,7 +121,7 @@ def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
         return None
     file_id = record.error_file_id or ""
     try:
-        location = files.content_path(files.get(record.spec.tenant, file_id))
+        location = str(files.content_path(files.get(record.spec.tenant, file_id)))
     except KeyError:
         raise BatchRefused(
             f"The error file {file_id} of the batch {record.id} is gone, which says what requests to run again: create"
@@ -131,9 +130,9 @@ def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
     return _numbers(location)
 
 
-def _numbers(location: Path) -> Bitmap:
+def _numbers(location: str) -> Bitmap:
     numbers, decoder = Bitmap(), msgspec.json.Decoder(_ErrorLine)
-    with open_input(str(location)) as file:
+    with open_input(location) as file:
         for line in file:
             numbers.add(line_of(decoder.decode(line).id))
     return numbers

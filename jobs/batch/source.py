@@ -4,8 +4,11 @@ by its size and time, or by its hash.
 
 from typing import BinaryIO
 
+from jobs.batch.appended import AppendedFiles
+from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import Manifest, save_manifest
-from jobs.store.storage import StoreError, open_input, sha256_of, size_of, stamp_of
+from jobs.batch.plan import PLAN_NAME
+from jobs.store.storage import StoreError, is_local, join, open_input, sha256_of, size_of, stamp_of
 
 
 def note_source(manifest: Manifest, location: str, sha256: str) -> None:
@@ -31,8 +34,12 @@ def open_source(manifest: Manifest, buffered: bool = True) -> BinaryIO:
     Raises `StoreError` if it changed, other than that lines were appended to an open batch.
     """
     assert manifest.source is not None, "validate names it"
+    if is_in_pieces(manifest):
+        return _appended_files(manifest).open_input(manifest.source)
     if manifest.is_open:
         return open_input(manifest.source, buffered)
+    if not is_local(manifest.spec.root):  # where the batch has a copy that no process changes
+        return open_input(manifest.source, buffered, unchanging=True)
     stamp = stamp_of(manifest.source)
     if stamp != (manifest.source_bytes, manifest.source_mtime_ns):
         if stamp is None or not is_whole(manifest):
@@ -40,3 +47,29 @@ def open_source(manifest: Manifest, buffered: bool = True) -> BinaryIO:
         manifest.source_mtime_ns = stamp[1]
         save_manifest(manifest)
     return open_input(manifest.source, buffered)
+
+
+def open_plan(manifest: Manifest) -> BinaryIO:
+    """The plan of a validated batch. Raises `StoreError`."""
+    location = join(manifest.made_root, PLAN_NAME)
+    if is_in_pieces(manifest):
+        return _appended_files(manifest).open_input(location)
+    return open_input(location, unchanging=True)
+
+
+def open_lines(manifest: Manifest) -> LineIndex:
+    """The lines of a validated batch by number. Raises `StoreError`."""
+    source = manifest.source or manifest.spec.input
+    if is_in_pieces(manifest):
+        return LineIndex(manifest.made_root, source, _appended_files(manifest).open_at)
+    return LineIndex(manifest.made_root, source)
+
+
+def is_in_pieces(manifest: Manifest) -> bool:
+    """Return whether source, plan and line index are not files yet."""
+    return manifest.is_open and not is_local(manifest.spec.root)
+
+
+def _appended_files(manifest: Manifest) -> AppendedFiles:
+    found: AppendedFiles = manifest.__dict__.setdefault("appended_files", AppendedFiles(manifest.spec.root))
+    return found

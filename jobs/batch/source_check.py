@@ -2,7 +2,9 @@
 
 import hashlib
 import heapq
-from collections.abc import Collection, Mapping
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,7 @@ from jobs.store.storage import join, local_path, open_input
 
 MAX_PROBLEMS = 1000
 
+_LOADING = ("loading", "initializing")
 _BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 
@@ -39,14 +42,48 @@ def estimated_tokens(size: int) -> int:
     return -(-size // _BYTES_PER_TOKEN)
 
 
-def served_models(queue: Queue) -> dict[str, tuple[str, ...] | None]:
-    """Return the models that are or were served, with their tasks, and those loaded on demand."""
-    return dict.fromkeys(queue.settings.on_demand_models) | registered_models(queue)
+class ServedModels(Mapping[str, tuple[str, ...] | None]):
+    """Models that are, were or will soon be served, with their tasks where they are known, and
+    those loaded on demand.
 
+    A Redis that came back empty gets them with the workers' next renewals. While it may lack some,
+    `pause` is called for each name that it lacks before it is read again.
+    """
 
-def registered_models(queue: Queue) -> dict[str, tuple[str, ...] | None]:
-    """Return those of them that Redis names: none where it came back empty."""
-    return dict.fromkeys(queue.on_demand()) | {model.name: model.tasks for model in queue.models()}
+    def __init__(self, queue: Queue, pause: Callable[[], object], patience: float, known: Iterable[str] = ()) -> None:
+        """`patience` are the seconds that are waited at most, `known` more models."""
+        self._queue = queue
+        self._pause = pause
+        self._deadline = time.monotonic() + min(queue.settings.lease_seconds, patience)
+        self._known = [*known, *queue.settings.on_demand_models]
+        self._models = self._read()
+
+    def __getitem__(self, name: str) -> tuple[str, ...] | None:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __contains__(self, name: object) -> bool:
+        while name not in self._models and self._may_lack_some():
+            self._pause()
+            self._models = self._read()
+        return name in self._models
+
+    def _may_lack_some(self) -> bool:
+        if time.monotonic() < self._deadline and self._queue.registry_age() < self._queue.settings.lease_seconds:
+            return True
+        self._deadline = -math.inf  # so that Redis is not asked for each further name
+        return False
+
+    def _read(self) -> dict[str, tuple[str, ...] | None]:
+        """The tasks of a model that a worker is loading are not known yet."""
+        loading = [name for one in self._queue.workers() if one.state in _LOADING for name in one.models]
+        names = dict.fromkeys([*self._known, *self._queue.on_demand(), *loading])
+        return names | {model.name: model.tasks for model in self._queue.models()}
 
 
 def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[str] | None]) -> Line | LineError:
@@ -99,7 +136,10 @@ class SourceCheck:
 
     def add(self, line: InputLine) -> bytes | None:
         """Check one line; return what sorts it by its prefix, None for a bad one."""
-        found = check_of(self._spec, line, self._served)
+        return self.take(line, check_of(self._spec, line, self._served))
+
+    def take(self, line: InputLine, found: Line | LineError) -> bytes | None:
+        """The same for a line that was checked."""
         if isinstance(found, LineError):
             self._problems.add(found)
             return None

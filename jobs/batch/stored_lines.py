@@ -1,20 +1,23 @@
 """The lines that the parts of a batch hold, so that no line is written to a part twice.
 
-Kept on disk as a bitmap that names the parts it covers. It may lag behind the manifest or be lost:
-what it does not cover is read from the parts.
+Kept on disk as a bitmap that names the parts it covers; of a batch in a bucket, by the process
+alone. It may lag behind the manifest or be lost: what it does not cover is read from the parts.
 """
 
 import contextlib
 import logging
 import os
 import struct
+import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.parts import Part, salvage
-from jobs.store.storage import join
+from jobs.store.storage import is_local, join
 
 NAME = "stored.lines"
 SMALL_BYTES = 256 * 1024
@@ -22,6 +25,9 @@ SMALL_BYTES = 256 * 1024
 
 logger = logging.getLogger(__name__)
 
+_MOST_KEPT = 256  # batches, of one bit a line
+_kept: OrderedDict[str, bytes] = OrderedDict()
+_keeping = threading.Lock()
 _HEAD = struct.Struct("<II")  # CRC-32 of what follows the head, bytes of the names
 
 
@@ -48,14 +54,14 @@ def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> Stor
             repeated = repeated or record.line in lines
             lines.add(record.line)
     # What is repeated must be found again until it is not
-    if unread and not repeated and not are_small(unread.values()):
+    if unread and not repeated and not are_small(root, unread.values()):
         save_stored(root, parts, lines)
     return StoredLines(lines, repeated)
 
 
-def are_small(sizes: Iterable[int]) -> bool:
+def are_small(root: str, sizes: Iterable[int]) -> bool:
     """Return whether parts of so many bytes are better read again."""
-    return sum(sizes) < SMALL_BYTES
+    return is_local(root) and sum(sizes) < SMALL_BYTES
 
 
 def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
@@ -65,6 +71,9 @@ def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
     """
     names = "\n".join(part.name for part in parts).encode()
     content = names + bytes(lines.bits)
+    if not is_local(root):
+        _keep(root, _HEAD.pack(zlib.crc32(content), len(names)) + content)
+        return
     temporary = join(root, f".{NAME}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -74,10 +83,18 @@ def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
         logger.warning("cannot write %s; parts are read again: %s", join(root, NAME), error.strerror or error)
 
 
+def _keep(root: str, data: bytes) -> None:
+    with _keeping:
+        _kept[root] = data
+        _kept.move_to_end(root)
+        while len(_kept) > _MOST_KEPT:
+            _kept.popitem(last=False)
+
+
 def _load(root: str) -> tuple[set[str], Bitmap]:
     """Return the parts that the file covers and their lines; nothing where it is not sound."""
-    with contextlib.suppress(OSError, struct.error), open(join(root, NAME), "rb") as file:
-        data = file.read()
+    with contextlib.suppress(OSError, KeyError, struct.error):
+        data = Path(root, NAME).read_bytes() if is_local(root) else _kept[root]
         checksum, size = _HEAD.unpack_from(data)
         content = data[_HEAD.size :]
         if zlib.crc32(content) == checksum:

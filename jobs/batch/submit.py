@@ -3,15 +3,15 @@ there.
 """
 
 import contextlib
-import shutil
-from pathlib import Path
 
 import msgspec
 
+from jobs.batch.appending import requests_of
 from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch, record_of
 from jobs.batch.deleted import refuse_deleted
-from jobs.batch.manifest import Manifest, load_manifest
-from jobs.batch.open_requests import SOURCE_NAME, OpenRequests
+from jobs.batch.manifest import NAME as MANIFEST_NAME
+from jobs.batch.manifest import Manifest, Superseded, give_up, load_manifest, take_back
+from jobs.batch.open_requests import SOURCE_NAME
 from jobs.batch.rebuild import rebuild
 from jobs.batch.register import register
 from jobs.batch.result_files import result_locations
@@ -21,7 +21,21 @@ from jobs.protocol.ids import BATCH, FILE, new_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
 from jobs.store.file_store import FileStore
-from jobs.store.storage import Busy, StoreError, exclusive, link, make_folder, named, sync_folder
+from jobs.store.leases import hold
+from jobs.store.storage import (
+    Busy,
+    StoreError,
+    begin_folder,
+    delete,
+    is_local,
+    join,
+    link,
+    list_names,
+    named,
+    path_of,
+    remove_tree,
+    sync_folder,
+)
 
 _PATIENCE_SECONDS = 5.0
 _MAKING_SECONDS = 60  # in which a batch that was admitted gets its record
@@ -43,6 +57,7 @@ class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
     max_lines: int | None = None
     queued_tokens: int | None = None  # in all open batches of the tenant
     open_batches: int | None = None  # of the tenant
+    key_id: str = ""  # of the API key that asks, "" for none
 
 
 class TooManyBatches(JobsError):
@@ -58,20 +73,22 @@ def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission, batch_id:
     One whose input file cannot be used is made too, and fails in validation.
 
     Raise `TooManyBatches`, `StoreError` (for a full disk `StoreFull`) and `QueueFull`: then none
-    was made. After another `QueueUnavailable` it may have been: who asks again may get two.
+    was made. After another `QueueUnavailable`, also where a bucket answers no more, it may have
+    been: who asks again may get two.
     """
     files.check()
     now = queue.now()
     batch = batch_id or new_id(BATCH, now)
     if not _open(queue, batch, new):
         raise TooManyBatches(new.tenant)
-    root = files.batch_root(batch)
+    root = str(files.batch_root(batch))
+    manifest = Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=root))
     try:
-        return _make(
-            queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root)))
-        )
+        return _make(queue, files, new, manifest)
     except (StoreError, QueueFull):
-        _remove(queue, new.tenant, batch, root)
+        if not manifest.revision:  # of one that was saved, `_take_back` has judged
+            remove_tree(root)
+            _unlist(queue, new.tenant, batch)
         raise
 
 
@@ -90,17 +107,21 @@ def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> 
     Raise `ApiError` 404 for one that was deleted, `StoreError` and `QueueUnavailable`.
     """
     files.check()
-    root = files.batch_root(batch)
-    manifest = load_manifest(str(root))
+    root = str(files.batch_root(batch))
+    manifest = load_manifest(root)
     # Asked after, since a deletion notes it before the manifest goes
-    refuse_deleted(str(root))
+    refuse_deleted(root)
+    if manifest is None and not is_local(root) and not give_up(root):
+        manifest = load_manifest(root)
     if manifest is None:
-        _remove(queue, tenant, batch, root)
+        if is_local(root):  # a bucket keeps what says that the batch was given up, for a day
+            remove_tree(root)
+        _unlist(queue, tenant, batch)
         return None
     try:
         if not queue.batch_fields(batch).exists:
-            rebuild(queue, str(root))
-    except Busy as error:
+            rebuild(queue, root)
+    except (Busy, Superseded) as error:
         raise StoreError(str(error)) from error
     try:
         return get_batch(queue.redis, batch)
@@ -108,8 +129,7 @@ def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> 
         raise QueueUnavailable(f"the batch {batch} is not in Redis yet") from None
 
 
-def _remove(queue: Queue, tenant: str, batch: str, root: Path) -> None:
-    shutil.rmtree(root, ignore_errors=True)
+def _unlist(queue: Queue, tenant: str, batch: str) -> None:
     queue.forget(batch)
     queue.unlist_batch(tenant, batch)
     queue.dismiss(tenant, batch)
@@ -119,14 +139,13 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
     """The record as it was made: the job that comes next may have moved it on as soon as it can
     take the folder.
     """
-    root = Path(manifest.spec.root)
-    with named("cannot make the folder", str(root)):
-        make_folder(str(root.parent))
-        root.mkdir()
-        sync_folder(root.parent)
+    root = manifest.spec.root
+    begin_folder(root)
+    with named("cannot make the folder", root):
+        sync_folder(path_of(root).parent)
     manifest.spec = _spec(files, new, root, manifest.created_at)
     if new.streams_input:
-        OpenRequests(manifest.spec).create()
+        requests_of(manifest.spec).create()
     if not manifest.spec.input:
         message = (
             f"Cannot find file {fields.shown(new.input_file_id)}, or organization {new.tenant or 'default'} does not"
@@ -135,14 +154,40 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
         manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
     try:
         # The ticker looks into every folder after a start of Redis
-        with exclusive(str(root), _PATIENCE_SECONDS):
+        with hold(queue, root, _PATIENCE_SECONDS):
             try:
                 return record_of(manifest.batch_id, manifest.spec, register(queue, manifest))
-            except (StoreError, QueueFull):
-                shutil.rmtree(root, ignore_errors=True)  # while no process can take it up
+            except (StoreError, QueueFull, Superseded) as error:
+                may_come = manifest.stored_version is None and not isinstance(error, Superseded)
+                if not _take_back(queue, manifest, may_come):  # while no process can take it up
+                    raise QueueUnavailable(f"{manifest.batch_id} may have been made: {error}") from error
                 raise
     except Busy as error:
         raise StoreError(str(error)) from error
+    except Superseded as error:
+        raise StoreError(f"{manifest.batch_id} was given up before it was made: ask for it again") from error
+
+
+def _take_back(queue: Queue, manifest: Manifest, may_come: bool) -> bool:
+    """Remove a batch that was begun; return False where it may be there all the same, as one that
+    another process has taken up, which repeats the call. Where the manifest `may_come` yet, what
+    says that it was given up stays.
+    """
+    root = manifest.spec.root
+    try:
+        if not is_local(root) and not take_back(manifest):
+            return False
+    except StoreError:
+        return False
+    if may_come and not is_local(root):
+        with contextlib.suppress(StoreError):
+            for name in set(list_names(root)) - {MANIFEST_NAME}:
+                delete(join(root, name))
+                remove_tree(join(root, name))
+    else:
+        remove_tree(root)
+    _unlist(queue, manifest.spec.tenant, manifest.batch_id)
+    return True
 
 
 def _open(queue: Queue, batch: str, new: BatchSubmission) -> bool:
@@ -162,14 +207,14 @@ def _gone(queue: Queue, tenant: str) -> list[str]:
     ]
 
 
-def _spec(files: FileStore, new: BatchSubmission, root: Path, now: float) -> BatchSpec:
+def _spec(files: FileStore, new: BatchSubmission, root: str, now: float) -> BatchSpec:
     """`input` is empty where the input file cannot be used. Raises `StoreError`."""
-    source = str(root / SOURCE_NAME) if new.streams_input else _take_input(files, new, root)
+    source = join(root, SOURCE_NAME) if new.streams_input else _take_input(files, new, root)
     input_file_id, output_file_id, error_file_id = (new_id(FILE, now) for _ in range(3))
     output, error_output = result_locations(files, output_file_id, error_file_id, source)
     return BatchSpec(
         input=source,
-        root=str(root),
+        root=root,
         output=output,
         error_output=error_output,
         endpoint=new.endpoint,
@@ -186,17 +231,18 @@ def _spec(files: FileStore, new: BatchSubmission, root: Path, now: float) -> Bat
         output_expires_seconds=new.output_expires_seconds,
         max_lines=new.max_lines,
         queued_tokens=new.queued_tokens,
+        key_id=new.key_id,
     )
 
 
-def _take_input(files: FileStore, new: BatchSubmission, root: Path) -> str:
+def _take_input(files: FileStore, new: BatchSubmission, root: str) -> str:
     """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where
     it is none for batches.
     """
     with contextlib.suppress(KeyError, FileNotFoundError):
         record = files.get(new.tenant, new.input_file_id)
         if record.purpose == "batch":
-            own = str(root / f"input{record.suffix}")
+            own = join(root, f"input{record.suffix}")
             link(str(files.content_path(record)), own)
             return own
     return ""

@@ -1,12 +1,13 @@
 """Parquet and CSV files as batches of rows, read without threads and a little at a time."""
 
 import csv
+import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from jobs.batch.csv_quotes import check_quotes
+from jobs.batch.csv_quotes import QuoteCheck, check_quotes
 from jobs.batch.input_files import CSV, InputError, open_text, open_unpacked
 from jobs.protocol.lines import decode_json
 from jobs.store.input_formats import JSONL, PARQUET
@@ -68,8 +69,10 @@ def _csv_batches(location: str, columns: Sequence[str]) -> Iterator["pyarrow.Rec
         quoted_strings_can_be_null=False,
         null_values=[""],
     )
+    quotes = QuoteCheck(location)
     try:
-        with arrow_csv.open_csv(open_unpacked(location), read, parse, convert) as reader:
+        file = _NotedReads(open_unpacked(location), quotes.add)
+        with arrow_csv.open_csv(file, read, parse, convert) as reader:
             for rows in reader:
                 for start in range(0, rows.num_rows, MOST_ROWS):
                     yield rows.slice(start, MOST_ROWS)
@@ -78,7 +81,27 @@ def _csv_batches(location: str, columns: Sequence[str]) -> Iterator["pyarrow.Rec
         if "straddl" in str(error):
             raise InputError(f"{location} has a row of more than {CSV_BLOCK_BYTES >> 20} MiB") from error
         raise
-    check_quotes(location)
+    quotes.end()
+
+
+class _NotedReads(io.RawIOBase):
+    """A file from which each piece that is read is noted."""
+
+    def __init__(self, file: BinaryIO, note: Callable[[bytes], object]) -> None:
+        self._file = file
+        self._note = note
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._note(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _csv_header(location: str) -> list[str]:

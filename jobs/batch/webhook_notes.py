@@ -4,7 +4,6 @@ A note is made before the manifest, or Redis, names the end. So no kill loses on
 goes back; a note of an end that did not come about is dropped when the batch has ended otherwise.
 """
 
-from pathlib import Path
 from typing import NamedTuple
 
 from jobs.batch.manifest import BatchSpec
@@ -12,7 +11,7 @@ from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
 from jobs.store.marker import WEBHOOKS_FOLDER
-from jobs.store.storage import StoreError, join, list_names, make_folder, named, sync_folder
+from jobs.store.storage import StoreError, join, list_names, make_folder, path_of, touch
 
 
 class WebhookNote(NamedTuple):
@@ -34,15 +33,13 @@ def note_webhook(queue: Queue, batch: str, spec: BatchSpec, state: str) -> None:
     """
     if queue.settings.webhook_url is None or not spec.of_api or state not in END_STATES:
         return
-    note = Path(spec.root).parents[1] / WEBHOOKS_FOLDER / WebhookNote(batch, state).name
+    folder = str(path_of(spec.root).parents[1] / WEBHOOKS_FOLDER)
     try:
-        make_folder(str(note.parent))
-        with named("cannot write", str(note)):
-            note.touch()  # an empty file, which a full disk has room for
-            sync_folder(note.parent)
+        make_folder(folder)
+        touch(join(folder, WebhookNote(batch, state).name))
     except StoreError as error:
         raise type(error)(
-            f"{error}; the batch ends once its webhook is noted there: make {note.parent} a folder with room that this"
+            f"{error}; the batch ends once its webhook is noted there: make {folder} a folder with room that this"
             " process can write to"
         ) from error
 

@@ -1,8 +1,8 @@
 """Advance: feeds the next lines of the plan into the ready list, and drains finished results into
 part files.
 
-A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then
-(for a batch of the API) the completion log, then the manifest, which alone makes both count, then
+A slice lasts about a second, may be killed anywhere and run again. A drain writes the part and (for
+a batch of the API) the completion log, then the manifest, which alone makes both count, then
 updates Redis. After a kill between the last two, and when Redis goes back to an earlier moment, it
 holds results that parts hold already; each drain settles that first, and writes no line twice.
 """
@@ -11,27 +11,31 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
+from functools import partial
 from typing import Any, BinaryIO
 
+from jobs.batch.appending import take_appended
 from jobs.batch.bitmap import Bitmap
-from jobs.batch.manifest import BatchSpec, Manifest, progress_fields, save_manifest
-from jobs.batch.open_requests import take_appended
-from jobs.batch.parts import Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
-from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
+from jobs.batch.manifest import BatchSpec, Manifest, Superseded, progress_fields, save_manifest
+from jobs.batch.parts import Part, Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
+from jobs.batch.plan import PlanEntry, read_plan
 from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
 from jobs.batch.register import register
 from jobs.batch.result_files import LoggedLines, log_successes, may_become_log
-from jobs.batch.source import open_source
+from jobs.batch.source import open_plan, open_source
 from jobs.batch.stored_lines import are_small, save_stored
-from jobs.control.slices import Slice, Superseded
+from jobs.control.slices import Slice
+from jobs.daemon_threads import run_beside
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
+from jobs.protocol.results import Result
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.batch_records import MAX_PART_LINES
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
-from jobs.store.storage import StoreError, join, open_input
+from jobs.store.storage import StoreError, is_local
 
 SLICE_SECONDS = 1.0
 FEED_SECONDS = 0.25
@@ -198,7 +202,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     done = _lines_to_pass_over(held, progress) if fields.restored else Bitmap()
     most_bytes = most_window_bytes(queue)
     start, size = cursor, fields.body_bytes
-    with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest, buffered=False) as source:
+    with open_plan(held.manifest) as plan, open_source(held.manifest, buffered=False) as source:
         while cursor < total and shortest < window and size < most_bytes:
             held.check_current()
             entries = read_plan(plan, cursor, min(MAX_ITEMS, total - cursor))
@@ -298,15 +302,14 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     if len(results) < len(found):  # Redis went back since it was settled
         _restore(held)
         return True
-    part = write_part(held.root, _next_name(held), results)
     at_once = fields.all_done and not manifest.parts and len(found) < most
-    if manifest.spec.of_api and not (at_once and may_become_log(manifest)):
-        log_successes(queue, manifest, results, progress.logged)
+    is_logged = manifest.spec.of_api and not (at_once and may_become_log(manifest))
+    part = _store(held, progress, results, is_logged)
     manifest.parts.append(part)
     count_results(manifest, (result for _, result in results))
     compacted = compact(held)
     save_manifest(manifest)
-    if compacted or not are_small([part.bytes]):
+    if compacted or not are_small(held.root, [part.bytes]):
         for line, _ in results:
             stored.add(line)
         save_stored(held.root, manifest.parts, stored)
@@ -319,6 +322,23 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
         drop_unlisted(held.root, manifest.parts)
         queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
     return True
+
+
+def _store(held: Slice, progress: BatchProgress, results: list[tuple[int, Result]], is_logged: bool) -> Part:
+    """Write a part, and the completion log, to a bucket at once: neither counts before the manifest
+    does.
+    """
+    if not is_logged or is_local(held.root):
+        part = write_part(held.root, _next_name(held), results)
+        if is_logged:
+            log_successes(held.queue, held.manifest, results, progress.logged)
+        return part
+    writing = run_beside(partial(write_part, held.root, _next_name(held), results))
+    try:
+        log_successes(held.queue, held.manifest, results, progress.logged)
+    finally:
+        wait([writing])
+    return writing.result()
 
 
 def _lines_at_once(queue: Queue, batch: str, waiting: int) -> int:

@@ -11,7 +11,7 @@ import redis
 
 from jobs.batch.input_files import InputLine
 from jobs.batch.manifest import Manifest
-from jobs.batch.queued_tokens import others_tokens
+from jobs.batch.queued_tokens import others_early_tokens
 from jobs.batch.source_check import estimated_tokens
 from jobs.control.advance import CHUNK_BYTES, WINDOW_LINES, most_window_bytes, request_of
 from jobs.control.slices import Slice
@@ -31,8 +31,8 @@ class EarlyLines:
     window.
 
     They fill half of what a batch may have in Redis, so that the plan is fed as soon as it is made.
-    After a bad line, once Redis takes none, and while the tenant has too many tokens in queue, it
-    feeds no more: the validation goes on.
+    After a bad line, once Redis takes none, and while the tenant has too many tokens in queue, also
+    in early lines of other batches, it feeds no more: the validation goes on.
     """
 
     def __init__(self, held: Slice, source: str) -> None:
@@ -51,7 +51,10 @@ class EarlyLines:
         self._size = _FIRST_LINES
         self._most_bytes = min(CHUNK_BYTES, most_window_bytes(held.queue) // 2)
         self._passed = 0  # since the full window was looked at
-        if held.record().early not in ("", self._stamp):
+        record = held.record()
+        self._tokens = record.early_tokens  # of a killed pass, whose lines may be there
+        if record.early not in ("", self._stamp):
+            self._tokens = 0
             held.discard_early_lines()
 
     def add(self, line: InputLine, order: bytes | None, body_bytes: int) -> None:
@@ -84,12 +87,26 @@ class EarlyLines:
         lines, size, active = queue.window(batch)
         if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
             return
-        if most is not None and tokens + others_tokens(queue, spec.tenant, batch) > most:
+        if spec.of_api and not self._admit(max(tokens, self._tokens)):
             return
         now = time.time()
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]
         self._ends = not queue.ingest_early(batch, rows, self._stamp)
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
+
+    def _admit(self, tokens: int) -> bool:
+        """Note how many tokens the lines up to here have, unless the tenant's open batches would
+        have more than they may.
+        """
+        held, spec = self._held, self._held.manifest.spec
+        # Before the others are looked at, so that of two at once one sees the other
+        held.note({"early_tokens": tokens})
+        most = spec.queued_tokens
+        if most is not None and tokens + others_early_tokens(held.queue, spec.tenant, held.batch) > most:
+            held.note({"early_tokens": self._tokens})
+            return False
+        self._tokens = tokens
+        return True
 
     def _end(self) -> None:
         self._ends, self._lines = True, []

@@ -8,13 +8,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from jobs.batch.appending import requests_of, take_appended
 from jobs.batch.input_files import is_csv, is_parquet, read_lines
 from jobs.batch.invalid_lines import problem_of
-from jobs.batch.manifest import Manifest, save_manifest
-from jobs.batch.open_requests import OpenRequests, take_appended
+from jobs.batch.manifest import FixedOutputs, Manifest, save_manifest
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
-from jobs.batch.result_files import log_output, may_become_log, publish_input, publish_result_files
+from jobs.batch.result_files import (
+    location_to_write,
+    log_output,
+    may_become_log,
+    publish_input,
+    publish_result_files,
+)
 from jobs.batch.row_requests import RowExtras, read_extras
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
@@ -27,7 +33,7 @@ from jobs.control.slices import Slice
 from jobs.errors import JobsError
 from jobs.protocol.lines import read_line
 from jobs.protocol.results import Usage
-from jobs.store.storage import join, sweep_beside
+from jobs.store.storage import is_local, join, sweep_beside
 
 _CHECK_LINES = 256
 _WHY_UNANSWERED = {
@@ -59,13 +65,13 @@ def finalize(held: Slice) -> None:
     if manifest.outcome != "completed":
         held.queue.remove_unfinished(held.batch)
     if manifest.is_open:
-        OpenRequests(manifest.spec).close()
+        requests_of(manifest.spec).close()
         take_appended(manifest, held.check_current)
         save_manifest(manifest)
     if manifest.plan_sha256 is None or held.fields.early not in ("", manifest.early_stamp):
         held.discard_early_lines()
     progress = BatchProgress()
-    while drain(held, progress, everything=True):
+    while manifest.fixed is None and drain(held, progress, everything=True):
         held.check_current()
     try:
         outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else _write_results(held)
@@ -85,13 +91,30 @@ def _write_results(held: Slice) -> Outcome:
     manifest = held.manifest
     if manifest.spec.output_file_id is None:
         return write_outputs(manifest, held.check_current)
-    outcome = write_outputs(manifest, held.check_current)
+    fixed = _outputs(held)
     if manifest.spec.streams_input and manifest.total:
         publish_input(held.queue, manifest)
+    publish_result_files(held.queue, manifest, fixed.output, fixed.error_output, fixed.ended_at)
+    return Outcome(fixed.completed, fixed.failed, fixed.usage, fixed.output, fixed.error_output)
+
+
+def _outputs(held: Slice) -> FixedOutputs:
+    """Write the outputs of a batch of the API, unless what was written is fixed.
+
+    In a bucket it is fixed before a client can see it: a process that was thought dead may go on
+    while another ends the batch otherwise.
+    """
+    manifest = held.manifest
+    if manifest.fixed is not None:
+        return manifest.fixed
+    outcome = write_outputs(manifest, held.check_current)
     if outcome.output is not None and may_become_log(manifest):
         log_output(manifest, outcome.output)
-    publish_result_files(held.queue, manifest, outcome.output, outcome.error_output, manifest.timestamps[held.state])
-    return outcome
+    fixed = FixedOutputs(*outcome, manifest.timestamps[held.state])
+    if not is_local(held.root):
+        manifest.fixed = fixed
+        save_manifest(manifest)
+    return fixed
 
 
 def run_again(held: Slice) -> None:
@@ -119,6 +142,8 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
     output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")
     inline = spec.error_file == "inline"
     error_output = None if inline else spec.error_output or join(spec.root, "errors.jsonl")
+    output = location_to_write(manifest, output)
+    error_output = error_output and location_to_write(manifest, error_output)
     for location in filter(None, (output, error_output)):
         sweep_beside(location)
     counts = {True: 0, False: 0}

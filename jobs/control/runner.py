@@ -11,10 +11,10 @@ import redis
 from jobs.batch.ending import begin_cancel
 from jobs.batch.input_files import InputError
 from jobs.batch.lost import end_if_lost
-from jobs.batch.manifest import is_marked_cancelled
+from jobs.batch.manifest import Superseded, is_marked_cancelled
 from jobs.control.advance import advance, drain_all
 from jobs.control.finalize import finalize
-from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, Superseded, hold
+from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, hold
 from jobs.control.validate import validate
 from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, JobName
 from jobs.queue import keys

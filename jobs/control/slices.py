@@ -6,22 +6,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jobs.batch.ending import clean_up
-from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, load_manifest, save_manifest
+from jobs.batch.manifest import (
+    Manifest,
+    Superseded,
+    end_fields,
+    is_marked_cancelled,
+    load_manifest,
+    save_manifest,
+    take_over,
+)
 from jobs.batch.webhook_notes import note_webhook
 from jobs.errors import JobsError
 from jobs.protocol.states import JOBS, State
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
-from jobs.store.storage import StoreError, exclusive, sweep
+from jobs.store.leases import hold as held_folder
+from jobs.store.storage import StoreError, sweep
 
 BEAT_SECONDS = 1.0
 """Between two heartbeats."""
-
-
-class Superseded(JobsError):
-    """The batch moved on under another job, or to another state; what this one does no longer
-    counts.
-    """
 
 
 class Stopping(JobsError):
@@ -179,7 +182,7 @@ def hold(
     fields = queue.batch_fields(batch)
     if fields.state not in JOBS or driver not in (None, fields.driver):
         raise Superseded(batch)
-    with exclusive(fields.root, patience):
+    with held_folder(queue, fields.root, patience):
         manifest = load_manifest(fields.root)
         if manifest is None or manifest.batch_id != batch:
             raise StoreError(f"the manifest of {batch} is gone from {fields.root}")
@@ -188,6 +191,7 @@ def hold(
         if manifest.generation < fields.generation:
             manifest.generation = fields.generation
             save_manifest(manifest)
+        take_over(manifest)
         sweep(fields.root)
         held = Slice(queue, batch, fields, manifest, stopping, pause)
         changes: dict[str, Any] = {"lost_since": 0.0} if fields.lost_since else {}

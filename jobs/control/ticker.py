@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import secrets
 import signal
 import threading
 import time
@@ -32,6 +31,7 @@ from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.connection import check_server, connect
+from jobs.queue.lease import Lease
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
 from jobs.queue.settings import QueueSettings
@@ -135,7 +135,7 @@ class Ticker:
         self._leads = False
         self._upkeep_due = threading.Event()
         self._upkeep_thread = threading.Thread(target=self._run_upkeep, daemon=True)
-        self._token = secrets.token_hex(16)
+        self._lead = Lease(queue.redis, keys.LEADER)
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
         self._orphans: dict[Execution, float] = {}  # what RQ takes for running, since when (monotonic seconds)
         self._seen = ""  # the last batch that the tick before had time for
@@ -162,26 +162,11 @@ class Ticker:
 
         Two leaders for a moment do no harm: all that they do may be done twice.
         """
-        lifetime = int(LEAD_SECONDS * 1000)
-        # Who led a second ago lengthens the lead of its successor at most once
-        if self._leads and self._client.getex(keys.LEADER, px=lifetime) == self._token.encode():
-            return True
-        if self._client.set(keys.LEADER, self._token, nx=True, px=lifetime):
-            return True
-        if self._client.get(keys.LEADER) != self._token.encode():
-            if int(self._client.pttl(keys.LEADER)) > lifetime:  # the server's clock was set back
-                self._client.pexpire(keys.LEADER, lifetime)
-            return False
-        self._client.pexpire(keys.LEADER, lifetime)
-        return True
+        return self._lead.take(LEAD_SECONDS)
 
     def resign(self) -> None:
         """Let another lead at once."""
-        try:
-            if self._client.get(keys.LEADER) == self._token.encode():
-                self._client.delete(keys.LEADER)
-        except redis.RedisError:
-            logger.debug("Redis unavailable; the leader lock expires by itself")
+        self._lead.end()
 
     def tick(self) -> None:
         """What is due once a second: leases end, and each batch has a driver."""

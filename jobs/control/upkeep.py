@@ -1,13 +1,14 @@
 """Upkeep: what the leading ticker does about files, in a thread of its own since disks may be slow.
 
 It cleans up after ended batches, rebuilds what a server that was restarted or emptied has lost,
-removes the files and batches whose time is over, or that were deleted, and publishes the weights of
-tenants.
+removes the files and batches whose time is over, or that were deleted, publishes the weights of
+tenants, and saves what was computed for API keys.
 """
 
 import logging
 import secrets
 import time
+from typing import NamedTuple
 
 import redis
 
@@ -16,19 +17,27 @@ from jobs.batch.forgetting import finish_deletions
 from jobs.batch.rebuild import rebuild_all, unknown_folders
 from jobs.batch.retention import forget_output, remove_ended
 from jobs.queue import keys
-from jobs.queue.request_queue import Queue
+from jobs.queue.request_queue import KeyUsage, Queue
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
-from jobs.store.storage import StoreError
+from jobs.store.key_usage import behind, larger, load_usage, save_usage
+from jobs.store.storage import Busy, StoreError
 from jobs.store.upload_store import UploadStore
 
 SWEEP_SECONDS = 60.0
 WEIGHTS_SECONDS = 2.0
+USAGE_SECONDS = 10.0
 MOMENT_SECONDS = 0.5
 """At a time for each thing that takes the longer the more batches and files there are."""
 
 logger = logging.getLogger(__name__)
+
+
+class _OpenedStore(NamedTuple):
+    files: FileStore
+    idempotency_keys: IdempotencyKeys
+    keys: KeyRing
 
 
 class Upkeep:
@@ -38,11 +47,12 @@ class Upkeep:
         self.ended: list[str] = []
         """Batches of which something may be left."""
         self._queue = queue
-        self._files = None if file_store is None else FileStore(queue, file_store, forget_output)
-        self._idempotency_keys = None if self._files is None else IdempotencyKeys(queue, self._files)
-        self._keys = None if file_store is None else KeyRing(file_store)
-        self._next_weights = 0.0  # monotonic seconds
+        self._file_store = file_store
+        self._store: _OpenedStore | None = None  # None until it has answered
+        self._next_weights = 0.0  # this and the next: monotonic seconds
+        self._next_usage = 0.0
         self._weights: dict[str, float] | None = None  # as published; None: this Redis may have others
+        self._usage: KeyUsage | None = None  # of API keys, as saved; None: another ticker may have saved more
         self._weights_problem = ""  # why they could not be published last
         self._token = secrets.token_hex(8).encode()
         self._next_sweep = 0.0  # monotonic seconds
@@ -53,26 +63,40 @@ class Upkeep:
 
     def is_due(self, run_id: bytes | None, restored: bytes | None) -> bool:
         """Return whether there is something to do, by these notes of the ticker in Redis."""
-        if self._files is None:
+        if self._file_store is None:
             return bool(self.ended)
         lost = restored != self._server(run_id) or self._unknown or self._unlisted
-        return bool(self.ended or lost or time.monotonic() >= min(self._next_sweep, self._next_weights))
+        return bool(
+            self.ended or lost or time.monotonic() >= min(self._next_sweep, self._next_weights, self._next_usage)
+        )
 
     def run_once(self) -> None:
         """Do what is due. Raises what Redis raises."""
         for batch in self.ended:
             clean_up(self._queue, batch)
-        if self._files is None or self._keys is None:
+        if self._file_store is None:
             return
         try:
-            self._restore(self._files)
+            store = self._store = self._store or self._open(self._file_store)
+        except StoreError as error:
+            logger.error("failed to open the file store; retrying: %s", error)
+            return
+        try:
+            self._restore(store.files)
         except StoreError as error:
             logger.error("failed to restore batches and files that Redis lost; retrying: %s", error)
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_SECONDS
-            self._sweep(self._files)
+            self._sweep(store)
+        if time.monotonic() >= self._next_usage:
+            self._save_usage(store.files)
         if time.monotonic() >= self._next_weights:  # last, since a full Redis takes none
-            self._publish_weights(self._keys)
+            self._publish_weights(store.keys)
+
+    def _open(self, location: str) -> _OpenedStore:
+        """A ticker that starts does not wait for this. Raise `StoreError`."""
+        files = FileStore(self._queue, location, forget_output)
+        return _OpenedStore(files, IdempotencyKeys(self._queue, files), KeyRing(location))
 
     def _restore(self, files: FileStore) -> None:
         """Bring back what Redis has lost, a moment's work of it at a time."""
@@ -82,7 +106,7 @@ class Upkeep:
         if is_new or self._unknown or self._unlisted:
             files.check()
         if is_new:
-            self._weights = None
+            self._weights, self._usage, self._next_usage = None, None, 0.0
             self._deleted = finish_deletions(self._queue, files, self._now(), MOMENT_SECONDS, self._deleted)
             self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
             self._queue.redis.hset(keys.TICK, "restored", server)
@@ -104,6 +128,19 @@ class Upkeep:
                 self._weights_problem = str(error)
                 logger.error("failed to publish the weights of tenants; retrying every %d s: %s", SWEEP_SECONDS, error)
 
+    def _save_usage(self, files: FileStore) -> None:
+        self._next_usage = time.monotonic() + USAGE_SECONDS
+        try:
+            files.check()
+            saved = load_usage(files.root) if self._usage is None else self._usage
+            found = self._queue.key_usage()
+            self._queue.raise_key_usage(behind(found, saved))
+            usage = larger(saved, found)
+            self._usage = saved if usage == saved else save_usage(files.root, usage)
+        except (StoreError, Busy) as error:
+            self._next_usage = time.monotonic() + SWEEP_SECONDS
+            logger.error("failed to save the usage of API keys; retrying in %d s: %s", SWEEP_SECONDS, error)
+
     def _server(self, run_id: bytes | None) -> bytes:
         """Return the note that all is restored: of another ticker, the rest of its list may be
         lost.
@@ -114,8 +151,8 @@ class Upkeep:
         # Removal is final, so what is removed must have expired by the clock of this machine too
         return min(self._queue.now(), time.time())
 
-    def _sweep(self, files: FileStore) -> None:
-        now = self._now()
+    def _sweep(self, store: _OpenedStore) -> None:
+        files, now = store.files, self._now()
         try:
             swept = files.sweep(now, MOMENT_SECONDS)
             self._deleted = finish_deletions(self._queue, files, now, MOMENT_SECONDS, self._deleted)
@@ -123,8 +160,7 @@ class Upkeep:
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))
             uploads = UploadStore(self._queue, files).sweep(now, MOMENT_SECONDS)
-            if self._idempotency_keys is not None:
-                self._idempotency_keys.sweep(now, MOMENT_SECONDS)
+            store.idempotency_keys.sweep(now, MOMENT_SECONDS)
         except StoreError as error:
             logger.error("failed to remove expired files; retrying in %d s: %s", SWEEP_SECONDS, error)
             return

@@ -7,23 +7,23 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 
+from jobs.batch.appending import take_appended
 from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
 from jobs.batch.invalid_lines import mark_invalid
 from jobs.batch.manifest import LineProblem
-from jobs.batch.open_requests import take_appended
 from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
-from jobs.batch.source_check import Checked, SourceCheck, estimated_tokens, refused, registered_models, served_models
+from jobs.batch.source_check import Checked, ServedModels, SourceCheck, estimated_tokens, refused
 from jobs.control.advance import BatchProgress, drain, feed, plan_fields
 from jobs.control.early_lines import EarlyLines, discard_stale, source_stamp, stamp_in
 from jobs.control.slices import Slice
 from jobs.store.input_formats import JSONL
-from jobs.store.storage import join, open_input, sha256_of, stamp_of
+from jobs.store.storage import is_local, join, new_name, open_input, sha256_of, stamp_of
 
 _MOST_BLANK = 1_000_000  # lines; the index beside the plan has 12 bytes for each, and Redis one bit
 _CHECK_LINES = 256
-_REGISTRY_SECONDS = 10.0
+_REGISTRY_SECONDS = 15.0
 _REGISTRY_POLL_SECONDS = 0.1
 
 
@@ -33,6 +33,7 @@ def validate(held: Slice) -> None:
     if manifest.is_open:
         take_appended(manifest, held.check_current)
     elif manifest.plan_sha256 is None:
+        manifest.made = "" if is_local(held.root) else new_name(held.root, "made")
         checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems
@@ -76,9 +77,8 @@ def _read_input(held: Slice) -> Checked:
     if format_of(location) != JSONL or manifest.spec.skip_invalid_requests:
         manifest.input_sha256 = sha256_of(location)
         held.check_current()
-        source = join(held.root, SPOOL_NAME)
-        source_sha256 = _spool(held, source)
-        checked = check_source(held, source)
+        source = join(manifest.made_root, SPOOL_NAME)
+        source_sha256, checked = _spool(held, source)
     else:
         digest = hashlib.sha256()
         early = EarlyLines(held, location)
@@ -91,16 +91,19 @@ def _read_input(held: Slice) -> Checked:
     return checked
 
 
-def _spool(held: Slice, spool: str) -> str:
-    """Write the requests of the input as JSONL, and return the hash of that."""
+def _spool(held: Slice, spool: str) -> tuple[str, Checked]:
+    """Write the requests of the input as JSONL, and return the hash of that and what it holds."""
     spec = held.manifest.spec
     source, sha256 = spec.input, ""
     if format_of(source) != JSONL:
         bounds = api_bounds(source, spec.max_lines) if spec.of_api else OWN_FILE
         source, sha256 = spool, write_spool(source, spool, bounds, held.check_current, spec.rows)
-    if spec.skip_invalid_requests:
-        sha256 = mark_invalid(spec, _served(held), source, spool, held.check_current)
-    return sha256
+    if not spec.skip_invalid_requests:
+        return sha256, check_source(held, spool)
+    served = _served(held)
+    with closing(SourceCheck(spec, held.manifest.made_root, served)) as check:
+        sha256 = mark_invalid(spec, served, source, spool, held.check_current, check.take)
+        return sha256, _outcome(held, check, spool)
 
 
 def check_source(
@@ -111,7 +114,10 @@ def check_source(
     `note` is handed every byte, `early` every line.
     """
     spec = held.manifest.spec
-    with closing(SourceCheck(spec, held.root, _served(held))) as check, open_input(source) as file:
+    with (
+        closing(SourceCheck(spec, held.manifest.made_root, _served(held))) as check,
+        open_input(source, unchanging=not is_local(held.root)) as file,
+    ):
         for count, line in enumerate(read_lines(file, note, _MOST_BLANK if spec.of_api else None)):
             if count % _CHECK_LINES == 0:
                 held.check_current()
@@ -120,31 +126,28 @@ def check_source(
             order = check.add(line)
             if early is not None:
                 early.add(line, order, check.body_bytes)
-        held.check_current()
-        problems = check.problems(source)
-        held.check_current()
-        if spec.of_api and not problems:
-            problems = _token_problems(held, check.body_bytes)
-        return Checked(problems=problems) if problems else check.finish()
+        return _outcome(held, check, source)
+
+
+def _outcome(held: Slice, check: SourceCheck, source: str) -> Checked:
+    held.check_current()
+    problems = check.problems(source)
+    held.check_current()
+    if held.manifest.spec.of_api and not problems:
+        problems = _token_problems(held, check.body_bytes)
+    return Checked(problems=problems) if problems else check.finish()
 
 
 def _served(held: Slice) -> Mapping[str, Collection[str] | None]:
     spec = held.manifest.spec
     if spec.models is not None:
         return dict.fromkeys(spec.models)
-    return known_models(held, _REGISTRY_SECONDS if spec.of_api else 0.0)
 
-
-def known_models(held: Slice, patience: float) -> dict[str, tuple[str, ...] | None]:
-    """Models that are or were served, with their tasks, or are loaded on demand.
-
-    Where Redis names none it waits for one: an emptied Redis gets them as leases are renewed.
-    """
-    deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
-    while not registered_models(held.queue) and time.monotonic() < deadline:
+    def pause() -> None:
         held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
-    return served_models(held.queue)
+
+    return ServedModels(held.queue, pause, _REGISTRY_SECONDS if spec.of_api else 0.0)
 
 
 def _token_problems(held: Slice, size: int) -> list[LineProblem]:

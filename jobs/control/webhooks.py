@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import httpx2
@@ -27,7 +26,7 @@ from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, WebhookResult
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.marker import BATCHES_FOLDER, WEBHOOKS_FOLDER, check_store
-from jobs.store.storage import StoreError, delete, join, read_bytes, sweep, write_bytes
+from jobs.store.storage import StoreError, delete, exists, join, path_of, read_bytes, sweep, write_bytes
 
 DELAYS = (5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.0)
 """Seconds between the attempts for one event, three days in all, as Standard Webhooks advises."""
@@ -115,7 +114,7 @@ class Webhooks:
         """Return up to `most` events to be sent now; drop the notes of those that never will be."""
         notes = list_webhooks(self._store)
         if notes:
-            check_store(self._queue, Path(self._store))  # in which what is missing is gone
+            check_store(self._queue, path_of(self._store))  # in which what is missing is gone
         if not self._is_swept:
             self._is_swept = True
             # One that led until now may be writing: it keeps the note, and sends the event again
@@ -144,7 +143,7 @@ class Webhooks:
         root = join(self._store, BATCHES_FOLDER, note.batch)
         fields = self._queue.batch_fields(note.batch)
         ended_otherwise = fields.state in END_STATES and fields.state != note.state
-        if is_deleted(root) or ended_otherwise or not (fields.exists or Path(root).exists()):
+        if is_deleted(root) or ended_otherwise or not (fields.exists or exists(root)):
             delete(self._location(note))
             return None
         if fields.state != note.state or note.state not in fields.timestamps:
@@ -193,7 +192,7 @@ class Webhooks:
         """Note the result of an attempt, and when the next is due; None for a note that another
         process has settled since.
         """
-        if not Path(self._location(note)).exists():
+        if not exists(self._location(note)):
             return None
         self._attempts[note] = attempts  # read anew, where the lead was lost meanwhile
         delay = self._delays[attempts.count] if attempts.count < len(self._delays) else self._delays[-1]

@@ -152,6 +152,7 @@ class Delta(msgspec.Struct, gc=False):
     reply_to: str | None = None
     accepted: bool = False  # the first message of a live call
     system_fingerprint: str = ""  # with it
+    continues: bool = False  # the tokens before these were published under the same lease
 
 
 class Finished(msgspec.Struct):

@@ -16,12 +16,13 @@ ErrorType = Literal["invalid_request_error", "not_found_error", "server_error", 
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one request."""
+    """Tokens of one request, and what it took of devices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     reasoning_tokens: int | None = None  # of the completion; None where no parser looks for them
+    device_microseconds: int = 0  # of the worker that answered it; results of 0.1.0 lack it
 
     def as_openai(self) -> dict[str, Any]:
         """The `usage` object of a response."""
@@ -36,12 +37,13 @@ class Usage(msgspec.Struct, frozen=True):
         return usage
 
     def plus(self, other: "Usage") -> "Usage":
-        """The tokens of both."""
+        """The sum of both."""
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             (self.reasoning_tokens or 0) + (other.reasoning_tokens or 0),
+            self.device_microseconds + other.device_microseconds,
         )
 
 

@@ -29,6 +29,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat: float = 0.0  # when that job last sent a heartbeat, ms of Redis TIME
     expires_at: float = math.inf  # the end of the completion window
     open: bool = False  # lines may be appended
+    appended_at: float = 0.0  # when the last were; 0: never
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -42,6 +43,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # a lower one goes first among the tenant's batches
     queued_tokens: int = 0  # an estimate, once validated
     appended_tokens: int = 0  # the same of an open batch, from its appends
+    early_tokens: int = 0  # the same of the lines up to the last early one
     used_lines: int = 0  # this and the next two: what finished since the record was made, its tokens,
     used_tokens: int = 0
     used_bytes: int = 0  # and its bytes as they were in Redis
@@ -98,10 +100,12 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     stored_completed: int = 0  # this and the next: lines on disk
     stored_failed: int = 0
     logged_lines: int = 0  # in the completion log
-    prompt_tokens: int = 0  # this and the next three: of the lines on disk
+    prompt_tokens: int = 0  # this and the next four: of the lines on disk
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    device_microseconds: int = 0
+    key_id: str = ""  # of the API key that made it
     output: str = ""  # this and the next: locations, once written
     error_output: str = ""
     restored: bool = False  # lines of the plan may be done already

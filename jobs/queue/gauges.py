@@ -3,16 +3,17 @@ behind `GET /metrics`.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jobs.protocol.requests import pack
-from jobs.protocol.states import END_STATES
+from jobs.protocol.states import END_STATES, MAY_EXPIRE
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, text
-from jobs.queue.batch_fields import RISKS
+from jobs.queue.batch_fields import RISKS, BatchFields
 
 GAUGES_SECONDS = 30
 """How long a worker's gauges are believed."""
@@ -135,6 +136,52 @@ class Gauges(QueueBase):
             oldest_live=ages["live"],
             oldest_batch=ages["batch"],
         )
+
+    def unfinished(self, models: list[str]) -> dict[str, int]:
+        """Return how many live calls wait for each of these models, and how many lines of batches
+        have no result, with those that Redis does not hold yet.
+
+        Up to three round trips. Lines of a batch with several models count for each in equal parts.
+        """
+        of_models = [command for model in models for command in _of_model(model)]
+        active, *counts = self.commands([["SMEMBERS", keys.ACTIVE], *of_models])
+        calls = [(model, keys.live(model)) for model in models]
+        for model, tenants in zip(models, counts[1::2], strict=True):
+            calls += [(model, keys.live_of(model, text(one))) for one in tenants]
+        names = ("state", "open", "total", "completed", "failed", "line_models", "early")
+        batches = [["HMGET", keys.batch(text(one)), *names] for one in active]
+        replies = self.commands([*(["LLEN", key] for _, key in calls), *batches])
+        found = Counter(dict(zip(models, counts[::2], strict=True)))
+        for (model, _), length in zip(calls, replies, strict=False):
+            found[model] += length
+        records = [BatchFields.read(names, row) for row in replies[len(calls) :]]
+        named = zip(map(text, active), records, strict=True)
+        early = [batch for batch, one in named if one.state == "validating" and one.early]
+        planned = [(one.total - one.finished, one.line_models) for one in records if one.state in MAY_EXPIRE]
+        for lines, line_models in [*planned, *self._early_lines(early)]:
+            for model in line_models:
+                found[model] += -(-max(0, lines) // len(line_models))
+        return {model: found[model] for model in models}
+
+    def _early_lines(self, batches: list[str]) -> Iterator[tuple[int, list[str]]]:
+        """Yield how many lines the input of each batch that is validated has, less those with a
+        result, and their models: an estimate from its size and that of its early lines.
+        """
+        names = ("input_bytes", "body_bytes", "used_lines", "used_bytes")
+        replies = self.commands(
+            command
+            for batch in batches
+            for command in (
+                ["HMGET", keys.batch(batch), *names],
+                ["HLEN", keys.bodies(batch)],
+                ["SMEMBERS", keys.batch_models(batch)],
+            )
+        )
+        for row, held, models in zip(replies[::3], replies[1::3], replies[2::3], strict=True):
+            record = BatchFields.read(names, row)
+            size = max(1, record.body_bytes + record.used_bytes)
+            lines = record.input_bytes * (held + record.used_lines) // size
+            yield max(held, lines - record.used_lines), [text(one) for one in models]
 
     def _ages(self, lists: list["_WaitingList"]) -> dict[str, dict[str, float]]:
         """By kind and model the age of the oldest request of these lists, in seconds.

@@ -25,6 +25,7 @@ CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work las
 LIVE_CALLS = "{q}:live_calls"  # hash: request key -> "<bytes> <API process or -> <model>", of live_usage
 RETAINED = "{q}:retained"  # zset: live call that ended and whose stream is retained -> when it ended, ms
 RETAINED_BYTES = "{q}:retained_bytes"  # hash: such a call -> bytes of its stream; "" -> those of all
+KEY_USAGE = "{q}:key_usage"  # hash: "<API key's id> <name of a count>"
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
 ENDED = "{q}:ended"  # zset: each of the batches that ended last -> when it was cleaned, ms of Redis TIME
@@ -32,9 +33,13 @@ WEIGHTS = "{q}:weights"  # hash: tenant -> its weight, where that is not 1
 LIVE_WEIGHTS = "{q}:live_weights"  # hash: the same by the mark of the tenant that ids of live calls bear
 WAITING_BATCHES = "{q}:waiting_batches"  # zset: batch that no process has taken -> since when, unix seconds
 LEADER = "{q}:leader"  # token of the ticker in charge
+FLEET_LEADER = "{q}:fleet_leader"  # token of the process that places workers on a Ray cluster
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
+# Since when there are records of workers, or that was first asked, after Redis was empty, ms of
+# Redis TIME
+REGISTRY_SINCE = "{q}:registry_since"
 ON_DEMAND = "{q}:on_demand"  # hash: "<server> <model>" -> OnDemandModel; lasts as long as a server repeats it
 # Zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload
 # began
@@ -45,7 +50,23 @@ JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
 PERMANENT = frozenset(
-    {SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, WEIGHTS, LIVE_WEIGHTS, ENDED, FILE_EXPIRY, STORE}
+    {
+        SCHEMA,
+        FENCE,
+        TICK,
+        MODELS,
+        REGISTRY_SINCE,
+        LEADER,
+        FLEET_LEADER,
+        TOTALS,
+        ENTERED,
+        WEIGHTS,
+        LIVE_WEIGHTS,
+        ENDED,
+        FILE_EXPIRY,
+        STORE,
+        KEY_USAGE,
+    }
 )
 """What stays in an idle queue."""
 
@@ -63,8 +84,8 @@ def ready(batch_id: str, model: str) -> str:
 
 
 def bodies(batch_id: str) -> str:
-    """Hash: line -> Request, from ingest to commit; of a live call line 0, its model and reply_to,
-    and since when it waits, ms of Redis TIME.
+    """Hash: line -> Request, from ingest to commit; of a live call line 0, its model, reply_to
+    and API key, and since when it waits, ms of Redis TIME.
     """
     return f"{{q}}:body:{batch_id}"
 
@@ -254,6 +275,11 @@ def rate(key_id: str) -> str:
     was let in last. Lasts until then.
     """
     return f"{{q}}:rate:{key_id}"
+
+
+def hold(folder: str) -> str:
+    """Token of the process that works in a folder of a bucket. Lasts some seconds longer."""
+    return f"{{q}}:hold:{folder}"
 
 
 def open_batches(tenant: str) -> str:

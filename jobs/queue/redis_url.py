@@ -5,13 +5,13 @@ Plain, for the command line checks a URL before it imports redis-py.
 
 import re
 from typing import NamedTuple
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 FORMS = (
     "redis://host:6379/0, rediss://host:6379/0, unix:///path/to/redis.sock or"
     " redis+sentinel://host:26379,host:26379/service/0"
 )
-_SENTINEL_PORT = 26379
+_PORT, _SENTINEL_PORT = 6379, 26379
 
 
 class RedisUrl(NamedTuple):
@@ -35,6 +35,24 @@ def parse_redis_url(url: str) -> RedisUrl:
     if not usable:
         raise ValueError(f"it must look like {FORMS}")
     return RedisUrl(url)
+
+
+def address_of(url: str) -> str:
+    """Return what names the server and the database, the same for all spellings and users.
+
+    Raises ValueError, as `parse_redis_url`.
+    """
+    given = parse_redis_url(url)
+    parts = urlsplit(given.server)
+    path = unquote(parts.path)
+    if given.sentinels:
+        place = f"{','.join(sorted(f'{host}:{port}' for host, port in given.sentinels))}/{given.service}"
+    elif parts.scheme == "unix":
+        place, path = path, ""
+    else:
+        place = f"{parts.hostname or 'localhost'}:{parts.port or _PORT}"
+    database = parse_qs(parts.query).get("db", [path.strip("/")])[0]
+    return f"{place}/{int(database) if database.isdecimal() else 0}"
 
 
 def without_secrets(url: str) -> str:

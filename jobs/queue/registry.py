@@ -1,5 +1,6 @@
 """Workers and models that the queue knows."""
 
+import contextlib
 import hashlib
 import threading
 from typing import Literal
@@ -12,6 +13,7 @@ from jobs.protocol.requests import pack
 from jobs.queue import keys
 from jobs.queue.base import QueueBase
 from jobs.queue.gauges import MetricDescriptor
+from jobs.queue.scripts import QueueFull
 from jobs.queue.settings import QueueSettings
 
 WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
@@ -92,8 +94,7 @@ class Registry(QueueBase):
 
     def workers(self) -> list[WorkerRecord]:
         """Workers that are alive, oldest first."""
-        now_s, micros = self._command("TIME")
-        alive = self._command("ZRANGEBYSCORE", keys.ALIVE, int(now_s) * 1000 + int(micros) // 1000, "+inf")
+        alive = self._command("ZRANGEBYSCORE", keys.ALIVE, int(self.now() * 1000), "+inf")
         packed = self._command("HMGET", keys.WORKERS, *alive) if alive else []
         records = [msgspec.msgpack.decode(value, type=WorkerRecord) for value in packed if value is not None]
         return sorted(records, key=lambda record: (record.started, record.id))
@@ -104,6 +105,19 @@ class Registry(QueueBase):
         return sorted(
             (msgspec.msgpack.decode(value, type=ModelRecord) for value in packed), key=lambda model: model.name
         )
+
+    def registry_age(self) -> float:
+        """Seconds since a worker was first registered, or this was first asked.
+
+        It begins anew where Redis comes back empty: workers register again with their next
+        renewals.
+        """
+        since = self._command("GET", keys.REGISTRY_SINCE)
+        if since is not None:
+            return max(0.0, self.now() - int(since) / 1000)
+        with contextlib.suppress(QueueFull):
+            self._command("SET", keys.REGISTRY_SINCE, int(self.now() * 1000), "NX")
+        return 0.0
 
     def forget_model(self, name: str) -> bool:
         """Remove the record of a model; False, changing nothing, while a worker serves it."""

@@ -41,6 +41,11 @@ __all__ = ["Queue", "QueueFull", "QueueUnavailable"]
 Held = tuple[RequestKey, int]
 """A request and the fence of the lease on it."""
 
+KeyUsage = dict[str, dict[str, int]]
+"""By id of an API key: counts by name, which are `prompt_tokens`, `completion_tokens` and
+`device_microseconds`.
+"""
+
 _TENANT_FULL, _MODEL_FULL = -1, -2  # answers of submit.lua
 
 WORKER_LOST = ApiError(
@@ -83,9 +88,10 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         self._publishes: dict[str, int] = {}  # by worker: the number of its last one
         self._answered: dict[str, int] = {}  # and of the last one that an answer came to
 
-    def submit(self, live_id: str, request: Request) -> int:
-        """Submit a live call, whose key is `RequestKey(live_id, 0)`; return how many the tenant has
-        with it, 0 where that is not counted.
+    def submit(self, live_id: str, request: Request, key_id: str = "") -> int:
+        """Submit a live call, whose key is `RequestKey(live_id, 0)`, of this API key, if any.
+
+        Return how many the tenant has with it, 0 where that is not counted.
 
         Repeating it changes nothing, and returns 0. Raise `TooManyCalls`, and `ModelOverloaded`
         where other tenants' calls count too.
@@ -99,7 +105,7 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         tenant = of.live_calls_per_tenant, of.live_bytes_per_tenant
         model = of.live_calls_per_model, of.live_bytes_per_model
         call = [live_id, request.model, pack(request), request.reply_to or ""]
-        answer = self._scripts.call("submit", [*call, *tenant, *model, API_ALIVE_SECONDS])
+        answer = self._scripts.call("submit", [*call, *tenant, *model, API_ALIVE_SECONDS, key_id])
         if answer == _TENANT_FULL:
             raise TooManyCalls("The tenant has {} live calls or {} bytes of them at once.".format(*tenant))
         if answer == _MODEL_FULL:
@@ -243,6 +249,20 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         """Live calls and lines that ever ended with a result, since Redis was empty."""
         return int(self._command("HGET", keys.TOTALS, "ended") or 0)
 
+    def key_usage(self) -> KeyUsage:
+        """Return what was computed for API keys."""
+        found: KeyUsage = {}
+        for field, count in self._command("HGETALL", keys.KEY_USAGE).items():
+            key_id, _, name = field.decode().partition(" ")
+            found.setdefault(key_id, {})[name] = int(count)
+        return found
+
+    def raise_key_usage(self, saved: KeyUsage) -> None:
+        """Raise what was computed for API keys to what was saved, where it is less."""
+        rows = ([f"{key_id} {name}", count] for key_id, counts in saved.items() for name, count in counts.items())
+        for group in chunks(rows):
+            self._scripts.call("raise_key_usage", flat(group))
+
     def count_webhook(self, result: WebhookResult) -> None:
         """Count an attempt to deliver a webhook."""
         self._command("HINCRBY", keys.TOTALS, f"webhooks_{result}", 1)
@@ -284,7 +304,9 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
 def _delta_row(delta: Delta) -> list[Any]:
     accepted = delta.system_fingerprint or "1" if delta.accepted else "0"
     before, total, chunks = _tokens(delta)
-    return [str(delta.key), str(delta.fence), before, total, len(chunks), delta.reply_to or "", accepted, chunks]
+    # A live call's first message looks whether what earlier workers published is there
+    own = before == 0 or delta.continues or (delta.key.live and not delta.accepted)
+    return [str(delta.key), str(delta.fence), before, total, len(chunks), delta.reply_to or "", accepted, own, chunks]
 
 
 def _tokens(delta: Delta) -> list[Any]:
@@ -294,8 +316,9 @@ def _tokens(delta: Delta) -> list[Any]:
 
 def _finished_arguments(finished: Finished) -> list[Any]:
     tokens = ["", "", ""] if finished.delta is None else _tokens(finished.delta)
-    result = finished.result
-    end = [int(result.succeeded), result.usage.prompt_tokens, result.usage.completion_tokens, pack(result)]
+    result, usage = finished.result, finished.result.usage
+    counts = [usage.prompt_tokens, usage.completion_tokens, usage.device_microseconds]
+    end = [int(result.succeeded), *counts, pack(result)]
     return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", *end]
 
 

@@ -27,8 +27,8 @@ class QueueSettings(Settings):
     redis_url: str | None = _setting(None, "redis://, rediss://, unix:// or redis+sentinel:// URL of the queue.")
     file_store: str = _setting(
         "./store",
-        "Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a"
-        " fleet.",
+        "Folder of files, batches and API keys, or the s3://BUCKET/PREFIX of an object store; one and the same for"
+        " every `pipeline api` and `pipeline jobs` of a fleet.",
     )
     rq_db: int | None = _setting(
         None,

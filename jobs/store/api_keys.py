@@ -5,20 +5,32 @@ A key's secret is shown once; what is kept is its SHA-256.
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import threading
 import time
-from pathlib import Path
+from pathlib import PurePath
 from typing import Annotated
 
 import msgspec
 
 from jobs.protocol import ids
 from jobs.protocol.priority import LEAST_WEIGHT, MOST_WEIGHT
-from jobs.store.file_store import store_folder
-from jobs.store.storage import StoreError, make_folder, sync_folder, write_bytes
+from jobs.store.storage import (
+    FolderStamp,
+    StoreError,
+    delete,
+    folder_stamp_of,
+    is_missing,
+    keep_folder,
+    named,
+    read_bytes,
+    size_of,
+    sizes_in,
+    sync_folder,
+    write_bytes,
+)
+from jobs.store.store_folder import store_root
 
 FOLDER = "keys"
 MAX_LIMIT = 10**12
@@ -93,7 +105,7 @@ def create_key(
     )
     folder = folder_of(store)
     content = msgspec.json.format(msgspec.json.encode(record), indent=1)
-    make_folder(str(folder))  # from then on no request is admitted without a key
+    keep_folder(str(folder))  # from then on no request is admitted without a key
     write_bytes(str(folder / (record.id + _SUFFIX)), content)
     return record, secret
 
@@ -104,10 +116,10 @@ def list_keys(store: str) -> list[KeyRecord]:
     """
     folder = folder_of(store)
     try:
+        if folder_stamp_of(str(folder)) is None:
+            return []
         records, problems = _read_folder(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
+    except StoreError as error:
         raise KeysUnreadable(_unreadable(folder, error)) from error
     for problem in problems.values():
         logger.error("%s", problem)
@@ -122,21 +134,17 @@ def revoke_key(store: str, key_id: str) -> None:
     folder = folder_of(store)
     if not ids.is_id(ids.KEY, key_id):
         raise KeyError(key_id)
-    try:
-        (folder / (key_id + _SUFFIX)).unlink()
+    key = str(folder / (key_id + _SUFFIX))
+    if size_of(key) is None:
+        raise KeyError(key_id)
+    delete(key)
+    with named("cannot remove", key):
         sync_folder(folder)
-    except FileNotFoundError:
-        raise KeyError(key_id) from None
-    except OSError as error:
-        raise StoreError(f"cannot remove the key {key_id} from {folder}: {error.strerror}") from error
 
 
-def folder_of(store: str) -> Path:
-    """Return the folder with the records of a file store's keys.
-
-    Raises `StoreError` for a store that is not a local folder.
-    """
-    return store_folder(store) / FOLDER
+def folder_of(store: str) -> PurePath:
+    """Return the folder with the records of a file store's keys. Raises `StoreError`."""
+    return store_root(store) / FOLDER
 
 
 class KeyRing:
@@ -154,7 +162,7 @@ class KeyRing:
         self._known: dict[str, KeyRecord] = {}  # by id; of damaged records what they were before
         self._problems: dict[str, str] = {}  # of damaged records, by id
         self._found = False  # whether there ever was a folder
-        self._stamp: int | None = None  # when the folder had changed last, ns
+        self._stamp: FolderStamp | None = None  # of the folder as it was read
         self._failure: str | None = None
         self._next_look = 0.0
 
@@ -200,53 +208,53 @@ class KeyRing:
     def _refresh(self) -> str | None:
         """What keeps the folder from being read."""
         try:
-            stamp = os.stat(self._folder).st_mtime_ns
+            stamp = folder_stamp_of(str(self._folder))
+            if stamp is None:
+                return f"the folder of keys {self._folder} is gone" if self._found else None
             self._found = True
             if stamp == self._stamp:
                 return None
             records, problems = _read_folder(self._folder)
-        except FileNotFoundError:
-            return f"the folder of keys {self._folder} is gone" if self._found else None
-        except OSError as error:
+        except StoreError as error:
             return _unreadable(self._folder, error)
         for problem in set(problems.values()) - set(self._problems.values()):
             logger.error("%s", problem)
         kept = {key_id: record for key_id, record in self._known.items() if key_id in problems}
         self._known = kept | {record.id: record for record in records}
         self._by_hash, self._problems = {record.sha256: record for record in records}, problems
-        settled = not problems and time.time_ns() - stamp > _SETTLED_NS
+        settled = not problems and time.time_ns() - stamp.changed_ns > _SETTLED_NS
         self._stamp = stamp if settled else None
         return None
 
 
-def _read_folder(folder: Path) -> tuple[list[KeyRecord], dict[str, str]]:
+def _read_folder(folder: PurePath) -> tuple[list[KeyRecord], dict[str, str]]:
     """Return the keys, the oldest first, and a sentence for each unusable record, by id.
 
-    Raises OSError.
+    Raises `StoreError`.
     """
     records, problems = [], {}
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(sizes_in(str(folder))):
         if not name.endswith(_SUFFIX) or name.startswith("."):
             continue
         try:
             records.append(_read(folder / name))
-        except FileNotFoundError:  # revoked just now
-            continue
-        except (OSError, ValueError) as error:
-            problems[name.removesuffix(_SUFFIX)] = f"the key in {folder / name} is unusable: {error}"
+        except (StoreError, ValueError) as error:
+            if not (isinstance(error, StoreError) and is_missing(error)):  # revoked just now
+                problems[name.removesuffix(_SUFFIX)] = f"the key in {folder / name} is unusable: {error}"
     return records, problems
 
 
-def _read(path: Path) -> KeyRecord:
-    """Raise OSError and ValueError."""
-    record = msgspec.json.decode(path.read_bytes(), type=KeyRecord)
+def _read(path: PurePath) -> KeyRecord:
+    """Raise `StoreError` and ValueError."""
+    record = msgspec.json.decode(read_bytes(str(path)), type=KeyRecord)
     if record.id + _SUFFIX != path.name or not TENANT.fullmatch(record.tenant):
         raise ValueError("its id or its tenant cannot be right")
     return record
 
 
-def _unreadable(folder: Path, error: OSError) -> str:
-    return f"the folder of keys {folder} cannot be read: {error.strerror}"
+def _unreadable(folder: PurePath, error: StoreError) -> str:
+    reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
+    return f"the folder of keys {folder} cannot be read: {reason}"
 
 
 def _hash(secret: str) -> str:

@@ -8,11 +8,10 @@ killed upload left.
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Literal
 
 import msgspec
@@ -24,7 +23,24 @@ from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store.input_formats import HEAD_BYTES, format_of_upload
 from jobs.store.marker import BATCHES_FOLDER, FILES_FOLDER, StoreAway, check_store, open_store
-from jobs.store.storage import StoreError, local_path, make_folder, named, sync_folder, write_bytes
+from jobs.store.storage import (
+    StoreError,
+    UnnamedFile,
+    begin_folder,
+    clear_folder,
+    exists,
+    is_local,
+    is_missing,
+    list_names,
+    local_path,
+    make_folder,
+    named,
+    read_bytes,
+    sync_folder,
+    write_bytes,
+    write_new,
+)
+from jobs.store.store_folder import store_root
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """What a client may upload a file for."""
@@ -36,13 +52,11 @@ files stay.
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
 
 _RECORD = "record.json"
-_SCHEMA_FILE, _SCHEMA = "schema", "1"
-_PART = "content.part"
+_PART, _CONTENT = "content.part", "content"
 _RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
 _UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is abandoned
 _PLACE_DIGITS = 16  # of a member of a listing
 _PLACE_SECONDS = 6 * 3600
-_BUFFER = 1 << 18
 _GROUP = 500  # records, or files to sweep, at once
 
 logger = logging.getLogger(__name__)
@@ -65,6 +79,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     batch_id: str | None = None  # of a result file
     # False: the result file of a batch that has not ended; its content is the completion log
     complete: bool = True
+    content: str | None = None  # its name in the folder of the file; None: "content" and the suffix
 
 
 class FilePage(msgspec.Struct, frozen=True):
@@ -72,24 +87,6 @@ class FilePage(msgspec.Struct, frozen=True):
 
     items: list[FileRecord]
     has_more: bool
-
-
-def store_folder(location: str) -> Path:
-    """The folder behind FILE_STORE.
-
-    Raises `StoreError` unless it is on a file system of this machine and of this version's schema,
-    as it is where no file names one.
-    """
-    path = local_path(location)
-    if path is None:
-        raise StoreError(f"the file store {location} is remote: it must be a folder, of this machine or mounted on it")
-    with named("cannot read", location), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if (schema := (path / _SCHEMA_FILE).read_text().strip()) != _SCHEMA:
-            raise StoreError(
-                f"the file store {location} has schema {schema}, and this version reads schema {_SCHEMA}: run the"
-                " version that wrote it, or use another folder"
-            )
-    return path.absolute()
 
 
 class FileStore:
@@ -102,7 +99,7 @@ class FileStore:
         """`forget_output(root, file_id)` removes what a batch keeps for an output file that is
         removed.
         """
-        self.root = store_folder(root)
+        self.root = store_root(root)
         self._queue = queue
         self._forget_output = forget_output
         self._folder = self.root / FILES_FOLDER
@@ -132,17 +129,17 @@ class FileStore:
             raise KeyError(file_id)
         return record
 
-    def folder(self, file_id: str) -> Path:
+    def folder(self, file_id: str) -> PurePath:
         """Return the folder of a file."""
         return self._folder / file_id
 
-    def batch_root(self, batch_id: str) -> Path:
+    def batch_root(self, batch_id: str) -> PurePath:
         """Return the folder of a batch."""
         return self.root / BATCHES_FOLDER / batch_id
 
-    def content_path(self, record: FileRecord) -> Path:
+    def content_path(self, record: FileRecord) -> PurePath:
         """Return where the bytes of a complete file are."""
-        return self.folder(record.id) / f"content{record.suffix}"
+        return self.folder(record.id) / (record.content or f"content{record.suffix}")
 
     def delete(self, tenant: str, file_id: str) -> None:
         """Raise KeyError as `get` does."""
@@ -154,21 +151,47 @@ class FileStore:
         """
         self.check()
         folder = self.folder(record.id)
+        make_folder(str(folder))
+        write_bytes(str(folder / _RECORD), msgspec.json.encode(record))
         with named("cannot write", str(folder)):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(str(folder / _RECORD), msgspec.json.encode(record))
             sync_folder(self._folder)
         self._queue.commands(_index(record))
+
+    def add(self, record: FileRecord) -> None:
+        """Make an uploaded file known. Raise `StoreError` where it was given up, which only in a
+        bucket can be by another process.
+        """
+        if is_local(str(self.root)):
+            self.put(record)
+            return
+        self.check()
+        if write_new(str(self.folder(record.id) / _RECORD), msgspec.json.encode(record)) is None:
+            raise StoreError(f"the file {record.id} was given up before it was stored: upload it again")
+        self._queue.commands(_index(record))
+
+    def begin_result(self, record: FileRecord) -> None:
+        """Make a result file known that is not complete; in a bucket, unless it is known: another
+        process may have completed it.
+        """
+        if is_local(str(self.root)):
+            self.put(record)
+        else:
+            self.check()
+            write_new(str(self.folder(record.id) / _RECORD), msgspec.json.encode(record))
 
     def finish(self, file_id: str) -> FileRecord | None:
         """Bring an upload that was cut off to its end: return the file as listed, or None where
         there is none, of which then nothing is left.
         """
+        folder = self.folder(file_id)
+        # In a bucket the upload may go on: no record comes where there is one that says nothing
+        if not is_local(str(folder)) and write_new(str(folder / _RECORD), b"") is not None:
+            self._queue.commands([("ZADD", keys.FILE_EXPIRY, self._queue.now() + _UPLOAD_SECONDS, file_id)])
+            return None
         record = self._read(file_id)
         if record is None:
             self.drop(file_id)
             return None
-        folder = self.folder(file_id)
         with named("cannot write", str(folder)):
             sync_folder(folder)
             sync_folder(self._folder)
@@ -179,12 +202,10 @@ class FileStore:
         """Remove what an upload that ended early has left; what cannot be removed now, the sweep
         removes.
         """
-        folder = self.folder(file_id)
-        if not folder.exists():
-            return
-        with contextlib.suppress(OSError):
-            _clear(folder)
-        if not folder.exists():
+        folder = str(self.folder(file_id))
+        with contextlib.suppress(StoreError):
+            clear_folder(folder, _RECORD)
+        if not exists(folder):
             with contextlib.suppress(redis.RedisError):
                 self._queue.redis.zrem(keys.FILE_EXPIRY, file_id)
 
@@ -212,9 +233,7 @@ class FileStore:
 
     def names(self) -> list[str]:
         """The ids of all files and uploads, the newest first."""
-        with named("cannot list", str(self._folder)):
-            found = os.listdir(self._folder) if self._folder.is_dir() else []
-        return sorted(filter(partial(is_id, FILE), found), reverse=True)
+        return sorted(filter(partial(is_id, FILE), list_names(str(self._folder))), reverse=True)
 
     def reindex(self, names: "list[str]", seconds: float = math.inf) -> "list[str]":
         """Make the index in Redis of these files again.
@@ -329,14 +348,14 @@ class FileStore:
         return record
 
     def _record(self, file_id: str) -> FileRecord | None:
-        path = self.folder(file_id) / _RECORD
+        path = str(self.folder(file_id) / _RECORD)
         try:
-            with named("cannot read", str(path)):
-                return msgspec.json.decode(path.read_bytes(), type=FileRecord)
+            data = read_bytes(path)
+            return msgspec.json.decode(data, type=FileRecord) if data else None
         except msgspec.DecodeError as error:
             logger.error("%s is not a valid file record: %s", path, error)
         except StoreError as error:
-            if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            if not is_missing(error):
                 raise
         return None
 
@@ -350,17 +369,14 @@ class FileStore:
             # What comes back after a power failure has expired as well
             self._remove(record, durably=False)
             return True
-        left = self.folder(file_id)
-        found = left.exists()
-        with named("cannot remove", str(left)):
-            _clear(left, durably=False)
+        left = str(self.folder(file_id))
+        found = exists(left)
+        clear_folder(left, _RECORD, durably=False)
         self._queue.commands([("ZREM", keys.FILE_EXPIRY, file_id)])
         return found
 
     def _remove(self, record: FileRecord, durably: bool = True) -> None:
-        folder = self.folder(record.id)
-        with named("cannot remove", str(folder)):
-            _clear(folder, durably)
+        clear_folder(str(self.folder(record.id)), _RECORD, durably)
         removals: Any = [("ZREM", keys.FILE_EXPIRY, record.id)]
         removals += [("ZREM", name, _member(record)) for name in _listings(record)]
         if record.batch_id is not None:  # its place is not the time in its id
@@ -389,10 +405,11 @@ class Upload:
         self._store = store
         self._tenant = tenant
         self._committed = False
+        begin_folder(str(self.folder))
         with named("cannot write", str(self.folder)):
-            make_folder(str(self.folder.parent))
-            self.folder.mkdir()
-            self._file = open(self.folder / _PART, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by `close`
+            # An object has its name from the start
+            self._content = None if local_path(str(self.folder)) else _CONTENT
+            self._file = UnnamedFile(str(self.folder / (self._content or _PART)))
 
     def write(self, data: bytes) -> None:
         """Appends."""
@@ -408,10 +425,9 @@ class Upload:
         """
         record = self._record()
         with named("cannot write", str(self.folder)):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            (self.folder / _PART).rename(self._store.content_path(record))
-        self._store.put(record)
+            self._file.sync()
+            self._file.commit(str(self._store.content_path(record)))
+        self._store.add(record)
         self._committed = True
         return record
 
@@ -439,6 +455,7 @@ class Upload:
             expires_at=None if kept is None else created + kept,
             tenant=self._tenant,
             suffix=suffix,
+            content=self._content,
         )
 
     def __enter__(self) -> "Upload":
@@ -446,17 +463,6 @@ class Upload:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _clear(folder: Path, durably: bool = True) -> None:
-    """Remove a file's folder, the record first. Others may do so at the same time."""
-    with contextlib.suppress(FileNotFoundError):
-        (folder / _RECORD).unlink(missing_ok=True)
-        if durably:
-            sync_folder(folder)
-        for path in folder.iterdir():
-            path.unlink(missing_ok=True)
-        folder.rmdir()
 
 
 def _expired(record: FileRecord, now: float) -> bool:

@@ -6,6 +6,9 @@ there is one at a time, and one that comes after a killed one first looks for wh
 A refusal frees the key, so that a corrected request may have it: one that was killed before it did
 so has given no client its refusal, and the same request comes again.
 
+In a bucket, who makes something has a lease, which may end while it is at work. Then the next one
+first sees to it that nothing comes of what was begun (`find`), or finds it.
+
 The files are in the file store: they outlive an empty Redis, as what was made does.
 """
 
@@ -15,6 +18,7 @@ import hashlib
 import logging
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,17 +26,33 @@ from typing import Any
 
 import msgspec
 
+from jobs.protocol.idempotency import HEADER
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
 from jobs.store.file_store import FileStore
+from jobs.store.leases import hold
 from jobs.store.marker import IDEMPOTENCY_FOLDER
-from jobs.store.storage import StoreError, StoreFull, make_folder, named, sync_folder
+from jobs.store.storage import (
+    Busy,
+    StoreError,
+    StoreFull,
+    delete,
+    is_local,
+    is_missing,
+    make_folder,
+    named,
+    read_version,
+    replace_version,
+    stamp_of,
+    stamps_in,
+    sync_folder,
+    write_new,
+)
 
 logger = logging.getLogger(__name__)
 
-HEADER = "Idempotency-Key"
-
 _KEPT_SECONDS = 24 * 3600
+_FREE = b"free "  # begins what is stored of a key in a bucket that may be used again
 _REFUSALS = (ApiError, QueueFull, StoreFull)
 _SWEPT_SECONDS = _KEPT_SECONDS + 3600  # by the time of the file, of another clock
 
@@ -60,9 +80,11 @@ class IdempotencyKeys:
         self._files.check()
         make_folder(str(self._folder))
         name = hashlib.sha256("\0".join((tenant, kind, key)).encode()).hexdigest()
+        if not is_local(str(self._folder)):
+            return LeasedKey(self._queue, str(self._folder / name))
         held = None
         while held is None:
-            held = HeldKey.take(self._folder / name, self._queue.now())
+            held = HeldKey.take(Path(self._folder / name), self._queue.now())
         return held
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
@@ -71,6 +93,8 @@ class IdempotencyKeys:
         Return how many. One that cannot be removed delays no other. For one thread at a time.
         """
         self._files.check()
+        if not is_local(str(self._folder)):
+            return self._sweep_bucket(now, seconds)
         removed, deadline = 0, time.monotonic() + seconds
         entries, self._unswept = self._unswept or self._entries(), None
         for entry in entries:
@@ -79,6 +103,24 @@ class IdempotencyKeys:
                 self._unswept = entries
                 break
         return removed
+
+    def _sweep_bucket(self, now: float, seconds: float) -> int:
+        removed, deadline = 0, time.monotonic() + seconds
+        for name, stamp in stamps_in(str(self._folder)).items():
+            if now < stamp[1] / 1e9 + _SWEPT_SECONDS or time.monotonic() >= deadline:
+                continue
+            removed += self._sweep_object(str(self._folder / name), stamp)
+        return removed
+
+    def _sweep_object(self, location: str, stamp: tuple[int, int]) -> bool:
+        try:
+            with contextlib.suppress(Busy), hold(self._queue, location, 0):
+                if stamp_of(location) == stamp:  # as it is now that no call can change it
+                    delete(location)
+                    return True
+        except StoreError as error:
+            logger.error("failed to remove the idempotency key %s; retrying later: %s", location, error)
+        return False
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         folder = self._folder
@@ -106,8 +148,7 @@ class HeldKey:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                message = f"The first request with this {HEADER} is still running; try again in a moment."
-                raise ApiError(409, message, param=HEADER, code="idempotency_key_in_use") from None
+                raise _in_use() from None
             if os.fstat(file.fileno()).st_nlink == 0:
                 return None
             held = cls(path, file, now)
@@ -161,9 +202,12 @@ class HeldKey:
         """Drop what the file says, unless a refused call has made something, or that is unknown."""
         with contextlib.suppress(ApiError, QueueUnavailable, StoreError, OSError):
             if find(made) is None:
-                self._file.truncate(0)
-                os.fsync(self._file.fileno())
+                self._free()
                 self.first = None
+
+    def _free(self) -> None:
+        self._file.truncate(0)
+        os.fsync(self._file.fileno())
 
     def _note_answer(self, first: FirstRequest, answer: dict[str, Any]) -> None:
         """Append an answer, where there is room for it: it can be found again by what was made."""
@@ -198,6 +242,64 @@ class HeldKey:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class LeasedKey(HeldKey):
+    """A key in a bucket."""
+
+    def __init__(self, queue: Queue, location: str) -> None:
+        """Raise `ApiError` 409."""
+        self.now = queue.now()
+        self.first = None
+        self._location = location
+        self._version: str | None = None
+        self._lease = contextlib.ExitStack()
+        try:
+            self._lease.enter_context(hold(queue, location, 0))
+        except Busy:
+            raise _in_use() from None
+        with contextlib.ExitStack() as closing:
+            closing.callback(self.close)
+            self._load()
+            closing.pop_all()
+
+    def close(self) -> None:
+        """Let the key go."""
+        self._lease.close()
+
+    def _load(self) -> None:
+        try:
+            data, self._version = read_version(self._location)
+        except StoreError as error:
+            if not is_missing(error):
+                raise
+            return
+        if data.startswith(_FREE):
+            return
+        try:
+            found = msgspec.json.decode(data, type=FirstRequest)
+        except msgspec.DecodeError as error:
+            raise StoreError(f"{self._location} is no record of an {HEADER} ({error}); remove it") from error
+        self.first = found if self.now < found.came_at + _KEPT_SECONDS else None
+
+    def _append(self, first: FirstRequest) -> None:
+        self._put(msgspec.json.encode(first))
+        self.first = first
+
+    def _free(self) -> None:
+        self._put(_FREE + secrets.token_hex(8).encode())
+
+    def _put(self, data: bytes) -> None:
+        known = self._version
+        version = write_new(self._location, data) if known is None else replace_version(self._location, data, known)
+        if version is None:
+            raise StoreError(f"another request with this {HEADER} came in between: send it again")
+        self._version = version
+
+
+def _in_use() -> ApiError:
+    message = f"The first request with this {HEADER} is still running; try again in a moment."
+    return ApiError(409, message, param=HEADER, code="idempotency_key_in_use")
 
 
 def _sweep_one(entry: os.DirEntry[str], now: float) -> bool:

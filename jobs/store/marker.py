@@ -4,18 +4,16 @@ With it, what is missing is gone. Without it the folder is not mounted, or anoth
 in it is judged.
 """
 
-import contextlib
 import secrets
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from jobs.queue import keys
 from jobs.queue.base import QueueBase
 from jobs.queue.scripts import persistently
-from jobs.store.storage import StoreError, exclusive, make_folder, named, write_bytes
+from jobs.store.storage import StoreError, exists, is_missing, make_folder, read_bytes, write_bytes, write_new
 
 MARKER = "store_id"
-_PATIENCE_SECONDS = 10.0
 BATCHES_FOLDER, FILES_FOLDER, UPLOADS_FOLDER = "batches", "files", "uploads"
 DELETED_FOLDER, IDEMPOTENCY_FOLDER, WEBHOOKS_FOLDER = "deleted", "idempotency", "webhooks"
 
@@ -24,7 +22,7 @@ class StoreAway(StoreError):
     """The folder of the file store is not mounted, or it is not the one of this queue."""
 
 
-def open_store(queue: QueueBase, root: Path) -> None:
+def open_store(queue: QueueBase, root: PurePath) -> None:
     """Check a store at a process' start; mark one that has no marker: a new one, or of a version
     that wrote none.
 
@@ -41,7 +39,7 @@ def open_store(queue: QueueBase, root: Path) -> None:
     check_store(queue, root)
 
 
-def check_store(queue: QueueBase, root: Path) -> None:
+def check_store(queue: QueueBase, root: PurePath) -> None:
     """Raise `StoreAway` unless the folder has the marker that Redis knows.
 
     Redis learns the marker anew where it came back empty: also in place of another one, of a folder
@@ -68,10 +66,12 @@ def check_store(queue: QueueBase, root: Path) -> None:
         )
 
 
-def _read(root: Path) -> str | None:
-    location = root / MARKER
-    with named("cannot read", str(location)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return location.read_text(errors="replace").strip() or None
+def _read(root: PurePath) -> str | None:
+    try:
+        return read_bytes(str(root / MARKER)).decode(errors="replace").strip() or None
+    except StoreError as error:
+        if not is_missing(error):
+            raise
     return None
 
 
@@ -90,14 +90,14 @@ def _knows_files(queue: QueueBase) -> bool:
     return persistently(search, queue.settings.redis_retry_seconds)
 
 
-def _is_used(root: Path) -> bool:
+def _is_used(root: PurePath) -> bool:
     """Return whether files, uploads or batches were ever put into the folder."""
-    return any((root / name).is_dir() for name in (BATCHES_FOLDER, FILES_FOLDER, UPLOADS_FOLDER))
+    return any(exists(str(root / name)) for name in (BATCHES_FOLDER, FILES_FOLDER, UPLOADS_FOLDER))
 
 
-def _mark(root: Path) -> None:
+def _mark(root: PurePath) -> None:
     """Write a marker, whole and once: of several processes the first."""
     make_folder(str(root))
-    with exclusive(str(root), _PATIENCE_SECONDS, lock=f".{MARKER}.lock"):
-        if _read(root) is None:
-            write_bytes(str(root / MARKER), f"store_{secrets.token_hex(8)}\n".encode())
+    location, mark = str(root / MARKER), f"store_{secrets.token_hex(8)}\n".encode()
+    if write_new(location, mark) is None and _read(root) is None:  # it is empty
+        write_bytes(location, mark)

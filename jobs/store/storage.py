@@ -1,33 +1,137 @@
-"""Locations of files: a local path or a URI that `pyarrow.fs` knows.
+"""Locations of files: a local path, or the URI of an object.
 
-What is written here is either whole and on disk, or absent.
+What is written here is either whole and durable, or absent.
 """
 
 import contextlib
 import errno
-import fcntl
 import hashlib
-import io
 import os
 import re
 import secrets
-import stat
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from jobs.errors import JobsError
+from jobs.store.block_cache import ObjectReader
+from jobs.store.local_storage import LocalStorage
+from jobs.store.object_storage import open_bucket
 
 _HASH_CHUNK = 1 << 20
-_BUFFER = 1 << 18
-_LOCK_POLL_SECONDS = 0.01
-
-
 _COPY_BYTES = 1 << 20
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_LOCAL = LocalStorage()
+
+
+class FolderStamp(NamedTuple):
+    """What changes when something comes into a folder or goes out of it."""
+
+    value: int
+    changed_ns: int  # unix; 0 where it cannot change again under the same value
+
+
+class StorageWriter(Protocol):
+    """A file on its way. Methods raise OSError."""
+
+    file: Any
+    """Takes the bytes."""
+
+    def write(self, data: bytes) -> int: ...
+
+    def sync(self) -> None:
+        """Make what was written durable, under no name yet."""
+
+    def commit(self, path: str) -> None:
+        """Make it a file; its name lasts once the folder is synced."""
+
+    def close(self) -> None:
+        """Drop what was not committed."""
+
+
+class RandomReader(Protocol):
+    """Reads at any place of a file, also after its removal. Thread-safe; methods raise OSError, and
+    for an object `StoreError`.
+    """
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return bytes from a place on, fewer at the end."""
+
+    def close(self) -> None: ...
+
+
+class Storage(Protocol):
+    """What a file store needs of the place that holds it. Methods raise OSError."""
+
+    def open(self, path: str, buffered: bool = True, unchanging: bool = False) -> BinaryIO:
+        """Return a seekable reader of one version of a file."""
+
+    def open_at(self, path: str, unchanging: bool = False) -> "RandomReader":
+        """Return a reader of one version of a file."""
+
+    def read(self, path: str) -> bytes: ...
+
+    def stamp(self, path: str) -> tuple[int, int] | None:
+        """Return bytes and time of the last change, ns; None where there is no file."""
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is a file or a folder."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, in any order; none where there is no folder."""
+
+    def stamps(self, folder: str) -> dict[str, tuple[int, int]]:
+        """Return the stamp of each file in a folder."""
+
+    def folder_stamp(self, folder: str) -> tuple[int, int] | None:
+        """Return what makes a `FolderStamp`; None where there is no folder."""
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder and those above it, durably."""
+
+    def add_folder(self, path: str) -> None:
+        """Make a folder durably, in one that is there."""
+
+    def begin_folder(self, path: str) -> None:
+        """Make a folder that must be new."""
+
+    def keep_folder(self, path: str) -> None:
+        """Make a folder as `make_folder` does, which is there also while nothing is in it."""
+
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder last."""
+
+    def touch(self, path: str) -> None:
+        """Make an empty file durably, or leave the one that is there."""
+
+    def read_version(self, path: str) -> tuple[bytes, str]:
+        """Return a file, and which version of it this is."""
+
+    def replace_version(self, path: str, data: bytes, version: str) -> str | None:
+        """Replace that version of a file durably, and return the new one."""
+
+    def put_new(self, path: str, data: bytes) -> str | None:
+        """Write a file durably, and return its version; None, and nothing, where there is one."""
+
+    def writer(self, path: str, scratch: str | None = None, unchanging: bool = False) -> StorageWriter:
+        """Begin a file, in `scratch` if it can be renamed from there."""
+
+    def unnamed_writer(self, temporary: str) -> StorageWriter:
+        """Begin a file whose name is not known yet; until then it has another one."""
+
+    def link(self, source: str, path: str) -> bool:
+        """Give a file a second name, or copy it; False where it has to be written again."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file that may be gone already."""
+
+    def clear_folder(self, path: str, first: str, durably: bool) -> None:
+        """Remove a folder of files, the file `first` before the others. Others may do so too."""
+
+    def remove_tree(self, path: str) -> None:
+        """Remove what can be removed of a folder and of those in it."""
 
 
 class StoreError(JobsError):
@@ -49,6 +153,16 @@ def store_error(message: str, error: OSError) -> StoreError:
     return (StoreFull if error.errno in _NO_SPACE else StoreError)(f"{message}: {error.strerror or error}")
 
 
+def is_missing(error: StoreError) -> bool:
+    """Return whether there is no such file, which is no fault of the file system."""
+    return isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+
+
+def is_local(location: str) -> bool:
+    """Return whether a location is on this machine's file system."""
+    return _local(location) is not None
+
+
 def local_path(location: str) -> Path | None:
     """The path behind a location, or None if it is not on this machine's file system."""
     path = _local(location)
@@ -67,20 +181,56 @@ def absolute(location: str) -> str:
     return location if "://" in location else os.path.abspath(location)
 
 
+def new_name(location: str, name: str) -> str:
+    """A name for a new file at a location where two processes may write at once, as in a bucket:
+    one that no other takes. Elsewhere their folder is held, and it is the name itself.
+    """
+    return name if is_local(location) else f"{name}-{secrets.token_hex(4)}"
+
+
+class ObjectPath(PurePosixPath):
+    """The path of an object, from the scheme of its URI on."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+
+def path_of(location: str) -> PurePath:
+    """A location as a path, absolute on this machine, to make others below it."""
+    path = local_path(location)
+    return ObjectPath(location) if path is None else path.absolute()
+
+
 def join(root: str, *names: str) -> str:
     """A location below `root`."""
     return "/".join([root.rstrip("/"), *names])
 
 
-def open_input(location: str, buffered: bool = True) -> BinaryIO:
-    """A seekable reader. Raises `StoreError`."""
-    path = _local(location)
+def open_input(location: str, buffered: bool = True, unchanging: bool = False) -> BinaryIO:
+    """A seekable reader; `unchanging` for a file that is the same as long as it has its name, of
+    which a bucket is asked only once. Raises `StoreError`, and so do reads of an object.
+    """
+    storage, path = _at(location)
     with named("cannot read", location):
-        if path is not None:
-            return open(path, "rb", buffering=_BUFFER if buffered else 0)
-        filesystem, inside = _remote(location)
-        file = filesystem.open_input_file(inside)
-        return cast(BinaryIO, io.BufferedReader(file, _BUFFER) if buffered else file)
+        file = storage.open(path, buffered, unchanging)
+    _name_faults(getattr(file, "raw", file), location)
+    return file
+
+
+def open_at(location: str) -> RandomReader:
+    """A reader at any place of a file that is the same as long as it has its name. Raises
+    `StoreError`, and so do reads of an object.
+    """
+    storage, path = _at(location)
+    with named("cannot read", location):
+        reader = storage.open_at(path, unchanging=True)
+    _name_faults(reader, location)
+    return reader
+
+
+def _name_faults(reader: object, location: str) -> None:
+    if isinstance(reader, ObjectReader):
+        reader.fault = partial(store_error, f"cannot read {location}")
 
 
 def size_of(location: str) -> int | None:
@@ -93,23 +243,23 @@ def stamp_of(location: str) -> tuple[int, int] | None:
     """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there
     is none. Raises `StoreError`.
     """
-    path = _local(location)
+    storage, path = _at(location)
     with named("cannot read", location):
-        if path is None:
-            filesystem, inside = _remote(location)
-            info = filesystem.get_file_info(inside)
-            return (int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
-        try:
-            status = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+        return storage.stamp(path)
+
+
+def exists(location: str) -> bool:
+    """Return whether there is a file or a folder. Raise `StoreError`."""
+    storage, path = _at(location)
+    with named("cannot read", location):
+        return storage.exists(path)
 
 
 def read_bytes(location: str) -> bytes:
     """The whole of a small file. Raises `StoreError`."""
-    with open_input(location) as file, named("cannot read", location):
-        return file.read()
+    storage, path = _at(location)
+    with named("cannot read", location):
+        return storage.read(path)
 
 
 def sha256_of(location: str, check: Callable[[], object] = int) -> str:
@@ -124,20 +274,41 @@ def sha256_of(location: str, check: Callable[[], object] = int) -> str:
 
 def make_folder(location: str) -> None:
     """Make a folder and those above it, durably. Raise `StoreError`."""
+    storage, path = _at(location)
     with named("cannot make the folder", location):
-        path = local_path(location)
-        if path is not None:
-            _make_folder(path)
-        else:
-            filesystem, inside = _remote(location)
-            filesystem.create_dir(inside, recursive=True)
+        storage.make_folder(path)
 
 
-def _make_folder(path: Path) -> None:
-    if not path.is_dir():
-        _make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
+def keep_folder(location: str) -> None:
+    """Make a folder durably, which stays when all that is in it is removed. Raise `StoreError`."""
+    storage, path = _at(location)
+    with named("cannot make the folder", location):
+        storage.keep_folder(path)
+
+
+def folder_stamp_of(location: str) -> FolderStamp | None:
+    """Return the stamp of a folder, None if there is none. Raise `StoreError`."""
+    storage, path = _at(location)
+    with named("cannot read", location):
+        stamp = storage.folder_stamp(path)
+    return None if stamp is None else FolderStamp(*stamp)
+
+
+def add_folder(location: str) -> None:
+    """Make a folder durably in one that is there. Raise `StoreError`."""
+    storage, path = _at(location)
+    with named("cannot make the folder", location):
+        storage.add_folder(path)
+
+
+def begin_folder(location: str) -> None:
+    """Make a folder that must be new, in one that is made where it is not there; it lasts once that
+    is synced. Raise `StoreError`.
+    """
+    storage, path = _at(location)
+    with named("cannot make the folder", location):
+        storage.make_folder(_folder_of(path))
+        storage.begin_folder(path)
 
 
 def list_names(location: str) -> list[str]:
@@ -145,28 +316,56 @@ def list_names(location: str) -> list[str]:
 
     Raises `StoreError`.
     """
-    path = _local(location)
+    storage, path = _at(location)
     with named("cannot list", location):
-        if path is not None:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                return sorted(os.listdir(path))
-            return []
-        from pyarrow.fs import FileSelector
+        return sorted(storage.names(path))
 
-        filesystem, inside = _remote(location)
-        return sorted(info.base_name for info in filesystem.get_file_info(FileSelector(inside, allow_not_found=True)))
+
+def sizes_in(location: str) -> dict[str, int]:
+    """The bytes of each file in a folder that is there. Raises `StoreError`."""
+    return {name: size for name, (size, _) in stamps_in(location).items()}
+
+
+def stamps_in(location: str) -> dict[str, tuple[int, int]]:
+    """What `stamp_of` returns of each file in a folder that is there. Raises `StoreError`."""
+    storage, path = _at(location)
+    with named("cannot list", location):
+        return storage.stamps(path)
 
 
 def delete(location: str) -> None:
     """Remove a file that may be gone already. Raise `StoreError`."""
-    path = _local(location)
+    storage, path = _at(location)
     with named("cannot remove", location):
-        if path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        elif size_of(location) is not None:
-            filesystem, inside = _remote(location)
-            filesystem.delete_file(inside)
+        storage.delete(path)
+
+
+def clear_folder(location: str, first: str, durably: bool = True) -> None:
+    """Remove a folder of files, `first` before the others. Raise `StoreError`."""
+    storage, path = _at(location)
+    with named("cannot remove", location):
+        storage.clear_folder(path, first, durably)
+
+
+def remove_tree(location: str) -> None:
+    """Remove what can be removed of a folder and of those in it."""
+    storage, path = _at(location)
+    storage.remove_tree(path)
+
+
+class UnnamedFile:
+    """A new file whose name is not known yet, which until then is `temporary`. Methods raise
+    OSError.
+    """
+
+    def __init__(self, temporary: str) -> None:
+        storage, path = _at(temporary)
+        self._writer = storage.unnamed_writer(path)
+        self.write, self.sync, self.close = self._writer.write, self._writer.sync, self._writer.close
+
+    def commit(self, location: str) -> None:
+        """Give the file its name, which lasts once its folder is synced; an object has its own."""
+        self._writer.commit(_at(location)[1])
 
 
 class AtomicWriter:
@@ -174,28 +373,18 @@ class AtomicWriter:
     `close` without it leaves nothing.
 
     `sha256` and `bytes` describe what was written. `scratch` is a folder to write in until then,
-    used if it is beside the file. Raises `StoreError`, also for a full disk.
+    used if it is beside the file. An `unchanging` file is opened as such afterwards: of one in a
+    bucket a copy is kept here. Raises `StoreError`, also for a full disk.
     """
 
-    def __init__(self, location: str, scratch: str | None = None) -> None:
+    def __init__(self, location: str, scratch: str | None = None, unchanging: bool = False) -> None:
         self.location = location
         self.bytes = 0
         self._digest = hashlib.sha256()
-        self._path = _local(location)
-        self._open = True
+        self._storage, self._path = _at(location)
         with named("cannot write", location):
-            if self._path is not None:
-                folder, name = os.path.split(self._path)
-                self._folder = folder or "."
-                folder = _scratch_for(self._folder, scratch)
-                self._temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-                # Closed by `commit` or `close`.
-                self._file: Any = open(self._temporary, "wb", buffering=_BUFFER)  # noqa: SIM115
-            else:
-                self._filesystem, self._inside = _remote(location)
-                folder, _, name = self._inside.rpartition("/")
-                self._remote_temporary = f"{folder}/.{name}.{secrets.token_hex(6)}.tmp"
-                self._file = self._filesystem.open_output_stream(self._remote_temporary)
+            self._writer = self._storage.writer(self._path, None if scratch is None else _local(scratch), unchanging)
+        self._file = self._writer.file
 
     @property
     def sha256(self) -> str:
@@ -215,29 +404,13 @@ class AtomicWriter:
     def commit(self) -> None:
         """Make the file durable, then visible."""
         with named("cannot write", self.location):
-            if self._path is None:
-                self._file.close()
-                self._filesystem.move(self._remote_temporary, self._inside)
-            else:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-                os.replace(self._temporary, self._path)
-                sync_folder(self._folder)
-        self._open = False
+            self._writer.sync()
+            self._writer.commit(self._path)
+            self._storage.sync_folder(_folder_of(self._path))
 
     def close(self) -> None:
         """Drop what was not committed."""
-        if not self._open:
-            return
-        self._open = False
-        with contextlib.suppress(OSError):
-            self._file.close()  # a remote stream publishes what it has, under the temporary name
-        with contextlib.suppress(OSError):
-            if self._path is not None:
-                os.unlink(self._temporary)
-            else:
-                self._filesystem.delete_file(self._remote_temporary)
+        self._writer.close()
 
     def __enter__(self) -> "AtomicWriter":
         return self
@@ -246,11 +419,54 @@ class AtomicWriter:
         self.close()
 
 
-def write_bytes(location: str, data: bytes) -> None:
+def write_bytes(location: str, data: bytes, unchanging: bool = False) -> None:
     """Write or replace a small file. Raise `StoreError`."""
-    with AtomicWriter(location) as writer:
+    with AtomicWriter(location, unchanging=unchanging) as writer:
         writer.write(data)
         writer.commit()
+
+
+class Stored(NamedTuple):
+    """The content of a small file, and which version of it that is: "" where versions have none."""
+
+    data: bytes
+    version: str
+
+
+def read_version(location: str) -> Stored:
+    """The whole of a small file. Raises `StoreError`."""
+    storage, path = _at(location)
+    with named("cannot read", location):
+        return Stored(*storage.read_version(path))
+
+
+def replace_version(location: str, data: bytes, version: str) -> str | None:
+    """Replace that version of a file, durably; return the new one, None where it is another by now.
+
+    Local files have no versions: who replaces them holds their folder. `data` is unlike all that
+    the file ever held: a bucket may give equal contents equal versions. Raise `StoreError`.
+    """
+    storage, path = _at(location)
+    with named("cannot write", location):
+        return storage.replace_version(path, data, version)
+
+
+def write_new(location: str, data: bytes) -> str | None:
+    """Write a small file durably unless there is one: of several processes the first does. Return
+    its version, or None. Raise `StoreError`.
+    """
+    storage, path = _at(location)
+    with named("cannot write", location):
+        return storage.put_new(path, data)
+
+
+def touch(location: str) -> None:
+    """Make an empty file durably, for which a full disk has room; leave one that is there. Raise
+    `StoreError`.
+    """
+    storage, path = _at(location)
+    with named("cannot write", location):
+        storage.touch(path)
 
 
 def append_behind(location: str, size: int, data: bytes, durable: bool = True) -> None:
@@ -272,34 +488,32 @@ def append_behind(location: str, size: int, data: bytes, durable: bool = True) -
             if durable:
                 os.fsync(handle)
         if durable and size == 0:
-            sync_folder(path.parent)
+            sync_folder(str(path.parent))
 
 
 def link(source: str, location: str) -> None:
-    """Give a local file a second name, or make a copy where the file system has none.
+    """Give a file a second name, or make a copy where the file system has none.
 
     Raise `FileNotFoundError` where there is no source, and `StoreError`.
     """
+    (storage, path), (found, inside) = _at(location), _at(source)
     try:
-        os.link(source, location)
+        is_linked = found is storage and storage.link(inside, path)
     except FileNotFoundError:
         raise
     except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise store_error(f"cannot write {location}", error) from error
+        raise store_error(f"cannot write {location}", error) from error
+    if not is_linked:
         with open_input(source) as file, AtomicWriter(location) as writer:
             while data := file.read(_COPY_BYTES):
                 writer.write(data)
             writer.commit()
 
 
-def sync_folder(path: str | Path) -> None:
-    """Make a rename in the folder durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def sync_folder(location: str | PurePath) -> None:
+    """Make the names in a folder last. Raise OSError."""
+    storage, path = _at(str(location))
+    storage.sync_folder(path)
 
 
 class Busy(JobsError):
@@ -315,41 +529,34 @@ def exclusive(root: str, patience: float, lock: str = ".lock") -> contextlib.Abs
     Raise `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has
     no such lock.
     """
-    return _held(root, patience, lock, fcntl.LOCK_EX)
+    return _held(root, patience, lock, False)
 
 
 def shared(root: str, patience: float, lock: str = ".lock") -> contextlib.AbstractContextManager[None]:
     """Hold a folder beside others that share it, as `exclusive` does against those that do not."""
-    return _held(root, patience, lock, fcntl.LOCK_SH)
+    return _held(root, patience, lock, True)
 
 
 @contextlib.contextmanager
-def _held(root: str, patience: float, lock: str, kind: int) -> Iterator[None]:
+def _held(root: str, patience: float, lock: str, is_shared: bool) -> Iterator[None]:
     path = _local(root)
     if path is None:
         raise StoreError(f"{root} is remote: a batch's folder must be on a file system that has locks")
-    with named("cannot write to", root):
-        handle = os.open(os.path.join(path, lock), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        _lock(handle, kind, root, time.monotonic() + patience)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, kind: int, root: str, deadline: float) -> None:
-    while True:
-        try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
+    with contextlib.ExitStack() as stack:
+        with named("cannot write to", root):
+            try:
+                stack.enter_context(_LOCAL.hold(path, lock, patience, is_shared))
+            except BlockingIOError:
                 raise Busy(f"{root} is in use by another process") from None
-        time.sleep(_LOCK_POLL_SECONDS)
+        yield
 
 
 def sweep(root: str) -> None:
-    """Remove what killed writers left half written; only for the holder of `exclusive`."""
+    """Remove what killed writers left half written, which in a bucket is nothing; only for the
+    holder of `exclusive`.
+    """
+    if not is_local(root):
+        return
     for name in list_names(root):
         if name.startswith(".") and name.endswith(".tmp"):
             delete(join(root, name))
@@ -359,19 +566,13 @@ def sweep_beside(location: str) -> None:
     """Remove what killed writers of one file left in its folder; only for the one process that may
     write it.
     """
+    if not is_local(location):
+        return
     folder, _, name = location.rpartition("/")
     half_written = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]+\.tmp")
     for found in list_names(folder or "/"):
         if half_written.fullmatch(found):
             delete(join(folder, found))
-
-
-def _scratch_for(folder: str, scratch: str | None) -> str:
-    """`scratch` if it is a folder in `folder` from which files can be renamed, else `folder`."""
-    found = None if scratch is None else _local(scratch)
-    if found is None or os.path.dirname(found) != folder or os.stat(found).st_dev != os.stat(folder).st_dev:
-        return folder
-    return found
 
 
 @contextlib.contextmanager
@@ -383,8 +584,15 @@ def named(what: str, location: str) -> Iterator[None]:
         raise store_error(f"{what} {location}", error) from error
 
 
-def _remote(location: str) -> tuple[Any, str]:
-    from pyarrow.fs import FileSystem
+def _folder_of(path: str) -> str:
+    return os.path.dirname(path) or "."
 
-    filesystem, inside = FileSystem.from_uri(location)
-    return filesystem, inside
+
+def _at(location: str) -> tuple[Storage, str]:
+    """Return what has a location, and the path there."""
+    path = _local(location)
+    if path is not None:
+        return _LOCAL, path
+    parts = urlsplit(location)
+    with named("cannot use", f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"):  # without secrets
+        return open_bucket(location)

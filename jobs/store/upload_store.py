@@ -10,12 +10,10 @@ import contextlib
 import hashlib
 import logging
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Literal
+from pathlib import PurePath
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,17 +22,28 @@ from jobs.protocol.ids import PART, UPLOAD, is_id, new_id, time_of
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileRecord, FileStore, Upload
+from jobs.store.leases import hold
 from jobs.store.marker import UPLOADS_FOLDER
 from jobs.store.storage import (
     Busy,
     StoreError,
+    UnnamedFile,
+    delete,
     exclusive,
+    is_local,
+    is_missing,
+    join,
     list_names,
     make_folder,
     named,
+    open_input,
+    read_version,
+    remove_tree,
+    replace_version,
     shared,
+    sizes_in,
     sync_folder,
-    write_bytes,
+    write_new,
 )
 
 PART_BYTES = 64 * 1024 * 1024
@@ -52,7 +61,7 @@ _COPY_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 
-class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
+class UploadRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The content of upload.json. Times are unix seconds."""
 
     id: str
@@ -110,7 +119,11 @@ class UploadStore:
             file_expires_seconds=file_expires_seconds,
         )
         make_folder(str(self._folder / record.id))
-        return self._save(record)
+        location, data = self._location(record.id), msgspec.json.encode(record)
+        version = replace_version(location, data, "") if is_local(location) else write_new(location, data)
+        if version is None:
+            raise StoreError(f"there is an upload {record.id} already")
+        return _of_version(record, version)
 
     def get(self, tenant: str, upload_id: str) -> UploadRecord:
         """Return an upload."""
@@ -150,7 +163,7 @@ class UploadStore:
                 return record
             _check_pending(record)
             paths = self._paths(record, part_ids)
-            return self._join(msgspec.structs.replace(record, parts_sha256=parts_sha256), paths, check, md5)
+            return self._join(record, parts_sha256, paths, check, md5)
 
     def cancel(self, tenant: str, upload_id: str) -> UploadRecord:
         """End a pending upload without a file; changes nothing in one that is cancelled."""
@@ -159,7 +172,7 @@ class UploadStore:
             if record.status == "cancelled":
                 return record
             _check_pending(record)
-            record = self._save(msgspec.structs.replace(record, status="cancelled"))
+            record = self._changed(record, status="cancelled")
             self._remove_parts(record.id)
             return record
 
@@ -187,29 +200,29 @@ class UploadStore:
         is. Raise `ApiError` 409 at once where another has it.
         """
         self.get(tenant, upload_id)
-        hold = exclusive if alone else shared
         try:
-            with hold(str(self._folder / upload_id), 0, lock=_LOCK):
+            with self._hold(str(self._folder / upload_id), alone):
                 yield self.get(tenant, upload_id)
         except Busy:
             message = f"Another call is using the upload {upload_id}; try again in a moment."
             raise ApiError(409, message, param="upload_id", code="upload_busy") from None
 
-    def folder(self, upload_id: str) -> Path:
+    def _hold(self, folder: str, alone: bool = True) -> contextlib.AbstractContextManager[None]:
+        """In a bucket, parts that are added beside a completion are none of those that it names."""
+        if is_local(folder):
+            return (exclusive if alone else shared)(folder, 0, lock=_LOCK)
+        return hold(self._queue, folder, 0) if alone else contextlib.nullcontext()
+
+    def folder(self, upload_id: str) -> PurePath:
         """Return the folder of an upload."""
         return self._folder / upload_id
 
     def parts(self, upload_id: str) -> dict[str, int]:
         """Return the bytes of each whole part."""
-        sizes: dict[str, int] = {}
-        with named("cannot list", str(self._folder / upload_id)), os.scandir(self._folder / upload_id) as entries:
-            for entry in entries:
-                if is_id(PART, entry.name):
-                    with contextlib.suppress(FileNotFoundError):  # taken back since
-                        sizes[entry.name] = entry.stat().st_size
-        return sizes
+        found = sizes_in(str(self._folder / upload_id))
+        return {name: size for name, size in found.items() if is_id(PART, name)}
 
-    def _paths(self, record: UploadRecord, part_ids: Sequence[str]) -> list[Path]:
+    def _paths(self, record: UploadRecord, part_ids: Sequence[str]) -> list[str]:
         """Return the files of the parts, each of which is there and named once."""
         sizes = self.parts(record.id)
         for place, part_id in enumerate(part_ids):
@@ -228,10 +241,15 @@ class UploadStore:
                 "part_ids",
                 "invalid_value",
             )
-        return [self._folder / record.id / part_id for part_id in part_ids]
+        return [str(self._folder / record.id / part_id) for part_id in part_ids]
 
     def _join(
-        self, record: UploadRecord, paths: list[Path], check: Callable[[Upload], None], md5: str | None
+        self,
+        record: UploadRecord,
+        parts_sha256: str,
+        paths: list[str],
+        check: Callable[[Upload], None],
+        md5: str | None,
     ) -> UploadRecord:
         with self._files.begin(
             filename=record.filename,
@@ -239,7 +257,7 @@ class UploadStore:
             tenant=record.tenant,
             expires_seconds=record.file_expires_seconds,
         ) as upload:
-            record = self._save(msgspec.structs.replace(record, file_id=upload.id))
+            record = self._changed(record, file_id=upload.id, parts_sha256=parts_sha256)
             digest = hashlib.md5(usedforsecurity=False)
             for chunk in _content(paths):
                 upload.write(chunk)
@@ -260,34 +278,44 @@ class UploadStore:
         return record if file is None else self._completed(record, file)
 
     def _completed(self, record: UploadRecord, file: FileRecord) -> UploadRecord:
-        record = self._save(msgspec.structs.replace(record, status="completed", file=file))
+        record = self._changed(record, status="completed", file=file)
         self._remove_parts(record.id)
         return record
 
     def _sweep_one(self, upload_id: str, wholly: bool) -> bool:
-        folder = self._folder / upload_id
-        with named("cannot list", str(folder)):
-            if not wholly and not set(os.listdir(folder)) - {_RECORD, _LOCK}:
-                return False
-        with exclusive(str(folder), 0, lock=_LOCK):
+        folder = str(self._folder / upload_id)
+        if not wholly and not set(list_names(folder)) - {_RECORD, _LOCK}:
+            return False
+        with self._hold(folder):
             record = self._read(upload_id)
             if record is not None:
                 self._settled(record)
             self._remove_parts(upload_id)
             if wholly:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
         return True
 
     def _remove_parts(self, upload_id: str) -> None:
         """What cannot be removed now, the sweep removes."""
-        with contextlib.suppress(OSError):
-            for path in (self._folder / upload_id).iterdir():
-                if path.name not in (_RECORD, _LOCK):
-                    path.unlink(missing_ok=True)
+        folder = str(self._folder / upload_id)
+        with contextlib.suppress(StoreError):
+            for name in list_names(folder):
+                if name not in (_RECORD, _LOCK):
+                    delete(join(folder, name))
 
-    def _save(self, record: UploadRecord) -> UploadRecord:
-        write_bytes(str(self._folder / record.id / _RECORD), msgspec.json.encode(record))
-        return record
+    def _changed(self, record: UploadRecord, **changes: Any) -> UploadRecord:
+        """Change a record, for who holds its upload. Raise `StoreError`, in a bucket also where
+        another process has changed it since it was read.
+        """
+        changed = msgspec.structs.replace(record, **changes)
+        known = record.__dict__["stored_version"]
+        version = replace_version(self._location(record.id), msgspec.json.encode(changed), known)
+        if version is None:
+            raise StoreError(f"another call has changed the upload {record.id}: look at it again")
+        return _of_version(changed, version)
+
+    def _location(self, upload_id: str) -> str:
+        return str(self._folder / upload_id / _RECORD)
 
     def _read(self, upload_id: str) -> UploadRecord | None:
         """Return a record; None for one that is missing while the store is there."""
@@ -298,14 +326,14 @@ class UploadStore:
         return record
 
     def _record(self, upload_id: str) -> UploadRecord | None:
-        path = self._folder / upload_id / _RECORD
+        path = self._location(upload_id)
         try:
-            with named("cannot read", str(path)):
-                return msgspec.json.decode(path.read_bytes(), type=UploadRecord)
+            found = read_version(path)
+            return _of_version(msgspec.json.decode(found.data, type=UploadRecord), found.version)
         except msgspec.DecodeError as error:
             logger.error("%s is not a valid upload record: %s", path, error)
         except StoreError as error:
-            if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            if not is_missing(error):
                 raise
         return None
 
@@ -322,9 +350,9 @@ class PartWriter:
         self._store = store
         self._upload = upload
         self._path = store.folder(upload.id) / part_id
-        self._temporary = self._path.with_name(f".{part_id}.tmp")
         with named("cannot write", str(self._path)):
-            self._file = open(self._temporary, "xb")  # noqa: SIM115 - closed by `close`
+            temporary = self._path.with_name(f".{part_id}.tmp")
+            self._file = UnnamedFile(str(temporary if is_local(str(self._path)) else self._path))
 
     def write(self, data: bytes) -> None:
         """Appends."""
@@ -334,8 +362,7 @@ class PartWriter:
     def commit(self) -> None:
         """Make the part durable, then a part of its upload, unless that has ended meanwhile."""
         with named("cannot write", str(self._path)):
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._file.sync()
         with self._store.held(self._upload.tenant, self.upload_id, alone=False) as upload:
             _check_pending(upload)
             self._add(upload)
@@ -344,22 +371,19 @@ class PartWriter:
 
     def close(self) -> None:
         """Remove what was not committed."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-        with contextlib.suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+        self._file.close()
 
     def _add(self, upload: UploadRecord) -> None:
         """Add the part, and take it back where there is no room: of parts that are added at once,
         each counts the others.
         """
         with named("cannot write", str(self._path)):
-            self._temporary.rename(self._path)
-            try:
-                self._check_room(upload)
-            except BaseException:
-                self._path.unlink()
-                raise
+            self._file.commit(str(self._path))
+        try:
+            self._check_room(upload)
+        except BaseException:
+            delete(str(self._path))
+            raise
 
     def _check_room(self, upload: UploadRecord) -> None:
         """Parts may be sent again where an answer was lost, and not without end."""
@@ -374,6 +398,11 @@ class PartWriter:
             )
 
 
+def _of_version(record: UploadRecord, version: str) -> UploadRecord:
+    record.__dict__["stored_version"] = version
+    return record
+
+
 def _check_pending(record: UploadRecord) -> None:
     """Raise `ApiError` for an upload that has ended."""
     status = record.status_at(time.time())
@@ -381,8 +410,8 @@ def _check_pending(record: UploadRecord) -> None:
         fields.fail(f"The upload {record.id} is {status}; create another one.", "upload_id", f"upload_{status}")
 
 
-def _content(paths: list[Path]) -> Iterator[bytes]:
+def _content(paths: list[str]) -> Iterator[bytes]:
     for path in paths:
-        with named("cannot read", str(path)), open(path, "rb") as file:
+        with open_input(path) as file, named("cannot read", path):
             while chunk := file.read(_COPY_BYTES):
                 yield chunk

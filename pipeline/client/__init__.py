@@ -1,7 +1,8 @@
 """A Python client: `Pipeline`, and `AsyncPipeline` for asyncio (`docs/client.md`)."""
 
 from jobs.batch.row_requests import RowOptions as Rows
-from pipeline.client.async_pipeline import AsyncBatchHandle, AsyncOpenBatch, AsyncPipeline
+from pipeline.client.async_pipeline import AsyncPipeline
+from pipeline.client.batch_handle import AsyncBatchHandle, AsyncOpenBatch
 from pipeline.client.errors import BatchFailed, ClientError, ServerFailed
 from pipeline.client.pipeline import BatchHandle, OpenBatchHandle, Pipeline
 from pipeline.client.results import RequestFailed, RequestResult, TokenDelta

@@ -84,12 +84,18 @@ def _spool(requests: Iterable[Any], options: LineOptions, before: int, most_byte
     return SpooledLines(file, custom_ids, options.endpoint or CHAT)
 
 
-def encoded(line: dict[str, Any]) -> bytes:
-    """Return a line as JSONL has it."""
+def encoded(line: Mapping[str, Any]) -> bytes:
+    """Return a line as JSONL has it. Objects of pydantic, as those of `openai`, are taken too."""
     return _encoder.encode(line) + b"\n"
 
 
-_encoder = msgspec.json.Encoder()
+def _as_json(value: Any) -> Any:
+    if not hasattr(value, "model_dump"):
+        raise TypeError(f"{value!r} cannot be written as JSON")
+    return value.model_dump(mode="json", exclude_unset=True)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_as_json)
 
 
 def _endpoint_of(body: Any) -> str:

@@ -19,9 +19,14 @@ from pipeline.private_folder import private_folder
 _START_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.02
-_NO_TLS = dict.fromkeys(
-    ("PIPELINE_SSL_CERTFILE", "PIPELINE_SSL_KEYFILE", "PIPELINE_SSL_CA_CERTS", "PIPELINE_SSL_CERT_REQS"), ""
-)  # a certificate of the environment is for another server
+# A certificate of the environment or of a config file is for another server
+_NO_TLS = ["--ssl-certfile", "", "--ssl-keyfile", "", "--ssl-ca-certs", "", "--ssl-cert-reqs", "0"]
+_SENDING = {
+    "otlp_traces_endpoint": "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "webhook_url": "PIPELINE_WEBHOOK_URL",
+    "config": "PIPELINE_CONFIG",
+}
+"""Flags, and their variables, by which processes send something elsewhere before they end."""
 
 
 class LocalServer:
@@ -45,7 +50,7 @@ class LocalServer:
         folder = self._exit.enter_context(private_folder())
         self.uds = str(folder / "api.sock")
         command = self._command(self._store or str(folder / "store"))
-        environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text", **_NO_TLS}
+        environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text"}
         self._child = Child("server", lambda: command, environment, self._lines.append)
         self._child.start()
 
@@ -72,6 +77,8 @@ class LocalServer:
             if self._child is None:
                 return
             self._child.ask_to_stop()
+            if self._redis_url is None and not self._may_send:
+                self._child.insist()  # none of its state is kept
             deadline = time.monotonic() + _STOP_SECONDS
             while self._child.pid is not None and time.monotonic() < deadline:
                 self._child.check()
@@ -80,8 +87,12 @@ class LocalServer:
 
     def _command(self, store: str) -> list[str]:
         kind = "serve" if self._redis_url is None else "api"
-        fixed = ["--uds", self.uds, "--file-store", store]
+        fixed = ["--uds", self.uds, "--file-store", store, *_NO_TLS]
         return [sys.executable, "-m", "pipeline", kind, *fixed, *flags_of_options(self._flags)]
+
+    @property
+    def _may_send(self) -> bool:
+        return any(self._flags.get(name) or os.environ.get(variable) for name, variable in _SENDING.items())
 
     def _last_lines(self) -> str:
         return f"; its last lines: {' | '.join(self._lines)}" if self._lines else ""

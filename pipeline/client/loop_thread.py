@@ -7,8 +7,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from pipeline.client.errors import ClientError
@@ -33,6 +33,7 @@ class EventLoopThread:
         self._process = os.getpid()
         self._lock = threading.RLock()  # a finalizer may run in the middle of a method
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_DaemonThreads())
         self._waited_for: set[Future[Any]] = set()
         work = (self._loop, self._waited_for, at_end)
         self._thread = threading.Thread(target=_work, args=work, name="pipeline-client", daemon=True)
@@ -142,6 +143,30 @@ class LoopIterator(Iterator[T]):
 
     def __del__(self) -> None:
         self._let_go()
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """Runs each call in a thread that the end of the program does not wait for: an iterator of the
+    caller may block for ever. Calls may come until the loop has ended, names of hosts among them.
+    """
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **options: Any) -> "Future[T]":
+        future = Future[T]()
+        thread = threading.Thread(target=_call, args=(future, call, args, options), name="pipeline-call", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # from Python 3.12 on, the interpreter starts none at its end
+            _call(future, call, args, options)
+        return future
+
+
+def _call(future: Future[T], call: Callable[..., T], args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call(*args, **options))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _wait(future: Future[Any]) -> None:

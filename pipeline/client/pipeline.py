@@ -1,6 +1,5 @@
 """The client without asyncio: each method runs that of `AsyncPipeline` in a thread of its own."""
 
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from jobs.batch.row_requests import RowOptions
 from jobs.protocol.chat import CHAT
 from pipeline.client import frames, vllm_shapes
-from pipeline.client.async_pipeline import MAP_LINES, AsyncBatchHandle, AsyncOpenBatch, AsyncPipeline, MapRun
+from pipeline.client.async_pipeline import AsyncPipeline
+from pipeline.client.batch_handle import AsyncBatchHandle, AsyncOpenBatch
 from pipeline.client.lines import spool
 from pipeline.client.loop_thread import EventLoopThread, LoopIterator
+from pipeline.client.map_run import MAP_LINES, MapRun
 from pipeline.client.results import RequestResult, TokenDelta
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Pipeline:
         """Where the server is; below http://localhost for processes that were started, which have a
         Unix socket.
         """
-        return str(self._async.client.base_url)
+        return self._async.connection.base_url
 
     @property
     def model(self) -> str:
@@ -92,10 +93,10 @@ class Pipeline:
         `RequestFailed` in the place of a request without an answer, unless `return_errors`, and
         TimeoutError `timeout` seconds after the call; closing or dropping it cancels the rest.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        options = self._loop.run(self._async.line_options(endpoint, model, parameters))
+        deadline = self._loop.run(self._async.connection.deadline_of(timeout))
+        options = self._loop.run(self._async.connection.line_options(endpoint, model, parameters))
         chunks = list(spool(frames.requests_of(requests, rows), options, chunksize))  # in the caller's thread
-        run = MapRun(self._async, chunks, ordered, deadline)
+        run = MapRun(self._async.connection, chunks, ordered, deadline)
         results = LoopIterator(self._loop, run.groups(return_errors), run.close)
         self._loop.run(run.begin())
         return results

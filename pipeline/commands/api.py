@@ -1,7 +1,7 @@
 """`pipeline api`: one HTTP process."""
 
+import gc
 import logging
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +15,7 @@ from pipeline.options import (
     fleet_redis_option,
     log_settings,
     on_demand_option,
-    store_option,
+    served_store_option,
     tracing_option,
     values_of,
 )
@@ -26,7 +26,7 @@ log = logging.getLogger("api")
 @click.command()
 @flags_of(HttpSettings)
 @flags_of(ApiSettings)
-@store_option
+@served_store_option
 @on_demand_option
 @tracing_option
 @fleet_redis_option
@@ -40,14 +40,16 @@ def api(ctx: click.Context, /, redis_url: str, file_store: str, log_level: str, 
     log_settings(ctx)
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     check_open(settings)
+    gc.disable()  # `main` enables it; looking through what the imports make takes a sixth of their time
     from api.main import main
     from jobs.queue.base import QueueBase
     from jobs.queue.connection import check_server, connect
     from jobs.store.marker import open_store
+    from jobs.store.storage import path_of
 
     with connect(redis_url) as client:
         check_server(client)
-        open_store(QueueBase(client, settings), Path(file_store))
+        open_store(QueueBase(client, settings), path_of(file_store))
     try:
         main(settings)
     except OSError as error:

@@ -220,7 +220,7 @@ def list_(status: tuple[str, ...], limit: int, base_url: str, as_json: bool) -> 
     if as_json:
         print_json([batch.to_dict() for batch in found])
         return
-    from pipeline.remote_views import moment
+    from pipeline.remote_views import moment, shown_status
     from pipeline.tables import new_listing, print_table
 
     table = new_listing("id", "status", "total", "completed", "failed", "created", "endpoint")
@@ -229,7 +229,7 @@ def list_(status: tuple[str, ...], limit: int, base_url: str, as_json: bool) -> 
         numbers = (
             ("", "", "") if counts is None else (f"{counts.total:,}", f"{counts.completed:,}", f"{counts.failed:,}")
         )
-        table.add_row(batch.id, batch.status, *numbers, moment(batch.created_at), batch.endpoint)
+        table.add_row(batch.id, shown_status(batch), *numbers, moment(batch.created_at), batch.endpoint)
     print_table(table)
 
 
@@ -238,12 +238,13 @@ def list_(status: tuple[str, ...], limit: int, base_url: str, as_json: bool) -> 
 @client_options
 def get(batch_id: str, base_url: str, as_json: bool) -> None:
     """Show the progress of a batch, and the errors of one that was refused."""
-    from pipeline.remote_views import show_object
+    from pipeline.remote_views import show_object, shown_status
     from pipeline.summary import print_problems
 
     with api_client(base_url) as client:
         batch = client.batches.retrieve(batch_id)
-    show_object(batch.to_dict(), as_json)
+    fields = batch.to_dict()
+    show_object(fields if as_json else {**fields, "status": shown_status(batch)}, as_json)
     if not as_json:
         print_problems(batch.input_file_id, batch.errors and batch.errors.data)
 

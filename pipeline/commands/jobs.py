@@ -1,7 +1,5 @@
 """`pipeline jobs`: the batch control plane."""
 
-from pathlib import Path
-
 import click
 
 from pipeline.options import (
@@ -10,14 +8,14 @@ from pipeline.options import (
     fleet_redis_option,
     log_settings,
     on_demand_option,
-    store_option,
+    served_store_option,
     values_of,
     webhook_options,
 )
 
 
 @click.command()
-@store_option
+@served_store_option
 @fleet_redis_option
 @control_options
 @on_demand_option
@@ -29,11 +27,12 @@ def jobs(ctx: click.Context, /, file_store: str, redis_url: str, log_level: str,
     log_settings(ctx)
     from jobs.queue.settings import QueueSettings
     from jobs.store.marker import open_store
+    from jobs.store.storage import path_of
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
 
     settings = QueueSettings.from_environment(**values_of(QueueSettings, ctx.params))
     with Supervisor(redis_url, settings, print_line, log_level) as supervisor:
-        open_store(supervisor.queue, Path(file_store))
+        open_store(supervisor.queue, path_of(file_store))
         supervisor.start_jobs(file_store)
         run_until_stopped(supervisor)

@@ -5,13 +5,16 @@ It works on the file store alone; servers notice a change within about a second.
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jobs.protocol.priority import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.errors import Refused
 from pipeline.options import Size, flag, json_option, store_option
+
+if TYPE_CHECKING:
+    from jobs.queue.request_queue import KeyUsage
 
 
 @click.group()
@@ -72,35 +75,51 @@ def create(tenant: str, name: str, weight: float | None, file_store: str, as_jso
     except ValueError as error:
         raise Refused(str(error)) from None
     if as_json:
-        click.echo(json.dumps({**_shown(record), "secret": secret}))
+        click.echo(json.dumps({**_shown(record, {}), "secret": secret}))
         return
     click.echo(f"{record.id} for tenant {tenant}, kept in {file_store}; this is its secret, shown once:", err=True)
     click.echo(secret)
 
 
 @keys.command("list")
+@flag(
+    "--all",
+    "with_revoked",
+    env="PIPELINE_KEY_ALL",
+    is_flag=True,
+    help="Also keys that were revoked: their ids, and what was computed for them.",
+)
 @store_option
 @json_option
-def list_(file_store: str, as_json: bool) -> None:
-    """Show every key that is not revoked, without its secret."""
+def list_(with_revoked: bool, file_store: str, as_json: bool) -> None:
+    """Show every key that is not revoked, without its secret, and what was computed for it.
+
+    Tokens and seconds of devices are those of its batches and live calls, up to some seconds ago.
+    """
     from jobs.store.api_keys import list_keys
 
-    records = list_keys(file_store)
+    records, usage = list_keys(file_store), _usage(file_store)
+    revoked = sorted((usage or {}).keys() - {record.id for record in records}) if with_revoked else []
     if as_json:
-        click.echo(json.dumps([_shown(record) for record in records]))
+        shown = [_shown(record, usage) for record in records]
+        click.echo(json.dumps(shown + [{"id": key_id, "usage": _usage_of(key_id, usage)} for key_id in revoked]))
         return
-    if not records:
+    if not records and not revoked:
         click.echo(f"there is no key in {file_store}", err=True)
         return
     from pipeline.tables import new_listing, print_table
 
-    rows = new_listing("id", "tenant", "name", "created", "requests/min", "queued tokens", "open batches", "weight")
+    limited = ("requests/min", "queued tokens", "open batches", "weight")
+    rows = new_listing("id", "tenant", "name", "created", *limited, "input tokens", "output tokens", "device seconds")
     for record in records:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created_at))
         limits = (record.requests_per_minute, record.queued_tokens, record.open_batches)
         numbers = ["" if limit is None else f"{limit:,}" for limit in limits]
         weight = "" if record.weight is None else f"{record.weight:g}"
-        rows.add_row(record.id, record.tenant, record.name, created, *numbers, weight)
+        spent = _usage_cells(record.id, usage)
+        rows.add_row(record.id, record.tenant, record.name, created, *numbers, weight, *spent)
+    for key_id in revoked:
+        rows.add_row(key_id, "", "", "revoked", *[""] * len(limited), *_usage_cells(key_id, usage))
     print_table(rows)
 
 
@@ -121,7 +140,33 @@ def revoke(ids: tuple[str, ...], file_store: str) -> None:
         click.echo("that was the last key: servers without --insecure refuse every call now", err=True)
 
 
-def _shown(record: Any) -> dict[str, Any]:
+def _usage(file_store: str) -> "KeyUsage | None":
+    """Return the counts of all keys; None, with a warning, where they cannot be read."""
+    from jobs.store.key_usage import load_usage
+    from jobs.store.storage import StoreError
+    from jobs.store.store_folder import store_root
+
+    root = store_root(file_store)
+    try:
+        return load_usage(root)
+    except StoreError as error:
+        click.echo(f"Warning: the usage of the keys is unknown: {error}", err=True)
+        return None
+
+
+def _usage_of(key_id: str, usage: "KeyUsage | None") -> dict[str, Any] | None:
+    from jobs.store.key_usage import usage_object
+
+    return None if usage is None else usage_object(usage.get(key_id, {}))
+
+
+def _usage_cells(key_id: str, usage: "KeyUsage | None") -> list[str]:
+    counts = _usage_of(key_id, usage)
+    return ["unknown"] * 3 if counts is None else [f"{value:,}" for value in counts.values()]
+
+
+def _shown(record: Any, usage: "KeyUsage | None") -> dict[str, Any]:
     import msgspec
 
-    return {name: value for name, value in msgspec.to_builtins(record).items() if name != "sha256"}
+    shown = {name: value for name, value in msgspec.to_builtins(record).items() if name != "sha256"}
+    return {**shown, "usage": _usage_of(record.id, usage)}

@@ -18,6 +18,7 @@ from pipeline.options import (
     flags_of,
     given_as_flag,
     log_settings,
+    model_flags_option,
     model_options,
     queue_options,
     redis_option,
@@ -82,11 +83,7 @@ def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None
     help="Folder or hub name of the model, NAME=FOLDER, or a folder of models; with REDIS_URL, the name of a served"
     " one. May be repeated; each line then names its model. [default: the demo model]",
 )
-@flag(
-    "--model-flags",
-    multiple=True,
-    help="Flags of one of several models, as 'NAME=--max-model-len 8K --dtype float32'; may be repeated.",
-)
+@model_flags_option
 @flags_of(HostingSettings, "idle_unload")
 @flag(
     "--seed",
@@ -145,7 +142,8 @@ def run_batch(
     With - as INPUT the lines of stdin run as they arrive, and answers go to stdout, or behind those
     in the output, as they finish.
 
-    Several INPUTs, or a pattern such as 'data/*.jsonl', run one after the other on the same worker.
+    Several INPUTs, those of a pattern such as 'data/*.jsonl', or those in a folder, run one after
+    the other on the same worker. A folder of Parquet files is one input.
 
     Exit codes: 0 every line has its answer (an error is one too), 1 stopped unfinished, 2 refused,
     130 interrupted.

@@ -1,7 +1,6 @@
 """`pipeline serve`: everything on one machine, the counterpart of `vllm serve`."""
 
 import contextlib
-from pathlib import Path
 
 import click
 
@@ -11,7 +10,6 @@ from pipeline.commands.api import check_open
 from pipeline.errors import Refused
 from pipeline.hosting.settings import HostingSettings
 from pipeline.options import (
-    ModelNames,
     all_models,
     api_arguments,
     check_model_flags,
@@ -23,7 +21,8 @@ from pipeline.options import (
     queue_options,
     redis_option,
     replicas_option,
-    store_option,
+    served_models_options,
+    served_store_option,
     values_of,
     webhook_options,
 )
@@ -33,20 +32,7 @@ _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
 
 @click.command()
 @click.argument("model", required=False)
-@flag(
-    "--model",
-    "model_option",
-    env="PIPELINE_MODEL",
-    type=ModelNames(),
-    multiple=True,
-    help="Folder or hub name of a model, NAME=FOLDER, or a folder of models; may be repeated. Several are loaded when"
-    " work for them waits. [default: the demo model]",
-)
-@flag(
-    "--model-flags",
-    multiple=True,
-    help="Flags of one of several models, as 'NAME=--max-model-len 8K --dtype float32'; may be repeated.",
-)
+@served_models_options
 @flags_of(HostingSettings)
 @flags_of(HttpSettings)
 @flags_of(ApiSettings, "expected_models", "timeout_graceful_shutdown")
@@ -56,7 +42,7 @@ _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
     default=1,
     help="API processes that share the address; for more calls than one processor core can carry.",
 )
-@store_option
+@served_store_option
 @model_options
 @replicas_option
 @redis_option
@@ -79,13 +65,12 @@ def serve(
     """Serve models over HTTP: API, workers, batch control plane and, without REDIS_URL, a private
     Redis.
 
-    Files and batches are kept in the file store, and resumed at the next start.
+    Files and batches are kept in the file store, and resumed at the next start. Several models are
+    loaded when work for them waits.
     """
     log_settings(ctx)
     check_model_flags(ctx)
     from api.http.listening import listening
-    from jobs.store.marker import open_store
-    from pipeline.hosting.host import ModelHost, check_fits, sized_alone
     from pipeline.hosting.models import served_models
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
@@ -96,6 +81,8 @@ def serve(
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = len(models) > 1 or hosting.idle_unload is not None
     if hosted or hosting.max_memory is not None:
+        from pipeline.hosting.host import check_fits
+
         check_fits(models, hosting)
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     check_open(settings)
@@ -107,20 +94,38 @@ def serve(
             raise Refused(error.strerror or str(error)) from None
         supervisor = stack.enter_context(Supervisor(redis_url, settings, print_line, log_level))
         if redis_url is not None:  # a private one knows no other store
-            open_store(supervisor.queue, Path(file_store))
+            from jobs.store.marker import open_store
+            from jobs.store.storage import path_of
+
+            open_store(supervisor.queue, path_of(file_store))
         supervisor.start_api([*api_arguments(ctx.params), "--file-store", file_store], listener, api_server_count)
         if not hosted:
-            supervisor.start_workers(sized_alone(models[0], hosting).arguments, models[0].replicas)
+            alone = models[0]
+            if hosting.max_memory is not None:
+                from pipeline.hosting.host import sized_alone
+
+                alone = sized_alone(alone, hosting)
+            supervisor.start_workers(alone.arguments, alone.replicas)
         supervisor.start_jobs(file_store)
-        host = stack.enter_context(ModelHost(models, hosting, supervisor, print_line)) if hosted else None
+        host = None
+        if hosted:
+            from pipeline.hosting.host import ModelHost
+
+            host = stack.enter_context(ModelHost(models, hosting, supervisor, print_line))
         run_until_stopped(supervisor, host)
 
 
 def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContextManager[None]:
     """Lock the file store against a second server with a Redis of its own."""
+    from jobs.store.storage import is_local
     from pipeline.private_folder import held
 
     if redis_url is not None:
         return contextlib.nullcontext()
+    if not is_local(file_store):
+        raise Refused(
+            f"the file store {file_store} is a bucket, which no lock keeps from others: set REDIS_URL, to the one"
+            " Redis of all that use this bucket"
+        )
     refusal = f"another `pipeline serve` uses the file store {file_store}: give each a --file-store of its own"
     return held(file_store, refusal, _PATIENCE_SECONDS)

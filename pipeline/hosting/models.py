@@ -1,7 +1,7 @@
 """From the --model and --model-flags of a command to the models of a server."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,19 +53,17 @@ class ServedModel:
         return self.settings.models
 
 
-@all_of(model_options, replicas_option)
-@click.command(_NAME_OF_FLAGS, add_help_option=False)
-def _own_flags(**_: object) -> None:
-    """Flags of one model."""
-
-
 def served_models(
-    given: Sequence[str], flags: Sequence[str], redis_url: str | None, values: Mapping[str, Any]
+    given: Sequence[str],
+    flags: Sequence[str],
+    redis_url: str | None,
+    values: Mapping[str, Any],
+    more: Callable[[click.Command], click.Command] = replicas_option,
 ) -> list[ServedModel]:
     """Return the models of a server or of a run, the demo model where none is `given`.
 
-    `values` are the flags for all of them, `flags` those of one each, as NAME=FLAGS. Raises
-    `Refused`.
+    `values` are the flags for all of them, `flags` those of one each, as NAME=FLAGS; besides those
+    of a worker, the flags that `more` adds. Raises `Refused`.
     """
     named = [pair for text in given for pair in _named(text)] or [("", None)]
     if len(named) > 1 and values["served_model_name"]:
@@ -73,7 +71,8 @@ def served_models(
     own: dict[str, str] = {}
     for title, text in map(_split_flags, flags):
         own[title] = f"{own.get(title, '')} {text}"
-    models = [_served(name, folder, own, redis_url, values) for name, folder in named]
+    command = all_of(model_options, more)(click.Command(_NAME_OF_FLAGS, add_help_option=False))
+    models = [_served(name, folder, own, redis_url, values, command) for name, folder in named]
     if unknown := [title for title in own if title not in {model.title for model in models}]:
         titles = ", ".join(model.title for model in models)
         raise Refused(f"{_NAME_OF_FLAGS} {unknown[0]}=...: no model is called so; there are: {titles}")
@@ -82,13 +81,18 @@ def served_models(
 
 
 def _served(
-    name: str, folder: str | None, own: Mapping[str, str], redis_url: str | None, values: Mapping[str, Any]
+    name: str,
+    folder: str | None,
+    own: Mapping[str, str],
+    redis_url: str | None,
+    values: Mapping[str, Any],
+    command: click.Command,
 ) -> ServedModel:
     if name:
         values = {**values, "served_model_name": (name,)}
     title = name or unchecked_settings(folder, redis_url or "", values).models[-1]
     if title in own:
-        values = {**values, **_read_flags(title, own[title], values)}
+        values = {**values, **_read_flags(title, own[title], values, command)}
     settings = unchecked_settings(folder, redis_url or "", values)
     return ServedModel(title, folder, settings, values, values["data_parallel_size"])
 
@@ -124,9 +128,9 @@ def _split_flags(text: str) -> tuple[str, str]:
     return title, flags
 
 
-def _read_flags(title: str, flags: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _read_flags(title: str, flags: str, values: Mapping[str, Any], command: click.Command) -> dict[str, Any]:
     try:
-        ctx = _own_flags.make_context(_NAME_OF_FLAGS, shlex.split(flags))
+        ctx = command.make_context(_NAME_OF_FLAGS, shlex.split(flags))
     except (click.UsageError, ValueError) as error:
         reason = error.format_message() if isinstance(error, click.UsageError) else str(error)
         raise Refused(f"{_NAME_OF_FLAGS} {title}: {reason.rstrip('.')}") from None

@@ -38,13 +38,14 @@ class _Added(NamedTuple):
 class LineIntake:
     """Takes lines of stdin. Raises `StoreError` and `QueueUnavailable`.
 
-    `read` counts lines, `failed` those that are answered by what is wrong with them, and `earlier`
-    those of earlier runs that are still to be taken up. `are_new`: lines came that the record of
-    the batch may not count yet.
+    `read` counts lines, `answered` those that came again and had their answers before, and
+    `earlier` those of earlier runs that are still to be taken up. `failed` counts lines that are
+    answered by what is wrong with them, and errors among the `answered`. `are_new`: lines came that
+    the record of the batch may not count yet.
     """
 
     def __init__(self, queue: Queue, batch: str, spec: BatchSpec, outstanding: Outstanding, durable: bool) -> None:
-        self.read = self.failed = self.earlier = 0
+        self.read = self.failed = self.answered = self.earlier = 0
         self.are_new = False
         self._queue = queue
         self._batch = batch
@@ -54,15 +55,17 @@ class LineIntake:
         self._requests = OpenRequests(spec, durable, keeps_open=True)
         self._before = 0  # lines that runs before this one took
         self._again = Bitmap()  # those of them that came again
+        self._written = self._failed = Bitmap()
         self._refused: Container[str] = ()
 
-    def resume(self, written: Bitmap, refused: Container[str] = ()) -> bool:
+    def resume(self, written: Bitmap, failed: Bitmap, refused: Container[str] = ()) -> bool:
         """Take up the lines of earlier runs whose answers are not among the `written` ones, as far
         as there is room; return whether all were.
 
-        Of lines that are no part of the batch, the `refused` ones have their answers.
+        The answers of the `failed` ones are errors. Of lines that are no part of the batch, the
+        `refused` ones have their answers.
         """
-        self._refused = refused
+        self._written, self._failed, self._refused = written, failed, refused
         self._before = self._requests.committed().lines
         self.earlier = self._before - written.count()
         if self.earlier < 0:
@@ -117,6 +120,8 @@ class LineIntake:
                 self._add(added[line.number])
             elif original <= self._before and original not in self._again:
                 self._again.add(original)
+                self.answered += original in self._written
+                self.failed += original in self._failed
             else:
                 self._refuse(line, duplicate_of(_custom_id(line.raw) or "", line.number, original))
         self.read += len(lines)
@@ -136,9 +141,10 @@ class LineIntake:
     def _refuse(self, line: InputLine, problem: LineProblem) -> None:
         """Answer a line that is no part of the batch, unless an earlier run did."""
         digest = hashlib.blake2b(line.raw or b"", digest_size=8).hexdigest()
-        if (name := f"stdin_{line.number}_{digest}") in self._refused:
-            return
         self.failed += 1
+        if (name := f"stdin_{line.number}_{digest}") in self._refused:
+            self.answered += 1
+            return
         error = ApiError(400, f"Line {line.number}: {problem.message}", param=problem.param, code=problem.code)
         custom_id, request_id = _custom_id(line.raw), f"{batch_request_id(self._batch, 0)[:-1]}{name}"
         answer = output_line(custom_id, error.result(new_request_id()), request_id) + b"\n"

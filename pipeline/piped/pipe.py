@@ -88,8 +88,13 @@ class Pipe:
         return is_over
 
     @property
+    def answered(self) -> int:
+        """How many lines have their answers, those included that came again and had them before."""
+        return self.written + self.intake.answered
+
+    @property
     def failed(self) -> int:
-        """How many lines ended with an error."""
+        """How many of these answers are errors."""
         return self.intake.failed + self.answers.failed
 
     def _run(self, body: Callable[[], None]) -> None:
@@ -101,7 +106,7 @@ class Pipe:
             os.eventfd_write(self.news, 1)
 
     def _read(self) -> None:
-        self._is_resumed = self.intake.resume(self._sink.written, self._sink.refused)
+        self._is_resumed = self.intake.resume(self._sink.written, self._sink.failed, self._sink.refused)
         if not self._is_resumed:
             return
         for lines in StdinLines(_STDIN, self._stop):

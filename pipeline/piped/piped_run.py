@@ -51,7 +51,7 @@ class PipedRun(BatchRun):
         seconds = time.monotonic() - self._began
         took = f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
         click.echo(f"{self._counted()}; {took}", err=True)
-        check_end("the batch", "completed", self._pipe.written, self._pipe.failed, self._task.fail_on_error)
+        check_end("the batch", "completed", self._pipe.answered, self._pipe.failed, self._task.fail_on_error)
 
     def _spec(self, queue: Queue | None) -> BatchSpec:
         source = join(str(self._task.root), SOURCE_NAME)
@@ -92,7 +92,7 @@ class PipedRun(BatchRun):
     def _counts(self, record: BatchRecord, generated: int | None) -> Counts:
         counts = super()._counts(record, generated)
         waiting = len(self._pipe.outstanding) + self._pipe.intake.earlier
-        done = self._pipe.written
+        done = self._pipe.answered
         return replace(counts, total=done + waiting, done=done, failed=self._pipe.failed)
 
     def _note(self, record: BatchRecord) -> str:
@@ -108,8 +108,8 @@ class PipedRun(BatchRun):
             super()._wind_up(False, supervisor, signals, progress)
 
     def _counted(self) -> str:
-        read, written = self._pipe.intake.read, self._pipe.written
-        return f"{read} line{'s' if read != 1 else ''} read, {written} answered, {self._pipe.failed} failed"
+        read = self._pipe.intake.read
+        return f"{read} line{'s' if read != 1 else ''} read, {self._pipe.answered} answered, {self._pipe.failed} failed"
 
     def _kept(self) -> str:
         return "" if self._output is None else "; run the same command again to go on"

@@ -15,6 +15,7 @@ from pipeline.errors import Refused
 
 _STDOUT = 1
 _BLOCK_BYTES = 1 << 16
+_LEAST_ERROR = 400
 _RETRIED_STATUS = 500  # and those above: `create_batch` has such lines run again
 _REST = rb'(?:(\d+)|(stdin_\d+_[0-9a-f]+))","custom_id":(?:null|"(?:[^"\\]|\\.)*"),"response":\{"status_code":(\d+)'
 """Of an answer, behind the id of its batch: the line's number or the name of one that is no part of
@@ -26,12 +27,13 @@ class Sink(Protocol):
     """Takes lines of answers, whole and in order. Raises `StoreError` and `BrokenPipeError`.
 
     `resumes`: a later run goes on with it. `written` are the lines of the batch whose answers it
-    has from earlier runs, `refused` what is in the ids of those that are no part of it. `taken`
-    counts its bytes, also while it waits.
+    has from earlier runs, `failed` those of them whose answers are errors, `refused` what is in the
+    ids of those that are no part of it. `taken` counts its bytes, also while it waits.
     """
 
     resumes: bool
     written: Bitmap
+    failed: Bitmap
     refused: Container[str]
     taken: int
 
@@ -46,7 +48,7 @@ class StdoutSink(Sink):
     resumes = False
 
     def __init__(self) -> None:
-        self.written, self.refused, self.taken = Bitmap(), (), 0
+        self.written, self.failed, self.refused, self.taken = Bitmap(), Bitmap(), (), 0
 
     def write(self, lines: Iterable[bytes]) -> None:
         for count in _write_all(_STDOUT, "stdout", b"".join(lines)):
@@ -70,7 +72,7 @@ class FileSink(Sink):
     def __init__(self, path: Path, batch_id: str) -> None:
         self._file = path.open("a+b", buffering=0)
         _cut_torn_line(self._file.fileno())
-        self.written, self.refused, self.taken = Bitmap(), set[str](), 0
+        self.written, self.failed, self.refused, self.taken = Bitmap(), Bitmap(), set[str](), 0
         self._read(path, batch_id)
 
     def write(self, lines: Iterable[bytes]) -> None:
@@ -97,10 +99,15 @@ class FileSink(Sink):
                 line, refused, status = match.groups()
                 if refused is not None:
                     self.refused.add(refused.decode())
-                elif int(status) < _RETRIED_STATUS:
-                    self.written.add(int(line))
                 else:
-                    self.written.discard(int(line))
+                    self._note(int(line), int(status))
+
+    def _note(self, line: int, status: int) -> None:
+        for lines, least in ((self.written, 0), (self.failed, _LEAST_ERROR)):
+            if least <= status < _RETRIED_STATUS:
+                lines.add(line)
+            else:
+                lines.discard(line)
 
 
 def check_sink(output: Path, root: Path) -> None:

@@ -12,11 +12,14 @@ _ENDED_BATCHES = 50  # more than a window has rows for
 
 
 class BatchSample(NamedTuple):
-    """A batch, and how many seconds ago it ended; None while it has not."""
+    """A batch, and how many seconds ago it ended, and lines were last appended; None while it has
+    not, and where none were.
+    """
 
     id: str
     status: BatchStatus
     ended_ago: float | None
+    appended_ago: float | None
 
 
 class Sample(NamedTuple):
@@ -33,10 +36,15 @@ def take_sample(queue: Queue) -> Sample:
     active, ended = queue.active_batches(), queue.ended_batches(_ENDED_BATCHES)
     statuses = queue.statuses([batch for batch in ended if batch not in active])
     # One that has just ended is still being cleaned
-    found = [BatchSample(batch, one, 0.0 if one.state in END_STATES else None) for batch, one in active.items()]
-    found += [BatchSample(batch, one, max(0.0, now - ended[batch])) for batch, one in statuses.items()]
+    found = [_sample(batch, one, now, now if one.state in END_STATES else None) for batch, one in active.items()]
+    found += [_sample(batch, one, now, ended[batch]) for batch, one in statuses.items()]
     known = [one for one in found if one.status.exists and (one.ended_ago is None) != (one.status.state in END_STATES)]
     return Sample(time.monotonic(), fleet, sorted(known, key=_place))
+
+
+def _sample(batch: str, status: BatchStatus, now: float, ended: float | None) -> BatchSample:
+    ago = (None if moment is None else max(0.0, now - moment) for moment in (ended, status.appended_at or None))
+    return BatchSample(batch, status, *ago)
 
 
 def _place(batch: BatchSample) -> tuple[float, bool, str]:

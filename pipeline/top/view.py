@@ -141,7 +141,7 @@ class Frame:
         status, at_work = batch.status, batch.ended_ago is None
         return [
             Text(plain(batch.id), "" if at_work else "dim"),
-            _state(status.shown_risk or status.state),
+            _batch_state(batch),
             ProgressBar(
                 total=max(1, status.total), completed=status.finished, complete_style="cyan", finished_style="green"
             ),
@@ -232,6 +232,17 @@ def _share(part: float | None, whole: float) -> str:
 
 def _state(state: str) -> Text:
     return Text(plain(state), _COLORS.get(state, ""))
+
+
+def _batch_state(batch: BatchSample) -> Text:
+    """Return the state, or the risk; of an open batch how long ago lines were last appended, in as
+    many columns as `in_progress` has.
+    """
+    status = batch.status
+    if status.shown_risk or not status.open or status.state != "in_progress":
+        return _state(status.shown_risk or status.state)
+    since = "" if batch.appended_ago is None else f" {_coarse(batch.appended_ago)}"
+    return Text(f"open{since}", _COLORS[status.state])
 
 
 def _age(ages: Mapping[str, float], model: str) -> str:

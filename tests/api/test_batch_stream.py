@@ -105,6 +105,7 @@ def test_what_runs_while_the_batch_is_validated_is_shown_once_it_is_in_progress(
         run_early(redis_client, batch)
         record = http.get(f"/v1/batches/{batch.id}").json()
         assert (record["status"], record["request_counts"]["completed"]) == ("validating", 0)
+        assert (record["output_file_id"], record["error_file_id"]) == (None, None)
         assert http.get(f"/v1/streams/{batch.id}/1").status_code == 404
         assert reader.events == []
         batch.start()

@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from api.settings import ApiSettings
+from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord, WorkerState
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
@@ -79,6 +80,20 @@ def test_a_model_that_is_not_served_yet_or_any_more_is_a_503(http: httpx.Client,
         assert int(answer.headers["retry-after"]) >= 1
     answer = http.get("/v1/models/served-before")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+def test_an_emptied_redis_that_knows_one_model_again_hides_none_of_the_others(
+    http: httpx.Client, queue: Queue, redis_client: redis.Redis
+) -> None:
+    register(queue, "one", "late", "ready")
+    assert http.get("/v1/models/late").status_code == 200
+    redis_client.flushall()
+    register(queue, "two", "early", "ready")
+    wait_until(lambda: http.get("/v1/models/early").status_code == 200, 60, "the model that came back")
+    for model, status in (("late", 503), ("typo", 404)):
+        assert (call(http, model).status_code, http.get(f"/v1/models/{model}").status_code) == (status, status)
+    redis_client.decrby(keys.REGISTRY_SINCE, 3600_000)
+    assert call(http, "late").json()["error"]["code"] == "model_not_found"  # `pipeline models forget` removed it
 
 
 def test_no_client_waits_for_a_model_of_which_nothing_is_known(http: httpx.Client) -> None:

@@ -19,10 +19,13 @@ import redis
 from jobs.batch.line_index import INDEX_NAME
 from jobs.batch.open_requests import SOURCE_NAME
 from jobs.batch.plan import PLAN_NAME
+from jobs.store.storage import is_local
 from tests.support.commands import REPOSITORY, command, command_environment
 from tests.support.control_plane import Answering, ControlPlane
+from tests.support.object_stores import PLACES, cloud
 from tests.support.ports import reserved_port
 from tests.support.redis_machine import RedisMachine, running_redis_machine
+from tests.support.seaweedfs import seaweedfs
 from tests.support.waiting import wait_until
 
 _PRODUCER = """
@@ -58,11 +61,11 @@ with note.open("a") as file:
 class AppendStack:
     """The processes around one open batch, each of which can be killed and started again."""
 
-    def __init__(self, folder: Path, machine: RedisMachine, port: int, groups: int) -> None:
-        self.store = folder / "store"
+    def __init__(self, folder: Path, store: str, machine: RedisMachine, port: int, groups: int) -> None:
+        self.store = store
         self.machine = machine
         self.url = f"http://127.0.0.1:{port}"
-        self.plane = ControlPlane(machine.url, ("--file-store", str(self.store)), {"FILE_STORE": str(self.store)})
+        self.plane = ControlPlane(machine.url, ("--file-store", store), {"FILE_STORE": store})
         self.batch = ""
         self._notes = [folder / f"acknowledged-{name}" for name in "xy"]
         self._groups = groups
@@ -103,16 +106,16 @@ class AppendStack:
         self.machine.start()
 
     def cut_power(self) -> None:
-        """All die at once; of what was written and not made durable some bytes are left, and Redis
-        has lost its last moment.
+        """All die at once; Redis has lost its last moment, and in a folder some bytes are left of
+        what was written and not made durable.
         """
         on_disk = self.machine.on_disk()
         for name in ("driver", "twin", "ticker"):
             self.plane.kill(name)
         self.kill("api")
         self.machine.lose_power(on_disk)
-        for name in (SOURCE_NAME, PLAN_NAME, INDEX_NAME):
-            with (self.store / "batches" / self.batch / name).open("ab") as file:
+        for name in (SOURCE_NAME, PLAN_NAME, INDEX_NAME) if is_local(self.store) else ():
+            with Path(self.store, "batches", self.batch, name).open("ab") as file:
                 file.write(b'{"custom_id": "torn\0')
         self.machine.start()
         self.start("api")
@@ -144,10 +147,10 @@ class AppendStack:
 
 
 @contextlib.contextmanager
-def running(folder: Path, groups: int) -> Iterator[AppendStack]:
+def running(folder: Path, store: str, groups: int) -> Iterator[AppendStack]:
     """With two producers that have begun to append."""
     with running_redis_machine() as machine, reserved_port() as port:
-        stack = AppendStack(folder, machine, port, groups)
+        stack = AppendStack(folder, store, machine, port, groups)
         try:
             with Answering(machine.url, limit=16, pause=0.005):
                 stack.start("api")
@@ -168,11 +171,22 @@ def serves(stack: AppendStack) -> bool:
     return False
 
 
+@pytest.fixture(params=[*PLACES, "az"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A file store in a folder, in a bucket of SeaweedFS, and in a container of Azurite."""
+    if request.param == "folder":
+        yield str(tmp_path / "store")
+        return
+    (tmp_path / "seaweedfs").mkdir()
+    with cloud("az") if request.param == "az" else seaweedfs(tmp_path / "seaweedfs") as uri:
+        yield uri
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-def test_every_acknowledged_request_has_one_answer_whatever_dies(tmp_path: Path, seed: int) -> None:
+def test_every_acknowledged_request_has_one_answer_whatever_dies(tmp_path: Path, store: str, seed: int) -> None:
     draw, groups = random.Random(seed), 150
-    with running(tmp_path, groups) as stack:
+    with running(tmp_path, store, groups) as stack:
         kinds: dict[str, Callable[[], None]] = {
             "producer": lambda: stack.restart(draw.choice(stack.producing or ["x", "y"])),
             "api": lambda: stack.restart("api"),

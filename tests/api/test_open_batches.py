@@ -22,11 +22,14 @@ from jobs.batch.rebuild import rebuild_all
 from jobs.control.ticker import Ticker
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
+from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key
+from jobs.store.storage import join, list_names
 from tests.support.api_server import official_client, running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
 from tests.support.control_plane import chat_line, control_plane, echo
+from tests.support.object_stores import PLACES, store_location
 from tests.support.store_batches import lines_of, serve
 from tests.support.waiting import wait_until
 
@@ -34,10 +37,19 @@ CHAT = "/v1/chat/completions"
 BAD = b'{"custom_id": "bad", "method": "GET", "url": "/v1/chat/completions", "body": {"model": "m"}}\n'
 
 
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def settings(redis_url: str, tmp_path: Path) -> ApiSettings:
-    """Of an API on the store of `tests.support.store_batches`."""
-    return ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"))
+def settings(redis_url: str, place: str, tmp_path: Path) -> Iterator[ApiSettings]:
+    """Of an API on the store of `tests.support.store_batches`, or one in a bucket."""
+    with store_location(place, tmp_path) as store:
+        yield ApiSettings(redis_url=redis_url, file_store=store)
+
+
+in_a_folder = pytest.mark.parametrize("place", ["folder"], indirect=True)
 
 
 @pytest.fixture
@@ -230,6 +242,7 @@ def test_an_end_during_a_call_says_what_was_appended(
     assert f"{appended[0]} requests of this call were appended before" in answer.json()["error"]["message"]
 
 
+@in_a_folder
 def test_a_full_disk_during_a_call_says_what_was_appended(
     http: httpx.Client, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,13 +296,13 @@ def test_a_cancelled_batch_has_an_error_line_for_what_never_ran(
 
 
 def test_an_ended_batch_keeps_no_file_of_its_appends(
-    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+    settings: ApiSettings, redis_client: redis.Redis, client: openai.OpenAI
 ) -> None:
     batch = begin(client)
     append(client, batch, lines_of(2))
     close(client, batch)
     run_to_end(redis_client, batch.id)
-    names = os.listdir(tmp_path / "store" / "batches" / batch.id)
+    names = list_names(join(settings.file_store, "batches", batch.id))
     assert [name for name in names if "append" in name or "requests" in name] == []
 
 
@@ -417,18 +430,30 @@ def test_without_a_key_a_web_page_appends_nothing(http: httpx.Client, client: op
 
 
 def test_an_emptied_redis_refuses_until_the_batch_is_back(
-    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
+    settings: ApiSettings, redis_client: redis.Redis, client: openai.OpenAI
 ) -> None:
     batch = begin(client)
     append(client, batch, lines_of(2))
     redis_client.flushall()
     with pytest.raises(openai.InternalServerError):
         append(client, batch, chat_line("late"))
-    rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+    rebuild_all(Queue(redis_client), settings.file_store)
     step(redis_client, batch.id)
     assert append(client, batch, lines_of(3))["appended"] == 1
     close(client, batch)
     assert run_to_end(redis_client, batch.id).completed == 3
+
+
+def test_a_line_of_a_model_that_an_emptied_redis_may_know_soon_is_to_be_sent_again(
+    redis_client: redis.Redis, client: openai.OpenAI
+) -> None:
+    batch = begin(client)
+    lines = chat_line("a") + chat_line("b", model="second")
+    redis_client.delete(keys.REGISTRY_SINCE)
+    with pytest.raises(openai.InternalServerError):
+        append(client, batch, lines)
+    redis_client.decrby(keys.REGISTRY_SINCE, 3600_000)
+    assert append(client, batch, lines)["appended"] == 2  # the second one as what ends with an error
 
 
 def test_clients_append_to_one_batch_at_once(redis_client: redis.Redis, client: openai.OpenAI) -> None:

@@ -38,7 +38,9 @@ BESIDE_ROWS = {
     "embeddings_memory",
     "peak",
     "goals",
+    "fleet",
     "pages",
+    "redis_time",
     "queue_latency",
     "__main__",
 }
@@ -411,11 +413,13 @@ def test_every_scenario_of_the_control_plane_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.control_plane", "--scale", "0.01", "--publish", "--out", str(tmp_path)]
     subprocess.run(command, check=True, timeout=280)
     figures = {path.stem: json.loads(path.read_text())["figures"] for path in tmp_path.glob("*/*.json")}
-    scenarios = ("lines", "batches", "behind", "open", "file", "million")
+    scenarios = ("lines", "batches", "behind", "open", "file", "large", "million")
     assert set(figures) == {f"control-plane-{name}" for name in scenarios}
     assert figures["control-plane-lines"]["lines"] == 500
     assert figures["control-plane-open"]["lines"] == 500
     assert figures["control-plane-file"]["lines"] == 3000
+    assert figures["control-plane-large"]["lines"] == 1000
+    assert 0 < figures["control-plane-large"]["first_claim"] < figures["control-plane-large"]["seconds"]
     assert figures["control-plane-million"]["lines"] == 10_000
     assert figures["control-plane-batches"]["batches"] == 10
     assert {"rq workers", "ticker", "Redis"} <= set(figures["control-plane-file"]["processor_us_per_line"])

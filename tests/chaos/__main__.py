@@ -6,7 +6,7 @@ real control plane, workers and API (`load.py`). Every few seconds something is 
 slowed, cut off, filled, emptied or set to another time (`killers.py`), and what ended is started
 again, as a supervisor would. At the end every answer must be there once and right, and nothing may
 be left over (`verdict.py`). With `--sentinel`, Redis is a pair of servers that fails over
-(`failovers.py`).
+(`failovers.py`); with `--bucket`, the file store is in a bucket (`buckets.py`).
 """
 
 import argparse
@@ -18,11 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.chaos.bucket_load import BucketLoad
+from tests.chaos.buckets import BucketKillers
 from tests.chaos.embeddings import EmbeddedTexts
 from tests.chaos.failovers import SentinelKillers
 from tests.chaos.killers import Killers
 from tests.chaos.load import ChaosLoad
 from tests.chaos.verdict import Verdict, judge
+from tests.support.bucket_fleet import BucketFleet
 from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.processes import descendants
 from tests.support.sentinel_fleet import SentinelFleet
@@ -43,7 +46,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000, help="lines at least, however long that takes")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--sentinel", action="store_true", help="put Redis behind Sentinels, and make them fail over")
+    setting = parser.add_mutually_exclusive_group()
+    setting.add_argument("--sentinel", action="store_true", help="put Redis behind Sentinels, and make them fail over")
+    setting.add_argument("--bucket", action="store_true", help="put the file store on an S3 server, and break that too")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     verdict = run(folder, **vars(options))
@@ -65,6 +70,7 @@ def run(
     workers: int,
     max_num_seqs: int,
     sentinel: bool = False,
+    bucket: bool = False,
 ) -> Verdict:
     """One run in `folder`."""
     print(f"seed {seed} (repeat with --seed {seed})", flush=True)
@@ -77,11 +83,11 @@ def run(
         "max_num_seqs": max_num_seqs,
         "lease_seconds": LEASE_SECONDS,
         "stream_interval": STREAM_INTERVAL,
-        "kind": SentinelFleet if sentinel else LocalFleet,
+        "kind": SentinelFleet if sentinel else BucketFleet if bucket else LocalFleet,
     }
-    kind = SentinelKillers if sentinel else Killers
+    kind = SentinelKillers if sentinel else BucketKillers if bucket else Killers
     with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
-        load = ChaosLoad(fleet, texts, random.Random(rng.random()))
+        load = (BucketLoad if bucket else ChaosLoad)(fleet, texts, random.Random(rng.random()))
         killers = kind(fleet, load, random.Random(rng.random()), every)
         began = time.monotonic()
         with load:

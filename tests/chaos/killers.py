@@ -12,6 +12,7 @@ from pathlib import Path
 import redis
 
 from jobs.queue.scripts import persistently
+from jobs.store.storage import StoreError
 from tests.chaos.load import ChaosLoad
 from tests.support.fleet import LocalFleet, Member
 from tests.support.processes import descendants, send_all
@@ -60,6 +61,10 @@ class Killers:
         """What can be broken."""
         return KINDS
 
+    def is_first(self, kind: Kind) -> bool:
+        """Return whether a kind is to be drawn before the others of the deck."""
+        return False
+
     def act(self, now: float) -> None:
         """Mends what is due to be whole again, and breaks the next thing when it is time.
 
@@ -71,14 +76,15 @@ class Killers:
         if now < self._next:
             return
         self._next = now + self.every * self.rng.uniform(0.6, 1.4)
+        if not self._deck:
+            self._deck = [kind for kind in self.kinds for _ in range(kind.weight if self.done else 1)]
+            self.rng.shuffle(self._deck)
+        self._deck.sort(key=self.is_first)
         for _ in range(len(self.kinds)):
-            if not self._deck:
-                self._deck = [kind for kind in self.kinds for _ in range(kind.weight if self.done else 1)]
-                self.rng.shuffle(self._deck)
             kind = self._deck.pop()
             try:
                 victim = kind.breaks(self)
-            except (redis.RedisError, ProcessLookupError, StopIteration):
+            except (redis.RedisError, StoreError, ProcessLookupError, StopIteration):
                 victim = None
             if victim is not None:
                 self.done[kind.name] += 1
@@ -105,6 +111,10 @@ class Killers:
 
         self.later(seconds, whole)
         return f"for {seconds:.1f} s"
+
+    def store_faults(self) -> list[str]:
+        """Return sentences about what an idle fleet must not leave in a store of these kinds."""
+        return []
 
     def worker(self) -> Member:
         return self.rng.choice(self.fleet.workers)

@@ -33,8 +33,6 @@ LIVE_CALLERS = 3
 CANCELLED = 5  # every so many batches one is cancelled at some line
 LEAVING = 0.1  # of the live callers' calls, that they hang up in
 _ORDER = {"validating": 0, "in_progress": 1, "finalizing": 2, "cancelling": 2, "completed": 3, "cancelled": 3}
-# Codes of errors that a live call may end with here
-_OUTAGES = ("queue_unavailable", "model_loading", "no_worker")
 _LOOK_SECONDS = 0.25
 _PAUSE = 0.2
 
@@ -72,6 +70,11 @@ class ChaosLoad:
     `stop`; all in threads.
     """
 
+    refusals: tuple[str, ...] = ("queue_unavailable", "model_loading", "no_worker")
+    """Codes of errors that a live call may end with."""
+    padding = ""
+    """Behind each line of a batch of texts."""
+
     def __init__(self, fleet: LocalFleet, texts: EmbeddedTexts, rng: random.Random) -> None:
         self._fleet = fleet
         self._texts = texts
@@ -91,6 +94,8 @@ class ChaosLoad:
         # How often Redis began or ended to lose something; even while it loses nothing
         self.lives = 0
         self._lost_totals = (0, 0)
+        # How often a file store that is no folder ceased or began to answer
+        self.outages = 0
         self._store = threading.Lock()  # held while something of the load is in the file store
         self._store_is_away = False
 
@@ -218,6 +223,7 @@ class ChaosLoad:
         is_of_texts = number % EMBEDDING_BATCHES == EMBEDDING_BATCHES // 2
         supply = self._texts if is_of_texts else self._questions
         questions = {}
+        padding = self.padding if is_of_texts else ""
         with source.open("w") as file:
             for line in range(self._rng.randint(*(SIZES_OF_EMBEDDINGS if is_of_texts else SIZES))):
                 question = supply.draw(self._rng)
@@ -228,7 +234,7 @@ class ChaosLoad:
                     "url": question.url,
                     "body": question.body,
                 }
-                file.write(json.dumps(request) + "\n")
+                file.write(f"{json.dumps(request)}{padding}\n")
                 questions[custom_id] = question
         root = self._fleet.store / "batches" / folder.name
         spec = BatchSpec(
@@ -255,10 +261,10 @@ class ChaosLoad:
         if self._store_is_away:
             return
         life = (self.lives, self._fleet.history())
+        outages = self.outages
         if batch.id is None:
-            try:
-                batch.id = create_batch(self._fleet.client, batch.spec).id
-            except StoreError:
+            batch.id = self._submit(batch)
+            if batch.id is None:
                 return
         try:
             record = get_batch(self._fleet.client, batch.id, retry_seconds=0)
@@ -266,14 +272,25 @@ class ChaosLoad:
             batch.gone = batch.lost
             return
         before, batch.record = batch.record, record
-        if before is not None and not batch.lost:
+        is_readable = outages == self.outages and outages % 2 == 0
+        if before is not None and is_readable and not batch.lost:
             self._compare_stored(batch, before, record)
         is_same = batch.life == life == (self.lives, self._fleet.history())
-        if before is not None and is_same and life[0] % 2 == 0:
+        if before is not None and is_readable and is_same and life[0] % 2 == 0:
             self._compare(batch, before, record)
         batch.life = life
         if batch.cancel_at is not None and record.state == "in_progress" and record.completed >= batch.cancel_at:
-            cancel_batch(self._fleet.client, batch.id)
+            self._cancel(batch.id)
+
+    def _submit(self, batch: SubmittedBatch) -> str | None:
+        """Return the id of a new batch, None where the call has to be made again."""
+        try:
+            return create_batch(self._fleet.client, batch.spec).id
+        except StoreError:
+            return None
+
+    def _cancel(self, batch_id: str) -> None:
+        cancel_batch(self._fleet.client, batch_id)
 
     def _compare_stored(self, batch: SubmittedBatch, before: BatchRecord, now: BatchRecord) -> None:
         """What is on disk no loss of Redis takes back."""
@@ -341,7 +358,7 @@ class ChaosLoad:
         self._compare_text(question, text, whole=False)
         name = f"{getattr(error, 'status_code', '')} {type(error).__name__}: {str(error)[:100]}".strip()
         expected = isinstance(error, openai.APIConnectionError | httpx.TransportError | ConnectionError)
-        expected = expected or (isinstance(error, openai.APIError) and getattr(error, "code", None) in _OUTAGES)
+        expected = expected or (isinstance(error, openai.APIError) and getattr(error, "code", None) in self.refusals)
         with self._lock:
             self.live.refusals[name] = self.live.refusals.get(name, 0) + 1
             if not expected:

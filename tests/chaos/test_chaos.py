@@ -10,8 +10,8 @@ from tests.chaos.__main__ import run
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("sentinel", "seconds"), [(False, 120), (True, 70)])
-def test_nothing_is_lost_or_doubled_whatever_breaks(sentinel: bool, seconds: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "seconds"), [("folder", 120), ("sentinel", 70), ("bucket", 60)])
+def test_nothing_is_lost_or_doubled_whatever_breaks(setting: str, seconds: float, tmp_path: Path) -> None:
     folder = tmp_path / "f"  # short, for the socket in it
     folder.mkdir()
     verdict = run(
@@ -22,7 +22,8 @@ def test_nothing_is_lost_or_doubled_whatever_breaks(sentinel: bool, seconds: flo
         requests=1000,
         workers=2,
         max_num_seqs=64,
-        sentinel=sentinel,
+        sentinel=setting == "sentinel",
+        bucket=setting == "bucket",
     )
     print(verdict.report())
     assert verdict.faults == []

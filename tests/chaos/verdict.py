@@ -7,13 +7,13 @@ import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from jobs.store.storage import read_bytes
 from tests.chaos.killers import Killers
 from tests.chaos.load import ChaosLoad, SubmittedBatch
 from tests.chaos.questions import text_of
-from tests.pipeline.results import message_of, read_results
+from tests.pipeline.results import message_of
 from tests.support.fleet import LocalFleet
 from tests.support.integrity import faults
 from tests.support.leftovers import leftovers
@@ -86,6 +86,7 @@ def judge(
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
     found += [f"left running: {command_line(pid)}" for pid in _left_running({*others, *fleet.servers})]
     found += faults(fleet.client)
+    found += killers.store_faults()
     found += [f"only {load.finished} of {requests} lines were answered in time"] if load.finished < requests else []
     found += [] if load.live.right else ["no live call was answered"]
     generated, delivered = load.token_totals()
@@ -133,8 +134,7 @@ def _batch_faults(batch: SubmittedBatch) -> list[str]:
             f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not"
             f" {len(batch.questions)}"
         )
-    answered = [] if record.output is None else read_results(Path(record.output))
-    failed = [] if record.error_output is None else read_results(Path(record.error_output))
+    answered, failed = (_results(location) for location in (record.output, record.error_output))
     counts = Counter(result["custom_id"] for result in [*answered, *failed])
     found += [
         f"{name}: {custom_id} is there {counts[custom_id]} times"
@@ -157,6 +157,10 @@ def _batch_faults(batch: SubmittedBatch) -> list[str]:
         if record.state != "cancelled" or result["error"]["code"] != "batch_cancelled":
             found.append(f"{name}: {result['custom_id']} failed: {str(result)[:300]}")
     return found
+
+
+def _results(location: str | None) -> list[dict[str, Any]]:
+    return [] if location is None else [json.loads(line) for line in read_bytes(location).splitlines()]
 
 
 def _is_given_up(batch: SubmittedBatch) -> bool:

@@ -1,8 +1,8 @@
 """What every body must be: `Recorder` looks at each answer that the official client gets, strictly,
 whatever the test asks of it.
 
-`openai.types` say which fields there are and of what type; that none may be absent (null where it
-is unset) is the hosted service's way.
+The API declares its answers (`api/answer_objects.py`). `openai.types` say which fields there are
+and of what type; that none may be absent (null where it is unset) is the hosted service's way.
 """
 
 import json
@@ -10,24 +10,37 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from openai.types import Batch, FileDeleted, FileObject, Upload
-from openai.types.uploads import UploadPart
+import msgspec
+from openai import types
+from openai.types import uploads
 from pydantic import BaseModel, ValidationError
 
-from api.batch_objects import BatchDeleted
-from api.routes.batch_requests import BatchRequests
+from api.answer_objects import (
+    AnswerObject,
+    Batch,
+    BatchDeleted,
+    BatchRequests,
+    ChatCompletion,
+    Completion,
+    FileDeleted,
+    FileObject,
+    UploadObject,
+    UploadPart,
+)
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
 
 FILE, BATCH = r"file-[0-9A-Za-z_]+", r"batch_[0-9A-Za-z_]+"
 UPLOAD = r"/v1/uploads/upload_[0-9A-Za-z_]+"
 # Method, path, what answers, whether in pages
-ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [
+ROUTES: list[tuple[str, str, type[AnswerObject], bool]] = [
     ("POST", r"/v1/files", FileObject, False),
     ("GET", r"/v1/files", FileObject, True),
     ("GET", rf"/v1/files/{FILE}", FileObject, False),
     ("DELETE", rf"/v1/files/{FILE}", FileDeleted, False),
-    ("POST", r"/v1/uploads", Upload, False),
+    ("POST", r"/v1/uploads", UploadObject, False),
     ("POST", rf"{UPLOAD}/parts", UploadPart, False),
-    ("POST", rf"{UPLOAD}/(complete|cancel)", Upload, False),
+    ("POST", rf"{UPLOAD}/(complete|cancel)", UploadObject, False),
     ("POST", r"/v1/batches", Batch, False),
     ("GET", r"/v1/batches", Batch, True),
     ("GET", rf"/v1/batches/{BATCH}", Batch, False),
@@ -36,7 +49,17 @@ ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [
     ("POST", rf"/v1/batches/{BATCH}/close", Batch, False),
     ("POST", rf"/v1/batches/{BATCH}/requests", BatchRequests, False),
     ("DELETE", rf"/v1/batches/{BATCH}", BatchDeleted, False),
+    ("POST", CHAT, ChatCompletion, False),
+    ("POST", COMPLETIONS, Completion, False),
 ]
+OFFICIAL: dict[type[AnswerObject], type[BaseModel]] = {
+    FileObject: types.FileObject,
+    FileDeleted: types.FileDeleted,
+    UploadObject: types.Upload,
+    UploadPart: uploads.UploadPart,
+    Batch: types.Batch,
+}
+"""Those of which the API sends each member that the client's types have."""
 OPEN = ("input", "open", "last_append_at")
 ENDED = {"failed", "completed", "expired", "cancelled"}
 STEPS = {
@@ -104,21 +127,43 @@ class Recorder:
         return found
 
 
-def body_faults(kind: type[BaseModel], raw: bytes) -> list[str]:
-    """What keeps a body from being exactly this type; an open batch has members beyond it."""
-    if kind is Batch and (body := json.loads(raw)).get("input") == "stream":
-        more = [body.pop(name, None) for name in OPEN]
-        if not isinstance(more[1], bool) or not isinstance(more[2], int | None):
-            return [f"{OPEN} of an open batch are {more}"]
+def body_faults(kind: type[AnswerObject], raw: bytes) -> list[str]:
+    """What keeps a body from being exactly what is declared, and what the official client knows."""
+    return declared_faults(kind, raw) + (official_faults(kind, raw) if kind in OFFICIAL else [])
+
+
+def declared_faults(kind: type[AnswerObject], raw: bytes) -> list[str]:
+    """What keeps a body from being exactly what the API's own declaration says."""
+    try:
+        made = msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        return [str(error)]
+    declared = msgspec.to_builtins(made, str_keys=True)
+    return [] if declared == json.loads(raw) else [f"the declared members are {declared}"]
+
+
+def official_faults(kind: type[AnswerObject], raw: bytes) -> list[str]:
+    """What keeps a body from being exactly the official type; a batch has `usage.device_seconds`
+    beyond it, and an open one more members.
+    """
+    if kind is Batch:
+        body = json.loads(raw)
+        seconds = (body.get("usage") or {}).pop("device_seconds", None)
+        if not isinstance(seconds, float) or seconds < 0:
+            return [f"the device seconds of a batch are {seconds}"]
+        if body.get("input") == "stream":
+            more = [body.pop(name, None) for name in OPEN]
+            if not isinstance(more[1], bool) or not isinstance(more[2], int | None):
+                return [f"{OPEN} of an open batch are {more}"]
         raw = json.dumps(body).encode()
     try:
-        value = kind.model_validate_json(raw, strict=True)
+        value = OFFICIAL[kind].model_validate_json(raw, strict=True)
     except ValidationError as error:
         return [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
     return _absent_or_unknown(value, "")
 
 
-def page_faults(kind: type[BaseModel], raw: bytes) -> list[str]:
+def page_faults(kind: type[AnswerObject], raw: bytes) -> list[str]:
     """The same for a page of them and its envelope."""
     page = json.loads(raw)
     if set(page) != {"object", "data", "first_id", "last_id", "has_more"}:

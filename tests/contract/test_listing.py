@@ -99,6 +99,14 @@ def in_states(module_client: openai.OpenAI) -> dict[str, list[str]]:
     return made
 
 
+@pytest.fixture
+def _all_ended(client: openai.OpenAI, in_states: dict[str, list[str]]) -> None:
+    """Wait until no batch changes any more, and gets no files."""
+    for batch in client.batches.list(limit=100):
+        if batch.id not in in_states["in_progress"]:
+            wait(client, batch.id)
+
+
 @pytest.mark.parametrize("limit", [1, 3, 100])
 def test_batches_are_listed_by_status(client: openai.OpenAI, in_states: dict[str, list[str]], limit: int) -> None:
     mine = [batch for ids in in_states.values() for batch in ids]
@@ -112,6 +120,7 @@ def test_batches_are_listed_by_status(client: openai.OpenAI, in_states: dict[str
         assert of(mine, client.batches.list(limit=limit, extra_query=two)) == expected
 
 
+@pytest.mark.usefixtures("_all_ended")
 def test_a_page_of_batches_of_a_status_is_full_and_says_whether_there_is_more(
     client: openai.OpenAI, in_states: dict[str, list[str]]
 ) -> None:
@@ -122,6 +131,7 @@ def test_a_page_of_batches_of_a_status_is_full_and_says_whether_there_is_more(
     assert (len(page.data), page.has_more) == (total, False)
 
 
+@pytest.mark.usefixtures("_all_ended")
 def test_what_is_listed_was_created_in_the_time_that_is_asked_for(http: httpx.Client, client: openai.OpenAI) -> None:
     for path, made in (("/v1/files", client.files.list().data), ("/v1/batches", list(client.batches.list(limit=100)))):
         for moment in {one.created_at + step for one in made[::5] for step in (0, 1)}:
@@ -134,6 +144,7 @@ def test_what_is_listed_was_created_in_the_time_that_is_asked_for(http: httpx.Cl
     assert ascending == [one.id for one in client.files.list(order="asc") if one.created_at >= made[-1].created_at]
 
 
+@pytest.mark.usefixtures("_all_ended")
 def test_a_place_outside_of_the_time_that_is_asked_for_widens_it_not(http: httpx.Client, client: openai.OpenAI) -> None:
     for path, made in (("/v1/files", client.files.list().data), ("/v1/batches", list(client.batches.list(limit=100)))):
         newest, oldest = made[0], made[-1]

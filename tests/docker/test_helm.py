@@ -3,7 +3,9 @@ processes. With a helm on PATH it is rendered again.
 """
 
 import json
+import subprocess
 import tomllib
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,16 @@ from pipeline.main import CommandGroup
 from tests.docker import monitoring
 from tests.docker.chart import ALL, RENDERED, Object, needs_helm, objects, of_kind, pod_of, queries, variables
 from tests.docker.recipe import environment, folders, lineage, stages
+from tests.docker.test_monitoring import needs_prometheus
 from tests.support.commands import REPOSITORY
+from tests.support.object_stores import bucket
 from tools.helm_chart import CHART, EXAMPLES, first_line, render, rendered_file
 from workers.engine.messages.config import CPU_SEQUENCES, GPU_SEQUENCES
 from workers.replica.requeue import GOODBYE_SECONDS
 
 SCHEMAS = {"ScaledObject": "scaledobject.json", "ServiceMonitor": "servicemonitor.json"}
 OF_TARGET = {"namespace", "job"}  # labels that Prometheus adds to those of `/metrics`
-NOT_FLAGS = {"HF_TOKEN", "OMP_NUM_THREADS"}
+NOT_FLAGS = {"HF_TOKEN", "OMP_NUM_THREADS", "AWS_ENDPOINT_URL", "AWS_REGION"}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -88,7 +92,10 @@ def test_a_pod_runs_a_command_with_flags_and_variables_that_it_knows(
     command, *arguments = container["args"]
     known = CommandGroup().get_command(None, command)  # type: ignore[arg-type]
     assert known is not None
-    with known.make_context(command, arguments) as context:
+    with ExitStack() as stack:
+        if "FILE_STORE" in variables(container):  # they try it
+            monkeypatch.setenv("FILE_STORE", stack.enter_context(bucket()).uri)
+        context = stack.enter_context(known.make_context(command, arguments))
         options = {param.envvar for param in context.command.params if isinstance(param, click.Option)}
     without_flags = {variable(one) for one in fields(QueueSettings)}
     assert set(variables(container)) - NOT_FLAGS <= options | without_flags
@@ -114,7 +121,8 @@ def test_a_pod_writes_to_volumes_where_its_image_looks_for_them(example: str, fo
     target = container["image"].partition(":")[0].rpartition("inference-")[2]
     assert target in stages()
     written = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")} - {"/dev/shm"}
-    expected = {environment(target)["FILE_STORE"]} if target == "control" else {"/cache", "/locks"}
+    files = set[str]() if "FILE_STORE" in variables(container) else {environment("control")["FILE_STORE"]}
+    expected = files if target == "control" else {"/cache", "/locks"}
     assert written == expected | {"/tmp"}
     assert expected <= set(folders(target))
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
@@ -213,6 +221,48 @@ def test_requests_that_one_worker_runs_at_once_start_no_other(example: str, foun
         assert float(trigger["threshold"]) == most
     assert "age" not in trigger["query"]
     assert "metricType" not in trigger  # AverageValue
+
+
+def test_the_age_of_calls_asks_for_workers_only_where_it_is_set() -> None:
+    asked = {
+        found["metadata"]["name"]: [(one["metadata"]["query"], one["metadata"]["threshold"]) for one in more]
+        for example, kind, name in ALL
+        for found in [RENDERED[example][kind, name]]
+        if kind == "ScaledObject" and (more := found["spec"]["triggers"][1:]) and more[0]["type"] == "prometheus"
+    }
+    [(name, [(query, seconds)])] = asked.items()
+    assert (name, seconds) == ("inference-worker-qwen", "60")
+    age, running = monitoring.selectors(query)
+    assert age == ("pipeline_oldest_request_age_seconds", {"namespace", "job", "kind", "model_name"})
+    assert running[0] == "vllm:num_requests_running"
+
+
+@needs_prometheus
+@pytest.mark.parametrize(("running", "asked"), [(None, 0), (0, 0), (3, 90)])
+def test_the_age_of_calls_counts_while_a_worker_runs_requests(tmp_path: Path, running: int | None, asked: int) -> None:
+    """Not while none is there, and not while the first one loads."""
+    [_, query] = queries(RENDERED["bucket"]["ScaledObject", "inference-worker-qwen"])
+    labels = 'namespace="default",job="inference-api",model_name="Qwen/Qwen3-0.6B"'
+    series = [{"series": f'pipeline_oldest_request_age_seconds{{{labels},kind="live"}}', "values": "90"}]
+    if running is not None:
+        series += [{"series": f'vllm:num_requests_running{{{labels},worker="w"}}', "values": str(running)}]
+    expected = [{"expr": query, "eval_time": "0m", "exp_samples": [{"labels": "{}", "value": asked}]}]
+    case = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
+    (tmp_path / "case.yml").write_text(yaml.safe_dump({"tests": [case]}))
+    done = subprocess.run(["promtool", "test", "rules", tmp_path / "case.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_store_in_a_bucket_needs_no_volume() -> None:
+    found = RENDERED["bucket"]
+    assert not [name for kind, name in found if kind == "PersistentVolumeClaim"]
+    for name in ("api", "jobs"):
+        pod, container = pod_of(found["Deployment", f"inference-{name}"])
+        assert variables(container)["FILE_STORE"] == "s3://inference/fleet"
+        assert variables(container)["AWS_ENDPOINT_URL"] == "https://s3.example.com"
+        assert container["envFrom"] == [{"secretRef": {"name": "inference-s3"}}]
+        assert [volume["name"] for volume in pod["volumes"]] == ["tmp"]
+    assert "FILE_STORE" not in variables(pod_of(found["Deployment", "inference-worker-qwen"])[1])
 
 
 @of_kind("ScaledObject")

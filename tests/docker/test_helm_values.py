@@ -31,6 +31,9 @@ REFUSED_BY_SCHEMA = {
     "servingEngineSpec.modelSpec.0.requestCPU=4Gi": "does not match",
     "servingEngineSpec.modelSpec.0.requestCPU=0": "minimum",
     "apiSpec.shutdownTimeout=0": "minimum",
+    "fileStore.uri=/srv/store": "does not match",
+    "fileStore.uri=s3://key:secret@bucket/prefix": "does not match",
+    "servingEngineSpec.modelSpec.0.keda.oldestCallSecondsPerReplica=0": "minimum",
 }
 TAKEN = (
     *(
@@ -39,6 +42,7 @@ TAKEN = (
     ),
     *(f"servingEngineSpec.modelSpec.0.requestCPU={text}" for text in ("4", "1.5", "500m", "'2'")),
     "fullnameOverride=llm",
+    "fileStore.uri=s3://bucket/prefix",
     "redis.url=rediss+sentinel://a:26379,b:26379/main/0",
 )
 REFUSED_BY_TEMPLATES = {
@@ -48,6 +52,7 @@ REFUSED_BY_TEMPLATES = {
         "keda.cooldownPeriod of the model qwen is below its progressDeadlineSeconds"
     ),
     'redis.url=""': "there is no Redis server: set redis.url, or redis.existingSecret",
+    'fileStore={"uri": "s3://bucket/prefix", "existingClaim": "files"}': "fileStore has a uri and an existingClaim",
     "webhook.url=https://example.com": "webhook.existingSecret is missing",
     "servingEngineSpec.modelSpec.0.keda.enabled=true": "keda.serverAddress is missing",
     "servingEngineSpec.modelSpec.0.name=a-name-that-is-too-long-for-a-pod": "choose a shorter name",

@@ -115,7 +115,8 @@ TOO_MANY = str(most_processes() + 1)
 CASES: list[tuple[list[str], str]] = [
     (["run-batch"], "no input is named"),
     (["run-batch", "{tmp}/absent.jsonl"], "there is no file"),
-    (["run-batch", "{tmp}"], "is a folder"),
+    (["run-batch", "{tmp}"], "is a folder of Parquet files and others: name its files by a pattern"),
+    (["run-batch", "{tmp}/empty"], "no file is in {tmp}/empty/"),
     (["run-batch", "{tmp}/good.jsonl", "-i", "{tmp}/other.jsonl"], "two inputs are named"),
     (["run-batch", "{tmp}/good.jsonl", "-o", "{tmp}"], "is a folder"),
     (["run-batch", "{tmp}/good.jsonl", "-o", "{tmp}/good.jsonl"], "is the input itself"),
@@ -142,7 +143,7 @@ CASES: list[tuple[list[str], str]] = [
     (["serve", "{tmp}/no-such-model"], "there is no model folder"),
     (["api"], "set REDIS_URL"),
     (["api", "--host", "0.0.0.0", "--redis-url", "redis://127.0.0.1:1/0"], "there is no API key"),
-    (["api", "--file-store", "s3://bucket/x"], "s3://bucket/x is remote"),
+    (["api", "--file-store", "ftp://bucket/x"], "its URI must begin with s3://, gs:// or az://"),
     (["api", "--completion-window", "tomorrow"], "'tomorrow' is no length of time"),
     (["serve", "--host", "0.0.0.0", "--port", "0"], "there is no API key"),
     (["worker"], "set REDIS_URL"),
@@ -161,11 +162,12 @@ def test_what_cannot_be_done_as_asked_is_refused(
 ) -> None:
     write(tmp_path / "good.jsonl", line())
     write(tmp_path / "good.parquet", b"not parquet")
+    (tmp_path / "empty").mkdir()
     code, stderr = invoke(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert code == 2, stderr
     assert "Traceback" not in stderr
     assert stderr.splitlines()[-1].startswith("Error: "), stderr
-    assert reason in stderr
+    assert reason.replace("{tmp}", str(tmp_path)) in stderr
 
 
 @pytest.mark.proof

@@ -11,6 +11,7 @@ import redis
 
 from jobs.batch.client import BatchRecord, BatchSpec, create_batch
 from jobs.queue import keys
+from jobs.queue.connection import connect
 from pipeline.batch_run import BatchRun
 from pipeline.errors import Unfinished
 from pipeline.signals import Signals
@@ -38,7 +39,7 @@ def test_a_wait_asks_for_nothing_but_the_state(redis_client: redis.Redis) -> Non
 
 
 def test_a_server_that_is_away_ends_the_wait(tmp_path: Any) -> None:
-    _wait(redis.Redis(unix_socket_path=str(tmp_path / "none.sock")), 3600.0)
+    _wait(connect(f"unix://{tmp_path}/none.sock"), 3600.0)
 
 
 def test_a_wait_ends_soon_after_the_first_line_was_taken(redis_client: redis.Redis) -> None:

@@ -116,6 +116,7 @@ def test_a_file_becomes_a_file_of_answers_in_one_command(batches: Batches, tmp_p
     shown = json.loads(batches("get", batch_id, "--json").out)
     assert (shown["id"], shown["status"], shown["metadata"]) == (batch_id, "completed", {"run": "7", "by": "a=b"})
     assert "status             completed\n" in batches("get", batch_id).out
+    assert "total_tokens 50, device_seconds 1.25\n" in batches("get", batch_id).out
     too_late = batches("cancel", batch_id)
     assert (too_late.code, too_late.err.count("\n")) == (2, 1)
 
@@ -162,6 +163,7 @@ def test_every_bad_line_of_a_refused_file_is_listed(batches: Batches, tmp_path: 
 def test_requests_are_appended_to_an_open_batch(batches: Batches, stack: ScriptedApi, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 3)
     batch_id = batches("open", "--metadata", "run=7").out.strip()
+    assert re.findall("open, .*", batches("get", batch_id).out) == ["open, no append yet)"]
     assert batches("append", batch_id, source).out == "3 appended, 0 repeated, 0 refused\n"
     with source.open("ab") as file:
         file.write(b"{\n" + chat_line("c4", "say 4").rstrip())
@@ -169,11 +171,17 @@ def test_requests_are_appended_to_an_open_batch(batches: Batches, stack: Scripte
     assert (again.code, again.out) == (2, "1 appended, 3 repeated, 1 refused\n")
     assert again.err.startswith(f"{source}:4: ")
     assert json.loads(batches("get", batch_id, "--json").out)["open"] is True
+    since = re.compile(r"in_progress \(open, last append .*\d s ago\)")
+    wait_until(lambda: since.search(batches("get", batch_id).out), 60, "the append in the state")
+    assert since.search(batches("list", "--limit", 1).out)
     closed = batches("close", batch_id, "--wait", "-o", tmp_path / "out.jsonl")
     assert closed.code == 0, closed.err
     check_echoes(tmp_path / "out.jsonl", 4)
     assert batches("append", batch_id, source).code == 2
     assert batches("close", batch_id).code == 0
+    ended = batches("get", batch_id).out
+    assert re.search("^status +completed$", ended, re.MULTILINE)
+    assert re.search("^open +no$", ended, re.MULTILINE)
 
 
 def test_every_refused_line_is_counted(batches: Batches, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from jobs.protocol.states import END_STATES
+from pipeline.client import AsyncPipeline, Pipeline
+from pipeline.client.vllm_shapes import EmbeddedOutput
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.pooling_models import LONGEST, SIZE, embedding, save_cross_encoder, save_embedder, score
 from tests.support.small_tokenizers import bert
@@ -88,6 +90,19 @@ def test_the_async_client_does_too(served: ServedEmbedder) -> None:
 
     for i, made in enumerate(asyncio.run(create())):
         assert close(made.data[0].embedding, embedding(served.model, ids(TEXTS[i % 3])))
+
+
+def test_embed_of_the_python_client_gives_what_the_model_does(served: ServedEmbedder) -> None:
+    async def embed() -> list[EmbeddedOutput]:
+        async with AsyncPipeline(base_url=f"{served.url}/v1") as p:
+            return await p.embed(TEXTS)
+
+    with Pipeline(base_url=f"{served.url}/v1") as p:
+        for made in (p.embed(TEXTS), asyncio.run(embed())):
+            assert [one.prompt for one in made] == TEXTS
+            assert all(close(one.outputs.embedding, embedding(served.model, ids(str(one.prompt)))) for one in made)
+        [alone] = p.embed(TEXTS[0])
+    assert close(alone.outputs.embedding, embedding(served.model, ids(TEXTS[0])))
 
 
 def test_as_many_inputs_as_a_call_may_have(served: ServedEmbedder, client: openai.OpenAI) -> None:

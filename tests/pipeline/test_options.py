@@ -7,7 +7,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from api.settings import ApiSettings
 from pipeline.commands.api import api
+from pipeline.commands.fleet import fleet
 from pipeline.commands.run_batch import run_batch
 from pipeline.commands.serve import serve
 from pipeline.commands.worker import worker
@@ -21,6 +23,7 @@ from pipeline.options import (
     model_options,
     redis_option,
 )
+from pipeline.options import values_of as settings_values
 
 
 @click.command()
@@ -97,6 +100,14 @@ def test_contradictions_and_values_out_of_range_are_refused(arguments: list[str]
     result = CliRunner().invoke(shown, arguments)
     assert result.exit_code == 2
     assert reason in result.stderr
+
+
+def test_an_empty_flag_takes_back_what_a_config_file_says(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("ssl-certfile: /certificate.pem\nssl-keyfile: /key.pem\n")
+    flags = ("--config", str(tmp_path / "config.yaml"), "--ssl-certfile", "", "--ssl-keyfile", "")
+    with api.make_context("api", [*flags, "--redis-url", "redis://host"]) as ctx:
+        given = ApiSettings.from_environment(**settings_values(ApiSettings, ctx.params))
+    assert (given.ssl_certfile, given.ssl_keyfile) == (None, None)
 
 
 def test_an_empty_redis_url_is_none() -> None:
@@ -188,6 +199,12 @@ def test_settings_that_differ_are_logged_without_passwords(caplog: pytest.LogCap
     assert "redis_url=redis://***@host:1/0" in caplog.text
     assert "secret" not in caplog.text
     assert "dtype" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["--model", "--model-flags"])
+def test_commands_that_serve_several_models_take_them_alike(name: str) -> None:
+    first, second = (param for command in (serve, fleet) for param in command.params if name in param.opts)
+    assert first.to_info_dict() == second.to_info_dict()
 
 
 @pytest.mark.parametrize(("command", "has_it"), [(run_batch, True), (worker, False), (serve, False)])

@@ -24,7 +24,7 @@ def test_a_batch_ends_and_no_command_is_denied(redis_client: redis.Redis, redis_
             reserved_port() as port,
             running_pipeline("serve", "--port", port, "--file-store", tmp_path / "store", redis_url=url) as server,
         ):
-            server.wait_for("listening on")
+            server.wait_for("worker INFO ready")
             done = run_pipeline("run-batch", source, "-o", output, redis_url=url)
             assert done.returncode == 0, done.stderr + server.output
             assert run_pipeline("status", redis_url=url).returncode == 0

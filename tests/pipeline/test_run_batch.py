@@ -269,7 +269,7 @@ def workers_of(run: RunningCommand) -> list[int]:
 
 def write_large(source: Path, end: bytes = b"") -> int:
     """Write lines of more than 1 MiB together; return how many."""
-    lines = [chat_line(f"c{number}", "x" * 500, model=None, max_tokens=1) for number in range(2000)]
+    lines = [chat_line(f"c{number}", "x", model=None, max_tokens=1, user="x" * 2500) for number in range(500)]
     source.write_bytes(b"".join(lines) + end)
     return len(lines)
 
@@ -277,7 +277,7 @@ def write_large(source: Path, end: bytes = b"") -> int:
 def test_the_worker_of_a_large_input_starts_while_that_is_checked(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     count = write_large(source)
-    with running_pipeline("run-batch", source, "-o", output, **slow_reading(source, 0.1)) as run:
+    with running_pipeline("run-batch", source, "-o", output, **slow_reading(source, 0.4)) as run:
         run.wait_for("worker INFO ready")
         manifest = load_manifest(str(output) + ".parts")
         assert manifest is not None
@@ -299,7 +299,7 @@ def test_the_worker_of_a_large_input_starts_while_that_is_checked(tmp_path: Path
 def test_the_worker_of_a_large_input_that_is_refused_ends_with_the_run(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_large(source, b"not json\n")
-    with running_pipeline("run-batch", source, "-o", output, **slow_reading(source, 0.02)) as run:
+    with running_pipeline("run-batch", source, "-o", output, **slow_reading(source, 0.08)) as run:
         wait_until(lambda: workers_of(run), 120, "the worker")
         started = descendants(run.process.pid)
         assert run.wait() == 2

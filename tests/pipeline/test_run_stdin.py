@@ -138,6 +138,7 @@ def test_answers_leave_as_they_finish(tmp_path: Path) -> None:
         assert ids(run.finish()) == ["first"]
 
 
+@pytest.mark.proof
 def test_ordered_answers_leave_in_input_order(tmp_path: Path) -> None:
     environment = poisoned_environment(Poison("wait", "slow"))
     with piped(tmp_path, "--ordered", **environment) as run:
@@ -146,7 +147,7 @@ def test_ordered_answers_leave_in_input_order(tmp_path: Path) -> None:
         assert ids(run.finish()) == ["first", "0", "1", None, "2", "3", "4"]
 
 
-@pytest.mark.parametrize("order", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("order", [pytest.param(signal.SIGINT, marks=pytest.mark.proof), signal.SIGKILL])
 def test_the_same_command_goes_on_with_its_file(tmp_path: Path, order: signal.Signals) -> None:
     """Half of the lines are slow; the input is sent again from its beginning."""
     output = tmp_path / "out.jsonl"
@@ -176,6 +177,19 @@ def test_the_same_command_goes_on_with_its_file(tmp_path: Path, order: signal.Si
     assert len({result["id"] for result in results}) == 21
 
 
+def test_lines_that_are_sent_again_count_as_they_were_answered(tmp_path: Path) -> None:
+    flags = ("-o", tmp_path / "out.jsonl", "--fail-on-error")
+    for _ in range(2):
+        with piped(tmp_path, *flags) as run:
+            run.write(request("good"), request("unknown", model="other"), b"broken\n")
+            run.stdin.close()
+            assert run.wait() == 1
+            counted, reason = run.stderr.splitlines()[-2:]
+            assert counted.startswith("3 lines read, 3 answered, 2 failed; ")
+            assert reason.endswith("2 of 3 requests failed")
+    assert len(read_results(tmp_path / "out.jsonl")) == 3
+
+
 def test_ctrl_c_writes_what_has_finished(tmp_path: Path) -> None:
     with piped(tmp_path, **poisoned_environment(Poison("wait", "slow"))) as run:
         run.write(request("a"), slow("never", 1000))
@@ -186,6 +200,7 @@ def test_ctrl_c_writes_what_has_finished(tmp_path: Path) -> None:
         assert run.stderr.splitlines()[-1] == "Interrupted: 2 lines read, 1 answered, 0 failed."
 
 
+@pytest.mark.proof
 def test_a_closed_stdout_ends_it_quietly(tmp_path: Path) -> None:
     with piped(tmp_path) as run:
         run.write(request("a"))

@@ -12,7 +12,7 @@ from pipeline.input_names import named_files
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import read_results
 from tests.support.commands import run_pipeline, running_pipeline
-from tests.support.poison import Poison, poisoned_environment
+from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.waiting import wait_until
 
 COUNT = 6
@@ -72,7 +72,22 @@ def test_a_pattern_stands_for_the_files_that_match_it(data: Path) -> None:
     assert named_files([odd], None) == [(odd, data / "[x].results.jsonl")]
 
 
-def test_a_pattern_leaves_out_what_the_same_command_wrote_before(data: Path) -> None:
+def test_a_folder_stands_for_the_files_in_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("c #1?.csv", ".hidden.jsonl", "_SUCCESS"):
+        (data / name).touch()
+    (data / "deep").mkdir()
+    write_lines(data / "deep" / "d.jsonl")
+    sources = [data / "a.jsonl", data / "b.jsonl", data / "c #1?.csv"]
+    for output_folder in (None, data / "out"):
+        assert named_files([data], output_folder) == named_files(sources, output_folder)
+    for name in ("b.jsonl", "c #1?.csv"):
+        (data / name).unlink()
+    assert named_files([data], data / "out") == [(data / "a.jsonl", data / "out" / "a.jsonl")]
+    monkeypatch.chdir(data)
+    assert named_files([Path()], None) == [(Path("a.jsonl"), Path("a.results.jsonl"))]
+
+
+def test_a_pattern_or_folder_leaves_out_what_the_same_command_wrote_before(data: Path) -> None:
     (data / "out").mkdir()
     for output in (data / "a.results.jsonl", data / "out" / "a.jsonl"):
         write_lines(output)
@@ -80,9 +95,11 @@ def test_a_pattern_leaves_out_what_the_same_command_wrote_before(data: Path) -> 
         parts.mkdir()
         (parts / "manifest.json").write_text("{}")
         write_lines(parts / "lines.jsonl")
+        (parts / "0.parquet").touch()
     sources = [data / "a.jsonl", data / "b.jsonl"]
     for output_folder in (None, data / "out"):
-        assert [source for source, _ in named_files([data / "**/*.jsonl"], output_folder)] == sources
+        for named in (data / "**/*.jsonl", data):
+            assert [source for source, _ in named_files([named], output_folder)] == sources
 
 
 def test_results_in_the_place_of_another_input_are_refused(data: Path) -> None:
@@ -102,6 +119,8 @@ def test_two_results_under_one_name_are_refused(data: Path) -> None:
     ("arguments", "reason"),
     [
         (["{data}/*.csv"], "no file matches {data}/*.csv"),
+        (["{data}", "-o", "{data}"], "the output {data}/a.jsonl is the input itself"),
+        (["file://{data}/", "-o", "{data}"], "the output {data}/a.jsonl is the input itself"),
         (["{data}/a.jsonl", "{data}/c.jsonl"], "there is no file {data}/c.jsonl"),
         (["{data}/*.jsonl", "-o", "{data}/a.jsonl"], "the output {data}/a.jsonl is a file"),
         (["{data}/*.jsonl", "-o", "{data}"], "the output {data}/a.jsonl is the input itself"),
@@ -122,7 +141,7 @@ def test_each_input_runs_on_the_same_worker(data: Path) -> None:
     """One whose lines are bad is refused, and the others are answered."""
     (data / "aa.jsonl").write_text("{}\n")
     output = data.parent / "out"
-    done = run_pipeline("run-batch", data / "*.jsonl", "-o", output)
+    done = run_pipeline("run-batch", data, "-o", output)
     assert done.returncode == 2, done.stderr
     assert f"{data}/aa.jsonl:1: " in done.stderr
     assert done.stderr.splitlines()[-1] == "Error: 1 of 3 inputs were refused or have failed lines"
@@ -140,11 +159,15 @@ def test_each_input_runs_on_the_same_worker(data: Path) -> None:
 
 @pytest.mark.proof
 def test_a_killed_run_goes_on_with_the_file_that_it_was_at(data: Path) -> None:
-    output = data.parent / "out"
+    output, held_by = data.parent / "out", data.parent / "held"
     write_lines(data / "c.jsonl")
+    *others, last = map(json.loads, (data / "b.jsonl").read_text().splitlines())
+    last["body"] |= {"prompt": "Count to stone", "max_tokens": 120, "ignore_eos": True}
+    (data / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*others, last]))
     flags = ("run-batch", data / "*.jsonl", "-o", output, "--lease-seconds", 2)
-    slow = poisoned_environment(Poison("", "slow"))
-    with running_pipeline(*flags, "--max-num-seqs", 2, **slow) as run:
+    # Once the other lines of the second file have their answers
+    poisoned = poisoned_environment(Poison("stone", "hold", start=100), hold=held_by)
+    with held(held_by), running_pipeline(*flags, "--max-num-seqs", 2, **poisoned) as run:
         wait_until(lambda: list(output.glob("b.jsonl.parts/parts/*")), 120, "a part of the second file")
         run.process.kill()
         run.wait()

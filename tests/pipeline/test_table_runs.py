@@ -102,7 +102,7 @@ def flags(source: Path, output: Path) -> tuple[object, ...]:
     return (*command, "--template", "Spell: {word}", "--keep-columns", "word,place", "--body", BODY)
 
 
-def test_a_table_is_run_by_a_template(tmp_path: Path) -> None:
+def test_a_table_is_run_by_a_template(tmp_path: Path, run_here: RunHere) -> None:
     source = write_input(tmp_path / "words.csv")
     with source.open("ab") as file:
         file.write(b",nowhere\r\n")
@@ -115,9 +115,9 @@ def test_a_table_is_run_by_a_template(tmp_path: Path) -> None:
     assert {row["completion_tokens"] for row in found[:-1]} <= {str(number) for number in range(1, 13)}
     assert f"{COUNT + 1} requests, 1 failed" in done.stdout
     assert done.stdout.startswith("  row-1: ")
-    refused = run_pipeline(*(argument if argument != "Spell: {word}" else "Count: {word}" for argument in arguments))
-    assert refused.returncode == 2
-    assert "was begun with template Spell: {word}, not Count: {word}" in refused.stderr.splitlines()[-1]
+    refused = run_here(*(argument if argument != "Spell: {word}" else "Count: {word}" for argument in arguments))
+    assert refused.code == 2
+    assert "was begun with template Spell: {word}, not Count: {word}" in refused.err.splitlines()[-1]
 
 
 OPTIONS: list[tuple[str, list[str], str]] = [
@@ -192,6 +192,7 @@ def killed(tmp_path: Path, kind: str, suffix: str, moments: list[Callable[[Path]
     check(output, ".csv" in source.name or source.suffix == ".parquet")
 
 
+@pytest.mark.proof
 def test_a_run_that_was_killed_ends_with_each_row_once(tmp_path: Path) -> None:
     killed(tmp_path, "csv", "csv.gz", [some_parts])
 

@@ -28,7 +28,7 @@ from pipeline.uris.uri import Uri
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.test_fleet import wait_for_leader
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
-from tests.support.file_server import FileServer, file_server
+from tests.support.file_server import FileServer, claim_size, file_server
 from tests.support.s3_server import S3Server, s3_server
 from tests.support.waiting import wait_until
 
@@ -105,22 +105,22 @@ def uploads(s3: S3Server) -> int:
     return sum(call.startswith("POST") and "uploadId" in call for call in s3.calls)
 
 
-def test_a_run_from_a_bucket_to_another(s3: S3Server, here: Path) -> None:
-    s3.put("data/in/two words.jsonl.gz", gzip.compress(lines("z")))
+def test_a_run_from_a_bucket_to_another(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
+    in_s3.put("data/in/two words.jsonl.gz", gzip.compress(lines("z")))
     command = ["run-batch", "s3://data/in/two%20words.jsonl.gz", "-o", OUTPUT]
-    done = run_pipeline(*command, folder=here, **s3.environment)
+    done = run_pipeline(*command, folder=here)
     assert done.returncode == 0, done.stderr
     assert f"results: {OUTPUT}" in done.stdout
-    assert ids(s3.get("results/run/answers.jsonl")) == [f"z-{number}" for number in range(COUNT)]
-    assert s3.keys("results") == ["run/answers.jsonl"]
+    assert ids(in_s3.get("results/run/answers.jsonl")) == [f"z-{number}" for number in range(COUNT)]
+    assert in_s3.keys("results") == ["run/answers.jsonl"]
     assert [path.name for path in here.iterdir()] == [the_parts(here).name]
-    parts, once = written_parts(here), uploads(s3)
-    assert run_pipeline(*command, folder=here, **s3.environment).returncode == 0
-    assert (written_parts(here), uploads(s3)) == (parts, once)
-    assert s3.call("DELETE", "results/run/answers.jsonl")[0] == 204
-    assert run_pipeline(*command, folder=here, **s3.environment).returncode == 0
-    assert ids(s3.get("results/run/answers.jsonl")) == [f"z-{number}" for number in range(COUNT)]
-    assert (written_parts(here), uploads(s3)) == (parts, once + 1)
+    parts, once = written_parts(here), uploads(in_s3)
+    assert run_here(*command).code == 0
+    assert (written_parts(here), uploads(in_s3)) == (parts, once)
+    assert in_s3.call("DELETE", "results/run/answers.jsonl")[0] == 204
+    assert run_here(*command).code == 0
+    assert ids(in_s3.get("results/run/answers.jsonl")) == [f"z-{number}" for number in range(COUNT)]
+    assert (written_parts(here), uploads(in_s3)) == (parts, once + 1)
 
 
 @pytest.mark.proof
@@ -246,6 +246,18 @@ def test_an_upload_by_a_user_who_may_not_read_is_complete(in_s3: S3Server, here:
     assert in_s3.get("results/run/answers.jsonl") == lines()
 
 
+def test_results_are_written_to_a_store_of_fsspec(here: Path) -> None:
+    path, stored = here / "answers.jsonl", Uri(f"local://{here}/out/answers.jsonl")
+    with Signals() as signals:
+        for name in ("a", "b"):
+            path.write_bytes(lines(name))
+            check_writable(stored, ())
+            upload(path, stored, (), signals, lambda line: None)
+            fetch(stored, here / name / "input.jsonl", AllowedHosts(), has_begun=False)
+            assert (here / name / "input.jsonl").read_bytes() == lines(name)
+    assert [found.name for found in (here / "out").iterdir()] == ["answers.jsonl"]
+
+
 def test_results_by_columns_are_whole_where_two_runs_wrote(in_s3: S3Server, here: Path) -> None:
     folder, paths = Uri("s3://results/words"), [here / "a.parquet", here / "b.parquet"]
     for path in paths:
@@ -274,6 +286,7 @@ def test_values_that_are_no_names_of_folders_leave_the_results(here: Path) -> No
     assert dataset.dataset(here / "words", partitioning="hive").count_rows() == 1
 
 
+@pytest.mark.proof
 def test_results_that_cannot_be_uploaded_are_kept_for_the_next_start(s3: S3Server, here: Path) -> None:
     command = ["run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT]
     with held_run(s3, "PUT partNumber", command, here) as run:
@@ -326,6 +339,7 @@ REFUSED = [
     (["{web}/none.jsonl", "--allow-hosts", "127.0.0.1"], "/none.jsonl (status 404)"),
     (["{web}/", "--allow-hosts", "127.0.0.1"], "names no file"),
     (["{web}/a.jsonl", "--allow-hosts", "10.0.0.0/40"], "10.0.0.0/40"),
+    (["{web}/large.jsonl", "--allow-hosts", "127.0.0.1"], "/large.jsonl has more than the 10,737,418,240 bytes"),
     (["http:///a.jsonl"], "neither http nor https"),
 ]
 
@@ -335,6 +349,7 @@ def test_what_is_wrong_is_refused_before_anything_begins(
     in_s3: S3Server, web: FileServer, here: Path, run_here: RunHere, arguments: list[str], reason: str
 ) -> None:
     in_s3.put("data/in/table.csv", b"text\nlion\n")
+    web.at["/large.jsonl"] = claim_size(11 << 30)
     done = run_here(
         "run-batch",
         *(
@@ -387,11 +402,11 @@ def test_two_inputs_are_both_fetched_or_none(in_s3: S3Server, here: Path, run_he
     assert list(here.iterdir()) == []
 
 
-def test_an_input_with_bad_lines_leaves_no_folder(s3: S3Server, here: Path) -> None:
-    s3.put("data/in/a.jsonl", b"{}\n")
-    done = run_pipeline("run-batch", "s3://data/in/a.jsonl", folder=here, **s3.environment)
-    assert done.returncode == 2, done.stderr
-    assert "s3://data/in/a.jsonl:1: " in done.stderr
+def test_an_input_with_bad_lines_leaves_no_folder(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
+    in_s3.put("data/in/a.jsonl", b"{}\n")
+    done = run_here("run-batch", "s3://data/in/a.jsonl")
+    assert done.code == 2, done.err
+    assert "s3://data/in/a.jsonl:1: " in done.err
     assert list(here.iterdir()) == []
 
 
@@ -444,6 +459,7 @@ def write_dataset(folder: str | Path, filesystem: FileSystem | None = None) -> N
     dataset.write_dataset(rows, folder, filesystem=filesystem, format="parquet", partitioning=partitioning)
 
 
+@pytest.mark.proof
 def test_a_folder_of_parquet_files_is_one_table(here: Path) -> None:
     write_dataset(here / "words")
     (here / "words" / "_SUCCESS").touch()
@@ -523,7 +539,7 @@ def words_by_year(names: list[str]) -> list[str]:
     return sorted(name.partition("/finish_reason=")[0] for name in names if name.endswith("-0.parquet"))
 
 
-def test_results_are_written_by_columns_into_a_folder(here: Path) -> None:
+def test_results_are_written_by_columns_into_a_folder(here: Path, run_here: RunHere) -> None:
     write_dataset(here / "words")
     command = ["run-batch", "words", *PARTITIONED, "--body", '{"max_tokens": 4}', "-o", "answers/"]
     done = run_pipeline(*command, folder=here)
@@ -535,9 +551,9 @@ def test_results_are_written_by_columns_into_a_folder(here: Path) -> None:
     assert sorted(row["year"] for row in rows) == [2025, 2025, 2026]
     assert all(row["text"] and row["finish_reason"] for row in rows)
     stamps = {name: (here / "answers" / name).stat().st_mtime_ns for name in written}
-    assert run_pipeline(*command, folder=here).returncode == 0
+    assert run_here(*command).code == 0
     assert {name: (here / "answers" / name).stat().st_mtime_ns for name in written} == stamps
-    assert run_pipeline(*command, "--partition-by", "year", folder=here).returncode == 0
+    assert run_here(*command, "--partition-by", "year").code == 0
     again = sorted(path.relative_to(here / "answers") for path in (here / "answers").rglob("*.parquet"))
     assert [str(path.parent) for path in again] == ["year=2025", "year=2026"]
 

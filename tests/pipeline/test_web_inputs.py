@@ -15,7 +15,7 @@ from pipeline.uris.addresses import AllowedHosts, checked_addresses, parse_allow
 from pipeline.uris.fetching import fetch
 from pipeline.uris.uri import Uri
 from pipeline.uris.web import WebLimits, open_web
-from tests.support.file_server import FileServer, answer_with, file_server, redirect_to
+from tests.support.file_server import FileServer, answer_with, claim_size, file_server, redirect_to
 from tests.support.killed_steps import killed_before_each_step
 
 HERE = parse_allowed("127.0.0.1")
@@ -109,17 +109,12 @@ def test_an_answer_that_is_compressed_on_its_way_is_unpacked(web: FileServer) ->
 
 
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(web: FileServer) -> None:
-    def claims(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("content-length", str(11 << 30))
-        handler.end_headers()
-
     def says_nothing(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
         handler.wfile.write(CONTENT)
 
-    web.at |= {"/claims": claims, "/says-nothing": says_nothing}
+    web.at |= {"/claims": claim_size(11 << 30), "/says-nothing": says_nothing}
     with pytest.raises(Refused, match=r"/claims has more than the 10,737,418,240 bytes of an http input"):
         read(web.url("/claims"))
     assert read(web.url("/says-nothing")) == CONTENT

@@ -68,7 +68,7 @@ def echo(claim: Claim) -> Result:
     if claim.request.endpoint in POOLING_ENDPOINTS:
         return _by_length(claim)
     body = json.loads(claim.request.body)
-    usage = Usage(7, 3, 2, 1)
+    usage = Usage(7, 3, 2, 1, 250_000)
     if claim.request.endpoint == CHAT:
         choice = Choice(0, _as_text(body["messages"][-1].get("content")), "stop")
     else:

@@ -57,8 +57,8 @@ class Dump:
         if name.startswith(keys.claim("")):
             given = msgspec.msgpack.decode(value[b"set"])
             return value[b"seq"], [(request, int(fence) % _SEED) for request, fence in given]
-        if name.startswith(keys.rate("")):
-            return None  # a time and a random token
+        if name == keys.REGISTRY_SINCE or name.startswith(keys.rate("")):
+            return None  # a time, and a time and a random token
         if name.startswith((keys.batch(""), keys.bodies("live_"))):
             return {field: text for field, text in value.items() if field not in _OF_ONE_CALL}
         if name in (keys.QUARANTINE_WAITS, keys.TICK) or name in _TIMES:

@@ -40,6 +40,17 @@ def answer_with(status: int, **headers: str) -> Callable[[BaseHTTPRequestHandler
     return answer
 
 
+def claim_size(size: int) -> Callable[[BaseHTTPRequestHandler], None]:
+    """An answer that claims so many bytes of content, and has none."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("content-length", str(size))
+        handler.end_headers()
+
+    return answer
+
+
 @contextmanager
 def file_server() -> Iterator[FileServer]:
     """A server on a port of its own."""

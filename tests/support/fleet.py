@@ -133,9 +133,11 @@ class LocalFleet:
         embedder: Path | None,
     ) -> None:
         self.folder = folder
-        self.store = folder / "store"
         self.lease_seconds = lease_seconds
         self._stack = stack
+        self.store = folder / "store"
+        self.store_settings: dict[str, str] = {}
+        self.file_store = self.start_store()
         url = self.start_redis()
         settings = QueueSettings(lease_seconds=lease_seconds, redis_retry_seconds=2.0)
         self.client = connect(url)
@@ -146,16 +148,23 @@ class LocalFleet:
         self.members: dict[str, Member] = {}
         stack.callback(self.kill)
         queue_flags = ("--lease-seconds", lease_seconds, "--stream-interval", stream_interval)
-        self._add("jobs", url, "jobs", "--file-store", self.store, *queue_flags, preload=self.slow_folders.environment)
+        store_flags = ("--file-store", self.file_store)
+        self._add("jobs", url, "jobs", *store_flags, *queue_flags, preload=self.slow_folders.environment)
         self.api_url = None
         if api:
             port = stack.enter_context(reserved_port())
-            self._add("api", url, "api", "--port", port, "--file-store", self.store)
+            self._add("api", url, "api", "--port", port, *store_flags)
             self.api_url = f"http://127.0.0.1:{port}"
         flags = ("--dtype", "float32", "--max-num-seqs", max_num_seqs, "--shutdown-timeout", 2, *queue_flags)
         models = [()] * workers + ([("--model", embedder, "--served-model-name", "embed")] if embedder else [])
         for number, (worker_url, model) in enumerate(zip(self.worker_urls(url, len(models)), models, strict=True)):
             self._add(f"worker-{number}", worker_url, "worker", *model, *flags)
+
+    def start_store(self) -> str:
+        """Start what holds the file store; return its location, of which `store_settings` says more
+        to the processes.
+        """
+        return str(self.store)
 
     def start_redis(self) -> str:
         """Start what holds the queue; return its URL."""
@@ -171,7 +180,7 @@ class LocalFleet:
 
     @property
     def servers(self) -> set[int]:
-        """Process ids of what `start_redis` started."""
+        """Process ids of what `start_redis` and `start_store` started."""
         return {self.redis.pid}
 
     def history(self) -> str:
@@ -254,7 +263,7 @@ class LocalFleet:
     ) -> None:
         clock = self.clocks[name] = Clock(self.folder / f"{name}.clock")
         settings = {"REDIS_RETRY_SECONDS": str(PATIENCE_SECONDS), "LOST_BATCH_SECONDS": str(LOST_BATCH_SECONDS)}
-        environment = command_environment(redis_url, joined(clock.environment, preload, settings))
+        environment = command_environment(redis_url, joined(clock.environment, preload, settings, self.store_settings))
         self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
 
 

@@ -25,6 +25,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:file_place:.*": 6 * 3600,  # of deleted results, for listings that go on behind them
     r"\{q\}:gauges:.*": 60,
     r"\{q\}:retained(_bytes)?": 300,
+    r"\{q\}:hold:.*": 5,
     r"\{q\}:level:.*": 1200,
     r"\{q\}:served:.*": 600,
     re.escape(keys.WATCHED): 180,

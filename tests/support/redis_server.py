@@ -2,6 +2,8 @@
 test.
 """
 
+import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,3 +29,15 @@ def keep_all_that_is_said(server: PrivateServer | KeptServer) -> None:
     """
     with connect(server.url) as client:
         client.config_set("appendfsync", "always")
+
+
+def kill_and_start(server: PrivateServer) -> None:
+    """SIGKILL the server, and start it with all that was on disk, at the same URL; it writes before
+    it answers from then on, too.
+    """
+    url = server.url
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    server.start()
+    assert server.url == url
+    keep_all_that_is_said(server)

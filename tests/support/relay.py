@@ -60,7 +60,7 @@ class Relay:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with client, socket.create_connection(self._target) as server:
+        with contextlib.suppress(OSError), client, socket.create_connection(self._target) as server:
             pair = {client, server}
             with self._lock:
                 self._open |= pair
@@ -71,19 +71,23 @@ class Relay:
             with self._lock:
                 self._open -= pair
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self, data: bytes, client: socket.socket, server: socket.socket) -> None:
+        """Look at what a client sent, before it is passed on."""
         self.received += data
         if self.held_from is not None and self.held_from in self.received:
             self.replies.clear()
 
-    def _reply(self, _: bytes) -> None:
+    def _reply(self, data: bytes, server: socket.socket, client: socket.socket) -> None:
+        """The same, of what the server sent. Both raise OSError to end both connections."""
         self.replies.wait()
 
 
-def _pass_on(source: socket.socket, target: socket.socket, before: Callable[[bytes], None]) -> None:
+def _pass_on(
+    source: socket.socket, target: socket.socket, before: Callable[[bytes, socket.socket, socket.socket], None]
+) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
-            before(data)
+            before(data, source, target)
             target.sendall(data)
     for one in (source, target):
         with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 
 CACHED_TOKENS = 2
+DEVICE_SECONDS = 0.25  # of each sequence
 
 
 class ScriptedEngine:
@@ -78,6 +79,8 @@ class ScriptedEngine:
         output.counts.append(len(tokens))
         output.token_ids += tokens
         output.finish.append(finish)
+        if finish or request.stop_strings:
+            output.device_seconds[request.request_id] = DEVICE_SECONDS
         output.stop_token.append(tokens[-1] if tokens and finish is Finish.STOP else -1)
         output.cached_tokens.append(CACHED_TOKENS if start == len(request.output_token_ids) else 0)
         self._positions[request.request_id] = start + len(tokens)

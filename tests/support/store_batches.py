@@ -3,7 +3,7 @@ themselves.
 """
 
 import json
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import redis
@@ -17,12 +17,13 @@ from jobs.protocol.chat import CHAT
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
+from jobs.store.storage import read_bytes
 from tests.support.batch_steps import answer_all, step
 from tests.support.control_plane import chat_line, failing
 from tests.support.integrity import faults
 
 
-def store_of(client: redis.Redis, folder: Path) -> FileStore:
+def store_of(client: redis.Redis, folder: PurePath) -> FileStore:
     """The store in a test's folder."""
     return FileStore(Queue(client), str(folder / "store"), forget_output)
 
@@ -44,7 +45,7 @@ def lines_of(count: int, **parameters: Any) -> bytes:
     return b"".join(chat_line(f"c{number}", f"say {number}", **parameters) for number in range(1, count + 1))
 
 
-def submit(client: redis.Redis, folder: Path, data: bytes, filename: str = "in.jsonl", **asked: Any) -> BatchRecord:
+def submit(client: redis.Redis, folder: PurePath, data: bytes, filename: str = "in.jsonl", **asked: Any) -> BatchRecord:
     """A new batch of a file that is uploaded first; `m` is served.
 
     `asked` are fields of `BatchSubmission`.
@@ -55,7 +56,7 @@ def submit(client: redis.Redis, folder: Path, data: bytes, filename: str = "in.j
     )
 
 
-def submit_file(client: redis.Redis, folder: Path, file_id: str, **asked: Any) -> BatchRecord:
+def submit_file(client: redis.Redis, folder: PurePath, file_id: str, **asked: Any) -> BatchRecord:
     """A new batch of a file that is there, or not."""
     asked = {"endpoint": CHAT, "completion_window": "24h", "seconds": 86400.0} | asked
     return submit_batch(Queue(client), store_of(client, folder), BatchSubmission(input_file_id=file_id, **asked))
@@ -73,12 +74,12 @@ def log_of(record: BatchRecord, offset: int = 0, limit: int | None = None) -> by
     return b"".join(read_log(record.spec.root, manifest_of(record).logged, offset, limit)[0])
 
 
-def content_of(client: redis.Redis, folder: Path, file_id: str | None, tenant: str = "") -> bytes:
+def content_of(client: redis.Redis, folder: PurePath, file_id: str | None, tenant: str = "") -> bytes:
     """A file's content; nothing for none."""
     if file_id is None:
         return b""
     store = store_of(client, folder)
-    return store.content_path(store.get(tenant, file_id)).read_bytes()
+    return read_bytes(str(store.content_path(store.get(tenant, file_id))))
 
 
 def custom_ids(content: bytes) -> list[str]:
@@ -86,7 +87,7 @@ def custom_ids(content: bytes) -> list[str]:
     return [json.loads(line)["custom_id"] for line in content.splitlines()]
 
 
-def check_every_line_once(client: redis.Redis, folder: Path, record: BatchRecord, count: int) -> None:
+def check_every_line_once(client: redis.Redis, folder: PurePath, record: BatchRecord, count: int) -> None:
     """Each line in one of the two files, as the counts say; and the log holds the successes."""
     tenant = record.spec.tenant
     good = content_of(client, folder, record.output_file_id, tenant)
@@ -98,7 +99,7 @@ def check_every_line_once(client: redis.Redis, folder: Path, record: BatchRecord
     assert faults(client) == []
 
 
-def under_way(client: redis.Redis, folder: Path, count: int = 20, done: int = 8, **asked: Any) -> BatchRecord:
+def under_way(client: redis.Redis, folder: PurePath, count: int = 20, done: int = 8, **asked: Any) -> BatchRecord:
     """A batch of which some lines are done and on disk."""
     record = submit(client, folder, lines_of(count), **asked)
     step(client, record.id)
@@ -108,7 +109,7 @@ def under_way(client: redis.Redis, folder: Path, count: int = 20, done: int = 8,
     return record
 
 
-def finished(client: redis.Redis, folder: Path, failures: tuple[int, ...] = (3,), **asked: Any) -> BatchRecord:
+def finished(client: redis.Redis, folder: PurePath, failures: tuple[int, ...] = (3,), **asked: Any) -> BatchRecord:
     """A batch of 20 lines whose results are still to be written."""
     record = submit(client, folder, lines_of(20), **asked)
     while (record := step(client, record.id)).state != "finalizing":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.queue.streams import FIRST_ID
 from tests.support.poison import Poison, held, poisoned_environment
+from tests.support.redis_server import running_server
 from tests.support.requests import ready_length, text_in, token_ids_in
 from tests.support.waiting import wait_until
 from tests.support.worker_process import running_worker
@@ -33,11 +34,26 @@ TOKENS = 60
 COPIES = 40  # ten times the engine's slots
 LINES: list[dict[str, Any] | bytes] = [endless(TOKENS)] * (1 + COPIES)
 SEGFAULT = Poison("wombat", "segfault")
+SETTINGS = QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0)
 
 
 @pytest.fixture
 def queue(redis_client: object, redis_url: str) -> Queue:
-    return Queue(connect(redis_url), QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0))
+    return Queue(connect(redis_url), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Queue, Path]]:
+    """The queue of a worker for all tests that leave it as it was, and the file that holds it."""
+    hold = tmp_path_factory.mktemp("shared") / "hold"
+    with running_server() as server:
+        queue = Queue(connect(server.url), SETTINGS)
+        with running_worker(queue, server.url, *FLAGS, **held_midway(hold)):
+            yield queue, hold
+
+
+def held_midway(hold: Path) -> dict[str, str]:
+    return poisoned_environment(Poison("three", "hold", start=60), hold=hold)
 
 
 def is_copy(result: Result) -> bool:
@@ -73,11 +89,11 @@ def tokens_of(queue: Queue, key: RequestKey) -> int:
     return sum(len(token_ids_in(entry)) for entry in queue.read_tokens({key: FIRST_ID}))
 
 
-def test_one_line_runs_and_its_copies_and_their_readers_get_what_it_gave(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS):
-        batch = submit_batch(queue, LINES, watched=True)
-        results = results_of(queue, batch, len(LINES))
-        others = run_batch(queue, [endless(TOKENS), question("What is 2 + 3?"), endless(TOKENS, logprobs=True)])
+def test_one_line_runs_and_its_copies_and_their_readers_get_what_it_gave(shared: tuple[Queue, Path]) -> None:
+    queue, before = shared[0], shared[0].token_totals()
+    batch = submit_batch(queue, LINES, watched=True)
+    results = results_of(queue, batch, len(LINES))
+    others = run_batch(queue, [endless(TOKENS), question("What is 2 + 3?"), endless(TOKENS, logprobs=True)])
     assert copies(results) == COPIES
     assert copies(others) == 0  # of another batch, or other requests
     assert {text_of(result) for result in results} == {text_of(others[0])}
@@ -89,7 +105,8 @@ def test_one_line_runs_and_its_copies_and_their_readers_get_what_it_gave(queue: 
         assert "".join(map(text_in, entries)) == text_of(results[line])
         assert entries[-1].result == results[line]
     totals = queue.token_totals()
-    assert totals.generated == totals.delivered == sum(result.usage.completion_tokens for result in [*results, *others])
+    generated, delivered = totals.generated - before.generated, totals.delivered - before.delivered
+    assert generated == delivered == sum(result.usage.completion_tokens for result in [*results, *others])
 
 
 def test_each_line_runs_where_that_is_asked_for(queue: Queue, redis_url: str) -> None:
@@ -108,11 +125,13 @@ def test_tenants_get_no_answers_of_each_other(queue: Queue, redis_url: str) -> N
         assert [copies(results_of(queue, f"batch_of_{tenant}", 4)) for tenant in ("one", "other")] == [3, 3]
 
 
-@pytest.mark.parametrize("how", ["worker killed", "core killed", "worker stopped"])
+@pytest.mark.parametrize(
+    "how", ["worker killed", *(pytest.param(how, marks=pytest.mark.proof) for how in ("core killed", "worker stopped"))]
+)
 def test_copies_go_on_when_what_runs_their_original_ends(
     queue: Queue, redis_url: str, tmp_path: Path, how: str
 ) -> None:
-    midway = poisoned_environment(Poison("three", "hold", start=60), hold=tmp_path / "hold")
+    midway = held_midway(tmp_path / "hold")
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "0", **midway) as first:
         record = first.wait_ready()
         with held(tmp_path / "hold"):
@@ -136,24 +155,22 @@ def test_copies_go_on_when_what_runs_their_original_ends(
         assert tokens_of(queue, RequestKey(batch, line)) == TOKENS
 
 
-def test_a_cancelled_batch_takes_its_copies_along(queue: Queue, redis_url: str, tmp_path: Path) -> None:
-    midway = poisoned_environment(Poison("three", "hold", start=60), hold=tmp_path / "hold")
-    with running_worker(queue, redis_url, *FLAGS, **midway):
-        with held(tmp_path / "hold"):
-            batch = submit_batch(queue, LINES, watched=True)
-            wait_all_held(queue, batch, len(LINES), published=1)
-            assert queue.transition(batch, ["in_progress"], "cancelling")
-            queue.remove_unfinished(batch)
-        assert copies(run_batch(queue, LINES[:3])) == 2
-        assert queue.results(batch) == []
-        assert queue.running(batch) == []
+def test_a_cancelled_batch_takes_its_copies_along(shared: tuple[Queue, Path]) -> None:
+    queue, hold = shared
+    with held(hold):
+        batch = submit_batch(queue, LINES, watched=True)
+        wait_all_held(queue, batch, len(LINES), published=1)
+        assert queue.transition(batch, ["in_progress"], "cancelling")
+        queue.remove_unfinished(batch)
+    assert copies(run_batch(queue, LINES[:3])) == 2
+    assert queue.results(batch) == []
+    assert queue.running(batch) == []
 
 
-def test_each_copy_of_a_line_that_fails_has_its_own_error(queue: Queue, redis_url: str) -> None:
+def test_each_copy_of_a_line_that_fails_has_its_own_error(shared: tuple[Queue, Path]) -> None:
     """The form compiles for none of them."""
     bad = question("x", max_tokens=5, guided_grammar="root ::= nothing_of_that_name")
-    with running_worker(queue, redis_url, *FLAGS):
-        results = run_batch(queue, [bad, question("x", max_tokens=5), bad, question("x", max_tokens=5), bad])
+    results = run_batch(shared[0], [bad, question("x", max_tokens=5), bad, question("x", max_tokens=5), bad])
     assert [result.status for result in results] == [400, 200, 400, 200, 400]
     assert copies([results[1], results[3]]) == 1
 

@@ -59,6 +59,7 @@ class EngineCore:
         self._executor = executor
         self._depth = config.depth
         self._whole_prompts = model.whole_prompts
+        self._devices = config.tensor_parallel_size
         self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
         self._last: LaunchedStep | None = None  # to be retired
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
@@ -286,6 +287,7 @@ class EngineCore:
         self._last = launched
         cost = self.scheduler.step_cost
         cost.record(plan.starts, plan.counts, seconds)
+        self.scheduler.charge(plan, seconds * self._devices)
         self._may_lose = min(_MOST_LOST_SECONDS, self._may_lose + _LOST_SHARE * seconds)
         if cost.known:
             self.scheduler.admission.step_cost_tokens = cost.empty / cost.prompt(0, 1)

@@ -17,6 +17,7 @@ class EngineSequence(Protocol):
     """What the engine has under one id: a choice of a prompt, or an input that is pooled."""
 
     cached_tokens: int  # of its prompt, from the prefix cache
+    device_seconds: float  # that it took here, once it has ended
     ended: bool  # whether it gets no more tokens
     last_token: float  # when it got one from this worker, on the monotonic clock
     token_ids: list[int]  # its output
@@ -104,13 +105,17 @@ class InFlight(ABC, Generic[Part]):
     def finish(self) -> Finished:
         """Return the result, once all parts have ended."""
 
+    def device_microseconds(self) -> int:
+        """Return what the parts took of the devices here."""
+        return round(1e6 * sum(part.device_seconds for part in self.sequences))
+
     def repeat(self, claim: Claim, arrived: float) -> Finished:
         """Return the result again, as that of another claim which asks for the same: its prompts
-        count as cached.
+        count as cached, and it took no time of a device.
         """
         self.claim, self.arrived = claim, arrived
         for part in self.sequences:
-            part.cached_tokens = part.prompt_length
+            part.cached_tokens, part.device_seconds = part.prompt_length, 0.0
         return self.finish()
 
     @property

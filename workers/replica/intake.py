@@ -81,6 +81,7 @@ class Intake:
         self._load = load
         self._traces = traces
         self._state = IntakeState.WOKEN
+        self.has_backlog = False  # whether the last claim of batches' lines was full
         self._changed = asyncio.Event()
         self._claiming = asyncio.Lock()  # until what was claimed has been handed on
         # Rises over the life of the worker's name, whatever happened to earlier claims
@@ -163,6 +164,8 @@ class Intake:
             self._change(IntakeState.UNAVAILABLE, IntakeState.CLAIMING, IntakeState.WOKEN)
             return
         self._seq += 1
+        if room:
+            self.has_backlog = sum(not claim.live for claim in claims) >= min(room, MAX_ITEMS)
         if any(claim.engine_crashes for claim in claims):
             self._change(IntakeState.ISOLATED, *IntakeState)
         elif room and len(claims) < min(room, MAX_ITEMS):

@@ -29,6 +29,14 @@ COALESCE_SECONDS = 0.05
 together.
 """
 
+BACKLOG_SECONDS = 0.25
+"""The same for results while more lines wait for this worker than it can take, and no tokens are
+watched: each call costs Redis as much as several results.
+"""
+
+_MOST_RESULTS = 100
+"""That wait for each other: Redis does nothing else while it stores them, for a millisecond."""
+
 _SHORTEST_INTERVAL = 0.003
 """Seconds from one delivery to the next: tokens of live calls are sent at once, but a fast engine
 must not flood Redis.
@@ -58,6 +66,8 @@ class Outbox:
         self._worker = worker
         self._publisher = Publisher(queue, worker)
         self._sweep_seconds = max(COALESCE_SECONDS, min(stream_interval / 4, 0.5))
+        self._backlog_seconds = min(BACKLOG_SECONDS, stream_interval / 8)
+        self.results_may_wait: Callable[[], bool] = lambda: False  # for BACKLOG_SECONDS
         self._generated = generated
         self._on_ended = on_ended
         self._on_lost = on_lost
@@ -73,6 +83,7 @@ class Outbox:
         self._others_wait = False  # something else than live calls has news
         self._all_at_once = False
         self._sending = asyncio.Lock()
+        self._is_answered = True  # everything that was sent
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._failing = False
@@ -98,7 +109,8 @@ class Outbox:
             self._wake_at(self._next)
         else:
             self._others_wait = True
-            self._wake_at(self._last + COALESCE_SECONDS)
+            waits = len(self._finished) < _MOST_RESULTS
+            self._wake_at(self._last + (self._results_seconds() if waits else COALESCE_SECONDS))
 
     def live_tokens_wait(self) -> None:
         """Live calls have new tokens: send them at once."""
@@ -130,7 +142,7 @@ class Outbox:
                 self._others_wait = self._all_at_once = False
             await self._deliver(due(live_only), live_only)
             if self._others_wait:
-                self._wake_at(self._last + COALESCE_SECONDS)
+                self._wake_at(self._last + self._results_seconds())
             elif busy():
                 self._wake_at(self._last + self._sweep_seconds)
 
@@ -146,18 +158,24 @@ class Outbox:
             deltas: list[Delta] = []
             for group in itertools.chain([waiting], groups):
                 if group:
+                    group = group if self._is_answered else [_checked(delta) for delta in group]
                     self._publisher.start(group, self._generated())
                     deltas += group
             finished = self._take_finished(live_only)
             if deltas or finished:
+                self._is_answered = False
                 lost = await loop.run_in_executor(self._thread, self._send, deltas, finished)
                 if lost is None:
                     return
+                self._is_answered = not self._refused
                 self._on_ended([(item.key, item.fence) for item in finished])
                 if lost:
                     self._on_lost(lost)
             self._rest(began, loop.time())
             self._last = self._last if live_only else loop.time()
+
+    def _results_seconds(self) -> float:
+        return max(COALESCE_SECONDS, self._backlog_seconds if self.results_may_wait() else 0.0)
 
     def _accept_late(self, lease: Held, delta: Delta) -> None:
         del self._acceptances[lease]
@@ -222,6 +240,11 @@ class Outbox:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = loop.call_at(when, self._wake.set)
+
+
+def _checked(delta: Delta) -> Delta:
+    """Return a delta for which Redis looks whether it has the tokens before."""
+    return msgspec.structs.replace(delta, continues=False) if delta.continues else delta
 
 
 def with_their_tokens(finished: list[Finished], deltas: list[Delta]) -> tuple[list[Finished], list[Delta]]:

@@ -45,7 +45,7 @@ class PreparedPooling:
 class PoolingSequence:
     """One input; it gets no tokens."""
 
-    __slots__ = ("_encoded", "cached_tokens", "ended", "last_token", "output", "token_ids")
+    __slots__ = ("_encoded", "cached_tokens", "device_seconds", "ended", "last_token", "output", "token_ids")
 
     resumed = False
     new_tokens = 0
@@ -54,6 +54,7 @@ class PoolingSequence:
     def __init__(self, encoded: EncodedInput) -> None:
         self._encoded = encoded
         self.cached_tokens = 0
+        self.device_seconds = 0.0
         self.ended = False
         self.last_token = 0.0
         self.output: PooledVector | None = None
@@ -152,6 +153,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         usage = Usage(
             self._tokens,
             cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences),
+            device_microseconds=self.device_microseconds(),
         )
         created = int(request.created or time.time())
         head = PoolingHead(endpoint.new_id(), call.model, created, usage.prompt_tokens, item.labels)

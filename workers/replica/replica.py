@@ -182,6 +182,7 @@ class Replica:
         leases, traces = self._leases, self._traces
         intake = Intake(queue, worker, models, *sizes, leases, prepare, tokenization, lambda: running.load, traces)
         running.room_made = intake.room_made
+        self._outbox.results_may_wait = lambda: intake.has_backlog and not running.is_watched
         self._cancel_in_tokenizer = tokenization.cancel
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)
         self._on_order |= {"bell": lambda _: intake.wake(), "trial": lambda _: quarantine.make_room()}

@@ -55,6 +55,7 @@ class RequestInFlight(InFlight[Sequence]):
         "_parsing",
         "_prompt_logprobs",
         "_prompts",
+        "_published",
         "_spent",
         "_tokenizer",
         "_tries_left",
@@ -76,6 +77,7 @@ class RequestInFlight(InFlight[Sequence]):
         self._at_once: list[EngineRequest] = []
         self._call = prepared.call
         self._prompts = prepared.prompts
+        self._published = 0  # the fence of the lease under which tokens were published last
         self._tokenizer = prepared.tokenizer
         self._guide = prepared.guide
         self._parsing = prepared.parsing
@@ -170,7 +172,9 @@ class RequestInFlight(InFlight[Sequence]):
                 chunks.append(chunk)
             total += sequence.published_tokens
         self.announced = True
-        return Delta(self.claim.key, self.claim.fence, total, chunks, self.claim.request.reply_to)
+        key, fence = self.claim.key, self.claim.fence
+        continues, self._published = self._published == fence, fence
+        return Delta(key, fence, total, chunks, self.claim.request.reply_to, continues=continues)
 
     def finish(self) -> Finished:
         """The result, once all choices have ended."""
@@ -185,7 +189,8 @@ class RequestInFlight(InFlight[Sequence]):
         for sequence in self.sequences:
             sequence.unpublish(f"{claim.key}/{sequence.number}")
         if self._spent is not None:
-            self._spent = msgspec.structs.replace(self._spent, cached_tokens=self._spent.prompt_tokens)
+            cached = self._spent.prompt_tokens
+            self._spent = msgspec.structs.replace(self._spent, cached_tokens=cached, device_microseconds=0)
         return super().repeat(claim, arrived)
 
     def _body(self, usage: Usage) -> bytes:
@@ -220,6 +225,7 @@ class RequestInFlight(InFlight[Sequence]):
             before.completion_tokens + sum(len(sequence.token_ids) for sequence in self.sequences),
             before.cached_tokens + sum(sequence.cached_tokens for sequence in self.sequences[:: self._call.best_of]),
             None if reasoning is None else reasoning + (before.reasoning_tokens or 0),
+            before.device_microseconds + self.device_microseconds(),
         )
 
     def _reasoning_tokens(self) -> int | None:

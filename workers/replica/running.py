@@ -95,6 +95,11 @@ class Running:
         return bool(self._sequences)
 
     @property
+    def is_watched(self) -> bool:
+        """Return whether a client watches a request."""
+        return bool(self._due.watched)
+
+    @property
     def load(self) -> Load:
         live = sum(len(request.running) for request in self._requests.values() if request.claim.live)
         tokens = sum(request.pooled_tokens for request in self._requests.values())
@@ -157,6 +162,7 @@ class Running:
                     token_ids, stop_token, logprobs.get(request_id) if logprobs else None
                 )
                 if finish or stopped:
+                    sequence.device_seconds = output.device_seconds.get(request_id, 0.0)
                     over += self._end_choice(request_id, finish, stop_token, output.errors.get(request_id))
                 if request in watched and request.running:
                     news.append(request)

@@ -44,6 +44,7 @@ class Sequence:
         "_tokenizer",
         "announced",
         "cached_tokens",
+        "device_seconds",
         "ended",
         "last_token",
         "logprobs",
@@ -69,6 +70,7 @@ class Sequence:
         self.published_tokens = self._resumed_tokens = len(self.token_ids)
         # Of the prompt, from its first engine's prefix cache
         self.cached_tokens = 0 if checkpoint is None else checkpoint.cached_tokens
+        self.device_seconds = 0.0
         self._prompt = prompt
         self._call = call
         self._sampling = prompt.sampling

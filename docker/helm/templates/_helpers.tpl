@@ -45,6 +45,14 @@ labels:
   {{- end }}
 {{- end -}}
 
+{{/* Where the queue and the files are, as items of `env`; a volume is where the image looks for it. */}}
+{{- define "inference.storeEnv" -}}
+{{ include "inference.redisUrl" . }}
+{{- with .Values.fileStore.uri }}
+- {name: FILE_STORE, value: {{ . | quote }}}
+{{- end }}
+{{- end -}}
+
 {{/* Variables, of which the last one of a name counts. Input: (list those-of-the-chart-as-YAML spec). */}}
 {{- define "inference.env" -}}
 {{- $all := concat (index . 0 | fromYamlArray) ((index . 1).env | default list) -}}

@@ -66,12 +66,14 @@ if last[1] and seq <= tonumber(last[1]) then
   return seq == tonumber(last[1]) and again(last[2]) or {}
 end
 
--- {name, model, request} of what this claim gives, then with fence, attempt and tries
+-- What this claim gives: {name, model, request, fence, attempt, tries} each
 local items, bytes = {}, 0
+-- Without tries no request was ever released unfinished, so that none is in quarantine
+local has_tries = redis.call('HLEN', key.TRIES) > 0
 
 local function take(name, model, request)
   if request then
-    items[#items + 1] = {name = name, model = model, request = request}
+    items[#items + 1] = {name = name, model = model, request = request, fence = '', attempt = 1, tries = false}
     bytes = bytes + #request
   end
 end
@@ -83,10 +85,12 @@ end
 -- A server that came back empty starts above every number it ever gave: there are never a million
 -- claims a second.
 local function first_fence(count)
-  if redis.call('EXISTS', key.FENCE) == 0 then
-    redis.call('SET', key.FENCE, redis.call('TIME')[1] .. '000000')
+  local last = redis.call('INCRBY', key.FENCE, count)
+  if last == count then
+    last = redis.call('TIME')[1] * 1000000 + count
+    redis.call('SET', key.FENCE, digits(last))
   end
-  return redis.call('INCRBY', key.FENCE, count) - count + 1
+  return last - count + 1
 end
 
 local function lease_all()
@@ -94,7 +98,7 @@ local function lease_all()
   for i, item in ipairs(items) do
     names[i] = item.name
   end
-  local tries = redis.call('HMGET', key.TRIES, unpack(names))
+  local tries = has_tries and redis.call('HMGET', key.TRIES, unpack(names)) or {}
   local fence, deadline = first_fence(#items), digits(now_ms() + lease)
   for i, item in ipairs(items) do
     item.tries, item.fence = tries[i], digits(fence + i - 1)
@@ -117,59 +121,63 @@ local function cost_of_a_line(used_lines, used_tokens, size)
   return size / BYTES_PER_TOKEN + GUESSED_OUTPUT
 end
 
--- The least served tenant's first batch that may run, with its tenant, low water, and cost and bytes
--- of a line; or nil. Urgent batches come first, then those of the lowest priority, the least served
--- of these first. A batch that may not run is taken out; `drained` brings it back.
+-- The least served tenant's first batch that may run, with its tenant, the scores of both, how many
+-- lines are ready, low water, and cost and bytes of a line; or nil. Urgent batches come first,
+-- then those of the lowest priority, the least served of these first. A batch that may not run is
+-- taken out; `drained` brings it back.
 local function next_batch(model)
   while true do
-    local tenant = redis.call('ZRANGE', key.tenants(model), 0, 0)[1]
+    local tenant, tenant_score = unpack(redis.call('ZRANGE', key.tenants(model), 0, 0, 'WITHSCORES'))
     if not tenant then
       return nil
     end
     local ring = key.ring(model, tenant)
-    local batch = redis.call('ZRANGE', ring, 0, 0)[1]
+    local batch, score = unpack(redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES'))
     local record = redis.call('HMGET', key.batch(batch or ''), 'state', 'result_bytes', 'low_water', 'used_lines',
       'used_tokens', 'body_bytes', 'priority', 'risk', 'expires_at')
     local state, undrained, low_water, used_lines, used_tokens, bytes_of_all = unpack(record)
     local is_open = state == 'in_progress' or state == 'validating' -- with early lines
     local may_run = is_open and tonumber(undrained or 0) <= most_undrained
-    if not may_run or redis.call('EXISTS', key.ready(batch, model)) == 0 then
+    local ready = may_run and redis.call('LLEN', key.ready(batch, model)) or 0
+    if ready == 0 then
       leave(batch or '', model, tenant)
+    elseif not is_in_place(tonumber(score), unpack(record, 7)) then
+      place(ring, batch, unpack(record, 7)) -- a script of the version before had it at that of another
     else
-      -- A script of the version before may have put it at the place of another
-      place(ring, batch, unpack(record, 7))
-      if redis.call('ZRANGE', ring, 0, 0)[1] == batch then
-        local size = tonumber(bytes_of_all or 0) / math.max(1, redis.call('HLEN', key.bodies(batch)))
-        local cost = cost_of_a_line(tonumber(used_lines or 0), tonumber(used_tokens or 0), size)
-        return batch, tenant, tonumber(low_water or 0), cost, math.max(1, size)
-      end
+      local size = tonumber(bytes_of_all or 0) / math.max(1, redis.call('HLEN', key.bodies(batch)))
+      return {
+        name = batch, tenant = tenant, score = tonumber(score), tenant_score = tonumber(tenant_score), ready = ready,
+        low_water = tonumber(low_water or 0), size = math.max(1, size),
+        cost = cost_of_a_line(tonumber(used_lines or 0), tonumber(used_tokens or 0), size),
+      }
     end
   end
 end
 
 local function take_lines(model, most)
-  local batch, tenant, low_water, cost, size = next_batch(model)
+  local batch = next_batch(model)
   if not batch then
     return 0
   end
-  local ready = key.ready(batch, model)
-  local room = math.ceil((enough_bytes - bytes) / size)
+  local name, tenant = batch.name, batch.tenant
+  local ready = key.ready(name, model)
+  local room = math.ceil((enough_bytes - bytes) / batch.size)
   local lines, taken = redis.call('LRANGE', ready, 0, math.min(most, QUANTUM, room) - 1), 0
-  local requests = redis.call('HMGET', key.bodies(batch), unpack(lines))
+  local requests = redis.call('HMGET', key.bodies(name), unpack(lines))
   while taken < #lines and not is_enough() do
     taken = taken + 1
-    take(batch .. '/' .. lines[taken], model, requests[taken])
+    take(name .. '/' .. lines[taken], model, requests[taken])
   end
   redis.call('LPOP', ready, taken)
-  local service = math.ceil(taken * cost)
-  serve(key.ring(model, tenant), batch, service)
-  serve_tenant(key.tenants(model), tenant, service, key.WEIGHTS)
-  local left = redis.call('LLEN', ready)
+  local service = math.ceil(taken * batch.cost)
+  serve(key.ring(model, tenant), name, batch.score, service)
+  serve_tenant(key.tenants(model), tenant, batch.tenant_score, service, key.WEIGHTS)
+  local left = batch.ready - taken
   if left == 0 then
-    leave(batch, model, tenant)
+    leave(name, model, tenant)
   end
-  if left <= low_water and left + taken > low_water then
-    notify(key.JOBS_CONTROL, 'batch', batch)
+  if left <= batch.low_water and batch.ready > batch.low_water then
+    notify(key.JOBS_CONTROL, 'batch', name)
   end
   return taken
 end
@@ -269,18 +277,20 @@ local function take_in_turn(models)
   bytes = kept > 0 and 0 or bytes -- what is kept for batches has bytes of its own
   local from_batches = take_batches(models, room)
   bytes = math.max(bytes, live_bytes)
-  live = live + take_live(models, live_limit - live - from_batches)
+  if waiting_live > 0 then
+    live = live + take_live(models, live_limit - live - from_batches)
+  end
 
-  owed = math.max(0, owed + live - from_batches * LIVE_PER_BATCH)
-  if waiting_batches == 0 or owed == 0 then
+  local left = math.max(0, owed + live - from_batches * LIVE_PER_BATCH)
+  if waiting_batches > 0 and left > 0 then
+    redis.call('HSET', key.CREDIT, models[1], math.min(left, 1000))
+  elseif waiting_batches == 0 or owed > 0 then
     redis.call('HDEL', key.CREDIT, models[1])
-  else
-    redis.call('HSET', key.CREDIT, models[1], math.min(owed, 1000))
   end
 end
 
-local models, isolating = {unpack(ARGV, 8)}, is_isolating(worker)
-if limit > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
+local models, isolating = {unpack(ARGV, 8)}, has_tries and is_isolating(worker)
+if has_tries and limit > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
   take_quarantined(models, limit)
   isolating = #items > 0
 end

@@ -92,9 +92,12 @@ end
 -- in its life; late and repeated reports add nothing, also after the worker was struck off.
 local function count_generated(worker, generated)
   if generated > 0 then
-    local counted = tonumber(redis.call('GET', key.counted(worker)) or 0)
-    redis.call('SET', key.counted(worker), math.max(generated, counted), 'EX', COUNTED_SECONDS)
-    redis.call('HINCRBY', key.TOTALS, 'generated', math.max(0, generated - counted))
+    local counted = tonumber(redis.call('SET', key.counted(worker), generated, 'EX', COUNTED_SECONDS, 'GET') or 0)
+    if counted > generated then
+      redis.call('SET', key.counted(worker), counted, 'EX', COUNTED_SECONDS)
+    elseif counted < generated then
+      redis.call('HINCRBY', key.TOTALS, 'generated', generated - counted)
+    end
   end
 end
 
@@ -204,9 +207,8 @@ local function remove_from_ring(ring, member)
   end
 end
 
--- Counts service, but not that of an urgent member, which keeps its place.
-local function serve(ring, member, service)
-  local score = tonumber(redis.call('ZSCORE', ring, member))
+-- Counts service of the member of that score, but not that of an urgent one, which keeps its place.
+local function serve(ring, member, score, service)
   if not is_urgent(score) then
     local priority = priority_of(score)
     redis.call('SET', level_of(ring, priority), digits(score - priority * CLASS), 'EX', 2 * SERVED_SECONDS)
@@ -215,14 +217,29 @@ local function serve(ring, member, service)
 end
 
 -- Counts service of a tenant, which gets the more turns the higher its weight.
-local function serve_tenant(ring, tenant, service, weights)
-  serve(ring, tenant, service / (redis.call('HGET', weights, tenant) or 1))
+local function serve_tenant(ring, tenant, score, service, weights)
+  serve(ring, tenant, score, service / (redis.call('HGET', weights, tenant) or 1))
+end
+
+-- The score of a batch that goes before all others of its tenant, else nil.
+local function urgent_score(risk, expires)
+  return risk == 'urgent' and expires and URGENT_PRIORITY * CLASS + math.floor(expires) or nil
+end
+
+-- Whether a batch of that score is at its place in a ring.
+local function is_in_place(score, priority, risk, expires)
+  local urgent = urgent_score(risk, expires)
+  if urgent then
+    return score == urgent
+  end
+  return priority_of(score) == tonumber(priority or 0)
 end
 
 -- Brings a batch to its place in a ring.
 local function place(ring, batch, priority, risk, expires)
-  if risk == 'urgent' and expires then
-    redis.call('ZADD', ring, digits(URGENT_PRIORITY * CLASS + math.floor(expires)), batch)
+  local urgent = urgent_score(risk, expires)
+  if urgent then
+    redis.call('ZADD', ring, digits(urgent), batch)
   else
     add_to_ring(ring, batch, tonumber(priority or 0))
   end
@@ -336,7 +353,7 @@ end
 local function next_live(model)
   local ring = key.live_tenants(model)
   while dropped < MOST_CALLS do
-    local tenant = redis.call('ZRANGE', ring, 0, 0)[1]
+    local tenant, score = unpack(redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES'))
     if not tenant then
       return nil
     end
@@ -344,7 +361,7 @@ local function next_live(model)
     local wanted = name and has_client(name)
     if wanted then
       local bytes = redis.call('HSTRLEN', key.bodies((split(name))), 0)
-      serve_tenant(ring, tenant, math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT), key.LIVE_WEIGHTS)
+      serve_tenant(ring, tenant, tonumber(score), math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT), key.LIVE_WEIGHTS)
     elseif name then
       drop_abandoned(name)
     end
@@ -612,58 +629,71 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
   end
 end
 
+-- Adds to what was computed for an API key, if there is one.
+local function count_for_key(key_id, prompt_tokens, completion_tokens, device_microseconds)
+  if key_id and key_id ~= '' then
+    redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' prompt_tokens', prompt_tokens)
+    redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' completion_tokens', completion_tokens)
+    redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' device_microseconds', digits(device_microseconds))
+  end
+end
+
 -- Results and counts of requests of one batch; both change only where the done bit flips. Returns
 -- how many tokens that delivered, and of how many requests.
 local function record_results(batch, items)
-  if redis.call('EXISTS', key.batch(batch)) == 0 then
+  local record = redis.call('HMGET', key.batch(batch), 'state', 'total', 'followed', 'body_bytes', 'result_bytes',
+    'completed', 'failed', 'used_lines', 'used_tokens', 'used_bytes', 'key_id')
+  if not record[1] then
     return 0, 0
   end
-  local lines, sets, sizes, results, answered = {}, {}, {}, {}, {}
-  local delivered = 0
   local bodies = key.bodies(batch)
-  local moves = {
-    body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0, used_bytes = 0,
-  }
+  local lines, sets, sizes, results, answered = {}, {}, {}, {}, {}
+  local freed, undrained, completed, failed, used_tokens, used_bytes = 0, 0, 0, 0, 0, 0
+  local delivered, prompt_tokens, device_microseconds = 0, 0, 0
   for i, item in ipairs(items) do
-    lines[i] = item.line
-    sets[4 * i - 3], sets[4 * i - 2], sets[4 * i - 1], sets[4 * i] = 'SET', 'u1', item.line, '1'
-    sizes[i] = redis.call('HSTRLEN', bodies, item.line)
-    moves.body_bytes = moves.body_bytes - sizes[i]
+    local line = item.line
+    lines[i] = line
+    sets[4 * i - 3], sets[4 * i - 2], sets[4 * i - 1], sets[4 * i] = 'SET', 'u1', line, '1'
+    sizes[i] = redis.call('HSTRLEN', bodies, line)
+    freed = freed + sizes[i]
   end
   local was_done = redis.call('BITFIELD', key.done(batch), unpack(sets))
   for i, item in ipairs(items) do
     if was_done[i] == 0 then
-      results[#results + 1] = item.line
-      results[#results + 1] = item.result
-      answered[#answered + 1] = item.line
-      moves.result_bytes = moves.result_bytes + #item.result
-      local count = item.succeeded and 'completed' or 'failed'
-      moves[count] = moves[count] + 1
-      moves.used_lines = moves.used_lines + 1
-      moves.used_bytes = moves.used_bytes + sizes[i]
-      moves.used_tokens = moves.used_tokens + item.prompt_tokens + item.tokens
+      local count = #answered + 1
+      answered[count], results[2 * count - 1], results[2 * count] = item.line, item.line, item.result
+      undrained = undrained + #item.result
+      if item.succeeded then
+        completed = completed + 1
+      else
+        failed = failed + 1
+      end
+      used_bytes = used_bytes + sizes[i]
+      used_tokens = used_tokens + item.prompt_tokens + item.tokens
       delivered = delivered + item.tokens
+      prompt_tokens = prompt_tokens + item.prompt_tokens
+      device_microseconds = device_microseconds + item.device_microseconds
     end
   end
   redis.call('HDEL', bodies, unpack(lines))
-  for name, by in pairs(moves) do
-    redis.call('HINCRBY', key.batch(batch), name, by)
-  end
-  if #results > 0 then
+  local before = tonumber(record[5] or 0)
+  completed, failed = completed + (record[6] or 0), failed + (record[7] or 0)
+  redis.call('HSET', key.batch(batch), 'body_bytes', digits((record[4] or 0) - freed),
+    'result_bytes', digits(before + undrained), 'completed', digits(completed), 'failed', digits(failed),
+    'used_lines', digits((record[8] or 0) + #answered), 'used_tokens', digits((record[9] or 0) + used_tokens),
+    'used_bytes', digits((record[10] or 0) + used_bytes))
+  if #answered > 0 then
     redis.call('HSET', key.results(batch), unpack(results))
-    local total, completed, failed, undrained, followed = unpack(
-      redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed', 'result_bytes', 'followed')
-    )
-    if followed then
+    count_for_key(record[11], prompt_tokens, delivered, device_microseconds)
+    if record[3] then
       redis.call('XADD', key.answered(batch), 'NOMKSTREAM', 'MAXLEN', '~', ANSWERED_ENTRIES, '*',
         'l', table.concat(answered, ' '))
     end
-    local is_much = tonumber(undrained) >= DRAIN_BYTES and undrained - moves.result_bytes < DRAIN_BYTES
-    if is_much or tonumber(total) == completed + failed then
+    if (before < DRAIN_BYTES and before + undrained >= DRAIN_BYTES) or tonumber(record[2]) == completed + failed then
       notify(key.JOBS_CONTROL, 'batch', batch)
     end
   end
-  return delivered, moves.used_lines
+  return delivered, #answered
 end
 
 local function may_go(age, total, keep)
@@ -708,13 +738,16 @@ end
 -- A request's end with an error that is not its worker's answer, as `finish` takes it.
 local function failed(name, result)
   local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
-  return {name = name, succeeded = false, prompt_tokens = 0, tokens = 0, result = result, reply_to = reply_to}
+  return {
+    name = name, succeeded = false, prompt_tokens = 0, tokens = 0, device_microseconds = 0, result = result,
+    reply_to = reply_to,
+  }
 end
 
 -- Ends requests that the script has just released, each named once: results, counts, last entries;
 -- then removes what is stored of them.
--- items: {name, succeeded, prompt_tokens, tokens, result, reply_to, total, chunks} each; without a
--- total no tokens are left to publish
+-- items: {name, succeeded, prompt_tokens, tokens, device_microseconds, result, reply_to, total,
+-- chunks} each; without a total no tokens are left to publish
 local function finish(items, keep)
   if #items == 0 then
     return
@@ -730,7 +763,10 @@ local function finish(items, keep)
   for batch, of_batch in pairs(batches) do
     local tokens, requests = of_batch[1].tokens, 1
     if is_live(batch) then
-      remove_live(of_batch[1].name)
+      local item = of_batch[1]
+      local key_id = redis.call('HGET', key.bodies(batch), 'key_id')
+      count_for_key(key_id, item.prompt_tokens, item.tokens, item.device_microseconds)
+      remove_live(item.name)
     else
       tokens, requests = record_results(batch, of_batch)
     end

@@ -25,7 +25,7 @@ if #lines == limit then
   return 1
 end
 redis.call('UNLINK', key.done(batch), key.batch_models(batch))
-redis.call('HDEL', key.batch(batch), 'early', 'used_lines', 'used_tokens', 'used_bytes')
+redis.call('HDEL', key.batch(batch), 'early', 'early_tokens', 'used_lines', 'used_tokens', 'used_bytes')
 redis.call('HSET', key.batch(batch), 'completed', 0, 'failed', 0, 'result_bytes', 0, 'body_bytes', 0)
 if redis.call('XTRIM', key.batch_tokens(batch), 'MAXLEN', 0) > 0 then
   notify_readers(batch, '', 'discarded', '', '')

@@ -3,7 +3,8 @@
 -- ARGV: worker, tokens that it generated in its life, number of this publish in its life, and of
 --       the last one that it got an answer to; in msgpack, a list each: names, fences (text),
 --       output tokens before these and with them, lengths of the chunks, API processes or '',
---       accepted: '0', '1' or the worker's fingerprint; then the chunks (msgpack) of all
+--       accepted: '0', '1' or the worker's fingerprint, whether the tokens before these are none
+--       or the worker's own; then the chunks (msgpack) of all
 -- Returns the number of this publish; the names of requests for which nothing is written, since
 -- the worker does not hold them under that fence or their streams lack tokens before these; and of
 -- the latter (name, fence) each.
@@ -15,7 +16,7 @@ local MOST_BYTES_OF_A_GROUP = 8192
 local STR8, ARRAY32, ARRAY_OF_4, NIL = '\217', '\221', '\148', '\192'
 local char = string.char
 local worker, generated, number, answered = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local names, fences, before, total, lengths, apis, accepted_by = unpack(cmsgpack.unpack(ARGV[5]))
+local names, fences, before, total, lengths, apis, accepted_by, own = unpack(cmsgpack.unpack(ARGV[5]))
 local sent = 0 -- bytes of the chunks of those that the loop has come to
 local lost, missing, lacks = {}, {}, {}
 local groups_of = {} -- by API process; false for one of the version before, which takes no groups
@@ -66,8 +67,7 @@ for i, name in ipairs(names) do
   sent = sent + lengths[i]
   if not held[i] or lacks[name] then
     lost[#lost + 1] = name
-  elseif not (has_all and accepted == '0' and is_live(name)) and not reaches(name, before[i]) then
-    -- A live call's first message looks whether what earlier workers published is there
+  elseif not (has_all and own[i]) and not reaches(name, before[i]) then
     lost[#lost + 1], lacks[name] = name, true
     missing[#missing + 1], missing[#missing + 2] = name, fences[i]
   else

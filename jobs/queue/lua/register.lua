@@ -5,8 +5,10 @@
 -- Returns 1.
 
 local worker, lasts, record, ready = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
+local now = now_ms()
 redis.call('HSET', key.WORKERS, worker, record)
-redis.call('ZADD', key.ALIVE, now_ms() + lasts, worker)
+redis.call('ZADD', key.ALIVE, now + lasts, worker)
+redis.call('SET', key.REGISTRY_SINCE, digits(now), 'NX')
 for i = 5, #ARGV, 2 do
   local model = ARGV[i]
   if ready then

@@ -2,7 +2,8 @@
 -- Submits a live call, unless there are as many, or as large ones, as there may be of its tenant or
 -- of its model.
 -- ARGV: live id, model, request (msgpack), API process or '', most calls and bytes of a tenant, most
---       calls and bytes of a model, seconds that the API process counts as alive from now
+--       calls and bytes of a model, seconds that the API process counts as alive from now, id of
+--       the API key or '' for none
 -- Returns how many calls the tenant has with this one; 0 when it is here already (waiting, running,
 -- or its stream still exists), -1 at the limit of the tenant, -2 at that of the model.
 -- Workers of the version before end calls without taking them off the counts: as long as they serve
@@ -39,6 +40,9 @@ if in_turns then
   count_live(model, name, 1, #request)
 end
 redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to, 'since', digits(now_ms()))
+if ARGV[10] ~= '' then
+  redis.call('HSET', key.bodies(live_id), 'key_id', ARGV[10])
+end
 if in_turns then
   redis.call('RPUSH', key.live_of(model, tenant_of(name)), name)
   add_to_ring(key.live_tenants(model), tenant_of(name), 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from jobs.batch import client as client_module
 from jobs.batch.client import (
     BatchRecord,
     BatchRefused,
@@ -80,6 +81,29 @@ def test_a_running_batch_is_found_again(redis_client: redis.Redis, tmp_path: Pat
     again = begin(redis_client, source)
     assert (again.id, again.state) == (first.id, "in_progress")
     assert len(list_batches(redis_client)) == 1
+
+
+@pytest.mark.parametrize("emptied_after", ["register", "running_in"])
+def test_a_batch_is_made_beside_a_redis_that_comes_back_empty(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emptied_after: str
+) -> None:
+    source = write_input(tmp_path / "in.jsonl", 5)
+    known = begin(redis_client, source).id
+    if emptied_after == "register":
+        forget_all(redis_client)
+    done = getattr(client_module, emptied_after)
+
+    def emptied(*args: object) -> object:
+        result = done(*args)
+        forget_all(redis_client)
+        return result
+
+    monkeypatch.setattr(client_module, emptied_after, emptied)
+    made = begin(redis_client, source)
+    assert (made.id, made.state) == (known, "validating")
+    monkeypatch.undo()
+    record = run_to_end(redis_client, begin(redis_client, source).id)
+    assert (record.id, record.state, record.completed) == (known, "completed", 5)
 
 
 def test_a_second_start_does_only_what_is_left(redis_client: redis.Redis, tmp_path: Path) -> None:

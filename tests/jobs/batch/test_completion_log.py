@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.batch import completion_log, result_files
+from jobs.batch import completion_log, log_segments, result_files
 from jobs.batch.client import BatchRecord, get_batch
 from jobs.batch.completion_log import (
     INDEX_NAME,
@@ -31,12 +31,35 @@ from jobs.store.storage import StoreError
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing
 from tests.support.kills import Killed, killed_at
+from tests.support.object_stores import bucket
 from tests.support.store_batches import content_of, lines_of, log_of, manifest_of, store_of, submit
 
 
 def joined(root: Path, extent: Extent, offset: int, limit: int | None = None) -> tuple[bytes, int]:
     pieces, last = read_log(str(root), extent, offset, limit)
     return b"".join(pieces), last
+
+
+def no_room(location: str, data: bytes, unchanging: bool) -> None:
+    raise StoreError(f"cannot write {location}: no room")
+
+
+def test_an_append_in_a_bucket_is_read_from_any_position_and_raises_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log_segments, "_SEGMENT_LINES", 15)
+    lines = [(number, b"%d" % number) for number in range(1, 101)]
+    with bucket() as place:
+        root = f"{place.uri}/batch_a"
+        extent = append_log(root, append_log(root, Extent(), []), (Entry(*line) for line in lines))
+        assert (extent.lines, [one.lines for one in extent.segments]) == (100, [15] * 6 + [10])
+        assert logged_lines(root, 0, 100, extent.segments) == [number for number, _ in lines]
+        for offset, last in [(0, 100), (14, 16), (15, 45), (99, 100)]:
+            pieces, _ = read_log(root, extent, offset, last - offset)
+            assert b"".join(pieces) == b"".join(text + b"\n" for _, text in lines[offset:last])
+        monkeypatch.setattr(log_segments, "write_bytes", no_room)
+        with pytest.raises(StoreError, match="no room"):
+            append_log(root, extent, (Entry(*line) for line in lines))
 
 
 def test_what_was_appended_is_read_from_any_position(tmp_path: Path, seed: int) -> None:
@@ -160,6 +183,7 @@ def test_results_that_come_again_are_not_logged_again(redis_client: redis.Redis,
     redis_client.hset("{q}:batch:" + batch, "result_bytes", size)  # type: ignore[arg-type]
     again = step(redis_client, batch)
     assert (again.stored_completed, again.usage.prompt_tokens) == (10, 70)
+    assert again.usage.device_microseconds == 2_500_000
     ended = run_to_end(redis_client, batch)
     assert (ended.state, ended.completed) == ("completed", 20)
     custom_ids = [json.loads(line)["custom_id"] for line in log_of(record).splitlines()]

@@ -54,7 +54,7 @@ def test_an_ended_batch_that_redis_lost_is_removed(redis_client: redis.Redis, tm
     assert not Path(record.spec.root).exists()
 
 
-@pytest.mark.parametrize("place", ["Queue.unlist_batch", "Queue.forget", "shutil.rmtree"])
+@pytest.mark.parametrize("place", ["Queue.unlist_batch", "Queue.forget", "remove_tree"])
 def test_what_a_kill_left_does_not_run_again(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -170,7 +170,9 @@ def test_a_batch_that_has_not_ended_is_not_deleted(redis_client: redis.Redis, tm
     assert run_to_end(redis_client, record.id).state == "completed"
 
 
-@pytest.mark.parametrize("then", ["nothing", "emptied", "set back"])
+@pytest.mark.parametrize(
+    "then", ["nothing", *(pytest.param(then, marks=pytest.mark.proof) for then in ("emptied", "set back"))]
+)
 def test_a_deletion_that_is_killed_at_any_step_leaves_all_of_the_batch_or_nothing(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, then: str
 ) -> None:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from pyarrow import parquet
 
 from jobs.batch import input_files
-from jobs.batch.input_files import Bounds, InputError, first_line, format_of, read_lines, write_spool
+from jobs.batch.input_files import CSV, PARQUET, Bounds, InputError, first_line, format_of, read_lines, write_spool
+from jobs.batch.tables import open_table
 from jobs.store.input_formats import GZIP, ZSTD
+from jobs.store.storage import StoreError, write_bytes
+from tests.support.object_stores import bucket
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -27,6 +31,13 @@ def spooled(source: Path) -> list[dict[str, Any]]:
 def write_table(path: Path, rows: list[dict[str, Any]], schema: pyarrow.Schema | None = None) -> Path:
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path, row_group_size=3)
     return path
+
+
+def compressed(plain: bytes, name: str) -> bytes:
+    if name.endswith("gz"):
+        return gzip.compress(plain)
+    packed: bytes = pyarrow.compress(plain, codec="zstd", asbytes=True)
+    return packed
 
 
 def test_lines_have_numbers_and_offsets_and_blank_ones_are_passed_over() -> None:
@@ -57,7 +68,7 @@ def test_compressed_lines(tmp_path: Path, name: str, suffix: str, kind: str) -> 
     """Known by their name, or by their first bytes."""
     source = tmp_path / name.format(suffix)
     plain = b"".join(b'{"n":%d}\n' % n for n in range(1000))
-    source.write_bytes(gzip.compress(plain) if suffix == "gz" else pyarrow.compress(plain, codec="zstd", asbytes=True))
+    source.write_bytes(compressed(plain, suffix))
     assert format_of(str(source)) == kind
     assert first_line(str(source)) == b'{"n":0}'
     assert [row["n"] for row in spooled(source)] == list(range(1000))
@@ -302,3 +313,32 @@ def test_blank_lines_are_counted() -> None:
     assert [line.number for line in read_lines(io.BytesIO(data), most_blank=20)] == [11]
     with pytest.raises(InputError, match="holds more than 19 blank lines"):
         list(read_lines(io.BytesIO(data), most_blank=19))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst"])
+def test_a_bucket_that_does_not_answer_is_not_the_fault_of_a_compressed_file(tmp_path: Path, name: str) -> None:
+    with bucket() as remote:
+        source = f"{remote.uri}/{name}"
+        write_bytes(source, compressed(random.Random(1).randbytes(10_000_000).hex().encode(), name))
+
+        def refuse() -> None:
+            remote.server.denied = True
+
+        with pytest.raises(StoreError, match=f"cannot read {source}: AccessDenied"):
+            write_spool(source, str(tmp_path / "lines.jsonl"), check=refuse)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("in.parquet", PARQUET), ("in.csv", CSV)])
+def test_a_bucket_that_does_not_answer_is_not_the_fault_of_a_table(tmp_path: Path, name: str, kind: str) -> None:
+    local, texts = tmp_path / name, [random.Random(number).randbytes(1000).hex() for number in range(5000)]
+    if kind == CSV:
+        local.write_text("prompt\n" + "\n".join(texts))
+    else:
+        write_table(local, [{"prompt": text} for text in texts])
+    with bucket() as remote:
+        source = f"{remote.uri}/{name}"
+        write_bytes(source, local.read_bytes())
+        table = open_table(source, kind)
+        remote.server.denied = True
+        with pytest.raises(StoreError, match=f"cannot read {source}: AccessDenied"):
+            list(table.read(["prompt"]))

@@ -19,6 +19,10 @@ from jobs.batch.parts import (
     write_part,
 )
 from jobs.protocol.results import Result, Usage
+from jobs.store import object_storage
+from jobs.store.block_cache import BlockCache
+from jobs.store.storage import StoreError, join
+from tests.support.object_stores import bucket
 
 
 def result(line: int, size: int = 20) -> Result:
@@ -145,3 +149,22 @@ def test_unlisted_files_go(tmp_path: Path) -> None:
     write(tmp_path, "b", [2])
     drop_unlisted(str(tmp_path), [kept])
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["a"]
+
+
+def test_a_bucket_that_does_not_answer_damages_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a part holds is there again once the bucket answers."""
+    with bucket() as remote:
+        root = join(remote.uri, "batches", "one")
+        written = [
+            write_part(root, name, ((line, result(line)) for line in lines))
+            for name, lines in (("p1", [1, 2, 3]), ("p2", [4, 5, 6]))
+        ]
+        monkeypatch.setattr(object_storage, "_cache", BlockCache())  # of another process
+        remote.server.write_only = True
+        with pytest.raises(StoreError):
+            list(merge_parts(root, written))
+        with pytest.raises(StoreError):
+            list(salvage(root, "p1"))
+        remote.server.write_only = False
+        assert [record.line for record in merge_parts(root, written)] == [1, 2, 3, 4, 5, 6]
+        assert list(salvage(root, "p3")) == []

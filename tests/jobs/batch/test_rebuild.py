@@ -23,6 +23,7 @@ from jobs.store.storage import exclusive
 from tests.support.batch_steps import answer_all, begin, list_batches, run_to_end, step, tick
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, echo, failing, read_jsonl, write_input
 from tests.support.integrity import faults
+from tests.support.kills import killed_at
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
@@ -92,6 +93,7 @@ def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, tmp_path: 
     record = step(redis_client, batch)
     assert (record.state, record.total, record.completed + record.failed) == ("in_progress", 5000, 3000)
     assert record.usage.prompt_tokens == 7 * record.completed
+    assert record.usage.device_microseconds == 250_000 * record.completed
     seen = []
     record = run_to_end(redis_client, batch, lambda claim: seen.append(claim.key.line) or failing()(claim))
     assert len(seen) == 2000
@@ -204,10 +206,8 @@ def test_a_start_that_was_killed_between_manifest_and_record(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, "create_batch", lambda *_, **__: False)  # the record is never made
-        with pytest.raises(KeyError):
-            begin(redis_client, source)
+    with killed_at(monkeypatch, Queue, "create_batch", after=False):
+        begin(redis_client, source)
     assert list_batches(redis_client) == []
     assert run_to_end(redis_client, begin(redis_client, source).id).completed == 10
     check_echoes(tmp_path / "out.jsonl", 10)

@@ -3,6 +3,7 @@ in progress, and nothing is left of them where it never comes to that.
 """
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -17,8 +18,10 @@ from rq import SimpleWorker
 from rq.serializers import JSONSerializer
 
 from jobs.batch.client import BatchRecord, cancel_batch, get_batch
+from jobs.batch.queued_tokens import others_early_tokens
 from jobs.control import advance, early_lines, validate
 from jobs.control.runner import Runner
+from jobs.protocol.lines import read_line
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
@@ -51,26 +54,41 @@ def source_of(folder: Path, count: int = LINES, end: bytes = b"") -> Path:
 @contextmanager
 def validated_meanwhile(client: redis.Redis, batch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Validate in a thread that is held before the last lines until the block is left."""
-    reached, go_on = threading.Event(), threading.Event()
+    with held_validations(client, monkeypatch) as validate_some:
+        validate_some(batch)
+        yield
+
+
+@contextmanager
+def held_validations(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """What validates batches at once in such threads, and returns when all are held."""
+    reached, go_on = threading.Semaphore(0), threading.Event()
     read_lines = validate.read_lines
+    threads: list[threading.Thread] = []
 
     def held_lines(*arguments: Any) -> Iterator[Any]:
         for line in read_lines(*arguments):
             if line.number == LAST:
-                reached.set()
+                reached.release()
                 assert go_on.wait(300)
             yield line
 
+    def validate_some(*batches: str) -> None:
+        new = [threading.Thread(target=Runner(Queue(client)).run, args=(batch,), daemon=True) for batch in batches]
+        threads.extend(new)
+        for thread in new:
+            thread.start()
+        for _ in new:
+            assert reached.acquire(timeout=300)
+
     with monkeypatch.context() as patch:
         patch.setattr(validate, "read_lines", held_lines)
-        thread = threading.Thread(target=lambda: Runner(Queue(client)).run(batch), daemon=True)
-        thread.start()
-        assert reached.wait(300)
         try:
-            yield
+            yield validate_some
         finally:
             go_on.set()
-            thread.join()
+            for thread in threads:
+                thread.join()
 
 
 def claim(client: redis.Redis, limit: int = 20) -> list[Claim]:
@@ -134,6 +152,33 @@ def test_lines_run_while_the_rest_is_validated(
     check_echoes(tmp_path / "out.jsonl", LINES)
 
 
+def test_all_lines_count_as_unfinished_as_soon_as_the_first_ones_run(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, batch = Queue(redis_client), begin(redis_client, source_of(tmp_path)).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        for answered in (0, 64, 500):
+            assert commit(redis_client, claim(redis_client, answered)) == answered
+            # An estimate: short lines are longer in Redis than in the file
+            assert LINES / 2 < queue.unfinished(["m"])["m"] < 2 * LINES
+        assert queue.unfinished(["other"]) == {"other": 0}
+    assert queue.unfinished(["m"]) == {"m": LINES - 564}
+
+
+def test_lines_of_a_batch_that_is_refused_or_cancelled_count_no_more(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(redis_client)
+    refused = begin(redis_client, source_of(tmp_path / "refused", end=b"not json\n")).id
+    with validated_meanwhile(redis_client, refused, monkeypatch):
+        assert queue.unfinished(["m"])["m"] > LINES / 2
+    assert queue.unfinished(["m"]) == {"m": 0}
+    cancelled = begin(redis_client, source_of(tmp_path / "cancelled")).id
+    with validated_meanwhile(redis_client, cancelled, monkeypatch):
+        cancel_batch(redis_client, cancelled)
+        assert queue.unfinished(["m"]) == {"m": 0}
+
+
 def test_early_lines_leave_room_for_the_plan(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +199,73 @@ def test_lines_of_more_tokens_than_may_be_queued_are_removed(
     assert (record.state, [problem.code for problem in record.errors]) == ("failed", ["token_limit_exceeded"])
 
 
+PLAIN_LINES = [chat_line(f"c{number}", f"say {number:06}") for number in range(LINES)]
+LINE_TOKENS = len(read_line(PLAIN_LINES[0]).body) / 4
+
+
+def submit_bounded(client: redis.Redis, folder: Path, count: int = LINES) -> BatchRecord:
+    """A batch of so many lines, for a tenant that may have the tokens of `LINES` in queue."""
+    content = b"".join(PLAIN_LINES[:count])
+    return submit(client, folder, content, tenant="t", queued_tokens=math.ceil(LINES * LINE_TOKENS))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_batches_that_are_validated_at_once_count_the_early_lines_of_each_other(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    monkeypatch.setattr(early_lines, "_MOST_LINES", LINES)
+    queue = Queue(redis_client)
+    batches = [submit_bounded(redis_client, tmp_path).id for _ in range(3)]
+    with held_validations(redis_client, monkeypatch) as validate_some:
+        for some in [batches] if at_once else [[one] for one in batches]:
+            validate_some(*some)
+        waiting = [queue.window_lines(batch) for batch in batches]
+        assert 64 <= sum(waiting) <= LINES
+        for batch, lines in zip(batches, waiting, strict=True):
+            assert queue.batch_fields(batch).early_tokens >= lines * LINE_TOKENS
+    assert {get_batch(redis_client, batch).state for batch in batches} <= {"in_progress", "failed"}
+
+
+def test_early_lines_of_others_refuse_no_batch(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those may still be refused themselves."""
+    monkeypatch.setattr(early_lines, "_MOST_LINES", LINES)
+    large = submit_bounded(redis_client, tmp_path).id
+    small = submit_bounded(redis_client, tmp_path, LAST - 1).id
+    with validated_meanwhile(redis_client, large, monkeypatch):
+        assert step(redis_client, small).state == "in_progress"
+    assert get_batch(redis_client, large).state == "failed"
+    assert others_early_tokens(Queue(redis_client), "t", small) == 0
+
+
+def test_early_lines_that_were_removed_count_no_more(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"".join([*PLAIN_LINES[:1000], b"not json\n", *PLAIN_LINES[1000:]])
+    batch = submit(redis_client, tmp_path, content, tenant="t").id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert get_batch(redis_client, batch).state == "validating"
+        assert others_early_tokens(Queue(redis_client), "t", "") == 0
+
+
+@pytest.mark.proof
+def test_early_lines_are_counted_before_they_are_given_out(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """Whatever step a pass is killed before, and the next one goes on from."""
+    batch, hit = submit_bounded(redis_client, tmp_path, 2000).id, 0
+
+    def run() -> None:
+        Runner(Queue(connect(redis_url))).run(batch)
+
+    for _ in killed_before_each_step(run):
+        fields, waiting = Queue(redis_client).batch_fields(batch), Queue(redis_client).window_lines(batch)
+        hit += fields.state == "validating" and waiting > 64
+        assert waiting * LINE_TOKENS <= max(fields.early_tokens, fields.queued_tokens)
+    assert hit > 3
+
+
 def test_lines_that_share_a_prefix_are_neighbors(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,20 +273,33 @@ def test_lines_that_share_a_prefix_are_neighbors(
     source.write_bytes(b"".join(chat_line(f"c{n}", "ab"[n % 2] * 100 + str(n)) for n in range(LINES)))
     batch = begin(redis_client, source).id
     with validated_meanwhile(redis_client, batch, monkeypatch):
-        first = [int(one.key.line) % 2 for one in claim(redis_client, 64)]
-        assert [kind for kind, _ in itertools.groupby(first)] in ([0, 1], [1, 0])
+        windows = [claim(redis_client, 64)]
+        while claims := claim(redis_client, 500):
+            windows.append(claims)
+    left = LINES - sum(map(len, windows))
+    rest: list[Claim] = []
+    while len(rest) < left:
+        step(redis_client, batch)
+        rest += claim(redis_client, 500)
+    prefixes = [[one.key.line % 2 for one in claims] for claims in (*windows, rest)]
+    assert [len(list(itertools.groupby(lines))) for lines in prefixes] == [2] * len(prefixes)
+    assert len(windows[0]) < len(windows[1]) < left  # so each has fewer breaks by line
 
 
 @pytest.mark.parametrize("end", [b"not json\n", chat_line("c1")])
 def test_a_refused_file_leaves_nothing(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes
 ) -> None:
-    batch = begin(redis_client, source_of(tmp_path, end=end)).id
+    batch = begin(redis_client, source_of(tmp_path, end=end), key_id="key_1").id
     with validated_meanwhile(redis_client, batch, monkeypatch):
         early = claim(redis_client)
         assert commit(redis_client, early[:10]) == 10
     record = get_batch(redis_client, batch)
     check_nothing_shown(record, "failed")
+    usages = [echo(one).usage for one in early[:10]]
+    counted = Queue(redis_client).key_usage()["key_1"]
+    assert counted["prompt_tokens"] == sum(usage.prompt_tokens for usage in usages) > 0
+    assert counted["completion_tokens"] == sum(usage.completion_tokens for usage in usages) > 0
     assert [problem.line for problem in record.errors] == [LINES + 1]
     assert commit(redis_client, early[10:]) == 0
     assert claim(redis_client) == []

@@ -3,7 +3,6 @@ parent, and not stopped by an outage.
 """
 
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -31,7 +30,7 @@ from jobs.queue.tasks import FUNCTION, hand_out, take_batches
 from tests.support.batch_steps import answer_all, wait_for_batch
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
 from tests.support.processes import is_running, wait_for_rest
-from tests.support.redis_server import keep_all_that_is_said, running_server
+from tests.support.redis_server import keep_all_that_is_said, kill_and_start, running_server
 from tests.support.slow_file import slow_reading
 from tests.support.waiting import wait_until
 
@@ -213,18 +212,14 @@ def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: st
 def test_an_outage_of_redis_stops_no_process(tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 2000)
     with running_server() as server, control_plane(server.url) as plane, Answering(server.url, limit=16, pause=0.005):
-        url, client = server.url, connect(server.url)
+        client = connect(server.url)
         keep_all_that_is_said(server)  # a batch of which Redis lost the record would not come back
         batch = create_batch(client, spec_of(source)).id
         for fraction in (0.1, 0.5):
             wait_until(
                 lambda least=2000 * fraction: get_batch(client, batch).completed > least, 60, "some lines are done"
             )  # type: ignore[misc]
-            os.kill(server.pid, signal.SIGKILL)
-            server.stop()
-            server.start()
-            assert server.url == url
-            keep_all_that_is_said(server)
+            kill_and_start(server)
         record = wait_for_batch(client, batch, timeout=150)
         assert {name: process.poll() for name, process in plane.processes.items()} == dict.fromkeys(plane.processes)
         client.close()

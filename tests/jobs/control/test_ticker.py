@@ -38,6 +38,7 @@ from tests.support.control_plane import (
     write_input,
 )
 from tests.support.integrity import faults
+from tests.support.object_stores import bucket
 from tests.support.slow_file import slow_reading
 from tests.support.waiting import wait_for_end, wait_until
 
@@ -222,6 +223,34 @@ def test_leases_end_while_the_file_store_is_slow(
         ticker._stopping.set()
         ended.set()
         running.join()
+        leader._upkeep_due.set()
+        leader._upkeep_thread.join()  # which would note its store in the Redis of the next test
+
+
+def test_a_ticker_that_starts_while_the_bucket_is_away_ends_leases_and_then_looks_into_it(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    queue = Queue(redis_client, QueueSettings(lease_seconds=1))
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    assert len(queue.claim("vanishing", 1, 5, models=["m"])) == 5
+    with bucket() as remote:
+        files = FileStore(queue, remote.uri, forget_output)
+        with files.begin(filename="in.jsonl", purpose="batch", tenant="") as upload:
+            kept = upload.commit()
+        remote.server.denied = True
+        leader = Ticker(queue, remote.uri)
+
+        def has_ended() -> bool:
+            tick(leader)
+            return get_batch(redis_client, batch).waiting == 5
+
+        wait_until(has_ended, 60, "the lease has ended")
+        redis_client.flushall()
+        remote.server.denied = False
+        tick(leader)
+        assert files.list("", after=None, limit=10, order="asc", purpose=None).items == [kept]
 
 
 def test_a_slice_that_redis_failed_leaves_no_job_behind(

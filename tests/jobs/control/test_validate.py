@@ -6,7 +6,8 @@ import json
 import random
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from pyarrow import parquet
 from jobs.batch import input_files, source_check
 from jobs.batch.client import BatchRecord
 from jobs.batch.plan import Sorter
+from jobs.control import validate
 from jobs.protocol.lines import read_line
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
 from jobs.protocol.validation import decode_body, parse_call
-from jobs.queue.registry import WorkerRecord
+from jobs.queue import keys
+from jobs.queue.registry import WorkerRecord, WorkerState
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from tests.support.batch_steps import begin, run_to_end, step
 from tests.support.control_plane import ROOT, chat_line, echo, read_jsonl, write_input
-from tests.support.waiting import wait_until
 
 
 def validated(client: redis.Redis, source: Path, data: bytes, **options: Any) -> BatchRecord:
@@ -200,6 +202,18 @@ def test_without_names_the_registry_says_what_is_served(redis_client: redis.Redi
     assert "Served here: served" in record.errors[0].message
 
 
+@pytest.mark.parametrize("state", ["loading", "initializing"])
+def test_lines_may_name_a_model_that_a_worker_is_loading(
+    redis_client: redis.Redis, tmp_path: Path, state: WorkerState
+) -> None:
+    Queue(redis_client).register_worker(WorkerRecord("w", ["coming"], state, 0, 1.0, "h", 1))
+    Queue(redis_client).register_worker(WorkerRecord("gone", ["never"], "stopped", 0, 1.0, "h", 1))
+    data = chat_line("a", model="coming") + chat_line("b", model="never")
+    record = validated(redis_client, tmp_path / "in.jsonl", data, models=None)
+    assert codes(record) == [(2, "model_not_found", "body.model")]
+    assert "Served here: coming" in record.errors[0].message
+
+
 def test_a_model_that_an_autoscaler_starts_needs_no_worker(redis_client: redis.Redis, tmp_path: Path) -> None:
     """Also where Redis came back empty, and names the model of another worker alone."""
     queue = Queue(redis_client, QueueSettings(on_demand_models=("asleep",)))
@@ -212,17 +226,47 @@ def test_a_model_that_an_autoscaler_starts_needs_no_worker(redis_client: redis.R
         assert (record.state, codes(record)) == ("failed" if problems else "in_progress", problems)
 
 
-def test_a_batch_waits_for_the_models_of_an_emptied_redis_beside_one_of_the_settings(
-    redis_client: redis.Redis, tmp_path: Path
+class Pauses:
+    """In place of `time` in the module that waits: what happens meanwhile."""
+
+    monotonic, time = time.monotonic, time.time
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.count = 0
+        self._happens = happens
+
+    def sleep(self, _: float) -> None:
+        """Let it happen once, and no time pass."""
+        if not self.count:
+            self._happens()
+        self.count += 1
+
+
+@pytest.mark.parametrize("known", ["of the settings", "of another worker"])
+def test_a_batch_waits_for_a_model_that_an_emptied_redis_does_not_know_yet(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
-    queue = Queue(redis_client, QueueSettings(on_demand_models=("asleep",)))
+    queue = Queue(redis_client, QueueSettings(on_demand_models=("asleep",) if known == "of the settings" else ()))
+    if known == "of another worker":
+        queue.register_worker(WorkerRecord("first", ["another"], "ready", 100, 1.0, "h", 1))
+    worker = WorkerRecord("w", ["m"], "ready", 100, 1.0, "h", 1)
+    pauses = Pauses(lambda: Queue(redis_client).register_worker(worker))
+    monkeypatch.setattr(validate, "time", pauses)
     source = write_input(tmp_path / "in.jsonl", 1)
     waiting = begin(redis_client, source, models=None, input_file_id="file-1", endpoint="/v1/chat/completions")
-    with ThreadPoolExecutor(1) as pool:
-        record = pool.submit(step, redis_client, waiting.id, queue)
-        wait_until(lambda: Queue(redis_client).batch_fields(waiting.id).state == "validating", 60, "the check to begin")
-        Queue(redis_client).register_worker(WorkerRecord("w", ["m"], "ready", 100, 1.0, "h", 1))
-        assert record.result(60).state == "in_progress"
+    assert step(redis_client, waiting.id, queue).state == "in_progress"
+    assert pauses.count == 1
+
+
+def test_a_batch_does_not_wait_for_a_model_where_the_registry_is_old(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Queue(redis_client).register_worker(WorkerRecord("w", ["another"], "ready", 100, 1.0, "h", 1))
+    redis_client.decrby(keys.REGISTRY_SINCE, 3600_000)
+    monkeypatch.setattr(validate, "time", Pauses(lambda: pytest.fail("it waits")))
+    source = write_input(tmp_path / "in.jsonl", 2)
+    refused = begin(redis_client, source, models=None, input_file_id="file-1", endpoint="/v1/chat/completions")
+    assert codes(step(redis_client, refused.id)) == [(line, "model_not_found", "body.model") for line in (1, 2)]
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])

@@ -14,7 +14,8 @@ VALUES = {int: 7, float: 1_700_000_000_123.0, bool: True, list[str]: ["m", "a/b"
 def changes() -> dict[str, object]:
     """A value for each field, other than its default."""
     found = {field.name: VALUES.get(field.type, "text") for field in msgspec.structs.fields(BatchFields)}
-    return {**found, "state": "in_progress", "outcome": "expired", "risk": "late", "open_models": [], "expires_at": 5.5}
+    times = {"expires_at": 5.5, "appended_at": 6.5}
+    return {**found, **times, "state": "in_progress", "outcome": "expired", "risk": "late", "open_models": []}
 
 
 def test_every_field_is_read_as_it_was_written(queue: Queue) -> None:
@@ -22,7 +23,7 @@ def test_every_field_is_read_as_it_was_written(queue: Queue) -> None:
     queue.transition("batch_a", ["validating"], "in_progress")
     found = queue.batch_fields("batch_a")
     of_the_call = {"heartbeat": found.heartbeat, "token": found.token}
-    expected = changes() | of_the_call | {"timestamps": {"created": 1.25, "expires": 5.5}}
+    expected = changes() | of_the_call | {"timestamps": {"created": 1.25, "expires": 5.5, "appended": 6.5}}
     assert found == BatchFields().changed(expected)
 
 

@@ -51,6 +51,17 @@ def test_what_waits_is_counted_by_model(queue: Queue, redis_client: redis.Redis)
     assert depths.batches == {"in_progress": 2, "validating": 1}
 
 
+def test_unfinished_lines_count_whether_redis_holds_them_or_not(queue: Queue, redis_client: redis.Redis) -> None:
+    shared = {"line_models": [MODEL, "other"], "completed": 2, "failed": 1}
+    queue.create_batch("batch_a", 100, state="in_progress", fields=shared)
+    queue.create_batch("batch_b", 50, state="in_progress", fields={"line_models": [MODEL]})
+    queue.create_batch("batch_c", 50, state="finalizing", fields={"line_models": [MODEL]})
+    redis_client.sadd(keys.ACTIVE, "batch_a", "batch_b", "batch_c", "batch_that_was_removed")
+    queue.submit("live_1", request())
+    assert queue.unfinished([MODEL, "other"]) == {MODEL: 49 + 50 + 1, "other": 49}
+    assert queue.unfinished(["none"]) == {"none": 0}
+
+
 def test_the_oldest_request_that_waits_has_its_age(queue: Queue, redis_client: redis.Redis) -> None:
     assert (queue.depths([MODEL]).oldest_live, queue.depths([MODEL]).oldest_batch) == ({}, {})
     for call in ("live_0", "live_1", "live_2"):

@@ -18,6 +18,7 @@ from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
+from jobs.store.leases import hold
 from tests.support.batch_steps import answer_all, begin, step, tick
 from tests.support.control_plane import check_echoes, write_input
 from tests.support.dump import Dump
@@ -109,17 +110,21 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     answers += [lines(claim("w1", 6, 2))]
     call("reap", queue.reap, "w1")
     call("reap", queue.reap)
-    call("submit", queue.submit, "live_b", request())
+    call("submit", queue.submit, "live_b", request(), "key_a")
     call("cancel", queue.cancel, [RequestKey("live_b", 0)])
     answers += [call("admit", queue.admit, "key_a", 2)[:2] for _ in range(3)]
     answers += [queue.token_totals(), call("transition", queue.transition, "batch_a", ["in_progress"], "cancelling")]
     call("cancel", queue.remove_unfinished, "batch_a")
+    call("raise_key_usage", queue.raise_key_usage, {"key_a": {"prompt_tokens": 3, "device_microseconds": 2**40}})
+    answers += [queue.key_usage()]
     queue.create_batch("batch_c", 0, tenant="t", state="failed")
     queue.announce("", "batch_c", listed=False, runs=True)
     call("clean", queue.clean, "batch_c", queue.batch_fields("batch_c"))
     queue.create_batch("batch_d", 0)
     answers += [queue.ingest_early("batch_d", [(1, request())], "1 1")]
     queue.remove_unfinished("batch_d")
+    with hold(queue, "s3://store/batches/batch_d", 0):
+        before("hold")
     answers += [call("discard", queue.discard, "batch_d", "validating", 0)]
     return answers
 

@@ -2,9 +2,7 @@
 quarantine, lost replies, a killed server.
 """
 
-import os
 import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -20,7 +18,7 @@ from jobs.queue.settings import QueueSettings
 from jobs.server import PrivateServer
 from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.redis_server import keep_all_that_is_said
+from tests.support.redis_server import keep_all_that_is_said, kill_and_start
 from tests.support.requests import MODEL, delta, finished, held, start_batch
 from tests.support.waiting import wait_until
 
@@ -52,10 +50,7 @@ class Race:
             dice = random.Random(self.seed)
             for _ in range(kills):
                 self.over.wait(dice.uniform(0.3, 0.8))
-                os.kill(self.server.pid, signal.SIGKILL)
-                self.server.stop()
-                self.server.start()
-                keep_all_that_is_said(self.server)
+                kill_and_start(self.server)
             queue = Queue(connect(self.server.url), SETTINGS)
             wait_until(
                 lambda: self.errors or all(self.is_done(queue, batch) for batch in self.batches),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.queue.redis_url import RedisUrl, parse_redis_url, without_secrets
+from jobs.queue.redis_url import RedisUrl, address_of, parse_redis_url, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,20 @@ def test_another_is_refused_with_the_forms_there_are(url: str) -> None:
 )
 def test_no_password_is_shown(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("redis://Host", "host:6379/0"),
+        ("redis://user:secret@host:6379/0?socket_timeout=3", "host:6379/0"),
+        ("rediss://host:6380/2", "host:6380/2"),
+        ("redis://host/1?db=3", "host:6379/3"),
+        ("redis://", "localhost:6379/0"),
+        ("unix://user@/run/redis.sock?db=2", "/run/redis.sock/2"),
+        ("redis+sentinel://b:1,a/main/4", "a:26379,b:1/main/4"),
+        ("redis+sentinel://a,b:1/main/4", "a:26379,b:1/main/4"),
+    ],
+)
+def test_the_address_does_not_depend_on_the_spelling(url: str, address: str) -> None:
+    assert address_of(url) == address

@@ -102,6 +102,22 @@ class TestWorkers:
         assert [worker.id for worker in queue.workers()] == ["w1"]
         assert redis_client.smembers(keys.serving(MODEL)) == {b"w1"}
 
+    def test_is_of_an_age_that_begins_anew_where_the_server_was_emptied(
+        self, queue: Queue, redis_client: redis.Redis
+    ) -> None:
+        queue.register_worker(record())
+        redis_client.decrby(keys.REGISTRY_SINCE, 3600_000)
+        queue.register_worker(record("w2"))
+        assert queue.registry_age() >= 3600
+        redis_client.flushall()
+        queue.renew("w1", [])
+        assert queue.registry_age() < 3600
+
+    def test_is_of_an_age_where_no_worker_has_registered(self, queue: Queue, redis_client: redis.Redis) -> None:
+        assert queue.registry_age() == 0
+        redis_client.decrby(keys.REGISTRY_SINCE, 3600_000)
+        assert queue.registry_age() >= 3600
+
     def test_a_record_that_is_being_written_again_does_not_outlast_its_removal(
         self, queue: Queue, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -527,6 +527,30 @@ class TestPublish:
         assert {claim.key for claim in again} == {early.key, late.key}
         assert [claim.checkpoint.choices[0].token_ids for claim in again if claim.checkpoint] == [[1], [1]]
 
+    def test_lines_after_a_server_that_went_back(self, queue: Queue, redis_client: redis.Redis) -> None:
+        """Also where the same worker published what is lost."""
+        start_batch(queue, "batch_a", 2)
+        early, silent = claims = take(queue, "w1", 1)
+        assert queue.publish("w1", [delta(claim, 0, [1], "a") for claim in claims]) == []
+        earlier = EarlierRedis(redis_client)
+        assert queue.publish("w1", [replace(delta(early, 1, [2], "b", 1), continues=True)]) == []
+        earlier.restore()
+        later = [replace(delta(early, 2, [3], "c", 2), continues=True)]
+        assert queue.publish("w1", [*later, replace(delta(silent, 1, [2], "b", 1), continues=True)]) == [early.key]
+        assert queue.publish("w1", [replace(delta(silent, 2, [3], "c", 2), continues=True)]) == []
+        [again] = take(queue, "w2", 1)
+        assert (again.key, again.checkpoint, again.attempt) == (early.key, checkpoint([1], 1), 1)
+
+    def test_a_line_whose_checkpoint_the_server_forgot(self, queue: Queue, redis_client: redis.Redis) -> None:
+        start_batch(queue, "batch_a", 1)
+        (claim,) = take(queue, "w1", 1)
+        queue.publish("w1", [delta(claim, 0, [1, 2], "ab")])
+        queue.requeue("w1", held([claim]))
+        (again,) = take(queue, "w2", 1)
+        redis_client.delete(keys.tokens(str(claim.key)))
+        first, second = delta(again, 2, [3], "c", 2), replace(delta(again, 3, [4], "d", 3), continues=True)
+        assert queue.publish("w2", [first, second]) == [again.key] * 2
+
     def test_a_live_call_whose_checkpoint_the_server_forgot(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.submit("live_a", request())
         (claim,) = take(queue, "w1", 1)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jobs.store.api_keys import KeyRing, KeysUnreadable, create_key, list_keys, revoke_key
-from jobs.store.storage import StoreError
+from jobs.store.storage import join, read_bytes, write_bytes
+from tests.support.object_stores import files_below
 from tests.support.waiting import wait_until
 
 
@@ -17,50 +18,50 @@ def _keys_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.store.api_keys._RECHECK_SECONDS", 0.05)
 
 
-def test_a_key_is_found_by_its_secret_alone(tmp_path: Path) -> None:
-    record, secret = create_key(str(tmp_path), tenant="a", name="laptop", requests_per_minute=5)
+def test_a_key_is_found_by_its_secret_alone(location: str) -> None:
+    record, secret = create_key(location, tenant="a", name="laptop", requests_per_minute=5)
     assert re.fullmatch(r"sk-[A-Za-z0-9_-]{43}", secret)
-    ring = KeyRing(str(tmp_path))
+    ring = KeyRing(location)
     assert ring.required()
     assert ring.find(secret) == record
     assert ring.find(record.sha256) is None
     assert ring.find("") is None
-    assert list_keys(str(tmp_path)) == [record]
+    assert list_keys(location) == [record]
 
 
-def test_the_secret_is_nowhere_on_disk(tmp_path: Path) -> None:
-    _, secret = create_key(str(tmp_path), tenant="a")
-    texts = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(texts) == 1
-    assert secret not in texts[0]
+def test_the_secret_is_nowhere_on_disk(location: str) -> None:
+    _, secret = create_key(location, tenant="a")
+    texts = [read_bytes(join(location, name)) for name in files_below(location)]
+    assert len([text for text in texts if text]) == 1
+    assert all(secret.encode() not in text for text in texts)
 
 
-def test_a_server_notices_new_and_revoked_keys(tmp_path: Path) -> None:
-    ring = KeyRing(str(tmp_path))
+def test_a_server_notices_new_and_revoked_keys(location: str) -> None:
+    ring = KeyRing(location)
     assert not ring.required()
-    record, secret = create_key(str(tmp_path), tenant="a")
-    _, other = create_key(str(tmp_path), tenant="b")
+    record, secret = create_key(location, tenant="a")
+    _, other = create_key(location, tenant="b")
     wait_until(lambda: ring.find(secret) == record and ring.find(other), 30, "the new keys to be known")
-    revoke_key(str(tmp_path), record.id)
+    revoke_key(location, record.id)
     wait_until(lambda: ring.find(secret) is None, 30, "the revoked key to be forgotten")
     assert ring.find(other)
     with pytest.raises(KeyError):
-        revoke_key(str(tmp_path), record.id)
+        revoke_key(location, record.id)
 
 
-def test_weights_of_a_damaged_record_are_those_that_were_known(tmp_path: Path) -> None:
-    store = str(tmp_path)
+def test_weights_of_a_damaged_record_are_those_that_were_known(location: str) -> None:
+    store = location
     create_key(store, tenant="a", weight=2.0)
     newest, _ = create_key(store, tenant="a", weight=3.0)
     ring = KeyRing(store)
     assert ring.weights() == {"a": 3.0}
-    path = tmp_path / "keys" / f"{newest.id}.json"
-    content = path.read_bytes()
-    path.write_text("{")
+    path = join(location, "keys", f"{newest.id}.json")
+    content = read_bytes(path)
+    write_bytes(path, b"{")
     create_key(store, tenant="b", weight=5)
     wait_until(lambda: ring.weights().get("b"), 30, "the next look")
     assert ring.weights() == {"a": 3.0, "b": 5.0}
-    path.write_bytes(content.replace(b"3.0", b"4.0"))
+    write_bytes(path, content.replace(b"3.0", b"4.0"))
     wait_until(lambda: ring.weights() == {"a": 4.0, "b": 5.0}, 30, "the mended record")
     revoke_key(store, newest.id)
     wait_until(lambda: ring.weights() == {"a": 2.0, "b": 5.0}, 30, "the older key's")
@@ -78,10 +79,10 @@ def test_keys_that_settled_are_not_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [["x"], ["../keys/key_x"], [""], ["key_" + "0" * 24]])
-def test_what_is_no_key_cannot_be_revoked(tmp_path: Path, ids: list[str]) -> None:
-    create_key(str(tmp_path), tenant="a")
+def test_what_is_no_key_cannot_be_revoked(location: str, ids: list[str]) -> None:
+    create_key(location, tenant="a")
     with pytest.raises(KeyError):
-        revoke_key(str(tmp_path), ids[0])
+        revoke_key(location, ids[0])
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "a/b", "a\0", ".a", "ä", "a" * 65])
@@ -91,16 +92,16 @@ def test_what_is_no_name_of_a_tenant_is_refused(tmp_path: Path, tenant: str) -> 
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"id": 1}', None])
-def test_a_damaged_record_admits_no_request_and_still_requires_a_key(tmp_path: Path, content: bytes | None) -> None:
-    record, secret = create_key(str(tmp_path), tenant="a")
-    path = tmp_path / "keys" / f"{record.id}.json"
-    damaged = path.read_bytes().replace(record.id.encode(), b"key_" + b"0" * 24) if content is None else content
-    path.write_bytes(damaged)
-    ring = KeyRing(str(tmp_path))
+def test_a_damaged_record_admits_no_request_and_still_requires_a_key(location: str, content: bytes | None) -> None:
+    record, secret = create_key(location, tenant="a")
+    path = join(location, "keys", f"{record.id}.json")
+    damaged = read_bytes(path).replace(record.id.encode(), b"key_" + b"0" * 24) if content is None else content
+    write_bytes(path, damaged)
+    ring = KeyRing(location)
     assert ring.required()
     assert ring.find(secret) is None
-    assert list_keys(str(tmp_path)) == []
-    revoke_key(str(tmp_path), record.id)
+    assert list_keys(location) == []
+    revoke_key(location, record.id)
     wait_until(lambda: not ring.required(), 30, "the damaged record to be gone")
 
 
@@ -135,7 +136,11 @@ def failure(ring: KeyRing) -> str:
     return ""
 
 
-def test_a_store_that_is_no_local_folder_has_no_keys() -> None:
-    for call in (lambda: KeyRing("s3://bucket/x"), lambda: list_keys("s3://bucket/x")):
-        with pytest.raises(StoreError, match="is remote"):
-            call()
+def test_who_revokes_the_last_key_lets_nobody_in(location: str) -> None:
+    ring = KeyRing(location)
+    assert not ring.known()
+    record, _ = create_key(location, tenant="a")
+    revoke_key(location, record.id)
+    wait_until(lambda: ring.known() and not ring.required(), 30, "the next look")
+    assert KeyRing(location).known()
+    assert list_keys(location) == []

@@ -21,15 +21,25 @@ from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
 from jobs.store.file_store import BATCH_FILE_SECONDS, FilePage, FileRecord, FileStore
 from jobs.store.marker import MARKER
-from jobs.store.storage import StoreError, StoreFull
+from jobs.store.storage import (
+    StoreError,
+    StoreFull,
+    list_names,
+    local_path,
+    make_folder,
+    read_bytes,
+    write_bytes,
+)
+from jobs.store.store_folder import store_root
 from tests.support.control_plane import ROOT
 from tests.support.integrity import faults
+from tests.support.object_stores import files_below
 from tests.support.redis_server import running_server
 
 
 @pytest.fixture
-def store(queue: Queue, tmp_path: Path) -> FileStore:
-    return FileStore(queue, str(tmp_path / "store"), forget_output)
+def store(queue: Queue, location: str) -> FileStore:
+    return FileStore(queue, location, forget_output)
 
 
 def put(
@@ -47,8 +57,17 @@ def put(
 
 def names(store: FileStore) -> list[str]:
     """Every file below the store, but for its marker and the lock of that."""
-    found = sorted(str(path.relative_to(store.root)) for path in store.root.rglob("*") if path.is_file())
-    return [name for name in found if name not in (MARKER, f".{MARKER}.lock")]
+    return [name for name in files_below(str(store.root)) if name not in (MARKER, f".{MARKER}.lock")]
+
+
+def folders(store: FileStore) -> list[str]:
+    """Of files, with anything in them or not."""
+    return list_names(str(store.root / "files"))
+
+
+def content_name(store: FileStore) -> str:
+    """Of a batch's input."""
+    return "content.jsonl" if local_path(str(store.root)) else "content"
 
 
 def listed(
@@ -92,8 +111,8 @@ def test_a_file_comes_and_goes(store: FileStore, redis_client: redis.Redis) -> N
     assert (record.bytes, record.filename, record.suffix, record.complete) == (8, "in.jsonl", ".jsonl", True)
     assert record.expires_at == record.created_at + BATCH_FILE_SECONDS
     assert store.get("", record.id) == record
-    assert store.content_path(record).read_bytes() == b"one\ntwo\n"
-    assert names(store) == [f"files/{record.id}/content.jsonl", f"files/{record.id}/record.json"]
+    assert read_bytes(str(store.content_path(record))) == b"one\ntwo\n"
+    assert names(store) == [f"files/{record.id}/{content_name(store)}", f"files/{record.id}/record.json"]
     store.delete("", record.id)
     assert (names(store), listed(store)) == ([], [])
     assert not redis_client.exists(keys.FILE_EXPIRY)
@@ -114,8 +133,7 @@ def test_a_file_that_many_delete_at_once_is_gone(store: FileStore) -> None:
         record = put(store)
         with ThreadPoolExecutor(4) as pool:
             assert any(pool.map(delete, range(4)))
-        assert names(store) == []
-        assert os.listdir(store.root / "files") == []
+        assert (names(store), folders(store)) == ([], [])
 
 
 def test_a_file_that_cannot_be_listed_is_none(tmp_path: Path) -> None:
@@ -134,25 +152,26 @@ def test_a_file_that_cannot_be_listed_is_none(tmp_path: Path) -> None:
 def test_what_is_not_committed_leaves_nothing(store: FileStore, redis_client: redis.Redis) -> None:
     with store.begin(filename="a.jsonl", purpose="batch", tenant="") as upload:
         upload.write(b"x" * 1_000_000)
-    assert os.listdir(store.root / "files") == []
+    assert folders(store) == []
     assert not redis_client.exists(keys.FILE_EXPIRY)
     with (
         pytest.raises(ValueError, match=r"a\.txt"),
         store.begin(filename="a.txt", purpose="batch", tenant="") as upload,
     ):
         upload.commit()
-    assert os.listdir(store.root / "files") == []
+    assert folders(store) == []
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(store: FileStore) -> None:
+def test_a_full_disk_is_named_and_leaves_nothing(queue: Queue, tmp_path: Path) -> None:
     if not os.access("/dev/full", os.W_OK):
         pytest.skip("needs /dev/full")
+    store = FileStore(queue, str(tmp_path), forget_output)
     with store.begin(filename="a.jsonl", purpose="batch", tenant="") as upload:
         upload._file.close()
         upload._file = open("/dev/full", "wb")  # noqa: SIM115
         with pytest.raises(StoreFull, match="No space left on device"):
             upload.write(b"x" * 100_000)
-    assert os.listdir(store.root / "files") == []
+    assert folders(store) == []
 
 
 def test_the_suffix_is_kept_for_batches_only(store: FileStore) -> None:
@@ -224,7 +243,7 @@ def test_what_expired_is_gone_at_once_and_removed_by_the_sweep(store: FileStore,
     with pytest.raises(KeyError):
         store.get("", short.id)
     assert store.sweep(time.time() + 1) == 1
-    assert names(store) == [f"files/{kept.id}/content.jsonl", f"files/{kept.id}/record.json"]
+    assert names(store) == [f"files/{kept.id}/{content_name(store)}", f"files/{kept.id}/record.json"]
     assert redis_client.zcard(keys.files("")) == 1
     assert store.sweep(time.time() + 1) == 0
 
@@ -247,11 +266,12 @@ upload.write(b"x" * 1_000_000)
 upload.commit()
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
-    assert names(store) != []
+    is_seen = committed or local_path(str(store.root)) is not None  # no part of an object is
+    assert (names(store) != []) == is_seen
     assert listed(store) == []
     assert store.sweep(time.time() + 3600) == 0
-    assert names(store) != []
-    assert store.sweep(time.time() + 25 * 3600) == int(not committed)
+    assert (names(store) != []) == is_seen
+    assert store.sweep(time.time() + 25 * 3600) == int(is_seen and not committed)
     assert len(listed(store)) == int(committed)
     assert len(names(store)) == (2 if committed else 0)
 
@@ -259,8 +279,10 @@ upload.commit()
 def test_an_emptied_redis_is_indexed_again(store: FileStore, redis_client: redis.Redis) -> None:
     made = [put(store, tenant="t", purpose="user_data").id for _ in range(3)]
     batch = put(store, tenant="t")
-    (store.root / "files" / new_id(FILE, time.time())).mkdir()  # a killed upload's
-    (store.root / "files" / "something else").mkdir()
+    killed = new_id(FILE, time.time())
+    for name in (killed, "something else"):
+        make_folder(str(store.root / "files" / name))
+        write_bytes(str(store.root / "files" / name / "content.part"), b"x")
     before = {
         name: redis_client.zrange(name, 0, -1)
         for name in redis_client.scan_iter("*file*")
@@ -277,6 +299,15 @@ def test_an_emptied_redis_is_indexed_again(store: FileStore, redis_client: redis
     assert listed(store, "t") == made
 
 
-def test_a_store_elsewhere_is_refused(queue: Queue) -> None:
-    with pytest.raises(StoreError, match="s3://bucket is remote"):
-        FileStore(queue, "s3://bucket", forget_output)
+@pytest.mark.parametrize(
+    ("location", "why"),
+    [
+        ("ftp://bucket", "its URI must begin with s3://, gs:// or az://"),
+        ("s3:///prefix", "and the name of a bucket"),
+        ("s3://bucket/prefix?region=x", "a bucket and a prefix alone"),
+        ("s3://key:secret@bucket", "a bucket and a prefix alone"),
+    ],
+)
+def test_a_store_elsewhere_is_refused(location: str, why: str) -> None:
+    with pytest.raises(StoreError, match=why):
+        store_root(location)

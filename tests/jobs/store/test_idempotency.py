@@ -1,5 +1,6 @@
 """One key makes one thing, at whichever step a process is killed; it is kept for a day."""
 
+import contextlib
 import itertools
 import os
 import resource
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from jobs.batch.retention import forget_output
 from jobs.protocol.results import ApiError
@@ -18,9 +20,10 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import HeldKey, IdempotencyKeys
-from jobs.store.storage import StoreError, StoreFull
+from jobs.store.storage import StoreError, StoreFull, list_names, read_bytes, write_new
 from tests.support.control_plane import ROOT
 from tests.support.killed_steps import killed_before_each_step
+from tests.support.object_stores import bucket
 
 DAY = 24 * 3600
 
@@ -28,6 +31,12 @@ DAY = 24 * 3600
 @pytest.fixture
 def idempotency_keys(queue: Queue, tmp_path: Path) -> IdempotencyKeys:
     return IdempotencyKeys(queue, FileStore(queue, str(tmp_path / "store"), forget_output))
+
+
+@pytest.fixture
+def keys_anywhere(queue: Queue, location: str) -> IdempotencyKeys:
+    """Of a store in a folder, and in a bucket."""
+    return IdempotencyKeys(queue, FileStore(queue, location, forget_output))
 
 
 class Things:
@@ -69,22 +78,22 @@ def refused(status: int, code: str, held: Any) -> None:
     assert (caught.value.status, caught.value.code, caught.value.param) == (status, code, "Idempotency-Key")
 
 
-def test_a_repeated_call_gets_the_first_answer(idempotency_keys: IdempotencyKeys, things: Things) -> None:
-    first, replayed = things.once(idempotency_keys.hold("t", "batch_", "k"))
+def test_a_repeated_call_gets_the_first_answer(keys_anywhere: IdempotencyKeys, things: Things) -> None:
+    first, replayed = things.once(keys_anywhere.hold("t", "batch_", "k"))
     assert not replayed
     for _ in range(3):
-        assert things.once(idempotency_keys.hold("t", "batch_", "k")) == (first, True)
-    refused(422, "idempotency_key_reused", lambda: things.once(idempotency_keys.hold("t", "batch_", "k"), "other"))
+        assert things.once(keys_anywhere.hold("t", "batch_", "k")) == (first, True)
+    refused(422, "idempotency_key_reused", lambda: things.once(keys_anywhere.hold("t", "batch_", "k"), "other"))
     assert things.names == [first["id"]]
     for other in (("u", "batch_", "k"), ("t", "file-", "k"), ("t", "batch_", "K"), ("", "t\0batch_", "k")):
-        assert things.once(idempotency_keys.hold(*other), "other")[1] is False
+        assert things.once(keys_anywhere.hold(*other), "other")[1] is False
     assert len(things.names) == 5
 
 
-def test_of_calls_at_once_one_makes_something(idempotency_keys: IdempotencyKeys, things: Things) -> None:
+def test_of_calls_at_once_one_makes_something(keys_anywhere: IdempotencyKeys, things: Things) -> None:
     def call(_: int) -> str:
         try:
-            return things.once(idempotency_keys.hold("t", "batch_", "k"))[0]["id"]
+            return things.once(keys_anywhere.hold("t", "batch_", "k"))[0]["id"]
         except ApiError as error:
             return f"{error.status}"
 
@@ -149,13 +158,13 @@ def test_a_call_that_begins_nothing_leaves_nothing(idempotency_keys: Idempotency
         refused(409, "idempotency_key_in_use", lambda: idempotency_keys.hold("t", "batch_", "k"))
 
 
-def test_a_failed_call_may_be_repeated(idempotency_keys: IdempotencyKeys, things: Things) -> None:
+def test_a_failed_call_may_be_repeated(keys_anywhere: IdempotencyKeys, things: Things) -> None:
     things.folder.rmdir()
     with pytest.raises(FileNotFoundError):
-        things.once(idempotency_keys.hold("t", "batch_", "k"))
+        things.once(keys_anywhere.hold("t", "batch_", "k"))
     things.folder.mkdir()
-    refused(422, "idempotency_key_reused", lambda: things.once(idempotency_keys.hold("t", "batch_", "k"), "other"))
-    first, replayed = things.once(idempotency_keys.hold("t", "batch_", "k"))
+    refused(422, "idempotency_key_reused", lambda: things.once(keys_anywhere.hold("t", "batch_", "k"), "other"))
+    first, replayed = things.once(keys_anywhere.hold("t", "batch_", "k"))
     assert (replayed, things.names) == (False, [first["id"]])
 
 
@@ -180,7 +189,7 @@ def test_a_refused_call_leaves_its_key_to_a_corrected_one(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_call_that_was_refused_after_it_made_something_keeps_its_key(
-    idempotency_keys: IdempotencyKeys, things: Things, known: bool
+    keys_anywhere: IdempotencyKeys, things: Things, known: bool
 ) -> None:
     def make(thing: str) -> dict[str, Any]:
         things.make(thing)
@@ -191,10 +200,10 @@ def test_a_call_that_was_refused_after_it_made_something_keeps_its_key(
             raise StoreError(f"cannot read {thing}")
         return things.find(thing)
 
-    with pytest.raises(StoreFull), idempotency_keys.hold("t", "batch_", "k") as held:
+    with pytest.raises(StoreFull), keys_anywhere.hold("t", "batch_", "k") as held:
         held.make_once("digest", "one", find, make)
-    refused(422, "idempotency_key_reused", lambda: things.once(idempotency_keys.hold("t", "batch_", "k"), "other"))
-    assert things.once(idempotency_keys.hold("t", "batch_", "k")) == ({"id": "one"}, True)
+    refused(422, "idempotency_key_reused", lambda: things.once(keys_anywhere.hold("t", "batch_", "k"), "other"))
+    assert things.once(keys_anywhere.hold("t", "batch_", "k")) == ({"id": "one"}, True)
     assert things.names == ["one"]
 
 
@@ -338,3 +347,65 @@ def test_kills_between_any_two_steps_make_one_thing(
         assert answer["id"] in things.names
         assert len(things.names) == number
     assert number > 5
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_of_two_calls_that_have_a_key_in_a_bucket_one_makes_something(
+    queue: Queue, redis_client: redis.Redis, is_made: bool
+) -> None:
+    """Redis is emptied while the first is at work, and so its lease is gone."""
+    with bucket() as remote:
+        keys = IdempotencyKeys(queue, FileStore(queue, remote.uri, forget_output))
+        answers = []
+
+        def make(thing: str) -> dict[str, Any]:
+            if write_new(f"{remote.uri}/{thing}", b"made") is None:
+                raise StoreError("given up")
+            return {"id": thing}
+
+        def find(thing: str) -> dict[str, Any] | None:
+            write_new(f"{remote.uri}/{thing}", b"")
+            return {"id": thing} if read_bytes(f"{remote.uri}/{thing}") else None
+
+        def make_beside_another(thing: str) -> dict[str, Any]:
+            made = make(thing) if is_made else None
+            redis_client.flushall()
+            with keys.hold("t", "batch_", "k") as second:
+                answers.append(second.make_once("digest", "two", find, make))
+            return made or make(thing)
+
+        with contextlib.suppress(StoreError), keys.hold("t", "batch_", "k") as first:
+            answers.append(first.make_once("digest", "one", find, make_beside_another))
+        one = {"id": "one" if is_made else "two"}
+        assert answers == ([(one, True), (one, False)] if is_made else [(one, False)])
+        with keys.hold("t", "batch_", "k") as third:
+            assert third.make_once("digest", "three", find, make) == (one, True)
+
+
+def test_keys_in_a_bucket_are_kept_for_a_day(queue: Queue, things: Things) -> None:
+    with bucket() as remote:
+        keys = IdempotencyKeys(queue, FileStore(queue, remote.uri, forget_output))
+        things.once(keys.hold("t", "batch_", "k"))
+        assert keys.sweep(time.time() + DAY) == 0
+        with keys.hold("t", "batch_", "k"):
+            assert keys.sweep(time.time() + 2 * DAY) == 0
+        assert keys.sweep(time.time() + 2 * DAY) == 1
+        assert things.once(keys.hold("t", "batch_", "k"))[1] is False
+
+
+def test_keys_in_a_bucket_that_lists_milliseconds_are_removed_all_but_one_that_cannot_be(
+    queue: Queue, things: Things, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bucket() as remote:
+        remote.server.milliseconds = True
+        keys = IdempotencyKeys(queue, FileStore(queue, remote.uri, forget_output))
+        for number in range(3):
+            things.once(keys.hold("t", "batch_", f"{number}"))
+        folder = f"{remote.uri}/idempotency"
+        names = list_names(folder)
+        remote.server.refused = f"HEAD /store/idempotency/{names[0]}"
+        assert keys.sweep(time.time() + 2 * DAY) == 2
+        assert list_names(folder) == names[:1]
+        assert caplog.text.count("failed to remove the idempotency key") == 1
+        remote.server.refused = ""
+        assert keys.sweep(time.time() + 2 * DAY) == 1

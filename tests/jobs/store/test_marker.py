@@ -21,6 +21,7 @@ from jobs.queue.request_queue import Queue
 from jobs.store import marker
 from jobs.store.file_store import FileStore
 from jobs.store.marker import MARKER, StoreAway, check_store, open_store
+from jobs.store.storage import join, list_names, local_path, path_of, read_bytes
 from tests.support.batch_steps import tick
 from tests.support.control_plane import chat_line
 from tests.support.store_batches import finished, put, store_of, submit
@@ -81,19 +82,21 @@ def test_an_ended_batch_is_removed_only_where_the_store_is(redis_client: redis.R
     assert Path(record.spec.root).is_dir()
 
 
-def test_many_that_start_at_once_mark_a_store_once(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_many_that_start_at_once_mark_a_store_once(redis_client: redis.Redis, redis_url: str, location: str) -> None:
     with ThreadPoolExecutor(8) as pool:
-        for _ in pool.map(lambda _: open_store(Queue(connect(redis_url)), tmp_path / "store"), range(8)):
+        for _ in pool.map(lambda _: open_store(Queue(connect(redis_url)), path_of(location)), range(8)):
             pass
-    assert sorted(os.listdir(tmp_path / "store")) == [f".{MARKER}.lock", MARKER]
-    assert (tmp_path / "store" / MARKER).read_bytes().strip() == redis_client.get(keys.STORE)
+    lock = [] if local_path(location) is None else [f".{MARKER}.lock"]
+    assert list_names(location) == [*lock, MARKER]
+    assert read_bytes(join(location, MARKER)).strip() == redis_client.get(keys.STORE)
 
 
-def test_a_redis_that_came_back_empty_learns_the_store(queue: Queue, redis_client: redis.Redis, tmp_path: Path) -> None:
-    open_store(queue, tmp_path)
+def test_a_redis_that_came_back_empty_learns_the_store(queue: Queue, redis_client: redis.Redis, location: str) -> None:
+    store = path_of(location)
+    open_store(queue, store)
     known = redis_client.get(keys.STORE)
     redis_client.flushall()
-    check_store(queue, tmp_path)
+    check_store(queue, store)
     assert redis_client.get(keys.STORE) == known
 
 

@@ -1,19 +1,22 @@
 """A file is there whole or not at all, on this machine and on a remote store."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
+import obstore
 import pytest
 import redis
-from pyarrow.fs import LocalFileSystem
 
 from jobs.batch.client import BatchRefused, BatchSpec, create_batch
 from jobs.batch.plan import Sorter
 from jobs.store import storage
+from jobs.store.local_storage import LocalStorage
 from jobs.store.storage import (
     AtomicWriter,
     Busy,
@@ -24,6 +27,7 @@ from jobs.store.storage import (
     join,
     list_names,
     make_folder,
+    open_at,
     open_input,
     read_bytes,
     shared,
@@ -32,23 +36,19 @@ from jobs.store.storage import (
 )
 from tests.support.batch_steps import begin, run_to_end
 from tests.support.control_plane import ROOT, check_echoes, write_input
+from tests.support.object_stores import CLOUDS, bucket, cloud, environment_of
+from tests.support.relay import Relay
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture(params=["local", "remote"])
-def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder as a path, and the same as a URI that goes through pyarrow's file systems."""
+@pytest.fixture(params=["local", "s3", *CLOUDS])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A folder as a path, and one of a bucket of each kind as a URI."""
     if request.param == "local":
-        return str(tmp_path)
-    behind_pyarrow(monkeypatch)
-    return f"store://{tmp_path}"
-
-
-def behind_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(location: str) -> tuple[Any, str]:
-        return LocalFileSystem(), location.removeprefix("store://")
-
-    monkeypatch.setattr(storage, "_remote", resolve)
+        yield str(tmp_path)
+        return
+    with cloud(request.param) as uri:
+        yield f"{uri}/folder"
 
 
 def test_files_come_and_go(root: str) -> None:
@@ -71,10 +71,47 @@ def test_files_come_and_go(root: str) -> None:
         open_input(name)
 
 
+def test_a_copy_is_whole_when_its_source_goes(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Azure a copy is answered before it has its bytes."""
+    source, name = join(root, "source"), join(root, "copy")
+    storage.write_bytes(source, b"x" * 1000)
+    if root.startswith("az://"):
+        monkeypatch.setattr(obstore, "copy", lambda client, _, path: obstore.put(client, path, b""))
+    storage.link(source, name)
+    delete(source)
+    assert read_bytes(name) == b"x" * 1000
+    with pytest.raises(FileNotFoundError):
+        storage.link(source, name)
+
+
+def test_an_object_of_google_is_written_again_after_a_second() -> None:
+    with bucket("gs") as remote:
+        remote.server.pace = 0.9
+        name = f"{remote.uri}/a"
+        version = storage.write_new(name, b"1") or ""
+        assert storage.replace_version(name, b"2", version) is not None
+        assert read_bytes(name) == b"2"
+
+
 def test_what_is_not_committed_leaves_nothing(root: str) -> None:
     with AtomicWriter(join(root, "a")) as writer:
         writer.write(b"x" * 1_000_000)
     assert list_names(root) == []
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize("refused", ["", "PUT /store/folder/a?partNumber=2", "POST /store/folder/a?uploadId"])
+def test_what_is_not_committed_leaves_no_parts_in_a_bucket(refused: str, scheme: str) -> None:
+    with bucket(scheme) as remote:
+        remote.server.refused = refused
+        with contextlib.suppress(StoreError), AtomicWriter(f"{remote.uri}/folder/a") as writer:
+            for _ in range(5):
+                writer.write(b"x" * (8 << 20))
+            if refused:
+                writer.commit()
+        assert any("partNumber=1&" in call for call in remote.server.calls)
+        assert b"<Upload>" not in remote.server.call("GET", "store?uploads")[1]
+        assert remote.keys() == []
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(root: str) -> None:
@@ -91,9 +128,27 @@ def test_the_old_file_stays_until_the_new_one_is_whole(root: str) -> None:
     assert list_names(root) == ["a"]
 
 
+@pytest.mark.parametrize("unchanging", [False, True])
+def test_an_object_that_cannot_be_read_to_its_end_is_named(unchanging: bool) -> None:
+    with bucket() as remote, Relay(remote.server.environment["AWS_ENDPOINT_URL"]) as relay:
+        name = join(remote.uri, "a")
+        with environment_of(urlsplit(relay.url).port or 0):
+            storage.write_bytes(name, b"x" * (20 << 20))
+            with open_input(name, unchanging=unchanging) as file, open_at(name) as reader:
+                assert len(file.read(1 << 20)) == 1 << 20
+                relay.is_away = True
+                relay.cut()
+                for read in (file.read, lambda: reader.read_at(15 << 20, 5)):
+                    with pytest.raises(StoreError, match=f"cannot read {name}: it cannot be reached"):
+                        read()
+                relay.is_away = False
+                assert file.read(5) == b"xxxxx"
+                assert reader.read_at(15 << 20, 5) == b"xxxxx"
+
+
 def test_each_new_folder_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(storage, "sync_folder", synced.append)
+    monkeypatch.setattr(LocalStorage, "sync_folder", lambda _, path: synced.append(Path(path)))
     for _ in range(2):
         make_folder(str(tmp_path / "a" / "b"))
         assert synced == [tmp_path, tmp_path / "a"]
@@ -182,13 +237,14 @@ def test_locations() -> None:
     assert storage.local_path("s3://bucket/a") is None
 
 
-def test_a_batch_whose_files_are_remote(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    behind_pyarrow(monkeypatch)
-    source = write_input(tmp_path / "in.jsonl", 50)
+def test_a_batch_whose_files_are_remote(redis_client: redis.Redis, tmp_path: Path) -> None:
+    with bucket() as remote:
+        check_a_remote_batch(redis_client, tmp_path, remote.uri)
+
+
+def check_a_remote_batch(redis_client: redis.Redis, tmp_path: Path, store: str) -> None:
+    storage.write_bytes(f"{store}/in.jsonl", write_input(tmp_path / "in.jsonl", 50).read_bytes())
     begin(redis_client, write_input(tmp_path / "other" / "in.jsonl", 1))
-    store = f"store://{tmp_path}"
     with pytest.raises(BatchRefused, match="is remote: it must be on a file system that has locks"):
         create_batch(redis_client, BatchSpec(input=f"{store}/in.jsonl", root=f"{store}/b", models=("m",)))
     spec = BatchSpec(
@@ -199,7 +255,9 @@ def test_a_batch_whose_files_are_remote(
         models=("m",),
     )
     assert run_to_end(redis_client, create_batch(redis_client, spec).id).completed == 50
-    check_echoes(source.with_name("out.jsonl"), 50)
+    written = tmp_path / "out.jsonl"
+    written.write_bytes(read_bytes(f"{store}/out.jsonl"))
+    check_echoes(written, 50)
 
 
 def test_relative_locations_are_the_caller_s(

@@ -27,15 +27,15 @@ from pipeline.client import (
     SamplingParams,
     lines,
 )
-from pipeline.client.async_pipeline import MapRun
 from pipeline.client.lines import LineOptions, spool
 from pipeline.client.local_server import flags_of_options
+from pipeline.client.map_run import MapRun
 from pipeline.client.results import InputOrder, RequestResult, TokenDeltas
 from tests.pipeline.client.conftest import ClientServer
 from tests.pipeline.results import answers, custom_ids, examples
 from tests.support.processes import send_all
 from tests.support.relay import Relay
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_value, wait_until
 from tests.test_layout import import_of, loaded_by
 
 TOO_LONG = "Count " * 5000
@@ -50,7 +50,19 @@ def counting(numbers: int) -> tuple[list[str], list[str]]:
 
 
 def test_the_import_is_cheap() -> None:
-    assert not loaded_by(import_of("pipeline.client"), "torch", "transformers", "pydantic", "openai", "pyarrow")
+    unwanted = ("torch", "transformers", "pydantic", "openai", "pyarrow", "redis")
+    assert not loaded_by(import_of("pipeline.client"), *unwanted)
+
+
+def test_map_needs_no_official_client(client_server: ClientServer) -> None:
+    program = f"""
+import sys
+from pipeline.client import Pipeline
+with Pipeline(base_url={client_server.base_url!r}) as p:
+    assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
+loaded = sys.modules
+"""
+    assert loaded_by(program, "httpx2", "openai") == "httpx2"
 
 
 def test_map_gives_results_in_the_order_of_the_input(p: Pipeline) -> None:
@@ -100,6 +112,15 @@ def test_a_map_that_is_left_or_takes_too_long_is_cancelled(p: Pipeline, client_s
         lambda: all(client.batches.retrieve(one).status in ("cancelled", "completed") for one in left), 60, "the ends"
     )
     assert [client.batches.retrieve(one).status for one in left].count("cancelled") == 3
+
+
+def test_closing_cancels_the_batches_of_every_map(client_server: ClientServer) -> None:
+    client = openai.OpenAI(base_url=client_server.base_url, api_key="none")
+    with Pipeline(base_url=client_server.base_url) as p:
+        maps = [p.map(LONG, **ENDLESS) for _ in range(8)]
+        left = [batch.id for batch in client.batches.list(limit=8).data]
+    del maps
+    wait_for_value(lambda: [client.batches.retrieve(one).status for one in left], ["cancelled"] * 8, 60, "the ends")
 
 
 LONG = [f"Count {n}" for n in range(200)]
@@ -181,9 +202,9 @@ def test_bad_input_is_refused_with_a_sentence(p: Pipeline, tmp_path: Path) -> No
 def test_a_result_that_does_not_come_is_an_error(client_server: ClientServer) -> None:
     async def work() -> None:
         async with AsyncPipeline(base_url=client_server.base_url) as p:
-            chunk = next(spool(["Count from 2 to 4."], await p.line_options(None, None, {})))
+            chunk = next(spool(["Count from 2 to 4."], await p.connection.line_options(None, None, {})))
             chunk.custom_ids.append("request-1")
-            run = MapRun(p, [chunk], ordered=True, deadline=None)
+            run = MapRun(p.connection, [chunk], ordered=True, deadline=None)
             await run.begin()
             with pytest.raises(ClientError, match="has ended without 1 of its results: request-1"):
                 [page async for page in run.groups(return_errors=False)]

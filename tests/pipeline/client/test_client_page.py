@@ -7,7 +7,7 @@ import pytest
 from tests.support.commands import REPOSITORY
 
 BLOCKS = [
-    pytest.param(block, id=f"{page}-{number}")
+    pytest.param(block, id=f"{page}-{number}", marks=[pytest.mark.proof] if page == "README.md" else [])
     for page in ("docs/client.md", "README.md")
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / page).read_text(), re.MULTILINE | re.DOTALL)

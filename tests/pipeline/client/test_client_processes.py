@@ -1,19 +1,24 @@
 """The processes that the client starts: a server of its own, or an API of a fleet."""
 
+import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.client import Pipeline, ServerFailed
+from pipeline.client import AsyncPipeline, Pipeline, ServerFailed
 from tests.support.commands import REPOSITORY, running_pipeline
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
+from workers.settings import DEMO_MODEL
 
 PROGRAM = """
 import os, sys
@@ -47,6 +52,39 @@ def test_a_server_of_its_own_comes_back_and_leaves_nothing(monkeypatch: pytest.M
         assert [one.text for one in p.map(["Count from 3 to 5."], temperature=0)] == ["Count: 3, 4, 5"]
         started |= set(server_children()) - before
     assert not [pid for pid in started if is_running(pid)]
+
+
+@pytest.mark.proof
+def test_a_server_of_its_own_is_used_while_it_loads_its_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("ssl-certfile: /none.pem\nssl-cert-reqs: 2\n")  # of another server
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "own")
+    with Pipeline(model=model, config=config) as p:
+        calls = [p.submit_one("Count from 2 to 4.", temperature=0) for _ in range(3)]
+        assert [one.text for one in p.map(["Count from 3 to 5."], temperature=0)] == ["Count: 3, 4, 5"]
+        assert [call.result(120).text for call in calls] == ["Count: 2, 3, 4"] * 3
+
+    async def by_the_official_client() -> Any:
+        async with AsyncPipeline() as p:
+            message: Any = {"role": "user", "content": "Count from 2 to 4."}
+            return await p.client.chat.completions.create(model=await p.model(), messages=[message], temperature=0)
+
+    assert asyncio.run(by_the_official_client()).choices[0].message.content == "Count: 2, 3, 4"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "ask",
+    [lambda p: list(p.map(["Count from 2 to 4."])), lambda p: p.submit_one("Count from 2 to 4.").result()],
+    ids=["batch", "call"],
+)
+def test_a_model_that_breaks_while_it_is_loaded_is_a_sentence(tmp_path: Path, ask: Callable[[Pipeline], Any]) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(DEMO_MODEL, broken)
+    [weights] = broken.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(ServerFailed, match="the server does not run: "), Pipeline(model=broken) as p:
+        ask(p)
 
 
 @pytest.mark.proof

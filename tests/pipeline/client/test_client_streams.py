@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from api.settings import ApiSettings
-from pipeline.client import AsyncPipeline, async_pipeline
+from pipeline.client import AsyncPipeline, batch_handle
 from tests.support.api_server import running_api
 from tests.support.relay import Relay
 from tests.support.waiting import wait_until
@@ -18,7 +18,7 @@ PATIENCE = 5.0
 def test_a_batch_that_has_no_tokens_for_long_is_still_followed(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_pipeline, "_PATIENCE_SECONDS", PATIENCE)
+    monkeypatch.setattr(batch_handle, "PATIENCE_SECONDS", PATIENCE)
     settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"), ping_seconds=0.2)
 
     async def work(relay: Relay) -> None:

@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import openai
 import pytest
 
 from pipeline.client import ClientError, Pipeline
 from pipeline.client.loop_thread import EventLoopThread, LoopIterator
 from tests.pipeline.client.conftest import ClientServer
 from tests.support.commands import REPOSITORY
+from tests.support.relay import Relay
 from tests.support.waiting import wait_for_end, wait_until
 
 FORKS = """
@@ -33,6 +35,29 @@ if not child:
     del found
     sys.exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), next(found).text, flush=True)
+"""
+
+
+BLOCKED = """
+import sys, threading
+from pipeline.client import Pipeline
+blocks = threading.Event()
+def endless():
+    yield "Count from 2 to 4."
+    blocks.set()
+    threading.Event().wait()
+p = Pipeline(base_url=sys.argv[1])
+threading.Thread(target=p.submit, args=[endless()], daemon=True).start()
+blocks.wait()
+"""
+
+LEFT = """
+import sys
+from pipeline.client import Pipeline
+p = Pipeline(base_url=sys.argv[1])
+found = p.map([f"Count {n}" for n in range(200)], max_tokens=1500, ignore_eos=True)
+print(flush=True)
+sys.stdin.readline()
 """
 
 
@@ -153,6 +178,25 @@ def test_a_client_that_is_dropped_ends(client_server: ClientServer) -> None:
     assert next(found).text == "Count: 2, 3, 4"  # which holds what it needs
     del found
     wait_until(lambda: set(client_threads()) <= before, 60, "the end of the client's thread")
+
+
+def test_an_iterator_that_blocks_does_not_hold_the_end_of_the_program(client_server: ClientServer) -> None:
+    subprocess.run([sys.executable, "-c", BLOCKED, client_server.base_url], timeout=200, cwd=REPOSITORY, check=True)
+
+
+def test_the_end_of_the_program_cancels_a_map_of_a_server_that_has_a_name(client_server: ClientServer) -> None:
+    client = openai.OpenAI(base_url=client_server.base_url, api_key="none")
+    with Relay(client_server.base_url) as relay:
+        program = [sys.executable, "-c", LEFT, relay.url.replace("127.0.0.1", "localhost")]
+        with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY) as running:
+            assert running.stdin is not None
+            assert running.stdout is not None
+            running.stdout.readline()
+            [batch] = client.batches.list(limit=1).data
+            relay.cut()  # so that the name is asked for again at the end
+            running.stdin.close()
+            assert running.wait(200) == 0
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "cancelled", 60, "its end")
 
 
 def test_a_fork_may_exit_and_its_parent_goes_on(client_server: ClientServer) -> None:

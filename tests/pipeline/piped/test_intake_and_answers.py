@@ -44,7 +44,7 @@ class OpenPipe:
         self.outstanding = Outstanding(ordered)
         self.intake = LineIntake(Queue(client), self.record.id, self.spec, self.outstanding, durable=True)
         self.answers = AnswerReader(Queue(client), self.record.id, root, self.outstanding)
-        self.intake.resume(_bitmap(*written))
+        self.intake.resume(_bitmap(*written), _bitmap())
 
     def take(self, *raws: bytes, first: int = 1) -> bool:
         return self.intake.take([InputLine(number, 0, raw) for number, raw in enumerate(raws, first)])
@@ -221,7 +221,7 @@ def test_a_later_run_takes_up_lines_as_there_is_room(
     monkeypatch.setattr(outstanding, "MOST_LINES", 3)
     again = Outstanding(ordered=True)
     intake = LineIntake(Queue(redis_client), first.record.id, first.spec, again, durable=True)
-    thread = threading.Thread(target=intake.resume, args=(_bitmap(2),))
+    thread = threading.Thread(target=intake.resume, args=(_bitmap(2), _bitmap()))
     thread.start()
     taken: list[str] = []
     while len(taken) < 7:
@@ -247,10 +247,23 @@ def test_each_duplicate_has_its_error_once_over_all_runs(redis_client: redis.Red
     ):
         again = OpenPipe(redis_client, tmp_path, written=(1,))
         answers = [f"stdin_{n}_{hashlib.blake2b(lines[int(n) - 1], digest_size=8).hexdigest()}" for n in refused]
-        again.intake.resume(_bitmap(1), answers)
+        again.intake.resume(_bitmap(1), _bitmap(), answers)
         again.take(*lines)
         assert again.write() == errors
-        assert (again.intake.read, again.intake.failed) == (5, len(errors))
+        assert (again.intake.read, again.intake.failed) == (5, 4)
+        assert again.intake.answered == 5 - len(errors)
+
+
+def test_lines_that_come_again_count_with_the_answers_that_they_have(redis_client: redis.Redis, tmp_path: Path) -> None:
+    lines = [chat_line(f"{number}") for number in range(1, 5)]
+    first = OpenPipe(redis_client, tmp_path)
+    step(redis_client, first.record.id)
+    first.take(*lines)
+    again = OpenPipe(redis_client, tmp_path)
+    again.intake.resume(_bitmap(1, 2, 3), _bitmap(2, 3))
+    again.take(*lines[1:], lines[1])
+    assert again.write() == [("2", 400)]
+    assert (again.intake.read, again.intake.answered, again.intake.failed) == (4, 2, 3)
 
 
 def _bitmap(*lines: int) -> Bitmap:

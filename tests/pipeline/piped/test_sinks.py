@@ -37,6 +37,7 @@ def test_the_last_answer_of_a_line_says_whether_it_runs_again(tmp_path: Path) ->
     sink.close()
     again = FileSink(path, BATCH)
     assert [line for line in range(20) if line in again.written] == [2, 3, 4]
+    assert [line for line in range(20) if line in again.failed] == [3]
     again.close()
 
 

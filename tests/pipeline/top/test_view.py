@@ -3,11 +3,13 @@
 import io
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from jobs.queue import keys
 from jobs.queue.batch_fields import RISKS
 from jobs.queue.gauges import GpuGauges, MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.registry import WorkerRecord
@@ -23,11 +25,18 @@ METRICS = [MetricDescriptor(name, "", "gauge") for name in FIGURES]
 EVIL = "\x1b[2J\x1b]0;owned\x07[bold red]m[/]\r\n"
 
 
-def render(queue: Queue, width: int = 140, height: int | None = None, trouble: str = "") -> list[str]:
+def render(
+    queue: Queue,
+    width: int = 140,
+    height: int | None = None,
+    trouble: str = "",
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[str]:
     """The lines of a frame of two samples, as a terminal without colors gets them."""
     console = Console(width=width, height=height, file=io.StringIO(), color_system=None, markup=True, record=True)
     rates = Rates()
     rates.add(take_sample(queue)._replace(taken=1.0))
+    meanwhile()
     sample = take_sample(queue)._replace(taken=2.0)
     rates.add(sample)
     console.print(Frame(sample, rates, URL, trouble, in_window=height is not None))
@@ -78,11 +87,39 @@ def test_batches_queues_and_workers_are_shown(queue: Queue) -> None:
     assert row(lines, "w2")[1:] == ["m", "loading", *"–––––"]
 
 
+def test_the_oldest_ages_and_the_time_left_are_shown(queue: Queue) -> None:
+    add_worker(queue, "w1")
+    start_batch(queue, "batch_a", 10)
+    queue.announce("", "batch_a", listed=False, runs=True)
+    ended = [finished(claim) for claim in queue.claim("w", 1, 4, models=[MODEL])]
+    queue.submit("live_a", request())
+    # As if they had come hours ago
+    queue.redis.hset(keys.batch("batch_a"), "created_at", queue.now() - 2.5 * 3600)
+    queue.redis.hincrby(keys.bodies("live_a"), "since", -round(3.5 * 3600_000))
+    lines = render(queue, meanwhile=lambda: queue.commit("w", ended))
+    assert row(lines, "batch_a")[-4:] == ["10", "4.0", "2", "s"]  # for six lines, at four a second
+    assert row(lines, "m ") == ["m", "1", "3", "h", "6", "2", "h", "0"]
+
+
 @pytest.mark.parametrize("risk", RISKS)
 def test_a_batch_at_risk_is_shown(queue: Queue, risk: str) -> None:
     add_work(queue)
     queue.note_risks({"batch_a": risk})
     assert row(render(queue), "batch_a")[1] == risk
+    queue.transition("batch_a", ["in_progress"], "finalizing")
+    assert row(render(queue), "batch_a")[1] == "finalizing"
+
+
+def test_an_open_batch_shows_how_long_ago_its_last_lines_came(queue: Queue) -> None:
+    add_work(queue)
+    queue.transition("batch_a", ["in_progress"], "in_progress", {"open": True})
+    assert row(render(queue), "batch_a")[1:2] == ["open"]
+    appended = {"appended": queue.now() - 3.5 * 3600}
+    queue.transition("batch_a", ["in_progress"], "in_progress", {"timestamps": appended})
+    assert row(render(queue), "batch_a")[1:4] == ["open", "3", "h"]
+    queue.note_risks({"batch_a": "late"})
+    assert row(render(queue), "batch_a")[1] == "late"
+    queue.note_risks({"batch_a": ""})
     queue.transition("batch_a", ["in_progress"], "finalizing")
     assert row(render(queue), "batch_a")[1] == "finalizing"
 

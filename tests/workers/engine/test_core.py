@@ -97,6 +97,19 @@ def test_each_step_says_once_how_much_it_computed(depth: int) -> None:
     assert [len(each.step_rows) for each in stats].count(1) == stats[-1].steps
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_device_seconds_of_all_requests_are_no_more_than_the_time_that_passed(depth: int) -> None:
+    core = make_core(depth, max_num_seqs=2)
+    core.add(requests())
+    began = time.perf_counter()
+    outputs = run_dry(core)
+    passed = time.perf_counter() - began
+    found = [output.device_seconds for output in outputs]
+    assert sorted(number for each in found for number in each) == list(range(len(requests())))
+    assert min(seconds for each in found for seconds in each.values()) > 0
+    assert sum(seconds for each in found for seconds in each.values()) <= passed
+
+
 @at
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_request_goes_on_from_a_checkpoint(depth: int, place: Place) -> None:

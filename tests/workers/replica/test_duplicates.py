@@ -18,7 +18,7 @@ from jobs.protocol.requests import Claim, Delta, Finished, Request, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import FIRST_ID, ControlMessage
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import DEVICE_SECONDS, ScriptedEngine
 from workers.engine.messages.core import EngineRequest, SamplingParams
 from workers.replica import duplicates
 from workers.replica.answer_parsers import AnswerParsers
@@ -155,6 +155,12 @@ def answers(queue: Queue, batch: str = "batch_a") -> list[dict[str, Any]]:
     return [{**one, "id": None, "created": None} for one in bodies]
 
 
+def device_seconds(queue: Queue, line: int) -> float:
+    """What computing a line took."""
+    result = dict(queue.results("batch_a"))[line]
+    return result.usage.device_microseconds / 1e6
+
+
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
 
@@ -180,6 +186,7 @@ def test_identical_lines_are_computed_once_and_answered_each(queue: Queue) -> No
             assert {**usage, "prompt_tokens_details": original["usage"]["prompt_tokens_details"]} == original["usage"]
         record = queue.batch_fields("batch_a")
         assert (record.completed, record.failed) == (101, 0)
+        assert [device_seconds(queue, line) for line in (0, 1, 99, 100)] == [DEVICE_SECONDS, 0.0, 0.0, DEVICE_SECONDS]
         assert lab.running.metrics.duplicates.samples()[0][-1] == 99
         assert lab.running.metrics.finished.samples()[0][-1] == 101
         assert lab.running.copied_tokens == 99 * original["usage"]["completion_tokens"]
@@ -657,6 +664,7 @@ def test_a_second_try_is_that_of_the_copies_too(queue: Queue) -> None:
         await lab.run()
         assert lab.computed == 2
         original, *copies = answers(queue)
+        assert [device_seconds(queue, line) for line in range(3)] == [2 * DEVICE_SECONDS, 0.0, 0.0]
         assert original["choices"][0]["message"]["content"] == '{"a": 1}'
         for copy in copies:
             assert copy["choices"] == original["choices"]

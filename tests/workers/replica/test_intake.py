@@ -167,6 +167,21 @@ def test_claims_slots_and_a_little_more(
     with_intake(queue, max_num_seqs, scenario)
 
 
+def test_more_lines_wait_until_a_claim_is_not_full(queue: Queue) -> None:
+    add_lines(queue, "batch_a", 20)
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        assert not intake.has_backlog
+        await until(lambda: len(collector.taken) == 18, "a full house")
+        assert intake.has_backlog
+        collector.taken.clear()
+        intake.room_made()
+        await until(lambda: len(collector.taken) == 2, "the rest")
+        assert not intake.has_backlog
+
+    with_intake(queue, 16, scenario)
+
+
 def test_so_many_wait_beside_the_engine_and_no_more(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that wait for an answer have no slot, but leases, which bound them; live calls get in
     none the less.

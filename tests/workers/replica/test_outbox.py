@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+from msgspec.structs import replace
 
 from jobs.protocol.requests import Delta, Finished, RequestKey
 from jobs.queue.request_queue import Queue
@@ -83,6 +84,37 @@ def test_tokens_that_a_full_redis_refused_come_before_later_ones(full: redis.Red
     asyncio.run(asyncio.wait_for(deliver(), 60))
     entries = queue.read_tokens({live.key: "0-0"})
     assert [token for entry in entries for token in token_ids_in(entry)] == [0, 1, 2]
+
+
+def test_no_checkpoint_has_a_hole_where_a_delivery_was_given_up(full: redis.Redis) -> None:
+    """Its thread still sends while the next delivery collects what Redis refused."""
+    queue = Queue(full, QueueSettings(redis_retry_seconds=0.5))
+    start_batch(queue, "batch_a", 1)
+    [claim] = queue.claim("w1", 1, 1, models=[MODEL])
+    first, *later = (delta(claim, index, [index], "abcd"[index], index) for index in range(4))
+    given_up, next_one, last = (replace(each, continues=True) for each in later)
+    lost: list[Held] = []
+
+    async def deliver() -> None:
+        outbox = Outbox(queue, "w1", 2.0, lambda: 7, lambda held: None, lost.extend)
+        await outbox.deliver([first])
+        full.config_set("maxmemory", 1)
+        sent = asyncio.create_task(outbox.deliver([given_up]))
+        while outbox._is_answered:
+            await asyncio.sleep(0.001)
+        sent.cancel()
+        following = asyncio.create_task(outbox.deliver([next_one]))
+        while not outbox._refused:
+            await asyncio.sleep(0.001)
+        full.config_set("maxmemory", 0)
+        await following
+        await outbox.deliver([last])
+        outbox.close()
+
+    asyncio.run(asyncio.wait_for(deliver(), 60))
+    [entry, *more] = queue.read_tokens({claim.key: "0-0"})
+    assert [token_ids_in(entry), more] == [[0], []]
+    assert (claim.key, claim.fence) in lost
 
 
 @pytest.mark.parametrize("in_time", [True, False])
@@ -196,6 +228,36 @@ def test_what_comes_while_tokens_are_sent_goes_together(
     assert asked[1:3] == [True, True]
     assert queue.committed[0] == [str(live.key)]
     assert queue.committed[1] == [str(one.key) for one in of_batch]
+
+
+def test_results_wait_for_each_other_while_more_lines_wait(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.replica.outbox.COALESCE_SECONDS", 0.0)
+    monkeypatch.setattr("workers.replica.outbox.BACKLOG_SECONDS", 3600.0)
+    monkeypatch.setattr("workers.replica.outbox._SHORTEST_INTERVAL", 0.0)
+    queue = RecordingQueue(redis_client)
+    start_batch(queue, "batch_a", 2)
+    first, second = queue.claim("w1", 1, 2, models=[MODEL])
+
+    async def run() -> None:
+        outbox = Outbox(queue, "w1", 8 * 3600.0, lambda: 7, lambda held: None, lambda held: None)
+        await outbox.deliver([])
+        running = asyncio.create_task(outbox.run(lambda live_only: [], lambda: False))
+        outbox.results_may_wait = lambda: True
+        outbox.finish(finished(first))
+        for _ in range(5):
+            await asyncio.to_thread(redis_client.ping)
+        assert queue.committed == []
+        outbox.results_may_wait = lambda: False
+        outbox.finish(finished(second))
+        while not queue.committed:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        outbox.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert queue.committed == [[str(first.key), str(second.key)]]
 
 
 async def sent(queue: RecordingQueue, tokens: int) -> None:

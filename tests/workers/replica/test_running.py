@@ -19,7 +19,7 @@ from jobs.protocol.validation import parse_call
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import ControlMessage
 from tests.support.requests import read_api
-from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
+from tests.support.scripted_engine import CACHED_TOKENS, DEVICE_SECONDS, ScriptedEngine
 from workers.engine.messages.core import OutputGuide, SamplingParams
 from workers.replica.draining import hopeless
 from workers.replica.grammars import Grammars
@@ -334,6 +334,15 @@ def test_a_stop_string_takes_its_choice_out_of_the_engine(queue: Queue) -> None:
     assert len(bench.engine.running) == 0
 
 
+@pytest.mark.parametrize("body", [{"n": 3}, {"n": 2, "stop": ["STOP", "東"]}, {"prompt": PROMPTS, "max_tokens": 2}])
+def test_the_device_seconds_of_all_choices_are_those_of_the_result(queue: Queue, body: dict[str, Any]) -> None:
+    bench = Bench(queue)
+    submit(queue, "a", **body)
+    bench.claim()
+    choices = len(run_to_the_end(bench)["choices"])
+    assert bench.results[0].result.usage.device_microseconds == 1e6 * choices * DEVICE_SECONDS
+
+
 def test_what_has_not_begun_is_listed_apart(queue: Queue) -> None:
     bench = begun(queue, 1, n=2)
     submit(queue, "b", n=2)
@@ -435,6 +444,21 @@ def test_what_an_earlier_worker_began_has_its_first_token(queue: Queue) -> None:
     assert metric(second, "generation_tokens") == {"": 37}
     assert metric(second, "prompt_tokens") == {}
     assert metric(second, "inter_token_latency_seconds") == {"": (0, 36)}
+
+
+def test_what_a_worker_publishes_first_continues_nothing_of_its_own(queue: Queue) -> None:
+    first = begun(queue, 3)
+    [begin] = first.publish()
+    first.step()
+    [more] = first.publish()
+    first.leave()
+    second = Bench(queue, "w2")
+    second.claim()
+    second.step()
+    [resumed] = second.publish()
+    second.step()
+    [last] = second.publish()
+    assert [delta.continues for delta in (begin, more, resumed, last)] == [False, True, False, True]
 
 
 def test_failures_and_cancels_are_ends_too(queue: Queue) -> None:

@@ -1,9 +1,11 @@
 """Products with weights of 4 and 8 bits, which become floats in registers: y = x weight.T + bias.
 
 The weight is the left operand of the matrix instruction, which may come from registers, and the
-rows of x are the right one. Numbers of 4 bits lie two in a byte: a tile of bytes holds the columns
-of one tile in its lower halves and those of the next tile in its upper ones, so that each half is
-multiplied as it is. Groups' scales are applied to sums in float32, so that no weight is rounded.
+rows of x are the right one. Four numbers of 4 bits, or two of 8, are in an element of 16 bits: a
+tile of elements holds the columns of one tile in its lowest bits and those of the tiles after it in
+the bits above. So each tile of numbers is multiplied as it is, and two elements of a register
+become two floats at once. Groups' scales are applied to sums in float32, so that no weight is
+rounded.
 
 Few rows live on bytes of weights under way: where there are fewer programs than the GPU runs at
 once, several share the columns of a tile, and a second kernel adds up their sums in a fixed order.
@@ -21,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from workers.engine.kernels.product_check import fault_of
 from workers.engine.kernels.tuning import TileChoice
@@ -28,14 +31,14 @@ from workers.engine.layers.quantized import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
-DEQUANTIZED_ROWS = 1024
-"""Fewest rows whose product is torch's. Dequantizing moves about 5 bytes a weight, which takes a
-GPU as long as products of some hundred rows; not measured yet.
+DEQUANTIZED_ROWS = 384
+"""Fewest rows whose product is torch's: on an H100 about as quick then as the kernel, with 4 and
+with 8 bits.
 """
 _BUFFER = 1 << 27  # numbers that are dequantized at once
 _DEQUANTIZED_OUTPUTS = 64  # of a program
 _ROWS, _INPUTS, _OUTPUTS = (1, 20, 80), 144, 80  # of the example that is compared
-_BLOCK_K = 64  # columns of a tile at most
+_BLOCK_K = 32  # elements of a tile's row at most
 _LEAST_K = 16  # that a matrix instruction takes
 _MOST_PARTS = 16
 _LEAST_TILES = 4  # of one part
@@ -43,6 +46,49 @@ _PROGRAMS_EACH = 2  # of a multiprocessor
 _INTERPRETED_PROGRAMS = 8
 _SUMMED = 1024  # outputs of a program that adds up parts
 _PRECISION = tl.constexpr("tf32x3")  # of float32, as in attention
+# Four bits of two elements become the last bits of two floats whose exponent makes their unit 1.
+# What 0 becomes is subtracted with the zero point. After Kim et al., 2022: "Who Says Elephants
+# Can't Run: Bringing Large Scale MoE Models into Cloud Scale Production".
+_FROM_4_BITS = """{{
+    .reg .b32 shifted, one;
+    shr.b32 shifted, $1, {shift};
+    lop3.b32 $0, shifted, 0x000F000F, {float_of_0}, 0xEA;
+    {add}
+}}"""
+_ADD_BF16, _ADD_FP16 = "mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $0, one, $2;", "add.rn.f16x2 $0, $0, $2;"
+_4_BITS_TO_BF16, _4_BITS_TO_FP16 = (
+    tl.constexpr([_FROM_4_BITS.format(shift=shift, float_of_0=float_of_0, add=add) for shift in (0, 4, 8, 12)])
+    for float_of_0, add in (("0x43004300", _ADD_BF16), ("0x64006400", _ADD_FP16))
+)
+_0_IN_BF16, _0_IN_FP16 = tl.constexpr(128.0), tl.constexpr(1024.0)
+
+# One byte of two elements: sign, exponent and mantissa go to their places in a wider float, and a
+# product makes up for the exponent's other bias.
+_FROM_E4M3 = """{{
+    .reg .b32 sign, number, scale, zero;
+    {sign}.b32 sign, $1, {sign_shift};
+    and.b32 sign, sign, 0x80008000;
+    {move}.b32 number, $1, {shift};
+    and.b32 number, number, {mask};
+    or.b32 number, number, sign;
+    mov.b32 scale, {scale};
+    mov.b32 zero, 0x80008000;
+    fma.rn.{floats} $0, number, scale, zero;
+}}"""
+_E4M3_TO_BF16, _E4M3_TO_FP16 = (
+    tl.constexpr(
+        [
+            _FROM_E4M3.format(
+                sign="shl", sign_shift=8 - 8 * byte, move=move, shift=shift, mask=mask, scale=scale, floats=floats
+            )
+            for byte, (move, shift) in enumerate(moves)
+        ]
+    )
+    for moves, mask, scale, floats in (
+        ((("shl", 4), ("shr", 4)), "0x07F007F0", "0x7B807B80", "bf16x2"),  # 2^120
+        ((("shl", 7), ("shr", 1)), "0x3F803F80", "0x5C005C00", "f16x2"),  # 2^8
+    )
+)
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
@@ -80,13 +126,13 @@ def matches_torch(device: torch.device, dtype: torch.dtype, values: torch.dtype,
 
 def tiles(rows: int, dtype: torch.dtype) -> TileChoice:
     """Return the rows of x (`block_m`) and outputs (`tile`) of a program for so many rows in a
-    dtype.
+    dtype, as measured on an H100.
     """
     if dtype == torch.float32:  # three products for one take registers
         return TileChoice(16, 64, 4, 3)
-    if rows > 64:
-        return TileChoice(128, 128, 8, 3)
-    return TileChoice(max(16, triton.next_power_of_2(rows)), 64, 4, 4)
+    if rows > 32:
+        return TileChoice(64 if rows <= 64 else 128, 128, 8, 3)
+    return TileChoice(max(16, triton.next_power_of_2(rows)), 128, 4, 4)
 
 
 class QuantizedMatmul:
@@ -95,11 +141,12 @@ class QuantizedMatmul:
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         self._n, self._k = weight.shape
         self._group_size = weight.group_size if weight.scales.shape[1] > 1 else 0
-        self._block_k = min(_BLOCK_K, self._group_size & -self._group_size or _BLOCK_K)
+        self._block_k = block_k(self._group_size, weight.bits)
         self._bits, self._bias = weight.bits, bias
-        self._values = (pack(weight.values, self._block_k) if weight.bits == 4 else weight.values).contiguous()
+        self._is_float8 = weight.is_float8
+        self._values = pack(weight.values.view(torch.uint8), weight.bits, self._block_k)
         self._scales = weight.scales.t().contiguous()  # [groups, n]
-        self._zeros = None if weight.zeros is None else weight.zeros.t().contiguous()
+        self._zeros = None if weight.zeros is None else weight.zeros.t().float().contiguous()
         self._programs = _programs(weight.values.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -120,7 +167,8 @@ class QuantizedMatmul:
         _multiply[(columns, blocks, parts)](
             x, self._values, self._scales, self._zeros, self._bias if parts == 1 else None, sums,
             rows, self._n, self._k, self._values.shape[1], each,
-            self._group_size, self._bits, choice.block_m, choice.tile, self._block_k,
+            self._group_size, self._is_float8, self._bits,
+            choice.block_m, choice.tile, self._block_k, _uses_ptx(x.dtype),
             num_warps=choice.warps, num_stages=choice.stages,
         )  # fmt: skip
         if parts > 1:
@@ -144,7 +192,7 @@ class QuantizedMatmul:
         width = self._values.shape[1]
         _dequantize[(triton.cdiv(len(out), _DEQUANTIZED_OUTPUTS), triton.cdiv(width, self._block_k))](
             self._values, self._scales, self._zeros, out, first, self._n, self._k, width,
-            self._group_size, self._bits, _DEQUANTIZED_OUTPUTS, self._block_k, num_warps=4,
+            self._group_size, self._is_float8, self._bits, _DEQUANTIZED_OUTPUTS, self._block_k, num_warps=4,
         )  # fmt: skip
 
     def _split(self, programs: int) -> tuple[int, int]:
@@ -155,13 +203,26 @@ class QuantizedMatmul:
         return each, triton.cdiv(count, each)
 
 
-def pack(values: Tensor, block_k: int) -> Tensor:
-    """Return numbers of 4 bits, uint8 [n, k], two in a byte: [n, k / 2], where k is filled up to a
-    multiple of two tiles of columns.
+def pack(values: Tensor, bits: int, elements: int) -> Tensor:
+    """Return numbers, uint8 [n, k], together in int16 elements: [n, k * bits / 16], where k is
+    filled up to whole tiles of `elements`.
+
+    The first numbers of a tile's elements are its first columns, the second ones the next.
     """
-    filled = torch.nn.functional.pad(values, (0, -values.shape[1] % (2 * block_k)))
-    low, high = filled.unflatten(1, (-1, 2, block_k)).unbind(2)
-    return torch.flatten(low | high << 4, 1)
+    numbers = 16 // bits
+    filled = torch.nn.functional.pad(values, (0, -values.shape[1] % (numbers * elements)))
+    packed = torch.zeros((len(values), filled.shape[1] // numbers), dtype=torch.int16, device=values.device)
+    for number, part in enumerate(filled.unflatten(1, (-1, numbers, elements)).unbind(2)):
+        packed |= part.flatten(1).to(torch.int16) << bits * number
+    return packed
+
+
+def block_k(group_size: int, bits: int) -> int:
+    """Return the elements of a tile's row: so many that their numbers are of one group if that can
+    be, and those of one place in all elements anyway.
+    """
+    power = group_size & -group_size or _BLOCK_K * 16 // bits
+    return max(_LEAST_K, min(_BLOCK_K, power * bits // 16))
 
 
 def _programs(device: torch.device) -> int:
@@ -170,12 +231,18 @@ def _programs(device: torch.device) -> int:
     return _PROGRAMS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _uses_ptx(dtype: torch.dtype) -> bool:
+    """Return whether numbers of 4 bits become floats by PTX, which is not interpreted."""
+    return dtype != torch.float32 and not knobs.runtime.interpret
+
+
 @triton.jit(do_not_specialize=["rows", "each"])
 def _multiply(
     x, values, scales, zeros, bias, out, rows, n, k, width, each,
-    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, FLOAT8: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """`width`: bytes of a row of the weight; `each`: tiles of columns of a part; a GROUP of 0 is
+    """`width`: elements of a row of the weight; `each`: tiles of columns of a part; a GROUP of 0 is
     the whole row. Without `bias` there may be parts, each with sums of its own.
     """
     first_output, first_row = tl.program_id(0).to(tl.int64) * BLOCK_N, tl.program_id(1).to(tl.int64) * BLOCK_M
@@ -187,27 +254,39 @@ def _multiply(
         zeros += first_output
     values += first_output * width
     x += first_row * k
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    NUMBERS: tl.constexpr = 16 // BITS
+    COLUMNS: tl.constexpr = BLOCK_K * NUMBERS  # of a tile
     first = tl.program_id(2) * each
-    for tile in range(first, tl.minimum(first + each, tl.cdiv(width, BLOCK_K))):
-        byte = tile * BLOCK_K + column
-        numbers = tl.load(
-            values + output[:, None] * width + byte[None, :], has_output[:, None] & (byte < width)[None, :], 0.0
+    last = tl.minimum(first + each, tl.cdiv(width, BLOCK_K))
+    scale = _group(scales, first * COLUMNS, n, k, output, has_output, GROUP)
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for tile in range(first, last):
+        element = tile * BLOCK_K + column
+        packed = tl.load(
+            values + output[:, None] * width + element[None, :], has_output[:, None] & (element < width)[None, :], 0
         )
-        if BITS == 4:
-            start = tile * 2 * BLOCK_K
-            sums = _add(
-                sums, numbers & 15, x, scales, zeros, start, n, k, output, row, has_output, has_row, GROUP, BLOCK_K
-            )
-            sums = _add(
-                sums, numbers >> 4, x, scales, zeros, start + BLOCK_K, n, k, output, row, has_output, has_row,
-                GROUP, BLOCK_K,
-            )  # fmt: skip
-        else:
-            start = tile * BLOCK_K
-            sums = _add(sums, numbers, x, scales, zeros, start, n, k, output, row, has_output, has_row, GROUP, BLOCK_K)
+        # Of the next tile, so that the load is under way during this tile's products
+        next_scale = _group(scales, (tile + 1) * COLUMNS, n, k, output, has_output, GROUP) if GROUP > 0 else scale
+        zero = 0.0 if zeros is None else _group(zeros, tile * COLUMNS, n, k, output, has_output, GROUP)
+        products = sums if GROUP == 0 else tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for number in tl.static_range(NUMBERS):
+            start = tile * COLUMNS + number * BLOCK_K
+            inputs = _inputs(x, start, k, row, has_row, BLOCK_K)
+            if GROUP % COLUMNS != 0:  # a group for each
+                zero = 0.0 if zeros is None else _group(zeros, start, n, k, output, has_output, GROUP)
+                factors = _factors(packed, number, zero, inputs, FLOAT8, BITS, PTX)
+                scale = _group(scales, start, n, k, output, has_output, GROUP)
+                sums += tl.dot(factors, inputs, input_precision=_PRECISION) * scale[:, None]
+            else:
+                factors = _factors(packed, number, zero, inputs, FLOAT8, BITS, PTX)
+                products = tl.dot(factors, inputs, products, input_precision=_PRECISION)
+        if GROUP == 0:
+            sums = products
+        elif GROUP % COLUMNS == 0:
+            sums += products * scale[:, None]
+        scale = next_scale
     if GROUP == 0:
-        sums *= tl.load(scales + output, has_output, 0.0)[:, None]
+        sums *= scale[:, None]
     if bias is not None:
         sums += tl.load(bias + first_output + output, has_output, 0.0).to(tl.float32)[:, None]
     out += tl.program_id(2).to(tl.int64) * rows * n + first_row * n + first_output
@@ -217,54 +296,75 @@ def _multiply(
 
 
 @triton.jit
-def _add(
-    sums, numbers, x, scales, zeros, start, n, k, output, row, has_output, has_row,
-    GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Add the products of the columns from `start` on, which are of one group."""
+def _inputs(x, start, k, row, has_row, BLOCK_K: tl.constexpr):
     column = start + tl.arange(0, BLOCK_K)
-    inputs = tl.load(x + row[None, :] * k + column[:, None], (column < k)[:, None] & has_row[None, :], 0.0)
-    group = _group(start, k, GROUP)
-    numbers = _less_zeros(numbers, zeros, group, n, output, has_output).to(inputs.dtype)
-    if GROUP == 0:
-        return tl.dot(numbers, inputs, sums, input_precision=_PRECISION)
-    scale = tl.load(scales + group * n + output, has_output, 0.0)
-    return sums + tl.dot(numbers, inputs, input_precision=_PRECISION) * scale[:, None]
+    return tl.load(x + row[None, :] * k + column[:, None], (column < k)[:, None] & has_row[None, :], 0.0)
 
 
 @triton.jit
-def _group(start, k, GROUP: tl.constexpr):
+def _group(of_groups, start, n, k, output, has_output, GROUP: tl.constexpr):
+    """Return the scales or zero points of the columns from `start` on, which are of one group."""
+    return tl.load(of_groups + _group_number(start, k, GROUP) * n + output, has_output, 0.0)
+
+
+@triton.jit
+def _group_number(start, k, GROUP: tl.constexpr):
     """Return the group of a tile's columns; one behind the last column has the last group's."""
     return tl.minimum(start, k - 1) // GROUP if GROUP else 0
 
 
 @triton.jit
-def _less_zeros(numbers, zeros, group, n, output, has_output):
-    if zeros is not None:
-        zero = tl.load(zeros + group * n + output, has_output, 0)
-        numbers = numbers.to(tl.int8) - zero.to(tl.int8)[:, None]
-    return numbers
+def _factors(packed, number: tl.constexpr, zero, inputs, FLOAT8: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Return one number of each element, less `zero` [BLOCK_N], in the dtype of `inputs`."""
+    bf16: tl.constexpr = inputs.dtype == tl.bfloat16
+    if PTX and BITS == 4:
+        less = (-(_0_IN_BF16 if bf16 else _0_IN_FP16) - zero).to(inputs.dtype)[:, None]
+        found = tl.inline_asm_elementwise(
+            _4_BITS_TO_BF16[number] if bf16 else _4_BITS_TO_FP16[number],
+            "=r,r,r", [packed, less], inputs.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PTX and FLOAT8:
+        found = tl.inline_asm_elementwise(
+            _E4M3_TO_BF16[number] if bf16 else _E4M3_TO_FP16[number],
+            "=r,r", [packed], inputs.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = _numbers(packed, number, inputs.dtype, FLOAT8, BITS)
+        if BITS == 4:
+            found -= zero.to(inputs.dtype)[:, None]
+    return found
+
+
+@triton.jit
+def _numbers(packed, number: tl.constexpr, dtype: tl.constexpr, FLOAT8: tl.constexpr, BITS: tl.constexpr):
+    """Return one number of each element as a float."""
+    if BITS == 4:
+        found = (packed >> (4 * number) & 15).to(dtype)
+    elif FLOAT8:
+        found = (packed >> (8 * number)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        found = (packed >> (8 * number)).to(tl.int8).to(dtype)
+    return found
 
 
 @triton.jit(do_not_specialize=["first"])
 def _dequantize(
     values, scales, zeros, out, first, n, k, width,
-    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, FLOAT8: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     output, tile = first + row, tl.program_id(1)
     has_output = output < n
-    byte = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    numbers = tl.load(
-        values + output[:, None] * width + byte[None, :], has_output[:, None] & (byte < width)[None, :], 0.0
+    element = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    packed = tl.load(
+        values + output[:, None] * width + element[None, :], has_output[:, None] & (element < width)[None, :], 0
     )
     out += row[:, None] * k
-    if BITS == 4:
-        start = tile * 2 * BLOCK_K
-        _scale(numbers & 15, scales, zeros, out, start, n, k, output, has_output, GROUP, BLOCK_K)
-        _scale(numbers >> 4, scales, zeros, out, start + BLOCK_K, n, k, output, has_output, GROUP, BLOCK_K)
-    else:
-        _scale(numbers, scales, zeros, out, tile * BLOCK_K, n, k, output, has_output, GROUP, BLOCK_K)
+    NUMBERS: tl.constexpr = 16 // BITS
+    for number in tl.static_range(NUMBERS):
+        numbers = _numbers(packed, number, tl.float32, FLOAT8, BITS)
+        start = (tile * NUMBERS + number) * BLOCK_K
+        _scale(numbers, scales, zeros, out, start, n, k, output, has_output, GROUP, BLOCK_K)
 
 
 @triton.jit
@@ -273,9 +373,10 @@ def _scale(
 ):  # fmt: skip
     """Write the columns from `start` on, which are of one group, rounded once."""
     column = start + tl.arange(0, BLOCK_K)
-    group = _group(start, k, GROUP)
-    scale = tl.load(scales + group * n + output, has_output, 0.0)
-    scaled = _less_zeros(numbers, zeros, group, n, output, has_output).to(tl.float32) * scale[:, None]
+    group = _group_number(start, k, GROUP)
+    if zeros is not None:
+        numbers -= tl.load(zeros + group * n + output, has_output, 0).to(tl.float32)[:, None]
+    scaled = numbers * tl.load(scales + group * n + output, has_output, 0.0)[:, None]
     tl.store(out + column[None, :], scaled.to(out.dtype.element_ty), has_output[:, None] & (column < k)[None, :])
 
 

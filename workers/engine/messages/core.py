@@ -331,6 +331,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     when that was planned on the machine's monotonic clock: its first step, then one after each
     preemption. All three hold only requests that asked. `pooled` has what a pooling request
     yields, which ends with STOP and without a token: float32, little-endian, row by row.
+    `device_seconds` has what a request that ended took of the devices, its share of each step by
+    its tokens there; with `stop_strings` of one that goes on too, so far.
     """
 
     step: int
@@ -346,6 +348,7 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     starts: dict[int, list[tuple[int, float]]] = {}
     pooled: dict[int, bytes] = {}
+    device_seconds: dict[int, float] = {}
 
 
 ToCore = SetVocabulary | AddRequests | AbortRequests | Shutdown

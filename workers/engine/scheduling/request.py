@@ -28,6 +28,7 @@ class RequestState:
         "cached_tokens",
         "capacity",
         "computed",
+        "device_seconds",
         "finish",
         "guide",
         "hash_at",
@@ -46,6 +47,7 @@ class RequestState:
         "second_text",
         "shared",
         "slot",
+        "stop_strings",
         "stop_token_ids",
         "timed",
         "tokens",
@@ -63,6 +65,7 @@ class RequestState:
         self.arrived = request.arrived
         self.timed = request.timed
         self.waited = 0.0  # seconds from then to its first step
+        self.device_seconds = 0.0  # its share of steps, as far as `SlotPool` has added it
         self.priority = (not request.live, request.priority, arrival)
         # The first prompt position whose log probability no launched step reports; beyond all
         # positions when none is left.
@@ -76,6 +79,7 @@ class RequestState:
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
         # The batch whose outputs predict its own; None if only its limit can end it
         self.batch_id = request.batch_id if self.stop_token_ids or request.stop_strings else None
+        self.stop_strings = request.stop_strings
         self.finish = Finish.RUNNING
         self.guide: Guide | None = None
         self.cached_tokens = -1

@@ -89,6 +89,7 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, RequestState] = {}
         self._guided = 0  # of them
+        self._ending_by_text = 0  # of them, those with stop strings
         self._launched: deque[StepBuilder] = deque()
         self._live_step_seconds = live_step_seconds
         self._takes_long = False  # the step planned last
@@ -130,6 +131,7 @@ class Scheduler:
             self._output.end(added, stop_token, problem)
         else:
             self._requests[added.id] = added
+            self._ending_by_text += added.stop_strings
             if guide is not None and not guide.finished:
                 added.guide = guide
                 self._guided += 1
@@ -226,6 +228,10 @@ class Scheduler:
         self._stats.computed_tokens -= int(plan.counts.sum())
         return [request.id for request in requests]
 
+    def charge(self, plan: StepPlan, seconds: float) -> None:
+        """Divide the device time of a step, before `update`, among its requests by their tokens."""
+        self._slots.charge(plan, seconds)
+
     def fail(self, request_id: int, error: str) -> None:
         """End a request that cannot be computed; `error` is a sentence."""
         self._end(self._requests[request_id], Finish.ERROR, error=error)
@@ -262,11 +268,18 @@ class Scheduler:
             add_id(request.id)
             add_token(token)
         self._stats.tokens += len(output.token_ids)
+        self._report_device_seconds(launched)
         return self._flush(launched.first_entries)
 
     def ended(self) -> StepOutput | None:
         """Return the requests that ended without a step since the last output, if any."""
         return self._flush() if self._output.request_ids else None
+
+    def _report_device_seconds(self, launched: StepBuilder) -> None:
+        """Report the time so far of requests that the worker process may end by their text."""
+        if self._ending_by_text:
+            going_on = [request for request in launched.sampling if request.stop_strings and not request.finish]
+            self._output.device_seconds.update(self._slots.seconds_so_far(going_on))
 
     def _advance_guides(self, plan: StepPlan, launched: StepBuilder, result: StepResult) -> None:
         """Record the tokens of guided samples.
@@ -296,6 +309,7 @@ class Scheduler:
     ) -> None:
         request.finish = finish
         self._drop_guide(request)
+        self._ending_by_text -= request.stop_strings
         del self._requests[request.id]
         self._queues.end(request)
         self._output.end(request, stop_token, error, token)

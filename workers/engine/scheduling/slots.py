@@ -1,7 +1,10 @@
-"""Slots of the device, free and in use."""
+"""Slots of the device, free and in use, and how long it computed for each."""
 
 from typing import NamedTuple
 
+import numpy as np
+
+from workers.engine.messages.step import StepPlan
 from workers.engine.scheduling.block_pool import BlockPool
 from workers.engine.scheduling.request import RequestState
 
@@ -18,6 +21,8 @@ class SlotPool:
         self.returning: list[_Returning] = []
         self.retired_step = 0
         self._blocks = blocks
+        # Not yet added to the request that has, or had, the slot; at -1, of no request, always 0
+        self._device_seconds = np.zeros(num_slots + 1)
 
     @property
     def returning_blocks(self) -> int:
@@ -30,8 +35,9 @@ class SlotPool:
 
     def give_up(self, request: RequestState) -> None:
         """Take slot and blocks from a request."""
+        self.settle(request, request.slot)
         own_blocks = len(request.blocks) - request.shared
-        returning = _Returning(request.last_step, request.slot, request.blocks, own_blocks, request.live)
+        returning = _Returning(request.last_step, request.slot, request.blocks, own_blocks, request)
         request.leave()
         self._return(returning)
 
@@ -50,6 +56,20 @@ class SlotPool:
         for returning in given_up:
             self._return(returning._replace(after=before) if returning.after == step else returning)
 
+    def charge(self, plan: StepPlan, seconds: float) -> None:
+        """Divide the time of a step, not yet retired, among its slots by their tokens."""
+        self._device_seconds[plan.slots] += plan.counts * (seconds / plan.counts.sum())
+
+    def settle(self, request: RequestState, slot: int) -> None:
+        """Add the slot's time to the request that has it, or gave it up last."""
+        request.device_seconds += float(self._device_seconds[slot])
+        self._device_seconds[slot] = 0.0
+
+    def seconds_so_far(self, requests: list[RequestState]) -> dict[int, float]:
+        """Return what each of these requests took, by its id, in one access to the array."""
+        unsettled = self._device_seconds[[request.slot for request in requests]].tolist()
+        return {each.id: each.device_seconds + more for each, more in zip(requests, unsettled, strict=True)}
+
     def _return(self, returning: "_Returning") -> None:
         if returning.after <= self.retired_step:
             self._free(returning)
@@ -57,7 +77,8 @@ class SlotPool:
             self.returning.append(returning)
 
     def _free(self, returning: "_Returning") -> None:
-        self._blocks.free(returning.blocks, returning.live)
+        self.settle(returning.request, returning.slot)
+        self._blocks.free(returning.blocks, returning.request.live)
         self.free.append(returning.slot)
 
 
@@ -68,4 +89,4 @@ class _Returning(NamedTuple):
     slot: int
     blocks: list[int]
     own_blocks: int
-    live: bool
+    request: RequestState

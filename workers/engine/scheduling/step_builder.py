@@ -77,6 +77,7 @@ class OutputBuilder:
     fresh_scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     fresh_starts: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     pooled: dict[int, bytes] = field(default_factory=dict)
+    device_seconds: dict[int, float] = field(default_factory=dict)
 
     def take_logprobs(self, launched: StepBuilder, result: StepResult) -> None:
         for index, logprobs in result.logprobs.items():
@@ -102,6 +103,8 @@ class OutputBuilder:
         self.request_ids.append(request.id)
         if token is not None:
             self.token_ids.append(token)
+        if request.device_seconds:
+            self.device_seconds[request.id] = request.device_seconds
         if error:
             self.errors[request.id] = error
 
@@ -142,4 +145,5 @@ class OutputBuilder:
             scores,
             starts,
             self.pooled,
+            self.device_seconds,
         )

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def meaning(
     return torch.tensor(rows, dtype=torch.float64).float().to(dtype)
 
 
+@cache
 def gptq(bits: int, group_size: int, *, act_order: bool = False, sym: bool = True, v2: bool = False) -> Case:
     size_of = float(2.0 ** -(bits + 1))
 
@@ -133,6 +135,7 @@ def gptq(bits: int, group_size: int, *, act_order: bool = False, sym: bool = Tru
     return Case(settings, pack)
 
 
+@cache
 def awq(group_size: int) -> Case:
     def pack_line(numbers: list[int]) -> list[int]:
         found = []
@@ -167,6 +170,7 @@ def awq(group_size: int) -> Case:
     return Case(settings, pack)
 
 
+@cache
 def fp8(block: tuple[int, int] | None) -> Case:
     """DeepSeek's blocks; without, a scale for each matrix."""
 
@@ -209,6 +213,7 @@ def with_activations(case: Case, activations: dict[str, Any] | None) -> Case:
     return replace(case, settings=case.settings | {"config_groups": {"group_0": scheme}})
 
 
+@cache
 def numbers(strategy: str, *, floats: bool = False, symmetric: bool = True, stored: str | None = None) -> Case:
     """compressed-tensors' numbers one by one: int8 or float8, with bfloat16 scales."""
     block = (32, 48)
@@ -242,6 +247,7 @@ def numbers(strategy: str, *, floats: bool = False, symmetric: bool = True, stor
     return Case(compressed(stored or ("float-quantized" if floats else "int-quantized"), weights), pack, torch.bfloat16)
 
 
+@cache
 def packed(bits: int, group_size: int, *, symmetric: bool = True, act_order: bool = False) -> Case:
     """compressed-tensors' packed integers; a group size of -1 is a scale for each row."""
     half = 2 ** (bits - 1)
@@ -288,23 +294,32 @@ def write(case: Case, path: Path, kept: tuple[str, ...] = ()) -> tuple[Path, Pat
     """Write two checkpoints of the tiny llama: one with its projections quantized, but those of the
     modules `kept`, and the plain one that means the same.
     """
-    generator = torch.Generator().manual_seed(3)
-    stored: Parts = {}
-    plain: Parts = {}
-    for name, tensor in load_file(folder("llama") / "model.safetensors").items():
-        module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or module in kept:
-            stored[name] = plain[name] = tensor.to(case.dtype)
-            continue
-        found = case.pack(*tensor.shape, generator)
-        stored.update({f"{module}.{part}": value for part, value in found.parts.items()})
-        plain[name] = found.plain
+    stored, plain = _weights(case.pack, case.dtype, kept)
     ways = (("quantized", stored, {"quantization_config": case.settings}), ("plain", plain, {}))
     for way, tensors, changes in ways:
         shutil.copytree(folder("llama"), path / way)
         edit(path / way / "config.json", dtype=str(case.dtype).removeprefix("torch."), **changes)
         save_file(tensors, path / way / "model.safetensors")
     return path / "quantized", path / "plain"
+
+
+@cache
+def _weights(pack: Packer, dtype: torch.dtype, kept: tuple[str, ...]) -> tuple[Parts, Parts]:
+    """Return the tensors of both; what each number means is computed one by one, which takes
+    long.
+    """
+    generator = torch.Generator().manual_seed(3)
+    stored: Parts = {}
+    plain: Parts = {}
+    for name, tensor in load_file(folder("llama") / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or module in kept:
+            stored[name] = plain[name] = tensor.to(dtype)
+            continue
+        found = pack(*tensor.shape, generator)
+        stored.update({f"{module}.{part}": value for part, value in found.parts.items()})
+        plain[name] = found.plain
+    return stored, plain
 
 
 def edit(file: Path, **changes: Any) -> None:

@@ -88,7 +88,9 @@ def test_each_kind_of_matrix_gets_its_product(name: str, tmp_path: Path) -> None
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", ["packed-4-32-asymmetric", "float-channel", "float-block"])
+@pytest.mark.parametrize(
+    "name", ["packed-4-32-asymmetric", "float-channel", pytest.param("float-block", marks=pytest.mark.proof)]
+)
 def test_ranks_take_their_parts(name: str, tmp_path: Path) -> None:
     quantized, _ = write(CASES[name], tmp_path)
     found = []

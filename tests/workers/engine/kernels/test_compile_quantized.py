@@ -7,21 +7,19 @@ import torch
 
 from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Code, KernelVariant, compiled
 from tests.workers.engine.kernels.test_compile import NAMES, SPILLED
-from workers.engine.kernels.quantized_matmul import tiles
+from workers.engine.kernels.quantized_matmul import block_k, tiles
 
 MODULE = "workers.engine.kernels.quantized_matmul"
-VALUES = {"int4": "*u8", "int8": "*i8", "float8": "*fp8e4nv"}
+KINDS = ("int4", "int8", "float8")
 ROWS = (16, 32, 64, 128)
 FLOAT8_SINCE = 89  # compute capability
 
 
-def multiply(
-    kind: str, rows: int, group_size: int, dtype: str = "bf16", parts: bool = False, block_k: int = 64
-) -> KernelVariant:
+def multiply(kind: str, rows: int, group_size: int, dtype: str = "bf16", parts: bool = False) -> KernelVariant:
     choice = tiles(rows, {short: of for of, (short, _) in NAMES.items()}[dtype])
     signature = {
         "x": f"*{dtype}",
-        "values": VALUES[kind],
+        "values": "*i16",
         "scales": "*fp32",
         "bias": f"*{dtype}",
         "out": "*fp32" if parts else f"*{dtype}",
@@ -29,13 +27,15 @@ def multiply(
     }
     constants = {
         "GROUP": group_size,
+        "FLOAT8": kind == "float8",
         "BITS": 4 if kind == "int4" else 8,
         "BLOCK_M": choice.block_m,
         "BLOCK_N": choice.tile,
-        "BLOCK_K": block_k,
+        "BLOCK_K": block_k(group_size, 4 if kind == "int4" else 8),
+        "PTX": dtype != "fp32",
     }
     if kind == "int4":
-        signature["zeros"] = "*u8"
+        signature["zeros"] = "*fp32"
     else:
         constants["zeros"] = None
     if parts:
@@ -47,15 +47,16 @@ def multiply(
 
 
 def dequantize(kind: str, group_size: int) -> KernelVariant:
-    signature = {"values": VALUES[kind], "scales": "*fp32", "out": "*bf16"}
+    signature = {"values": "*i16", "scales": "*fp32", "out": "*bf16"}
     constants = {
         "GROUP": group_size,
+        "FLOAT8": kind == "float8",
         "BITS": 4 if kind == "int4" else 8,
         "BLOCK_N": 64,
-        "BLOCK_K": min(64, group_size or 64),
+        "BLOCK_K": block_k(group_size, 4 if kind == "int4" else 8),
     }
     if kind == "int4":
-        signature["zeros"] = "*u8"
+        signature["zeros"] = "*fp32"
     else:
         constants["zeros"] = None
     aligned = (*signature, "n", "k", "width")
@@ -73,7 +74,7 @@ def check(variants: dict[str, KernelVariant], capability: int) -> dict[str, Code
 
 
 def kinds(capability: int) -> list[str]:
-    return [kind for kind in VALUES if kind != "float8" or capability >= FLOAT8_SINCE]
+    return [kind for kind in KINDS if kind != "float8" or capability >= FLOAT8_SINCE]
 
 
 @pytest.mark.proof
@@ -100,9 +101,7 @@ def test_every_number_of_rows_compiles(capability: int) -> None:
 def test_narrow_groups_parts_and_other_dtypes_compile(capability: int) -> None:
     check(
         {
-            f"{kind}, {rows} rows, {dtype}, groups of {group_size}": multiply(
-                kind, rows, group_size, dtype, parts=True, block_k=group_size
-            )
+            f"{kind}, {rows} rows, {dtype}, groups of {group_size}": multiply(kind, rows, group_size, dtype, parts=True)
             for kind in kinds(capability)
             for rows in (16, 128)
             for dtype, group_size in (("fp16", 32), ("bf16", 16), ("fp32", 64))

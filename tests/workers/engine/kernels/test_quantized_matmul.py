@@ -171,12 +171,16 @@ def test_parts_have_all_tiles_and_none_is_empty(count: int) -> None:
         assert (parts - 1) * each < count <= parts * each
 
 
-def test_halves_of_a_byte_are_of_tiles_side_by_side() -> None:
+def test_numbers_of_an_element_are_of_columns_side_by_side() -> None:
     values = torch.arange(16, dtype=torch.uint8).repeat(3, 2)[:, :24]
-    packed = pack(values, 4)
-    assert packed.shape == (3, 12)
-    assert packed[0, :4].tolist() == [0 | 4 << 4, 1 | 5 << 4, 2 | 6 << 4, 3 | 7 << 4]
-    assert (pack(values, 16)[:, 8:] & 15).eq(torch.arange(8, 16, dtype=torch.uint8)).all()
+    packed = pack(values, 4, 2)
+    assert packed.shape == (3, 6)
+    assert packed[0, :2].tolist() == [0 | 2 << 4 | 4 << 8 | 6 << 12, 1 | 3 << 4 | 5 << 8 | 7 << 12]
+    filled = pack(values, 4, 4)[:, 4:]
+    assert (filled & 15).equal(torch.arange(4, dtype=torch.int16).repeat(3, 1))
+    assert not (filled >> 8).any()
+    bytes_of_two = pack(values + 100, 8, 2)
+    assert bytes_of_two[0, :2].tolist() == [100 | 102 << 8, 101 | 103 << 8]
 
 
 def test_no_rows_and_more_dimensions() -> None:

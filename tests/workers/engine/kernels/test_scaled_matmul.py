@@ -17,7 +17,12 @@ from workers.engine.kernels.quantized_matmul import QuantizedMatmul
 from workers.engine.kernels.scaled_matmul import ScaledMatmul, can_scale, matches_torch, quantize_rows
 from workers.engine.layers.quantized import QuantizedWeight
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1 / 100, torch.float16: 1 / 1000}
+# Matrix units of a GPU add up products of float8 less exactly than float32 does.
+TOLERANCE = {
+    torch.float32: 1e-5 if torch.device("cpu") == DEVICE else 1e-4,
+    torch.bfloat16: 1 / 100,
+    torch.float16: 1 / 1000,
+}
 
 
 def float8_weight(n: int, k: int, dtype: torch.dtype, group_size: int | None = None) -> QuantizedWeight:

@@ -6,13 +6,24 @@ prompts cut into small chunks, blocks taken away and computed again, a step that
 blocks found in the prefix cache.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tests.workers.engine.models.tiny_models import EACH_MODEL, MODELS, PROMPT_LENGTHS, Reference, folder, reference
+from tests.workers.engine.models.tiny_models import (
+    EACH_MODEL,
+    MODELS,
+    PROMPT_LENGTHS,
+    Reference,
+    folder,
+    make,
+    reference,
+)
 from tests.workers.engine.places import GPU, Place, at_all, interpreted
 from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
@@ -173,12 +184,29 @@ def test_second_submission_hits_the_cache(name: str, depth: int, place: Place) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
-def test_keys_and_values_of_8_bits_turn_logits_little(name: str) -> None:
-    expected = reference(name)
+def test_keys_and_values_of_8_bits_are_rounded_and_no_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is transformers' with every key and value rounded as it enters the cache."""
+    expected, model = reference(name), make(MODELS[name])
+    for layer in (DynamicLayer, DynamicSlidingWindowLayer):
+        monkeypatch.setattr(layer, "update", rounding(layer.update))
     core, sampler = start(name, ParityVariant(depth=1), GPU, kv_cache_dtype="fp8")
     answers(core, expected)
-    for request, logits in enumerate(expected.logits):
-        assert torch.cosine_similarity(sampler.logits[request, 0], logits[0], dim=0) > 0.995
+    for request, prompt in enumerate(expected.prompts):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt]), use_cache=True).logits[0, -1]
+        assert torch.cosine_similarity(sampler.logits[request, 0], logits, dim=0) > 0.9995
+    assert any(
+        torch.cosine_similarity(sampler.logits[request, 0], logits[0], dim=0) < 0.995
+        for request, logits in enumerate(expected.logits)
+    )
+
+
+def rounding(update: Callable[..., Any]) -> Callable[..., Any]:
+    def rounded(layer: object, keys: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
+        keys, values = (each.to(torch.float8_e4m3fn).to(each.dtype) for each in (keys, values))
+        return update(layer, keys, values, *rest, **named)
+
+    return rounded
 
 
 SMALL = ParityVariant(num_blocks=7, max_model_len=80, max_num_seqs=2, max_num_batched_tokens=24, depth=1)

@@ -63,7 +63,7 @@ def expected_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     return F.linear(rounded, replace(weight, dtype=torch.float64).dequantize())
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, pytest.param(3, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)

@@ -49,7 +49,7 @@ def operands(
     )
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, pytest.param(3, marks=pytest.mark.proof)])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
 def test_equals_torch(rows: int, outputs: int, inputs: int, threads: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(threads)

@@ -1,0 +1,48 @@
+"""What a fleet takes of Redis, as the tables of `docs/scaling.md`."""
+
+from typing import Any
+
+from benchmarks.measured import Figures
+
+FILES = ("redis-time", "fleet")
+KEPT_PACE = 0.8
+"""Workers that do so much of what they would are taken to keep their pace."""
+
+
+def fleet_table(times: Figures | None, fleet: Figures | None) -> str:
+    """From the figures of `redis_time` and of `fleet`; what was not measured is left out."""
+    parts = [_times(times)] if times else []
+    return "\n".join(parts + ([_fleet(fleet)] if fleet else []))
+
+
+def keeps_pace(point: dict[str, Any]) -> bool:
+    """Return whether the workers of a point were not held up."""
+    return bool(point["lines_per_second"] >= KEPT_PACE * point["asked"])
+
+
+def last_kept(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the point of the most workers that kept their pace; without one, the first."""
+    return [point for point in points if keeps_pace(point)][-1] if keeps_pace(points[0]) else points[0]
+
+
+def _times(figures: Figures) -> str:
+    each = figures["us_per_line"]
+    rows = [
+        f"| {name} | {' | '.join(f'{one[name]:.1f}' for one in each.values())} |" for name in next(iter(each.values()))
+    ]
+    head = f"| µs of Redis per line, {figures['server']} | {' | '.join(each)} |"
+    return "\n".join([head, "| --- |" + " --- |" * len(each), *rows]) + "\n"
+
+
+def _fleet(figures: Figures) -> str:
+    head = "| output tokens of a line | workers at their pace | lines/s | µs of Redis per line | of its core"
+    rows = [head + " | limit: lines/s | output tokens/s | GPUs |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for tokens, points in figures["curves"].items():
+        point = last_kept(points)
+        limit = point["limit_lines_per_second"]
+        rows.append(
+            f"| {tokens} | {point['workers']} | {point['lines_per_second']:,} | {point['redis_us_per_line']}"
+            f" | {point['redis_core']:.0%} | {limit:,} | {limit * int(tokens) / 1e6:.1f} million"
+            f" | {point['limit_gpus']} |"
+        )
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,10 @@
+#!lua flags=allow-oom
+-- Raises counts of API keys to what was saved, where a server that went back has less.
+-- ARGV: (field, count) each
+-- Returns nothing.
+
+for i = 1, #ARGV, 2 do
+  if tonumber(redis.call('HGET', key.KEY_USAGE, ARGV[i]) or 0) < tonumber(ARGV[i + 1]) then
+    redis.call('HSET', key.KEY_USAGE, ARGV[i], ARGV[i + 1])
+  end
+end

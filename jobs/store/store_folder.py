@@ -1,0 +1,26 @@
+"""Where the file store is."""
+
+from pathlib import PurePath
+
+from jobs.store.storage import StoreError, is_missing, join, path_of, read_bytes
+
+_SCHEMA_FILE, _SCHEMA = "schema", "1"
+
+
+def store_root(location: str) -> PurePath:
+    """The file store behind FILE_STORE.
+
+    Raises `StoreError` unless it is of this version's schema, as it is where no file names one.
+    """
+    try:
+        schema = read_bytes(join(location, _SCHEMA_FILE)).decode(errors="replace").strip()
+    except StoreError as error:
+        if not is_missing(error):
+            raise
+        schema = _SCHEMA
+    if schema != _SCHEMA:
+        raise StoreError(
+            f"the file store {location} has schema {schema}, and this version reads schema {_SCHEMA}: run the version"
+            " that wrote it, or use another folder"
+        )
+    return path_of(location)

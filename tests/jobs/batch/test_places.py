@@ -1,0 +1,231 @@
+"""A batch runs in a bucket as it does in a folder."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path, PurePath
+
+import pytest
+import redis
+
+from jobs.batch import manifest
+from jobs.batch import register as register_module
+from jobs.batch.client import get_batch
+from jobs.batch.manifest import Superseded, save_manifest
+from jobs.batch.rebuild import rebuild_all, unknown_folders
+from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
+from jobs.control import slices
+from jobs.control.ticker import Ticker
+from jobs.protocol.chat import CHAT
+from jobs.protocol.ids import BATCH, new_id
+from jobs.protocol.states import END_STATES
+from jobs.queue.request_queue import Queue
+from jobs.store import object_storage
+from jobs.store.storage import StoreError, join, list_names, path_of
+from tests.support.batch_steps import answer_all, run_to_end, step, tick
+from tests.support.control_plane import failing
+from tests.support.cut_off import cut_off_before_each_step
+from tests.support.object_stores import CLOUDS, PLACES, bucket, store_location
+from tests.support.redis_server import running_server
+from tests.support.store_batches import (
+    check_every_line_once,
+    custom_ids,
+    lines_of,
+    log_of,
+    manifest_of,
+    put,
+    serve,
+    store_of,
+    submit,
+    under_way,
+)
+
+
+@pytest.fixture(params=[*PLACES, *CLOUDS])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where a file store will be: a folder, and a bucket of each kind."""
+    with store_location(request.param, tmp_path) as found:
+        yield found
+
+
+def test_a_batch_runs_to_its_end(redis_client: redis.Redis, folder: PurePath) -> None:
+    record = run_to_end(redis_client, submit(redis_client, folder, lines_of(20)).id, failing(3))
+    check_every_line_once(redis_client, folder, record, 20)
+
+
+def test_a_process_that_was_thought_dead_changes_nothing(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        record = under_way(redis_client, folder)
+        stopped = manifest_of(record)
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "PROCESS", "another")
+            assert step(redis_client, record.id).state == "in_progress"
+        with pytest.raises(Superseded):
+            save_manifest(stopped)
+        answer_all(redis_client, failing(3))
+        ended = run_to_end(redis_client, record.id, failing(3))
+        with pytest.raises(Superseded):
+            save_manifest(stopped)
+        check_every_line_once(redis_client, folder, ended, 20)
+
+
+def test_an_emptied_redis_is_rebuilt(redis_client: redis.Redis, folder: PurePath) -> None:
+    record = under_way(redis_client, folder)
+    seen = log_of(record)
+    assert len(custom_ids(seen)) > 0
+    redis_client.flushall()
+    serve(redis_client, "m")
+    assert rebuild_all(Queue(redis_client), str(folder / "store")) == (1, [])
+    ended = run_to_end(redis_client, record.id, failing(3))
+    assert log_of(ended).startswith(seen)
+    check_every_line_once(redis_client, folder, ended, 20)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("read_only", "AccessDenied"), ("denied", "AccessDenied")])
+def test_a_batch_shows_why_its_bucket_holds_it_up(redis_client: redis.Redis, fault: str, reason: str) -> None:
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        record = under_way(redis_client, folder)
+        answer_all(redis_client, failing(3))
+        setattr(remote.server, fault, True)
+        assert reason in (step(redis_client, record.id).problem or "")
+        setattr(remote.server, fault, False)
+        ended = run_to_end(redis_client, record.id, failing(3))
+        check_every_line_once(redis_client, folder, ended, 20)
+
+
+def test_a_batch_goes_on_once_its_bucket_answers(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_storage, "_REQUEST", timedelta(seconds=1))
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        record = under_way(redis_client, folder)
+        answer_all(redis_client, failing(3))
+        remote.server.held = "PUT "
+        assert "or did not answer in time" in (step(redis_client, record.id).problem or "")
+        remote.server.held = ""
+        remote.server.released.set()
+        ended = run_to_end(redis_client, record.id, failing(3))
+        check_every_line_once(redis_client, folder, ended, 20)
+
+
+def test_what_an_ended_batch_needs_no_more_is_removed_once_its_bucket_answers(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed as it ended the batch has left that to the ticker."""
+    with bucket() as remote:
+        folder, queue = path_of(remote.uri), Queue(redis_client)
+        record = under_way(redis_client, folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(slices, "clean_up", lambda *_: None)
+            run_to_end(redis_client, record.id, failing(3))
+        leader, parts = Ticker(queue, str(folder / "store")), join(record.spec.root, "parts")
+        remote.server.denied = True
+        tick(leader)
+        remote.server.denied = False
+        assert list_names(parts) != []
+        tick(leader)
+        assert list_names(parts) == []
+        assert queue.active_batches() == {}
+
+
+def test_a_fleet_with_another_redis_takes_a_batch_over(redis_client: redis.Redis, folder: PurePath) -> None:
+    """The first one leaves it alone from then on."""
+    record = under_way(redis_client, folder)
+    with running_server() as server, redis.Redis.from_url(server.url) as other:
+        serve(other, "m")
+        assert rebuild_all(Queue(other), str(folder / "store")) == (1, [])
+        assert step(redis_client, record.id).state == "in_progress"
+        answer_all(redis_client, failing(3))
+        ended = run_to_end(other, record.id, failing(3))
+        assert step(redis_client, record.id).state == "in_progress"
+        check_every_line_once(other, folder, ended, 20)
+
+
+def test_a_batch_that_was_rebuilt_meanwhile_has_no_problem(
+    redis_client: redis.Redis, folder: PurePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its record and its folder a slice finds another owner, of this Redis."""
+    record, held_folder = under_way(redis_client, folder), slices.held_folder
+
+    def rebuild_first(queue: Queue, root: str, patience: float) -> AbstractContextManager[None]:
+        redis_client.flushall()
+        serve(redis_client, "m")
+        assert rebuild_all(queue, str(folder / "store")) == (1, [])
+        return held_folder(queue, root, patience)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slices, "held_folder", rebuild_first)
+        assert step(redis_client, record.id).problem is None
+    ended = run_to_end(redis_client, record.id, failing(3))
+    check_every_line_once(redis_client, folder, ended, 20)
+
+
+def test_a_manifest_is_made_once(redis_client: redis.Redis) -> None:
+    with bucket() as remote:
+        found = manifest_of(submit(redis_client, path_of(remote.uri), lines_of(1)))
+        found.__dict__.clear()  # as one that is new
+        with pytest.raises(Superseded):
+            save_manifest(found)
+
+
+def test_a_batch_whose_maker_was_thought_dead_is_not_made(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is repeated while the first is at work, and finds nothing of it."""
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        files = store_of(redis_client, folder)
+        serve(redis_client, "m")
+        file_id = put(files, lines_of(3))
+        batch, save = new_id(BATCH, time.time()), register_module.save_manifest
+
+        def judge_first(made: manifest.Manifest) -> None:
+            assert submitted_batch(Queue(redis_client), files, "", batch) is None
+            save(made)
+
+        monkeypatch.setattr(register_module, "save_manifest", judge_first)
+        new = BatchSubmission(input_file_id=file_id, endpoint=CHAT, completion_window="24h", seconds=86400.0)
+        with pytest.raises(StoreError, match="given up"):
+            submit_batch(Queue(redis_client), files, new, batch)
+        assert Queue(redis_client).batches() == []
+        assert unknown_folders(Queue(redis_client), str(files.root)) == []
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_process_that_ends_before_any_step_loses_and_doubles_no_line(
+    redis_client: redis.Redis, emptied: bool
+) -> None:
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        made: dict[int, str] = {}
+
+        def answered(number: int) -> str:
+            record = submit(redis_client, folder, lines_of(20))
+            step(redis_client, record.id)
+            step(redis_client, record.id)
+            answer_all(redis_client, failing(3))
+            made[number] = record.id
+            return record.id
+
+        def run(number: int) -> None:
+            while step(redis_client, made[number]).state not in END_STATES:
+                pass
+
+        answered(1)
+        for number in cut_off_before_each_step(redis_client, run):
+            if emptied:
+                redis_client.flushall()
+                serve(redis_client, "m")
+                rebuild_all(Queue(redis_client), str(folder / "store"))
+            tick(Ticker(Queue(redis_client)))
+            record = get_batch(redis_client, made[number])
+            if record.state not in END_STATES:
+                record = run_to_end(redis_client, record.id, failing(3))
+            check_every_line_once(redis_client, folder, record, 20)
+            answered(number + 1)
+        assert number > 20
