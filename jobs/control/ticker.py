@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -46,6 +47,7 @@ from jobs.queue.tasks import (
     wake,
 )
 from jobs.server import ServerError
+from jobs.store.owner import HEARTBEAT_SECONDS
 
 TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
@@ -135,6 +137,7 @@ class Ticker:
         self._leads = False
         self._upkeep_due = threading.Event()
         self._upkeep_thread = threading.Thread(target=self._run_upkeep, daemon=True)
+        self._owner_thread = threading.Thread(target=self._renew_owner, daemon=True)
         self._lead = Lease(queue.redis, keys.LEADER)
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
         self._orphans: dict[Execution, float] = {}  # what RQ takes for running, since when (monotonic seconds)
@@ -148,6 +151,7 @@ class Ticker:
         """Lead whenever it can, until the process is ordered to end. Raises what Redis raises."""
         if not self._upkeep_thread.is_alive():
             self._upkeep_thread.start()
+            self._owner_thread.start()
         try:
             while not _stopping.is_set():
                 self._leads = self.lead()
@@ -188,12 +192,12 @@ class Ticker:
         while not _stopping.is_set():
             self._upkeep_due.wait()
             self._upkeep_due.clear()
-            try:
-                self.upkeep.run_once()
-            except (redis.RedisError, QueueUnavailable) as error:
-                logger.debug("Redis unavailable; the upkeep goes on when it answers: %s", error)
-            except Exception:
-                logger.exception("internal error of the upkeep, which goes on")
+            _attempt(self.upkeep.run_once)
+
+    def _renew_owner(self) -> None:
+        """Also while another ticker leads, which may be of a version without heartbeats."""
+        while not _stopping.wait(HEARTBEAT_SECONDS):
+            _attempt(self.upkeep.renew_owner)
 
     def _look_after_all(self) -> None:
         """Go on at the next tick where a moment was not enough: thousands of windows may close at
@@ -269,6 +273,15 @@ class Ticker:
         self._queue.remove_unfinished(batch)
         wake(self._client, batch)
         return True
+
+
+def _attempt(upkeep: Callable[[], object]) -> None:
+    try:
+        upkeep()
+    except (redis.RedisError, QueueUnavailable) as error:
+        logger.debug("Redis unavailable; the upkeep goes on when it answers: %s", error)
+    except Exception:
+        logger.exception("internal error of the upkeep, which goes on")
 
 
 class _Stopped(JobsError):

@@ -7,6 +7,7 @@ tenants, and saves what was computed for API keys.
 
 import logging
 import secrets
+import threading
 import time
 from typing import NamedTuple
 
@@ -22,7 +23,9 @@ from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 from jobs.store.idempotency import IdempotencyKeys
 from jobs.store.key_usage import behind, larger, load_usage, save_usage
-from jobs.store.storage import Busy, StoreError
+from jobs.store.marker import StoreAway
+from jobs.store.owner import StoreOwner
+from jobs.store.storage import Busy, StoreError, path_of
 from jobs.store.upload_store import UploadStore
 
 SWEEP_SECONDS = 60.0
@@ -49,6 +52,9 @@ class Upkeep:
         self._queue = queue
         self._file_store = file_store
         self._store: _OpenedStore | None = None  # None until it has answered
+        self._owner = None if file_store is None else StoreOwner(queue, path_of(file_store))
+        self._owner_problem = ""  # why the store could not be used last
+        self._renewing = threading.Lock()
         self._next_weights = 0.0  # this and the next: monotonic seconds
         self._next_usage = 0.0
         self._weights: dict[str, float] | None = None  # as published; None: this Redis may have others
@@ -70,6 +76,25 @@ class Upkeep:
             self.ended or lost or time.monotonic() >= min(self._next_sweep, self._next_weights, self._next_usage)
         )
 
+    def renew_owner(self) -> bool:
+        """Write a heartbeat of this queue's to its file store, and return whether that may be used.
+        Raises what Redis raises.
+        """
+        if self._owner is None:
+            return True
+        with self._renewing:
+            problem = ""
+            try:
+                self._owner.renew()
+            except StoreAway as error:
+                problem = f"upkeep of the file store paused (no expiry, no rebuild): {error}"
+            except StoreError as error:
+                problem = f"failed to write a heartbeat to the file store; retrying: {error}"
+            if problem and problem != self._owner_problem:
+                logger.error("%s", problem)
+            self._owner_problem = problem
+            return self._owner.is_ours
+
     def run_once(self) -> None:
         """Do what is due. Raises what Redis raises."""
         for batch in self.ended:
@@ -80,6 +105,8 @@ class Upkeep:
             store = self._store = self._store or self._open(self._file_store)
         except StoreError as error:
             logger.error("failed to open the file store; retrying: %s", error)
+            return
+        if not self._may_use_store():
             return
         try:
             self._restore(store.files)
@@ -97,6 +124,9 @@ class Upkeep:
         """A ticker that starts does not wait for this. Raise `StoreError`."""
         files = FileStore(self._queue, location, forget_output)
         return _OpenedStore(files, IdempotencyKeys(self._queue, files), KeyRing(location))
+
+    def _may_use_store(self) -> bool:
+        return self._owner is None or self._owner.is_ours or self.renew_owner()
 
     def _restore(self, files: FileStore) -> None:
         """Bring back what Redis has lost, a moment's work of it at a time."""

@@ -45,6 +45,7 @@ ON_DEMAND = "{q}:on_demand"  # hash: "<server> <model>" -> OnDemandModel; lasts 
 # began
 FILE_EXPIRY = "{q}:file_expiry"
 STORE = "{q}:store"  # id of the file store, as its marker file has it
+QUEUE_ID = "{q}:id"  # of this queue, by which a file store in a bucket names its owner
 
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
@@ -65,6 +66,7 @@ PERMANENT = frozenset(
         ENDED,
         FILE_EXPIRY,
         STORE,
+        QUEUE_ID,
         KEY_USAGE,
     }
 )

@@ -42,11 +42,10 @@ from jobs.store.storage import (
     make_folder,
     named,
     read_version,
-    replace_version,
     stamp_of,
     stamps_in,
     sync_folder,
-    write_new,
+    write_version,
 )
 
 logger = logging.getLogger(__name__)
@@ -290,8 +289,7 @@ class LeasedKey(HeldKey):
         self._put(_FREE + secrets.token_hex(8).encode())
 
     def _put(self, data: bytes) -> None:
-        known = self._version
-        version = write_new(self._location, data) if known is None else replace_version(self._location, data, known)
+        version = write_version(self._location, data, self._version)
         if version is None:
             raise StoreError(f"another request with this {HEADER} came in between: send it again")
         self._version = version

@@ -16,8 +16,7 @@ from jobs.store.storage import (
     is_local,
     is_missing,
     read_version,
-    replace_version,
-    write_new,
+    write_version,
 )
 
 FILE = "key_usage.json"
@@ -45,7 +44,7 @@ def save_usage(store: PurePath, usage: KeyUsage) -> KeyUsage:
             saved, version = _read(location)
             usage = larger(saved, usage)
             data = msgspec.json.format(msgspec.json.encode(usage), indent=1)
-            written = write_new(location, data) if version is None else replace_version(location, data, version)
+            written = write_version(location, data, version)
     return usage
 
 

@@ -460,6 +460,13 @@ def write_new(location: str, data: bytes) -> str | None:
         return storage.put_new(path, data)
 
 
+def write_version(location: str, data: bytes, version: str | None) -> str | None:
+    """Replace that version of a small file, or with None write a new one. Return and raise as
+    `replace_version` and `write_new` do.
+    """
+    return write_new(location, data) if version is None else replace_version(location, data, version)
+
+
 def touch(location: str) -> None:
     """Make an empty file durably, for which a full disk has room; leave one that is there. Raise
     `StoreError`.

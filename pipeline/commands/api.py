@@ -44,12 +44,12 @@ def api(ctx: click.Context, /, redis_url: str, file_store: str, log_level: str, 
     from api.main import main
     from jobs.queue.base import QueueBase
     from jobs.queue.connection import check_server, connect
-    from jobs.store.marker import open_store
+    from jobs.store.owner import open_own_store
     from jobs.store.storage import path_of
 
     with connect(redis_url) as client:
         check_server(client)
-        open_store(QueueBase(client, settings), path_of(file_store))
+        open_own_store(QueueBase(client, settings), path_of(file_store))
     try:
         main(settings)
     except OSError as error:

@@ -26,13 +26,13 @@ def jobs(ctx: click.Context, /, file_store: str, redis_url: str, log_level: str,
     """Validate, feed and finalize batches: RQ workers for two queues, and the ticker."""
     log_settings(ctx)
     from jobs.queue.settings import QueueSettings
-    from jobs.store.marker import open_store
+    from jobs.store.owner import open_own_store
     from jobs.store.storage import path_of
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
 
     settings = QueueSettings.from_environment(**values_of(QueueSettings, ctx.params))
     with Supervisor(redis_url, settings, print_line, log_level) as supervisor:
-        open_store(supervisor.queue, path_of(file_store))
+        open_own_store(supervisor.queue, path_of(file_store))
         supervisor.start_jobs(file_store)
         run_until_stopped(supervisor)

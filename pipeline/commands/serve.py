@@ -94,10 +94,10 @@ def serve(
             raise Refused(error.strerror or str(error)) from None
         supervisor = stack.enter_context(Supervisor(redis_url, settings, print_line, log_level))
         if redis_url is not None:  # a private one knows no other store
-            from jobs.store.marker import open_store
+            from jobs.store.owner import open_own_store
             from jobs.store.storage import path_of
 
-            open_store(supervisor.queue, path_of(file_store))
+            open_own_store(supervisor.queue, path_of(file_store))
         supervisor.start_api([*api_arguments(ctx.params), "--file-store", file_store], listener, api_server_count)
         if not hosted:
             alone = models[0]

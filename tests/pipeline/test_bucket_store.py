@@ -194,6 +194,23 @@ def test_a_bucket_needs_a_redis_that_all_share(run_here: RunHere) -> None:
     assert "is a bucket, which no lock keeps from others: set REDIS_URL" in done.err
 
 
+@pytest.mark.parametrize("command", ["api", "jobs", "serve"])
+def test_a_bucket_of_a_fleet_with_another_redis_is_refused(run_here: RunHere, command: str) -> None:
+    with (
+        bucket() as remote,
+        running_server() as first,
+        running_server() as other,
+        running_pipeline("jobs", "--file-store", remote.uri, redis_url=first.url) as jobs,
+    ):
+        wait_until(lambda: remote.server.get("store/owner"), 60, "the store to have an owner")
+        started = remote.server.get("store/owner")
+        wait_until(lambda: remote.server.get("store/owner") != started, 60, "a heartbeat")
+        done = run_here(command, "--file-store", remote.uri, REDIS_URL=other.url, PIPELINE_PORT="0")
+        assert jobs.process.poll() is None
+    assert done.code == 1
+    assert "is used by a fleet with another Redis: set REDIS_URL to that one, or name another prefix" in done.err
+
+
 def test_keys_are_made_and_revoked_in_a_bucket(run_here: RunHere) -> None:
     with bucket() as remote:
         made = run_here("keys", "create", "--tenant", "t", FILE_STORE=f"{remote.uri}/fleet")

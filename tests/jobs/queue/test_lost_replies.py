@@ -17,6 +17,7 @@ from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import Scripts
 from jobs.queue.settings import QueueSettings
 from jobs.store.leases import hold
 from tests.support.batch_steps import answer_all, begin, step, tick
@@ -123,6 +124,9 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     queue.create_batch("batch_d", 0)
     answers += [queue.ingest_early("batch_d", [(1, request())], "1 1")]
     queue.remove_unfinished("batch_d")
+    answers += [
+        call("queue_id", Scripts(queue.redis, queue.settings.redis_retry_seconds).call, "queue_id", ["queue_a"])
+    ]
     with hold(queue, "s3://store/batches/batch_d", 0):
         before("hold")
     answers += [call("discard", queue.discard, "batch_d", "validating", 0)]
