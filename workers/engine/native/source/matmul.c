@@ -31,12 +31,14 @@ int multiplies_quads(void);
 enum { RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
 #if LANES == 8
 static const int few_tiles[] = {8, 8, 2, 3, 1}; /* by what weights are stored as */
+#elif LANES == 16
+static const int few_tiles[] = {4, 4, 2, 2, 2};
 #else
 static const int few_tiles[] = {2, 2, 2, 2, 2};
 #endif
 /* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than
    LEAST_TILES. Of words only DEPTH of each row have to stay there (measured: docs/performance.md). */
-enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4, WORD_BLOCK_ROWS = 192 };
+enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4, WORD_BLOCK_ROWS = LANES == 16 ? 96 : 192 };
 enum { PARALLEL_NUMBERS = 1 << 14 }; /* numbers of x, from which on all threads quantize them */
 
 typedef struct {

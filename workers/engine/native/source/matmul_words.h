@@ -28,9 +28,9 @@ enum {
     TILE_VECTORS = 2,
 #endif
     STRIP = TILE_VECTORS * LANES,
-    DEPTH = 256,     /* words of a row, as far as is widened at once */
-    STEPS_AHEAD = 32,    /* words by which weights are prefetched where they are widened in registers */
-    ROWS_WITH_TOTALS = 2 /* of a tile, up to which zero points are multiplied with totals of x */
+    DEPTH = LANES == 16 ? 128 : 256, /* words of a row, as far as is widened at once: a strip of 16 KiB at most */
+    STEPS_AHEAD = 32,                /* words by which weights are prefetched where they are widened in registers */
+    ROWS_WITH_TOTALS = 2             /* of a tile, up to which zero points are multiplied with totals of x */
 };
 
 /* A panel of weights, or what is left of it from some group on. */
