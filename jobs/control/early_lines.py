@@ -87,7 +87,8 @@ class EarlyLines:
         lines, size, active = queue.window(batch)
         if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
             return
-        if spec.of_api and not self._admit(max(tokens, self._tokens)):
+        # The tenant "" is that of a server without keys, which has no limits
+        if spec.tenant and not self._admit(max(tokens, self._tokens)):
             return
         now = time.time()
         rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]

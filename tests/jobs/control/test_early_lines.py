@@ -249,6 +249,18 @@ def test_early_lines_that_were_removed_count_no_more(
         assert others_early_tokens(Queue(redis_client), "t", "") == 0
 
 
+@pytest.mark.parametrize(("tenant", "is_counted"), [("", False), ("t", True)])
+def test_early_lines_are_counted_where_a_key_may_limit_them(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tenant: str, is_counted: bool
+) -> None:
+    """Here a key without limits of its own, as another one of the tenant may have some."""
+    queue, batch = Queue(redis_client), submit(redis_client, tmp_path, b"".join(PLAIN_LINES), tenant=tenant).id
+    with validated_meanwhile(redis_client, batch, monkeypatch):
+        assert queue.window_lines(batch) >= 64
+        assert (queue.batch_fields(batch).early_tokens > 0) is is_counted
+    assert get_batch(redis_client, batch).state == "in_progress"
+
+
 @pytest.mark.proof
 def test_early_lines_are_counted_before_they_are_given_out(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path
