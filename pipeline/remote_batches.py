@@ -4,7 +4,6 @@ results.
 
 import contextlib
 import json
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ import click
 
 from jobs.batch.input_files import InputError, first_line
 from jobs.protocol.chat import CHAT
-from jobs.protocol.idempotency import HEADER
+from jobs.protocol.idempotency import new_header
 from jobs.protocol.lines import decode_json
 from jobs.protocol.states import END_STATES
 from jobs.store.storage import StoreError
@@ -137,8 +136,7 @@ def retry(client: "openai.OpenAI", batch_id: str) -> "Batch":
     """
     from openai.types import Batch
 
-    once: Any = {"headers": {HEADER: secrets.token_hex(16)}}
-    return client.post(f"{_path(batch_id)}/retry", cast_to=Batch, options=once)
+    return client.post(f"{_path(batch_id)}/retry", cast_to=Batch, options={"headers": new_header()})
 
 
 def _path(batch_id: str) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,9 +58,15 @@ class ServerCalls:
         """Return the answer. Raise `openai.APIStatusError` and `openai.APIConnectionError`."""
         return await self.send("GET", path, **options)
 
-    async def post(self, path: str, body: bytes = b"", content_type: str = "application/json") -> "httpx2.Response":
+    async def post(
+        self,
+        path: str,
+        body: bytes = b"",
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> "httpx2.Response":
         """Return the answer. Raise as `get`."""
-        return await self.send("POST", path, content=body, headers={"Content-Type": content_type})
+        return await self.send("POST", path, content=body, headers={"Content-Type": content_type, **(headers or {})})
 
     async def send(self, method: str, path: str, **options: Any) -> "httpx2.Response":
         """Return the answer to a request of httpx2. Raise as `get`."""

@@ -154,8 +154,8 @@ class ServerConnection:
             self._creating.discard(creating)
 
     async def _create(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> BatchState:
-        wanted = {"content": encoded(body), "headers": {"Content-Type": "application/json", **headers}}
-        return state_of(await self.patiently(lambda: self.calls.send("POST", "/batches", **wanted)))
+        content = encoded(body)
+        return state_of(await self.patiently(lambda: self.calls.post("/batches", content, headers=headers)))
 
     async def _cancel_created(self, creating: "asyncio.Task[BatchState]") -> None:
         await self.cancel((await creating).id)

@@ -1,11 +1,10 @@
 """Create batches on a server, with asyncio: of a file, of lines in a temporary file, or open."""
 
-import secrets
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from jobs.protocol.idempotency import HEADER
+from jobs.protocol.idempotency import new_header
 from pipeline.client.batch_handle import AsyncBatchHandle, AsyncOpenBatch
 from pipeline.client.lines import SpooledLines
 from pipeline.client.server_calls import decode_answer
@@ -41,7 +40,7 @@ async def submit_file(
     body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
     options = {"metadata": metadata, "output_expires_after": expires_after}
     try:
-        state = await connection.create_batch({**body, **_present(options)}, _idempotency_key())
+        state = await connection.create_batch({**body, **_present(options)}, new_header())
     except BaseException:
         # A batch that was made has its own
         connection.in_background(calls.send("DELETE", f"/files/{quote(file_id)}"))
@@ -54,7 +53,7 @@ async def open_batch(
 ) -> AsyncOpenBatch:
     """Create a batch to which requests are appended while it runs."""
     body = {"input": "stream", "endpoint": endpoint, "completion_window": window}
-    state = await connection.create_batch({**body, **_present({"metadata": metadata})}, _idempotency_key())
+    state = await connection.create_batch({**body, **_present({"metadata": metadata})}, new_header())
     return AsyncOpenBatch(connection, state)
 
 
@@ -62,7 +61,7 @@ async def _upload(
     connection: ServerConnection, name: str, file: IO[bytes], expires_after: Mapping[str, Any] | None
 ) -> str:
     form = {"purpose": "batch"} | {f"expires_after[{key}]": str(value) for key, value in (expires_after or {}).items()}
-    key = _idempotency_key()
+    key = new_header()
 
     async def upload() -> "httpx2.Response":
         file.seek(0)
@@ -73,7 +72,3 @@ async def _upload(
 
 def _present(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value}
-
-
-def _idempotency_key() -> dict[str, str]:
-    return {HEADER: secrets.token_hex(16)}
