@@ -232,20 +232,25 @@ def test_the_age_of_calls_asks_for_workers_only_where_it_is_set() -> None:
     }
     [(name, [(query, seconds)])] = asked.items()
     assert (name, seconds) == ("inference-worker-qwen", "60")
-    age, running = monitoring.selectors(query)
+    age, *of_workers = monitoring.selectors(query)
     assert age == ("pipeline_oldest_request_age_seconds", {"namespace", "job", "kind", "model_name"})
-    assert running[0] == "vllm:num_requests_running"
+    assert {name for name, _ in of_workers} == {"vllm:num_requests_running"}
 
 
 @needs_prometheus
-@pytest.mark.parametrize(("running", "asked"), [(None, 0), (0, 0), (3, 90)])
-def test_the_age_of_calls_counts_while_a_worker_runs_requests(tmp_path: Path, running: int | None, asked: int) -> None:
-    """Not while none is there, and not while the first one loads."""
+@pytest.mark.parametrize(
+    ("age", "running", "asked"),
+    [(90, [], 0), (90, [0], 0), (90, [3], 90), (600, [3], 120), (600, [3, 0], 180), (600, [0, 0], 0)],
+)
+def test_the_age_of_calls_asks_for_one_worker_more_than_have_loaded(
+    tmp_path: Path, age: int, running: list[int], asked: int
+) -> None:
+    """And for none while none runs requests, as while the first one loads."""
     [_, query] = queries(RENDERED["bucket"]["ScaledObject", "inference-worker-qwen"])
     labels = 'namespace="default",job="inference-api",model_name="Qwen/Qwen3-0.6B"'
-    series = [{"series": f'pipeline_oldest_request_age_seconds{{{labels},kind="live"}}', "values": "90"}]
-    if running is not None:
-        series += [{"series": f'vllm:num_requests_running{{{labels},worker="w"}}', "values": str(running)}]
+    series = [{"series": f'pipeline_oldest_request_age_seconds{{{labels},kind="live"}}', "values": str(age)}]
+    for worker, count in enumerate(running):
+        series += [{"series": f'vllm:num_requests_running{{{labels},worker="w{worker}"}}', "values": str(count)}]
     expected = [{"expr": query, "eval_time": "0m", "exp_samples": [{"labels": "{}", "value": asked}]}]
     case = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
     (tmp_path / "case.yml").write_text(yaml.safe_dump({"tests": [case]}))
