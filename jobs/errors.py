@@ -7,6 +7,7 @@
       QueueUnavailable      Redis cannot answer now
         QueueFull           it has no memory left
         MayExist            what an API call makes may be there
+        NotBegun            nothing of a batch was stored
       StoreError            a file cannot be read or written
         StoreFull           there is no room for it
         StoreAway           its folder is not mounted, or another one

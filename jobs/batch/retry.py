@@ -14,7 +14,7 @@ from jobs.batch.client import BatchRecord, BatchRefused
 from jobs.batch.input_files import SPOOL_NAME, InputError, api_bounds, read_lines, write_spool
 from jobs.batch.invalid_lines import is_placeholder
 from jobs.batch.queued_tokens import others_tokens
-from jobs.batch.submit import BatchSubmission, TooManyBatches, check_open, submit_batch
+from jobs.batch.submit import BatchSubmission, NotBegun, TooManyBatches, check_open, submit_batch
 from jobs.protocol.results import ApiError, line_of
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.queue.scripts import QueueUnavailable
@@ -37,7 +37,7 @@ def retry_batch(
 
     Raise `BatchRefused` where there are none, or where they are no longer known, `ApiError` 429
     where the tenant's open batches leave no room for their tokens, and what `submit_batch` raises.
-    Where no batch was made, no file is left.
+    Where certainly no batch was made, no file is left.
     """
     _check_any_unanswered(record)
     # This and the next are tested again for the batch, after a copy that may take long
@@ -46,7 +46,7 @@ def retry_batch(
     file = _copy_unanswered(files, record)
     try:
         return submit_batch(queue, files, msgspec.structs.replace(new, input_file_id=file.id), batch_id)
-    except (StoreError, QueueFull, TooManyBatches):
+    except (StoreError, QueueFull, TooManyBatches, NotBegun):
         with contextlib.suppress(KeyError, StoreError, QueueUnavailable):
             files.delete(file.tenant, file.id)
         raise

@@ -67,29 +67,44 @@ class TooManyBatches(JobsError):
     retry = True
 
 
+class NotBegun(QueueUnavailable):
+    """The queue went out of reach before anything of a batch was stored."""
+
+
 def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str | None = None) -> BatchRecord:
     """Make a batch, of an unused id, which is durable when this returns.
 
     One whose input file cannot be used is made too, and fails in validation.
 
-    Raise `TooManyBatches`, `StoreError` (for a full disk `StoreFull`) and `QueueFull`: then none
-    was made. After another `QueueUnavailable`, also where a bucket answers no more, it may have
-    been: who asks again may get two.
+    Raise `TooManyBatches`, `StoreError` (for a full disk `StoreFull`), `QueueFull` and `NotBegun`:
+    then none was made. After another `QueueUnavailable`, also where a bucket answers no more, it
+    may have been: who asks again may get two.
     """
-    files.check()
-    now = queue.now()
-    batch = batch_id or new_id(BATCH, now)
-    if not _open(queue, batch, new):
-        raise TooManyBatches(new.tenant)
-    root = str(files.batch_root(batch))
-    manifest = Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=root))
+    manifest = _begin(queue, files, new, batch_id)
     try:
         return _make(queue, files, new, manifest)
     except (StoreError, QueueFull):
         if not manifest.revision:  # of one that was saved, `_take_back` has judged
-            remove_tree(root)
-            _unlist(queue, new.tenant, batch)
+            remove_tree(manifest.spec.root)
+            _unlist(queue, new.tenant, manifest.batch_id)
         raise
+
+
+def _begin(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str | None) -> Manifest:
+    """Count a batch among the tenant's open ones. Raise `TooManyBatches`, `StoreError`, `QueueFull`
+    and `NotBegun`.
+    """
+    try:
+        files.check()
+        now = queue.now()
+        batch = batch_id or new_id(BATCH, now)
+        if not _open(queue, batch, new):
+            raise TooManyBatches(new.tenant)
+    except QueueFull:
+        raise
+    except QueueUnavailable as error:
+        raise NotBegun(str(error)) from error
+    return Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(files.batch_root(batch))))
 
 
 def check_open(queue: Queue, new: BatchSubmission) -> None:

@@ -14,8 +14,11 @@ import pytest
 import redis
 from pyarrow import parquet
 
+from jobs.batch import retry as retry_module
 from jobs.batch import submit as submit_module
 from jobs.batch.client import BatchRecord, BatchRefused, cancel_batch, get_batch, list_batches
+from jobs.batch.manifest import load_manifest
+from jobs.batch.retention import forget_output
 from jobs.batch.retry import retry_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches
 from jobs.control.ticker import Ticker
@@ -23,11 +26,14 @@ from jobs.protocol.chat import CHAT
 from jobs.protocol.results import ApiError
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
-from jobs.store.file_store import FileRecord
+from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.settings import QueueSettings
+from jobs.store.file_store import FileRecord, FileStore
 from jobs.store.storage import StoreError
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
 from tests.support.control_plane import chat_line, failing
 from tests.support.kills import killed_before_step
+from tests.support.redis_server import running_server
 from tests.support.store_batches import (
     check_every_line_once,
     lines_of,
@@ -226,6 +232,39 @@ def test_a_retry_that_makes_no_batch_leaves_no_file(
             retry(redis_client, tmp_path, record)
     assert listed(redis_client, tmp_path) == before
     assert sorted(os.listdir(tmp_path / "store" / "files")) == sorted(file.id for file in before)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_retry_whose_queue_goes_away_leaves_a_file_only_where_its_batch_may_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    with running_server(tmp_path / "redis") as server, connect(server.url) as client:
+        record = run_to_end(client, submit(client, tmp_path, lines_of(3)).id, failing(2))
+        files, batches = tmp_path / "store" / "files", tmp_path / "store" / "batches"
+        known, copy, register = set(os.listdir(files)), retry_module._copy_unanswered, submit_module.register
+
+        def copy_and_lose(*arguments: Any) -> FileRecord:
+            file = copy(*arguments)
+            server.stop()
+            return file
+
+        def lose_and_register(*arguments: Any) -> Any:
+            server.stop()
+            return register(*arguments)
+
+        owner, name, lose = (
+            (submit_module, "register", lose_and_register)
+            if is_begun
+            else (retry_module, "_copy_unanswered", copy_and_lose)
+        )
+        monkeypatch.setattr(owner, name, lose)
+        queue = Queue(client, QueueSettings(redis_retry_seconds=0))
+        new = BatchSubmission(input_file_id="", endpoint=CHAT, completion_window="24h", seconds=86400.0)
+        with pytest.raises(QueueUnavailable):
+            retry_batch(queue, FileStore(queue, str(tmp_path / "store"), forget_output), record, new)
+    made = [load_manifest(str(one)) for one in batches.iterdir() if one.name != record.id]
+    assert len(made) == is_begun
+    assert set(os.listdir(files)) - known == {one.spec.input_file_id for one in made if one is not None}
 
 
 def test_the_limit_of_open_batches_is_tested_before_lines_are_copied(redis_client: redis.Redis, tmp_path: Path) -> None:
