@@ -23,12 +23,12 @@ from jobs.store.storage import (
     AtomicWriter,
     RandomReader,
     StoreError,
+    clear_folder,
     is_missing,
     join,
     new_name,
     open_at,
     read_version,
-    remove_tree,
     replace_version,
     write_bytes,
     write_new,
@@ -162,8 +162,8 @@ def _known_in(root: str, piece: Piece, wanted: Sequence[bytes]) -> Iterator[tupl
 
 
 def remove_appended(root: str) -> None:
-    """Remove all of it, once the batch has it otherwise."""
-    remove_tree(join(root, _FOLDER))
+    """Remove all of it, once the batch has it otherwise. Raise `StoreError`."""
+    clear_folder(join(root, _FOLDER), _LIST)
 
 
 class AppendedFiles:

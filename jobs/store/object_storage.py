@@ -175,8 +175,7 @@ class ObjectStorage:
         self._delete_below(path)
 
     def remove_tree(self, path: str) -> None:
-        with contextlib.suppress(OSError):
-            self._delete_below(path)
+        self._delete_below(path)
 
     def _put_if(self, path: str, data: bytes, mode: Any) -> str | None:
         """A put that is refused may be one that was repeated, since its answer was lost."""

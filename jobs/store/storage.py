@@ -6,6 +6,7 @@ What is written here is either whole and durable, or absent.
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -24,6 +25,8 @@ _HASH_CHUNK = 1 << 20
 _COPY_BYTES = 1 << 20
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LOCAL = LocalStorage()
+
+logger = logging.getLogger(__name__)
 
 
 class FolderStamp(NamedTuple):
@@ -131,7 +134,7 @@ class Storage(Protocol):
         """Remove a folder of files, the file `first` before the others. Others may do so too."""
 
     def remove_tree(self, path: str) -> None:
-        """Remove what can be removed of a folder and of those in it."""
+        """Remove what can be removed of a folder and of those in it. A bucket raises OSError."""
 
 
 class StoreError(JobsError):
@@ -348,9 +351,14 @@ def clear_folder(location: str, first: str, durably: bool = True) -> None:
 
 
 def remove_tree(location: str) -> None:
-    """Remove what can be removed of a folder and of those in it."""
+    """Remove what can be removed of a folder and of those in it; the log says where a bucket has
+    refused.
+    """
     storage, path = _at(location)
-    storage.remove_tree(path)
+    try:
+        storage.remove_tree(path)
+    except OSError as error:
+        logger.warning("failed to remove %s: %s", location, error.strerror or error)
 
 
 class UnnamedFile:

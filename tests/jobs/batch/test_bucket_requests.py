@@ -13,37 +13,43 @@ from jobs.batch import appended
 from jobs.batch.appended import read_appended, write_piece
 from jobs.batch.appending import BucketRequests, requests_of, take_appended
 from jobs.batch.input_files import InputLine
-from jobs.batch.manifest import BatchSpec, Manifest
+from jobs.batch.manifest import BatchSpec, Manifest, save_manifest
 from jobs.batch.open_requests import SOURCE_NAME, AppendBounds, AppendOutcome
 from jobs.batch.plan import PlanEntry, read_plan
+from jobs.batch.retention import tidy
 from jobs.batch.source import open_lines, open_plan, open_source
 from jobs.protocol.results import ApiError
 from jobs.store.storage import RandomReader, join
 from tests.support.control_plane import chat_line
 from tests.support.cut_off import cut_off_before_each_step
-from tests.support.object_stores import bucket
+from tests.support.object_stores import Bucket, bucket, files_below
 
 SERVED = {"m": None}
 ANY = AppendBounds()
 
 
 @pytest.fixture
-def spec() -> Iterator[BatchSpec]:
+def remote() -> Iterator[Bucket]:
+    with bucket() as made:
+        yield made
+
+
+@pytest.fixture
+def spec(remote: Bucket) -> BatchSpec:
     """An open batch in a bucket."""
-    with bucket() as remote:
-        root = f"{remote.uri}/batches/one"
-        spec = BatchSpec(
-            input=join(root, SOURCE_NAME),
-            root=root,
-            models=("m",),
-            error_file="inline",
-            skip_invalid_requests=True,
-            streams_input=True,
-            input_file_id="file-1",
-            endpoint="/v1/chat/completions",
-        )
-        requests_of(spec).create()
-        yield spec
+    root = f"{remote.uri}/batches/one"
+    spec = BatchSpec(
+        input=join(root, SOURCE_NAME),
+        root=root,
+        models=("m",),
+        error_file="inline",
+        skip_invalid_requests=True,
+        streams_input=True,
+        input_file_id="file-1",
+        endpoint="/v1/chat/completions",
+    )
+    requests_of(spec).create()
+    return spec
 
 
 def numbered(*raws: bytes) -> list[InputLine]:
@@ -169,6 +175,21 @@ def test_an_ended_batch_takes_no_requests(spec: BatchSpec) -> None:
         append(spec, "b")
     requests_of(spec).close()
     assert stored_ids_of_files(manifest) == ["a"]
+
+
+def test_pieces_that_a_bucket_keeps_at_the_end_are_removed_later(
+    spec: BatchSpec, remote: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    append(spec, "a")
+    manifest = manifest_of(spec)
+    manifest.enter("cancelled")
+    save_manifest(manifest)
+    remote.server.refused = "prefix=batches%2Fone%2Frequests"
+    assert not tidy(spec.root)
+    assert f"failed to clean up batch folder {spec.root}: cannot remove {spec.root}/requests: " in caplog.text
+    remote.server.refused = ""
+    assert tidy(spec.root)
+    assert not files_below(f"{spec.root}/requests")
 
 
 def stored_ids_of_files(manifest: Manifest) -> list[str]:

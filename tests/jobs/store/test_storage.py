@@ -114,6 +114,19 @@ def test_what_is_not_committed_leaves_no_parts_in_a_bucket(refused: str, scheme:
         assert remote.keys() == []
 
 
+def test_the_log_says_what_a_bucket_has_not_removed(caplog: pytest.LogCaptureFixture) -> None:
+    with bucket() as remote:
+        folder = f"{remote.uri}/folder"
+        storage.write_bytes(join(folder, "a"), b"x")
+        remote.server.read_only = True
+        storage.remove_tree(folder)
+        assert [record.message.partition(": ")[0] for record in caplog.records] == [f"failed to remove {folder}"]
+        assert remote.keys() == ["folder/a"]
+        remote.server.read_only = False
+        storage.remove_tree(folder)
+        assert (remote.keys(), len(caplog.records)) == ([], 1)
+
+
 def test_the_old_file_stays_until_the_new_one_is_whole(root: str) -> None:
     name = join(root, "a")
     storage.write_bytes(name, b"old")
