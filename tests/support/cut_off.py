@@ -1,9 +1,11 @@
 """A process that ends before one of its steps, as far as a bucket and Redis can see: it runs in the
 test's own process, and nothing that it does after that arrives.
 
-A process that has used the client of a bucket cannot be forked.
+A process that has used the client of a bucket cannot be forked. Where the steps are in a folder,
+it is one that is killed.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +14,10 @@ import pytest
 import redis
 
 from jobs.batch import manifest
+from jobs.queue.connection import connect
 from jobs.store.object_storage import ObjectStorage, ObjectWriter
+from jobs.store.storage import is_local
+from tests.support.kills import killed_before_step
 
 _STEPS = {
     ObjectStorage: ("put", "put_new", "replace_version", "link", "delete", "clear_folder", "remove_tree"),
@@ -23,6 +28,24 @@ _STEPS = {
 
 class CutOff(BaseException):
     """The process has ended."""
+
+
+def ended_before_each_step(
+    client: redis.Redis, url: str, location: str, action: Callable[[redis.Redis], object]
+) -> Iterator[int]:
+    """Run `action` in a process that ends before its first step, then in one that ends before its
+    second, and so on; give the number each time, at last of one that came to its end.
+
+    For a location in a folder the process is killed. `action` gets a client of the process's own.
+    """
+    if not is_local(location):
+        yield from cut_off_before_each_step(client, lambda number: action(client))
+        return
+    for number in itertools.count(1):
+        is_killed = killed_before_step(number, lambda: action(connect(url)))
+        yield number
+        if not is_killed:
+            return
 
 
 def cut_off_before_each_step(client: redis.Redis, action: Callable[[int], object]) -> Iterator[int]:

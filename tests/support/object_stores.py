@@ -115,6 +115,14 @@ class BucketPath(storage.ObjectPath):
 PLACES = ("folder", "bucket")
 """Where a file store may be."""
 
+LOCAL = pytest.mark.parametrize("location", ["folder"], indirect=True)
+"""For a test of what folders alone have: links, locks, full disks, files that are cut short."""
+
+BUCKET_IN_PROOF = pytest.mark.parametrize(
+    "location", ["folder", pytest.param("bucket", marks=pytest.mark.proof)], indirect=True
+)
+"""For a test that takes long in a bucket, since it has many steps."""
+
 CLOUDS = ("gs", "az")
 """Other buckets than S3's, for the tests of what a file store needs of one."""
 

@@ -32,6 +32,7 @@ from tests.support.batch_steps import run_to_end, step, tick
 from tests.support.control_plane import chat_line, failing
 from tests.support.integrity import faults
 from tests.support.kills import killed_at
+from tests.support.object_stores import LOCAL
 from tests.support.store_batches import (
     check_every_line_once,
     content_of,
@@ -45,9 +46,6 @@ from tests.support.store_batches import (
     submit,
     submit_file,
 )
-
-LOCAL = pytest.mark.parametrize("location", ["folder"], indirect=True)
-"""Of links, full disks and files that are written over."""
 
 
 def codes(record: BatchRecord) -> list[tuple[str, int | None, str | None]]:

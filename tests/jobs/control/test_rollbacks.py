@@ -5,15 +5,16 @@ ends once.
 
 import json
 import random
+import secrets
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 import redis
 
 from api.batch_objects import batch_object
-from jobs.batch import stored_lines
+from jobs.batch import manifest, stored_lines
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.client import BatchRecord, cancel_batch, get_batch
 from jobs.batch.manifest import load_manifest
@@ -44,19 +45,29 @@ from tests.support.store_batches import (
 LINES = 80
 STEPS_BACK = 12
 ORDER = {state: place for place, state in enumerate(STATES)}
+KINDS = pytest.mark.parametrize(
+    ("location", "of_api"),
+    [
+        pytest.param("folder", True, id="api"),
+        pytest.param("folder", False, id="run-batch"),
+        pytest.param("bucket", True, id="bucket", marks=pytest.mark.proof),
+    ],
+    indirect=["location"],
+)
+"""Of batches."""
 
 
 class Fuzz:
     """A batch under way, and what was seen of it."""
 
-    def __init__(self, client: redis.Redis, folder: Path, dice: random.Random, of_api: bool, fails: float) -> None:
+    def __init__(self, client: redis.Redis, folder: PurePath, dice: random.Random, of_api: bool, fails: float) -> None:
         self.client, self.folder, self.dice, self.fails = client, folder, dice, fails
         self.queue = Queue(client)
         self.of_api = of_api
         if of_api:
             self.batch = submit(client, folder, lines_of(LINES)).id
         else:
-            self.batch = begin(client, write_input(folder / "in.jsonl", LINES), error_file="separate").id
+            self.batch = begin(client, write_input(Path(folder, "in.jsonl"), LINES), error_file="separate").id
         self.seqs = dict.fromkeys(range(3), 0)  # of workers, by the last claim
         self.lives = len(self.seqs)
         self.seen = (0, 0, 0)
@@ -119,6 +130,8 @@ class Fuzz:
     def forget(self) -> None:
         """The process that ran the slices is another one."""
         advance._progress.clear()
+        stored_lines._kept.clear()
+        manifest.PROCESS = secrets.token_hex(8)
 
     def go_back(self) -> None:
         self.dice.choice(self.snapshots).restore()
@@ -158,7 +171,7 @@ def check_end(fuzz: Fuzz, record: BatchRecord) -> None:
     assert record.usage.completion_tokens == 3 * len(good)
 
 
-def fuzz(client: redis.Redis, folder: Path, seed: int, of_api: bool) -> None:
+def fuzz(client: redis.Redis, folder: PurePath, seed: int, of_api: bool) -> None:
     print(f"seed {seed}")
     client.flushall()
     advance._progress.clear()
@@ -171,6 +184,7 @@ def _drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advance, "DRAIN_SECONDS", 0.0)
     monkeypatch.setattr(advance, "WINDOW_LINES", 30)
     monkeypatch.setattr(stored_lines, "SMALL_BYTES", 2000)
+    monkeypatch.setattr(manifest, "PROCESS", manifest.PROCESS)
 
 
 @pytest.fixture
@@ -178,27 +192,29 @@ def _no_part_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_lines, "SMALL_BYTES", 0)
 
 
-@pytest.mark.parametrize("of_api", [True, False], ids=["api", "run-batch"])
+@KINDS
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_was_seen_stays_true(
-    redis_client: redis.Redis, tmp_path: Path, seed: int, number: int, of_api: bool
+    redis_client: redis.Redis, folder: PurePath, seed: int, number: int, of_api: bool
 ) -> None:
-    fuzz(redis_client, tmp_path, seed + number, of_api)
+    fuzz(redis_client, folder, seed + number, of_api)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("of_api", [True, False], ids=["api", "run-batch"])
+@KINDS
 @pytest.mark.parametrize("number", range(2, 37))
 def test_what_was_seen_stays_true_with_many_seeds(
-    redis_client: redis.Redis, tmp_path: Path, seed: int, number: int, of_api: bool
+    redis_client: redis.Redis, folder: PurePath, seed: int, number: int, of_api: bool
 ) -> None:
-    fuzz(redis_client, tmp_path, seed + number, of_api)
+    fuzz(redis_client, folder, seed + number, of_api)
 
 
-def rolled_back(client: redis.Redis, tmp_path: Path, answers: list[Callable[[Claim], Result]]) -> tuple[str, list[Any]]:
+def rolled_back(
+    client: redis.Redis, folder: PurePath, answers: list[Callable[[Claim], Result]]
+) -> tuple[str, list[Any]]:
     """Redis goes back before lines are answered; the id, and the counts after each drain."""
-    batch = submit(client, tmp_path, lines_of(10)).id
+    batch = submit(client, folder, lines_of(10)).id
     step(client, batch)
     step(client, batch)
     before = EarlierRedis(client)
@@ -210,26 +226,26 @@ def rolled_back(client: redis.Redis, tmp_path: Path, answers: list[Callable[[Cla
     return batch, counts
 
 
-def test_a_failed_line_that_ran_again_is_counted_once(redis_client: redis.Redis, tmp_path: Path) -> None:
+def test_a_failed_line_that_ran_again_is_counted_once(redis_client: redis.Redis, folder: PurePath) -> None:
     fails = failing(*range(1, 11))
-    _, counts = rolled_back(redis_client, tmp_path, [fails, fails])
+    _, counts = rolled_back(redis_client, folder, [fails, fails])
     assert counts == [{"total": 10, "completed": 0, "failed": 6}] * 2
 
 
-def test_the_first_outcome_on_disk_stays(redis_client: redis.Redis, tmp_path: Path) -> None:
+def test_the_first_outcome_on_disk_stays(redis_client: redis.Redis, folder: PurePath) -> None:
     """Whether the file of a batch is read whole or by lines."""
-    batch, _ = rolled_back(redis_client, tmp_path, [failing(*range(1, 11)), echo])
+    batch, _ = rolled_back(redis_client, folder, [failing(*range(1, 11)), echo])
     running = log_of(get_batch(redis_client, batch))
     ended = run_to_end(redis_client, batch)
     assert running == b""
     assert (ended.completed, ended.failed) == (4, 6)
     assert sorted(log_of(ended).splitlines()) == sorted(
-        content_of(redis_client, tmp_path, ended.output_file_id).splitlines()
+        content_of(redis_client, folder, ended.output_file_id).splitlines()
     )
 
 
-def test_lines_on_disk_do_not_run_again(redis_client: redis.Redis, tmp_path: Path) -> None:
-    batch = submit(redis_client, tmp_path, lines_of(10)).id
+def test_lines_on_disk_do_not_run_again(redis_client: redis.Redis, folder: PurePath) -> None:
+    batch = submit(redis_client, folder, lines_of(10)).id
     step(redis_client, batch)
     step(redis_client, batch)
     before = EarlierRedis(redis_client)
@@ -244,8 +260,8 @@ def test_lines_on_disk_do_not_run_again(redis_client: redis.Redis, tmp_path: Pat
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_an_end_that_redis_lost_is_still_shown(redis_client: redis.Redis, tmp_path: Path, cancelled: bool) -> None:
-    record = under_way(redis_client, tmp_path)
+def test_an_end_that_redis_lost_is_still_shown(redis_client: redis.Redis, folder: PurePath, cancelled: bool) -> None:
+    record = under_way(redis_client, folder)
     earlier = [EarlierRedis(redis_client)]
     if cancelled:
         cancel_batch(redis_client, record.id)
@@ -263,8 +279,8 @@ def test_an_end_that_redis_lost_is_still_shown(redis_client: redis.Redis, tmp_pa
         assert faults(redis_client) == []
 
 
-def test_states_that_redis_lost_are_still_shown(redis_client: redis.Redis, tmp_path: Path) -> None:
-    batch = submit(redis_client, tmp_path, lines_of(3)).id
+def test_states_that_redis_lost_are_still_shown(redis_client: redis.Redis, folder: PurePath) -> None:
+    batch = submit(redis_client, folder, lines_of(3)).id
     earlier, state = [EarlierRedis(redis_client)], "validating"
     while state != "finalizing":
         state = step(redis_client, batch).state
@@ -275,8 +291,8 @@ def test_states_that_redis_lost_are_still_shown(redis_client: redis.Redis, tmp_p
         earlier.append(before)
 
 
-def test_a_cancel_that_redis_lost_is_not(redis_client: redis.Redis, tmp_path: Path) -> None:
-    record = under_way(redis_client, tmp_path)
+def test_a_cancel_that_redis_lost_is_not(redis_client: redis.Redis, folder: PurePath) -> None:
+    record = under_way(redis_client, folder)
     before = EarlierRedis(redis_client)
     cancel_batch(redis_client, record.id)
     before.restore()
@@ -447,12 +463,12 @@ def test_a_bitmap_that_cannot_be_written_holds_nothing_up(redis_client: redis.Re
 
 
 def test_lines_on_disk_are_not_looked_up_at_each_feed(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, folder: PurePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file has more lines than a window, and Redis came back empty."""
     monkeypatch.setattr(advance, "WINDOW_LINES", 5)
     monkeypatch.setattr(advance, "MAX_ITEMS", 5)
-    record = under_way(redis_client, tmp_path, count=60, done=8)
+    record = under_way(redis_client, folder, count=60, done=8)
     redis_client.flushall()
     advance._progress.clear()
     serve(redis_client, "m")
@@ -462,6 +478,6 @@ def test_lines_on_disk_are_not_looked_up_at_each_feed(
     look_up = advance._lines_to_pass_over
     monkeypatch.setattr(advance, "_lines_to_pass_over", lambda *given: found.append(look_up(*given)) or found[-1])
     ended = run_to_end(redis_client, record.id)
-    check_every_line_once(redis_client, tmp_path, ended, 60)
+    check_every_line_once(redis_client, folder, ended, 60)
     assert len(found) > 3
     assert all(one is found[0] for one in found)

@@ -5,14 +5,13 @@ between, by deliveries that OpenAI's client accepts.
 import json
 import logging
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import httpx
 import openai
@@ -34,16 +33,17 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.queue.webhook_settings import secret_key
+from jobs.store.storage import exists, remove_tree
 from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick, wait_for_batch
 from tests.support.commands import run_pipeline
 from tests.support.control_plane import ROOT, Answering, chat_line, control_plane
+from tests.support.cut_off import ended_before_each_step
 from tests.support.javascript import run_javascript
-from tests.support.killed_steps import killed_before_each_step
 from tests.support.ports import reserved_port
 from tests.support.rollback import EarlierRedis
 from tests.support.store_batches import lines_of, store_of, submit
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_value, wait_until
 from tests.support.webhook_receiver import SECRET, WebhookReceiver, webhook_receiver
 
 HUNG_LOOK_UP = """
@@ -73,6 +73,7 @@ def receiver() -> Iterator[WebhookReceiver]:
 def _configured(monkeypatch: pytest.MonkeyPatch, receiver: WebhookReceiver) -> None:
     monkeypatch.setenv("PIPELINE_WEBHOOK_URL", receiver.url)
     monkeypatch.setenv("PIPELINE_WEBHOOK_SECRET", SECRET)
+    monkeypatch.setattr(webhooks, "_LOOK_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def ticker_logs() -> Iterator[None]:
 
 @contextmanager
 def delivering(
-    client: redis.Redis, folder: Path, receiver: WebhookReceiver, delays: tuple[float, ...] = (0.0,) * 5
+    client: redis.Redis, folder: PurePath, receiver: WebhookReceiver, delays: tuple[float, ...] = (0.0,) * 5
 ) -> Iterator[None]:
     """Webhooks in this process, for a store that is there."""
     stopping = threading.Event()
@@ -103,7 +104,7 @@ def delivering(
         thread.join()
 
 
-def wait_until_sent(folder: Path) -> None:
+def wait_until_sent(folder: PurePath) -> None:
     wait_until(lambda: list_webhooks(str(folder / "store")) == [], 120, "no webhook to be due")
 
 
@@ -115,21 +116,21 @@ def events(receiver: WebhookReceiver) -> list[tuple[str, str, str]]:
     return [(event.id, event.type, event.data.id) for event in found]  # type: ignore[union-attr]
 
 
-def complete(client: redis.Redis, folder: Path) -> str:
+def complete(client: redis.Redis, folder: PurePath) -> str:
     return run_to_end(client, submit(client, folder, lines_of(2)).id).id
 
 
-def fail(client: redis.Redis, folder: Path) -> str:
+def fail(client: redis.Redis, folder: PurePath) -> str:
     return run_to_end(client, submit(client, folder, b"no line\n").id).id
 
 
-def cancel(client: redis.Redis, folder: Path) -> str:
+def cancel(client: redis.Redis, folder: PurePath) -> str:
     batch = submit(client, folder, lines_of(2)).id
     cancel_batch(client, batch)
     return run_to_end(client, batch).id
 
 
-def expire(client: redis.Redis, folder: Path) -> str:
+def expire(client: redis.Redis, folder: PurePath) -> str:
     batch = submit(client, folder, lines_of(2), seconds=0.001).id
     tick(Ticker(Queue(client), str(folder / "store")))
     return run_to_end(client, batch).id
@@ -140,14 +141,14 @@ def expire(client: redis.Redis, folder: Path) -> str:
 )
 def test_each_end_is_sent_once(
     redis_client: redis.Redis,
-    tmp_path: Path,
+    folder: PurePath,
     receiver: WebhookReceiver,
-    end: Callable[[redis.Redis, Path], str],
+    end: Callable[[redis.Redis, PurePath], str],
     state: str,
 ) -> None:
-    batch = end(redis_client, tmp_path)
-    with delivering(redis_client, tmp_path, receiver):
-        wait_until_sent(tmp_path)
+    batch = end(redis_client, folder)
+    with delivering(redis_client, folder, receiver):
+        wait_until_sent(folder)
     [(event, kind, sent)] = events(receiver)
     assert (kind, sent) == (f"batch.{state}", batch)
     body = json.loads(receiver.received[0][1])
@@ -210,7 +211,7 @@ def test_a_failed_delivery_is_repeated_under_the_same_id_and_counted(redis_url: 
 )
 def test_attempts_end_with_a_success_a_410_or_the_last_delay(
     redis_client: redis.Redis,
-    tmp_path: Path,
+    folder: PurePath,
     receiver: WebhookReceiver,
     ticker_logs: None,
     capsys: pytest.CaptureFixture[str],
@@ -219,13 +220,13 @@ def test_attempts_end_with_a_success_a_410_or_the_last_delay(
     result: str,
 ) -> None:
     receiver.statuses = list(statuses)
-    complete(redis_client, tmp_path)
-    with delivering(redis_client, tmp_path, receiver):
-        wait_until_sent(tmp_path)
+    complete(redis_client, folder)
+    with delivering(redis_client, folder, receiver):
+        wait_until_sent(folder)
+        counts = {"delivered": 0, "abandoned": 0, result: 1, "failed": attempts - 1}
+        wait_for_value(Queue(redis_client).webhook_attempts, counts, 120, "the counts of all attempts")
     assert len(receiver.received) == attempts
     assert len(set(events(receiver))) == 1
-    counts = Queue(redis_client).webhook_attempts()
-    assert counts == {"delivered": 0, "abandoned": 0, result: 1, "failed": attempts - 1}
     logs = capsys.readouterr().err
     assert not [secret for secret in ("pass-word", "to-ken", SECRET) if secret in logs]
     assert "status" in logs
@@ -327,54 +328,55 @@ def test_a_ticker_ends_while_a_look_up_of_the_receiver_hangs(
 
 
 def test_attempts_go_on_for_three_days_where_another_process_left_off(
-    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+    redis_client: redis.Redis, folder: PurePath, receiver: WebhookReceiver
 ) -> None:
     assert 3 * 86400 <= sum(DELAYS) < 4 * 86400
     receiver.statuses = [500]
-    complete(redis_client, tmp_path)
-    with delivering(redis_client, tmp_path, receiver, (86400.0,)):
+    complete(redis_client, folder)
+    with delivering(redis_client, folder, receiver, (86400.0,)):
         wait_until(lambda: Queue(redis_client).webhook_attempts()["failed"] == 1, 120, "the first attempt")
-    other = complete(redis_client, tmp_path)
-    with delivering(redis_client, tmp_path, receiver, (86400.0,)):
-        wait_until(lambda: len(list_webhooks(str(tmp_path / "store"))) == 1, 120, "the other's delivery")
+    other = complete(redis_client, folder)
+    with delivering(redis_client, folder, receiver, (86400.0,)):
+        wait_until(lambda: len(list_webhooks(str(folder / "store"))) == 1, 120, "the other's delivery")
     assert [batch for _, _, batch in events(receiver)][1:] == [other]
 
 
 def test_nothing_is_sent_of_a_deleted_batch_nor_of_one_that_ended_before(
-    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, folder: PurePath, receiver: WebhookReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deleted = complete(redis_client, tmp_path)
-    delete_batch(Queue(redis_client), store_of(redis_client, tmp_path), deleted)
+    deleted = complete(redis_client, folder)
+    delete_batch(Queue(redis_client), store_of(redis_client, folder), deleted)
     with monkeypatch.context() as without:
         without.delenv("PIPELINE_WEBHOOK_URL")
-        complete(redis_client, tmp_path)
-    with delivering(redis_client, tmp_path, receiver):
-        wait_until_sent(tmp_path)
+        complete(redis_client, folder)
+    with delivering(redis_client, folder, receiver):
+        wait_until_sent(folder)
         redis_client.flushall()
-        tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
+        tick(Ticker(Queue(redis_client), str(folder / "store")))
         assert len(Queue(redis_client).batches()) == 1
-        sent = complete(redis_client, tmp_path)
-        wait_until_sent(tmp_path)
+        sent = complete(redis_client, folder)
+        wait_until_sent(folder)
     assert [batch for _, _, batch in events(receiver)] == [sent]
 
 
 def test_the_end_of_a_batch_whose_folder_is_lost_is_sent(
-    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver
+    redis_client: redis.Redis, folder: PurePath, receiver: WebhookReceiver
 ) -> None:
-    record = submit(redis_client, tmp_path, lines_of(2))
-    shutil.rmtree(record.spec.root)
+    record = submit(redis_client, folder, lines_of(2))
+    remove_tree(record.spec.root)
+    assert not exists(record.spec.root)
     assert cancel_batch(redis_client, record.id).ended
-    with delivering(redis_client, tmp_path, receiver):
-        wait_until_sent(tmp_path)
+    with delivering(redis_client, folder, receiver):
+        wait_until_sent(folder)
     assert [sent[1:] for sent in events(receiver)] == [("batch.cancelled", record.id)]
 
 
 @pytest.mark.parametrize(("was_cancelled", "state"), [(False, "completed"), (True, "cancelled")])
 def test_an_end_that_redis_loses_is_sent_as_clients_see_it(
-    redis_client: redis.Redis, tmp_path: Path, receiver: WebhookReceiver, was_cancelled: bool, state: str
+    redis_client: redis.Redis, folder: PurePath, receiver: WebhookReceiver, was_cancelled: bool, state: str
 ) -> None:
     """A cancel that Redis had before it got the end turns one into the other."""
-    queue, batch = Queue(redis_client), submit(redis_client, tmp_path, lines_of(2)).id
+    queue, batch = Queue(redis_client), submit(redis_client, folder, lines_of(2)).id
     while step(redis_client, batch).state != "finalizing":
         answer_all(redis_client)
     earlier = EarlierRedis(redis_client)
@@ -382,9 +384,9 @@ def test_an_end_that_redis_loses_is_sent_as_clients_see_it(
     earlier.restore()
     if was_cancelled:
         assert begin_cancel(queue, batch, queue.batch_fields(batch).generation)
-    with delivering(redis_client, tmp_path, receiver):
+    with delivering(redis_client, folder, receiver):
         assert run_to_end(redis_client, batch).state == state
-        wait_until_sent(tmp_path)
+        wait_until_sent(folder)
     assert [kind for _, kind, _ in events(receiver)] == [f"batch.{state}"]
 
 
@@ -407,21 +409,23 @@ def test_the_receiver_of_the_page_prints_the_event_once(redis_client: redis.Redi
 
 @pytest.mark.proof
 def test_a_kill_at_any_step_of_the_end_loses_no_event(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, receiver: WebhookReceiver
+    redis_client: redis.Redis, redis_url: str, folder: PurePath, receiver: WebhookReceiver
 ) -> None:
     made: list[str] = []
 
     def begin() -> None:
-        made.append(submit(redis_client, tmp_path, lines_of(1)).id)
+        made.append(submit(redis_client, folder, lines_of(1)).id)
         while step(redis_client, made[-1]).state != "finalizing":
             answer_all(redis_client)
 
     begin()
-    with delivering(redis_client, tmp_path, receiver):
-        for _ in killed_before_each_step(lambda: Runner(Queue(connect(redis_url))).run(made[-1])):
+    with delivering(redis_client, folder, receiver):
+        for _ in ended_before_each_step(
+            redis_client, redis_url, str(folder), lambda client: Runner(Queue(client)).run(made[-1])
+        ):
             run_to_end(redis_client, made[-1])
             begin()
-        wait_until_sent(tmp_path)
+        wait_until_sent(folder)
     assert len(made) > 5
     assert {(kind, batch) for _, kind, batch in events(receiver)} == {("batch.completed", batch) for batch in made[:-1]}
 

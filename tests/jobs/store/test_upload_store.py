@@ -26,12 +26,10 @@ from jobs.store.storage import StoreError, StoreFull, exclusive, is_local, list_
 from jobs.store.upload_store import PART_BYTES, UploadRecord, UploadStore
 from tests.support.integrity import faults
 from tests.support.killed_steps import killed_before_each_step
+from tests.support.object_stores import LOCAL
 from tests.support.waiting import wait_until
 
 T = TypeVar("T")
-
-LOCAL = pytest.mark.parametrize("location", ["folder"], indirect=True)
-"""Of locks of the file system, full disks, and processes that are forked."""
 
 PIECES = [b'{"custom_id":"a"}\n{"cust', b'om_id":"b"}\n', b'{"custom_id":"c"}\n']
 WHOLE = b"".join(PIECES)
