@@ -1,7 +1,7 @@
 """Progress counted again from what the parts hold, and parts that are not what was written."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.completion_log import logged_lines, sound_extent
@@ -10,6 +10,13 @@ from jobs.batch.parts import Part, Record, merge_parts, salvage, verify, write_r
 from jobs.batch.stored_lines import read_stored, save_stored
 from jobs.protocol.results import Result, Usage
 from jobs.queue.request_queue import Queue
+
+
+class RestoredProgress(NamedTuple):
+    """What a record says of the lines on disk: these belong together, and are set at once."""
+
+    fields: dict[str, Any]
+    done: bytes | None  # the bitmap; None where there are no parts
 
 
 def repair(manifest: Manifest, known: Collection[str] = ()) -> bool:
@@ -61,18 +68,16 @@ def _keep_one_each(manifest: Manifest, check: Callable[[], None]) -> None:
     save_manifest(manifest)
 
 
-def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> dict[str, Any]:
-    """Set the done bitmap and the registered parts from the manifest; return counts and usage as
-    fields of the record.
-    """
+def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> RestoredProgress:
+    """Set the registered parts from the manifest; return what the move to `in_progress` sets."""
     lines_on_disk(manifest, check)
     done = _count_again(manifest, check)
     if not manifest.parts:
-        return progress_fields(manifest)
+        return RestoredProgress(progress_fields(manifest), None)
     save_stored(manifest.spec.root, manifest.parts, done)
-    queue.set_done(manifest.batch_id, bytes(done.bits))
     queue.set_parts(manifest.batch_id, {part.name: part.lines for part in manifest.parts})
-    return {"completed": manifest.completed, "failed": manifest.failed, "restored": True, **progress_fields(manifest)}
+    counts = {"completed": manifest.completed, "failed": manifest.failed, "restored": True}
+    return RestoredProgress({**counts, **progress_fields(manifest)}, bytes(done.bits))
 
 
 def restore_parts(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> None:

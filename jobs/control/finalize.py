@@ -124,13 +124,10 @@ def run_again(held: Slice) -> None:
     save_manifest(manifest)
     drop_unlisted(held.root, manifest.parts)
     manifest.timestamps.pop("finalizing", None)
-    progress = {
-        "completed": 0,
-        "failed": 0,
-        "restored": True,
-        **restore_progress(held.queue, held.manifest, held.check_current),
-    }
-    held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields.line_models, "passed_over": []})
+    progress = restore_progress(held.queue, held.manifest, held.check_current)
+    counts = {"completed": 0, "failed": 0, "restored": True, **progress.fields}
+    fields = {**counts, "cursor": 0, "open_models": held.fields.line_models, "passed_over": []}
+    held.move("in_progress", fields, done=progress.done)
 
 
 def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:

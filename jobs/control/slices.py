@@ -97,12 +97,13 @@ class Slice:
         """Set fields of the record, which is also a heartbeat. Raise `Superseded`."""
         self._transition(None, fields)
 
-    def move(self, state: State, fields: dict[str, Any], stamp: str = "") -> None:
-        """Move the state, in the manifest and then in Redis. Raise `Superseded`, also where early
-        lines are of an input of another stamp.
+    def move(self, state: State, fields: dict[str, Any], stamp: str = "", done: bytes | None = None) -> None:
+        """Move the state, in the manifest and then in Redis, there with the bitmap of lines that
+        are `done` if one is given. Raise `Superseded`, also where early lines are of an input of
+        another stamp.
         """
         self._enter(state)
-        self._record_state(fields, stamp)
+        self._record_state(fields, stamp, done)
 
     def end(self, state: State) -> None:
         """Move to an end state, and leave nothing of the batch in Redis but its record."""
@@ -150,15 +151,17 @@ class Slice:
         self._record_state(end_fields(self.manifest))
         clean_up(self.queue, self.batch)
 
-    def _record_state(self, fields: dict[str, Any], stamp: str = "") -> None:
+    def _record_state(self, fields: dict[str, Any], stamp: str = "", done: bytes | None = None) -> None:
         state = self.manifest.state
         times = {**fields.get("timestamps", {}), state: self.manifest.timestamps[state]}
-        self._transition(state, {"problem": "", **fields, "timestamps": times}, stamp)
+        self._transition(state, {"problem": "", **fields, "timestamps": times}, stamp, done)
 
-    def _transition(self, state: str | None, fields: dict[str, Any], stamp: str = "") -> None:
+    def _transition(
+        self, state: str | None, fields: dict[str, Any], stamp: str = "", done: bytes | None = None
+    ) -> None:
         with self._transitions:
             known = self.state
-            if not self.queue.transition(self.batch, [known], state or known, fields, self.generation, stamp):
+            if not self.queue.transition(self.batch, [known], state or known, fields, self.generation, stamp, done):
                 self._lost = True
                 raise Superseded(self.batch)
             self.fields = self.fields.changed({**fields, "state": state or known})

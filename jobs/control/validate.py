@@ -46,8 +46,8 @@ def validate(held: Slice) -> None:
     has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     low_water = -1 if manifest.is_open else 0
-    fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress}
-    held.move("in_progress", fields, stamp_in(manifest))
+    fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress.fields}
+    held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
         drain(held, BatchProgress())  # first, since a full Redis takes no lines
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn

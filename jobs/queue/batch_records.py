@@ -50,17 +50,22 @@ class BatchQueue(QueueBase):
         fields: Mapping[str, Any] | None = None,
         generation: int | None = None,
         stamp: str = "",
+        done: bytes | None = None,
     ) -> bool:
         """Move the state, if it is one of `from_states` ("" for no record) and the generation is
-        the given one, and set `fields`. With a `stamp` early lines must be of that input.
+        the given one, and set `fields`; with them the bitmap of lines that are `done`, if one is
+        given. With a `stamp` early lines must be of that input.
 
         Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign
         of life. False changes nothing.
         """
         expected = "" if generation is None else str(generation)
         values = flat(written(fields or {}).items())
-        arguments = [batch, uuid.uuid4().hex, expected, stamp, to_state, len(from_states), *from_states, *values]
-        return bool(self._scripts.call("transition", arguments))
+        bitmap = b"" if done is None else done or b"\0"
+        states = [to_state, len(from_states), *from_states]
+        return bool(
+            self._scripts.call("transition", [batch, uuid.uuid4().hex, expected, stamp, bitmap, *states, *values])
+        )
 
     def batch_fields(self, batch: str) -> BatchFields:
         """Return the record, without a state when there is none."""
@@ -249,10 +254,6 @@ class BatchQueue(QueueBase):
         counts.
         """
         return bytes(self._command("GET", keys.done(batch)) or b"")
-
-    def set_done(self, batch: str, bitmap: bytes) -> None:
-        """Set the bitmap of a batch that is rebuilt, before it goes in progress."""
-        self._command("SET", keys.done(batch), bitmap)
 
     def open_batch(self, tenant: str, batch: str, most: int | None) -> bool:
         """Counts a batch among its tenant's open ones until `clean_up` or `forget`; False where

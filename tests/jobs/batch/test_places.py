@@ -5,27 +5,30 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path, PurePath
+from typing import Any
 
 import pytest
 import redis
 
-from jobs.batch import manifest
+from jobs.batch import manifest, recovery
 from jobs.batch import register as register_module
 from jobs.batch.client import get_batch
 from jobs.batch.manifest import Superseded, save_manifest
-from jobs.batch.rebuild import rebuild_all, unknown_folders
+from jobs.batch.rebuild import rebuild, rebuild_all, unknown_folders
 from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
 from jobs.control import slices
 from jobs.control.ticker import Ticker
 from jobs.protocol.chat import CHAT
 from jobs.protocol.ids import BATCH, new_id
 from jobs.protocol.states import END_STATES
+from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store import object_storage
 from jobs.store.storage import StoreError, join, list_names, path_of
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
 from tests.support.control_plane import failing
-from tests.support.cut_off import cut_off_before_each_step
+from tests.support.cut_off import cut_off_before_each_step, held_up_before_each_step
+from tests.support.integrity import faults
 from tests.support.object_stores import CLOUDS, PLACES, bucket, store_location
 from tests.support.redis_server import running_server
 from tests.support.store_batches import (
@@ -70,6 +73,35 @@ def test_a_process_that_was_thought_dead_changes_nothing(
         ended = run_to_end(redis_client, record.id, failing(3))
         with pytest.raises(Superseded):
             save_manifest(stopped)
+        check_every_line_once(redis_client, folder, ended, 20)
+
+
+def test_a_process_that_was_thought_dead_as_it_took_up_a_batch_undoes_no_line(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which finished under another process meanwhile."""
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        record = under_way(redis_client, folder)
+        redis_client.flushall()
+        serve(redis_client, "m")
+        assert rebuild_all(Queue(redis_client), str(folder / "store")) == (1, [])
+        save_stored = recovery.save_stored
+
+        def others_first(*arguments: Any) -> None:
+            monkeypatch.setattr(recovery, "save_stored", save_stored)
+            redis_client.delete(keys.hold(record.spec.root))
+            with monkeypatch.context() as patch:
+                patch.setattr(manifest, "PROCESS", "another")
+                assert step(redis_client, record.id).state == "in_progress"
+                answer_all(redis_client, failing(3), most=7)
+            save_stored(*arguments)
+
+        monkeypatch.setattr(recovery, "save_stored", others_first)
+        assert step(redis_client, record.id).problem is None
+        assert recovery.save_stored is save_stored
+        assert faults(redis_client) == []
+        ended = run_to_end(redis_client, record.id, failing(3))
         check_every_line_once(redis_client, folder, ended, 20)
 
 
@@ -228,4 +260,44 @@ def test_a_process_that_ends_before_any_step_loses_and_doubles_no_line(
                 record = run_to_end(redis_client, record.id, failing(3))
             check_every_line_once(redis_client, folder, record, 20)
             answered(number + 1)
+        assert number > 20
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rebuilt", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_process_that_is_stopped_before_any_step_while_another_goes_on_loses_and_doubles_no_line(
+    redis_client: redis.Redis, rebuilt: bool, steps: int
+) -> None:
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        made: dict[int, str] = {}
+
+        def begin(number: int) -> None:
+            record = under_way(redis_client, folder)
+            made[number] = record.id
+            if rebuilt:
+                redis_client.flushall()
+                serve(redis_client, "m")
+                assert rebuild(Queue(redis_client), record.spec.root)
+            else:
+                answer_all(redis_client, failing(3))
+
+        def run(number: int) -> None:
+            for _ in range(3):
+                step(redis_client, made[number])
+
+        def go_on(number: int) -> None:
+            for _ in range(steps):
+                step(redis_client, made[number])
+            answer_all(redis_client, failing(3), most=7)
+
+        begin(1)
+        for number in held_up_before_each_step(redis_client, run, go_on):
+            assert faults(redis_client) == []
+            record = get_batch(redis_client, made[number])
+            if record.state not in END_STATES:
+                record = run_to_end(redis_client, record.id, failing(3))
+            check_every_line_once(redis_client, folder, record, 20)
+            begin(number + 1)
         assert number > 20

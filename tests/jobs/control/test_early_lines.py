@@ -19,6 +19,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.batch.client import BatchRecord, cancel_batch, get_batch
 from jobs.batch.queued_tokens import others_early_tokens
+from jobs.batch.recovery import RestoredProgress
 from jobs.control import advance, early_lines, validate
 from jobs.control.runner import Runner
 from jobs.protocol.lines import read_line
@@ -517,7 +518,7 @@ def test_a_redis_that_goes_back_before_the_batch_is_in_progress_keeps_no_lines_o
     change(source)
     restore_progress = validate.restore_progress
 
-    def goes_back(*arguments: Any) -> dict[str, Any]:
+    def goes_back(*arguments: Any) -> RestoredProgress:
         killed_at.restore()
         return restore_progress(*arguments)
 

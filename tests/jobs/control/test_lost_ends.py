@@ -50,10 +50,10 @@ def killed_before_redis_knew(client: redis.Redis, record: BatchRecord, monkeypat
     """The job saves the batch's end and dies."""
     real = slices.Slice._transition
 
-    def die(held: slices.Slice, state: str | None, fields: dict[str, Any], stamp: str = "") -> None:
+    def die(held: slices.Slice, state: str | None, *arguments: Any) -> None:
         if state is not None:
             raise Killed
-        real(held, state, fields, stamp)
+        real(held, state, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(slices.Slice, "_transition", die)

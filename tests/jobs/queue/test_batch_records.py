@@ -36,6 +36,15 @@ class TestTransition:
         assert not queue.transition("batch_a", ["validating"], "in_progress", generation=0)
         assert queue.transition("batch_a", ["validating"], "in_progress", generation=1)
 
+    def test_sets_the_lines_that_are_done_or_changes_nothing(self, queue: Queue) -> None:
+        queue.create_batch("batch_a", 9)
+        for done in (b"\x60", b""):
+            assert queue.transition("batch_a", ["validating"], "validating", done=done)
+            assert not queue.transition("batch_a", ["in_progress"], "in_progress", done=b"\xff")
+            assert not queue.transition("batch_a", ["validating"], "validating", generation=1, done=b"\xff")
+            assert queue.transition("batch_a", ["validating"], "validating")
+            assert queue.done("batch_a").rstrip(b"\0") == done
+
     def test_with_early_lines_of_another_input_changes_nothing(self, queue: Queue) -> None:
         queue.create_batch("batch_a", 0)
         assert queue.transition("batch_a", ["validating"], "validating", stamp="1 1")
@@ -71,7 +80,7 @@ class TestIngest:
 
     def test_skips_lines_that_are_done(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.create_batch("batch_a", 8, state="in_progress", fields={"completed": 2})
-        queue.set_done("batch_a", b"\x60")
+        queue.transition("batch_a", ["in_progress"], "in_progress", done=b"\x60")
         queue.set_parts("batch_a", {"part-0": 2})
         assert queue.ingest("batch_a", [(line, request()) for line in range(4)], 0, 4)
         assert [claim.key.line for claim in queue.claim("w1", 1, 9, models=[MODEL])] == [0, 3]

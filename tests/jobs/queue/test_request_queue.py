@@ -368,7 +368,8 @@ class TestCommit:
     def test_of_a_line_that_is_done_counts_nothing(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 2)
         claims = take(queue, "w1", 1)
-        queue.set_done("batch_a", b"\x80")  # as after a restore from the parts on disk
+        # As after a restore from the parts on disk
+        queue.transition("batch_a", ["in_progress"], "in_progress", done=b"\x80")
         queue.set_parts("batch_a", {"part-0": 1})
         redis_client.hset(keys.batch("batch_a"), "completed", 1)
         commit_all(queue, "w1", claims)
