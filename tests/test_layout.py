@@ -172,3 +172,13 @@ def loaded_by(program: str, *names: str) -> str:
         cwd=REPOSITORY,
     )
     return done.stdout.strip() if done.returncode == 0 else done.stderr
+
+
+def test_no_large_file_is_in_the_repository() -> None:
+    """But for the demo model; a file that was committed once is in every clone for good."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    paths = [REPOSITORY / name for name in listed.stdout.split("\0") if name]
+    sizes = {str(path.relative_to(REPOSITORY)): path.stat().st_size for path in paths if path.is_file()}
+    assert {name for name, size in sizes.items() if size > 1 << 20} == {"workers/demo_model/model.safetensors"}
