@@ -1,14 +1,16 @@
 #!lua flags=allow-oom
 -- Makes lines done that a part on disk holds: Redis lost that they were, or that the part was
--- registered. What is left of them here goes, and a worker that runs one is notified.
+-- registered. What is left of them here goes, and a worker that runs one is notified. Changes
+-- nothing in a batch that has ended.
 -- ARGV: batch, part to register ('' for none yet), lines of that part, most undrained result bytes
 --       of a batch, how many of the lines succeeded, these lines, the lines that failed
 -- Returns 1.
 
 local CHUNK = 4000 -- values that `unpack` surely has room for
+local RUNS = {validating = true, in_progress = true, finalizing = true, cancelling = true}
 
 local batch, part, most_undrained, succeeded = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5])
-if redis.call('EXISTS', key.batch(batch)) == 0 then
+if not RUNS[redis.call('HGET', key.batch(batch), 'state')] then
   return 1
 end
 local moves = {completed = 0, failed = 0, result_bytes = 0}

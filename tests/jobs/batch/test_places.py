@@ -31,6 +31,7 @@ from tests.support.cut_off import cut_off_before_each_step, held_up_before_each_
 from tests.support.integrity import faults
 from tests.support.object_stores import CLOUDS, PLACES, bucket, store_location
 from tests.support.redis_server import running_server
+from tests.support.rollback import EarlierRedis
 from tests.support.store_batches import (
     check_every_line_once,
     custom_ids,
@@ -264,19 +265,25 @@ def test_a_process_that_ends_before_any_step_loses_and_doubles_no_line(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("rebuilt", [False, True])
+@pytest.mark.parametrize("lost", ["nothing", "some", "all"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_process_that_is_stopped_before_any_step_while_another_goes_on_loses_and_doubles_no_line(
-    redis_client: redis.Redis, rebuilt: bool, steps: int
+    redis_client: redis.Redis, lost: str, steps: int
 ) -> None:
+    """Also where Redis has lost something before."""
     with bucket() as remote:
         folder = path_of(remote.uri)
         made: dict[int, str] = {}
 
         def begin(number: int) -> None:
-            record = under_way(redis_client, folder)
+            record = under_way(redis_client, folder, done=0)
             made[number] = record.id
-            if rebuilt:
+            earlier = EarlierRedis(redis_client)
+            answer_all(redis_client, failing(3), most=8)
+            step(redis_client, record.id)
+            if lost == "some":
+                earlier.restore()
+            if lost == "all":
                 redis_client.flushall()
                 serve(redis_client, "m")
                 assert rebuild(Queue(redis_client), record.spec.root)

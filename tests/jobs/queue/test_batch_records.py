@@ -9,6 +9,7 @@ import redis
 
 from jobs.protocol.requests import RequestKey, pack
 from jobs.protocol.results import Result, Usage
+from jobs.protocol.states import END_STATES
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.batch_records import MAX_PART_LINES
@@ -226,6 +227,14 @@ class TestRestore:
         assert queue.renew("w1", held(claims)) == [claim.key for claim in claims]
         assert [claim.key.line for claim in queue.claim("w2", 1, 9, models=[MODEL])] == [5, 6]
         assert faults(redis_client) == []
+
+    @pytest.mark.parametrize("state", sorted(END_STATES))
+    def test_nothing_of_a_batch_that_has_ended(self, queue: Queue, redis_client: redis.Redis, state: str) -> None:
+        queue.create_batch("batch_a", 2, state=state, fields={"completed": 2})
+        before = queue.batch_fields("batch_a")
+        queue.restore("batch_a", "part-0", 2, [(0, True), (1, True)])
+        assert queue.batch_fields("batch_a") == before
+        assert not redis_client.exists(keys.done("batch_a"), keys.parts("batch_a"))
 
     def test_a_part_of_many_lines_is_registered_with_the_last(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 1200)
