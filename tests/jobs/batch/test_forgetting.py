@@ -33,9 +33,9 @@ from tests.support.store_batches import content_of, finished, lines_of, store_of
 
 
 @pytest.fixture(autouse=True)
-def _owner_is_gone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _owners_expire_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a bucket, an emptied Redis is another queue."""
-    monkeypatch.setattr(owner, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(owner, "OWNER_TIMEOUT_SECONDS", 0.0)
 
 
 def changed_at(path: PurePath) -> float:
