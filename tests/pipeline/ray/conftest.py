@@ -33,7 +33,7 @@ class RayNodes:
 
         self._folder = folder
         self._options: dict[str, Any] = {"object_store_memory": 80 << 20}
-        head = {**self._options, "num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
+        head = {**self._options, "num_cpus": 0, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
         self.nodes: list[Any] = []
@@ -80,7 +80,8 @@ def ray_nodes() -> Iterator[RayNodes]:
     """A cluster without nodes besides the head."""
     folder = tempfile.mkdtemp(prefix="ray-")  # short, since sockets are below it
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in _SETTINGS.items():
+        # Also of the file by which a cluster is found, which one of this machine may have
+        for name, value in {**_SETTINGS, "RAY_TMPDIR": folder}.items():
             patch.setenv(name, value)
         cluster = RayNodes(folder)
         try:
