@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-AVX2, AVX512_BF16 = "AVX2", "AVX512-BF16"
+AVX2, AVX512, AVX512_BF16 = "AVX2", "AVX-512", "AVX512-BF16"
 _INSTRUCTIONS = {  # by Linux' name of them, from the widest down
     "amx_bf16": "AMX-BF16",
     "avx512_bf16": AVX512_BF16,
-    "avx512f": "AVX-512",
+    "avx512f": AVX512,
     "avx2": AVX2,
     "bf16": "NEON-BF16",
     "asimd": "NEON",
