@@ -7,7 +7,7 @@ from tests.chaos.load import SubmittedBatch
 from tests.support.object_stores import files_below
 
 _STAYS = re.compile(
-    r"""store_id | idempotency/[0-9a-f]{64} | files/[^/]+/(record\.json|content[^/]*)
+    r"""store_id | owner | idempotency/[0-9a-f]{64} | files/[^/]+/(record\.json|content[^/]*)
     | \.check-[0-9a-f]+  # of a start that was killed
     | batches/[^/]+/(manifest\.json|cancelled|input[^/]*|log/[^/]+|made-[^/]+/lines\.(index|jsonl))""",
     re.VERBOSE,
