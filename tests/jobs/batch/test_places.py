@@ -53,6 +53,13 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield found
 
 
+def empty_and_rebuild(client: redis.Redis, folder: PurePath) -> None:
+    """Redis loses all, and knows the one batch of the store again."""
+    client.flushall()
+    serve(client, "m")
+    assert rebuild_all(Queue(client), str(folder / "store")) == (1, [])
+
+
 def test_a_batch_runs_to_its_end(redis_client: redis.Redis, folder: PurePath) -> None:
     record = run_to_end(redis_client, submit(redis_client, folder, lines_of(20)).id, failing(3))
     check_every_line_once(redis_client, folder, record, 20)
@@ -84,9 +91,7 @@ def test_a_process_that_was_thought_dead_as_it_took_up_a_batch_undoes_no_line(
     with bucket() as remote:
         folder = path_of(remote.uri)
         record = under_way(redis_client, folder)
-        redis_client.flushall()
-        serve(redis_client, "m")
-        assert rebuild_all(Queue(redis_client), str(folder / "store")) == (1, [])
+        empty_and_rebuild(redis_client, folder)
         save_stored = recovery.save_stored
 
         def others_first(*arguments: Any) -> None:
@@ -110,9 +115,7 @@ def test_an_emptied_redis_is_rebuilt(redis_client: redis.Redis, folder: PurePath
     record = under_way(redis_client, folder)
     seen = log_of(record)
     assert len(custom_ids(seen)) > 0
-    redis_client.flushall()
-    serve(redis_client, "m")
-    assert rebuild_all(Queue(redis_client), str(folder / "store")) == (1, [])
+    empty_and_rebuild(redis_client, folder)
     ended = run_to_end(redis_client, record.id, failing(3))
     assert log_of(ended).startswith(seen)
     check_every_line_once(redis_client, folder, ended, 20)
@@ -185,9 +188,7 @@ def test_a_batch_that_was_rebuilt_meanwhile_has_no_problem(
     record, held_folder = under_way(redis_client, folder), slices.held_folder
 
     def rebuild_first(queue: Queue, root: str, patience: float) -> AbstractContextManager[None]:
-        redis_client.flushall()
-        serve(redis_client, "m")
-        assert rebuild_all(queue, str(folder / "store")) == (1, [])
+        empty_and_rebuild(redis_client, folder)
         return held_folder(queue, root, patience)
 
     with monkeypatch.context() as patch:
