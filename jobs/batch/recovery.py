@@ -75,7 +75,7 @@ def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]
     if not manifest.parts:
         return RestoredProgress(progress_fields(manifest), None)
     save_stored(manifest.spec.root, manifest.parts, done)
-    queue.set_parts(manifest.batch_id, {part.name: part.lines for part in manifest.parts})
+    queue.set_parts(manifest.batch_id, manifest.generation, {part.name: part.lines for part in manifest.parts})
     counts = {"completed": manifest.completed, "failed": manifest.failed, "restored": True}
     return RestoredProgress({**counts, **progress_fields(manifest)}, bytes(done.bits))
 

@@ -320,7 +320,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     progress.settled, progress.drained_at = part.name, time.monotonic()
     if compacted:
         drop_unlisted(held.root, manifest.parts)
-        queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
+        queue.set_parts(batch, held.generation, {part.name: part.lines for part in manifest.parts})
     return True
 
 

@@ -239,15 +239,13 @@ class BatchQueue(QueueBase):
         """Registered parts and the number of their lines."""
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
 
-    def set_parts(self, batch: str, parts: Mapping[str, int]) -> None:
+    def set_parts(self, batch: str, generation: int, parts: Mapping[str, int]) -> None:
         """Register these parts, of which the last is what counts, and forget all others; for the
         holder of `storage.exclusive`.
+
+        Changes nothing in a batch that has ended or whose generation is another one.
         """
-        # The last one is registered at any moment: without it Redis counts as having gone back
-        if parts:
-            self._command("HSET", keys.parts(batch), *flat(parts.items()))
-        if others := self.parts(batch).keys() - parts.keys():
-            self._command("HDEL", keys.parts(batch), *others)
+        self._scripts.call("parts", [batch, generation, *flat(parts.items())])
 
     def done(self, batch: str) -> bytes:
         """The bitmap of lines that have their result: bit 7 of the first byte is line 0, as Redis

@@ -19,6 +19,8 @@ local MOST_CALLS = 500 -- waiting live calls that one script moves, or drops: mo
 local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so long, whatever its size
 local DRAIN_BYTES = 2 * 1024 * 1024 -- a batch's results that are worth a drain before the next tick
 local NO_CHUNKS = '\144' -- an empty list in msgpack
+local MOST_VALUES = 4000 -- that `unpack` surely has room for; an even number
+local RUNS = {validating = true, in_progress = true, finalizing = true, cancelling = true}
 
 local function now_ms()
   local time = redis.call('TIME')

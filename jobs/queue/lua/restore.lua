@@ -6,9 +6,6 @@
 --       of a batch, how many of the lines succeeded, these lines, the lines that failed
 -- Returns 1.
 
-local CHUNK = 4000 -- values that `unpack` surely has room for
-local RUNS = {validating = true, in_progress = true, finalizing = true, cancelling = true}
-
 local batch, part, most_undrained, succeeded = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5])
 if not RUNS[redis.call('HGET', key.batch(batch), 'state')] then
   return 1
@@ -64,8 +61,8 @@ for _, model in ipairs(#names > 0 and redis.call('SMEMBERS', key.batch_models(ba
   end
   if #left < #waiting then
     redis.call('DEL', ready)
-    for i = 1, #left, CHUNK do
-      redis.call('RPUSH', ready, unpack(left, i, math.min(i + CHUNK - 1, #left)))
+    for i = 1, #left, MOST_VALUES do
+      redis.call('RPUSH', ready, unpack(left, i, math.min(i + MOST_VALUES - 1, #left)))
     end
   end
   if #left == 0 then

@@ -82,7 +82,7 @@ class TestIngest:
     def test_skips_lines_that_are_done(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.create_batch("batch_a", 8, state="in_progress", fields={"completed": 2})
         queue.transition("batch_a", ["in_progress"], "in_progress", done=b"\x60")
-        queue.set_parts("batch_a", {"part-0": 2})
+        queue.set_parts("batch_a", 0, {"part-0": 2})
         assert queue.ingest("batch_a", [(line, request()) for line in range(4)], 0, 4)
         assert [claim.key.line for claim in queue.claim("w1", 1, 9, models=[MODEL])] == [0, 3]
         assert queue.done("batch_a") == b"\x60"
@@ -235,6 +235,23 @@ class TestRestore:
         queue.restore("batch_a", "part-0", 2, [(0, True), (1, True)])
         assert queue.batch_fields("batch_a") == before
         assert not redis_client.exists(keys.done("batch_a"), keys.parts("batch_a"))
+
+    @pytest.mark.parametrize("state", sorted(END_STATES))
+    def test_no_parts_of_a_batch_that_has_ended(self, queue: Queue, redis_client: redis.Redis, state: str) -> None:
+        queue.create_batch("batch_a", 2, state=state)
+        queue.set_parts("batch_a", 0, {"part-0": 2})
+        queue.set_parts("batch_of_no_record", 0, {"part-0": 2})
+        assert not redis_client.exists(keys.parts("batch_a"), keys.parts("batch_of_no_record"))
+
+    def test_only_the_process_that_has_the_batch_sets_its_parts(self, queue: Queue) -> None:
+        start_batch(queue, "batch_a", 2)
+        queue.set_parts("batch_a", 0, {f"part-{number}": number for number in range(4500)})
+        assert len(queue.parts("batch_a")) == 4500
+        queue.set_parts("batch_a", 0, {"part-0": 2})
+        queue.set_parts("batch_a", 1, {"part-1": 1})
+        assert queue.parts("batch_a") == {"part-0": 2}
+        queue.set_parts("batch_a", 0, {})
+        assert queue.parts("batch_a") == {}
 
     def test_a_part_of_many_lines_is_registered_with_the_last(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 1200)

@@ -370,7 +370,7 @@ class TestCommit:
         claims = take(queue, "w1", 1)
         # As after a restore from the parts on disk
         queue.transition("batch_a", ["in_progress"], "in_progress", done=b"\x80")
-        queue.set_parts("batch_a", {"part-0": 1})
+        queue.set_parts("batch_a", 0, {"part-0": 1})
         redis_client.hset(keys.batch("batch_a"), "completed", 1)
         commit_all(queue, "w1", claims)
         assert [line for line, _ in queue.results("batch_a")] == [1]
