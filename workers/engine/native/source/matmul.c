@@ -246,9 +246,22 @@ static panel_columns columns_of(const packed_matrix *matrix, ptrdiff_t panel) {
                            matrix->bias ? matrix->bias + panel * PANEL : NULL};
 }
 
-/* A block of many rows with a panel, to sums [rows][PANEL]. Prefetches into the second cache what is widened next. */
+/* Where a block's rows of a panel's columns of y are written. */
+typedef struct {
+    char *at;
+    ptrdiff_t stride, bytes; /* from row to row, and those of the columns */
+} written_rows;
+
+ALWAYS_INLINE void prefetch_written(const written_rows *y, ptrdiff_t first, ptrdiff_t rows) {
+    for (ptrdiff_t i = first; i < first + rows; i++)
+        for (ptrdiff_t line = 0; line < y->bytes; line += 64)
+            __builtin_prefetch(y->at + i * y->stride + line, 1);
+}
+
+/* A block of many rows with a panel, to sums [rows][PANEL]. Prefetches into the second cache what is widened next, and
+   at the end what is written. */
 static void multiply_widened(const packed_matrix *matrix, const row_block *block, const packed_panel *panel,
-                             float *sums) {
+                             const written_rows *y, float *sums) {
     uint32_t strips[DEPTH * PANEL] __attribute__((aligned(64)));
     ptrdiff_t end = row_words(matrix), step = step_bytes(matrix->stored);
     for (ptrdiff_t first = 0, count; first < end; first += count) {
@@ -261,6 +274,8 @@ static void multiply_widened(const packed_matrix *matrix, const row_block *block
             int rows = tile_rows(block, tile, row);
             for (ptrdiff_t line = 0; line < fetched; line += 64)
                 __builtin_prefetch(ahead + line, 0, 2);
+            if (first + count == end)
+                prefetch_written(y, row, rows);
             for (ptrdiff_t column = 0; column < PANEL; column += STRIP)
                 multiply_strips[rows - 1](is_integer(matrix->stored), first == 0,
                                           (const uint32_t *)block->x + row * end + first, end, count,
@@ -272,11 +287,12 @@ static void multiply_widened(const packed_matrix *matrix, const row_block *block
 }
 
 /* A block of rows with a panel, to sums [rows][PANEL]. */
-static void multiply_block(const product *p, const row_block *block, const packed_panel *panel, float *sums) {
+static void multiply_block(const product *p, const row_block *block, const packed_panel *panel, const written_rows *y,
+                           float *sums) {
     const packed_matrix *matrix = p->matrix;
     ptrdiff_t words = row_words(matrix);
     if (!p->few) {
-        multiply_widened(matrix, block, panel, sums);
+        multiply_widened(matrix, block, panel, y, sums);
         return;
     }
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
@@ -299,13 +315,13 @@ static void multiply_panel_by_words(const product *p, const row_block *block, pt
     float sums[WORD_BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
     const packed_matrix *matrix = p->matrix;
     panel_columns columns = columns_of(matrix, panel);
-    multiply_block(p, block, &columns.panel, sums);
+    int to_bf16 = !matrix->floats && !matrix->to_float;
+    ptrdiff_t size = to_bf16 ? sizeof(bf16) : sizeof(float), before = block->first * columns.width + columns.first;
+    written_rows y = {(char *)p->y + before * size, columns.width * size, columns.filled * size};
+    multiply_block(p, block, &columns.panel, &y, sums);
     if (is_integer(matrix->stored))
         scale_sums(sums, block->rows, p->scales + block->first);
-    int to_bf16 = !matrix->floats && !matrix->to_float;
-    size_t size = to_bf16 ? sizeof(bf16) : sizeof(float);
-    finish_sums(matrix->activation, matrix->gated, to_bf16, columns.bias, block->rows, sums,
-                (char *)p->y + (size_t)(block->first * columns.width + columns.first) * size, columns.width,
+    finish_sums(matrix->activation, matrix->gated, to_bf16, columns.bias, block->rows, sums, y.at, columns.width,
                 columns.filled);
 }
 
