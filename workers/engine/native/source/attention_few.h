@@ -21,6 +21,7 @@ typedef struct {
 
 ALWAYS_INLINE void add_scores(int rows, const uint32_t *queries, ptrdiff_t width, const uint32_t *keys,
                               lanes sums[ROWS][VECTORS], int mode) {
+    prefetch_ahead(keys, WORDS_AHEAD, VECTORS);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
         words key = load_words(keys + v * LANES);
@@ -86,7 +87,8 @@ ALWAYS_INLINE void add_columns(int rows, int columns, const uint32_t *weights, c
                                ptrdiff_t first, int mode) {
     lanes sums[ROWS][COLUMNS];
     load_sums(rows, columns, m->sums + first, m->size, sums);
-    add_panel(rows, columns, weights, PANEL, m->panel + m->steps * PANEL + first, count, m->size, sums, mode);
+    add_panel(rows, columns, weights, PANEL, m->panel + m->steps * PANEL + first, count, m->size, WORDS_AHEAD,
+              sums, mode);
     store_sums(rows, columns, m->sums + first, m->size, sums);
 }
 

@@ -53,7 +53,7 @@ ALWAYS_INLINE void add_values(int columns, const uint32_t *weights, const key_st
     for (ptrdiff_t p = 0; p * PANEL < count; p++)
         add_panel(ROWS, columns, weights + p * (PANEL / word_numbers(mode)) * factor_words(mode), KEYS,
                   keys->panels[p] + keys->steps * PANEL + first * LANES,
-                  at_most(PANEL, count - p * PANEL), keys->size, sums, mode);
+                  at_most(PANEL, count - p * PANEL), keys->size, 0, sums, mode);
     store_sums(ROWS, columns, to + first * LANES, keys->size, sums);
 }
 
