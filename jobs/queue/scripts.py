@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import redis
 
 from jobs.errors import JobsError
+from jobs.protocol.states import JOBS
 from jobs.queue import keys
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ def source(name: str) -> tuple[str, str]:
     flags, newline, rest = own.partition("\n")
     if not flags.startswith("#!"):
         raise ValueError(f"{name}.lua must start with its flags")
-    shared = needed((folder / "common.lua").read_text(), rest)
+    shared = needed(_RUNS + (folder / "common.lua").read_text(), rest)
     table = keys.lua_table(set(re.findall(r"\bkey\.(\w+)", shared + rest)))
     text = f"{flags}{newline}{table}\n{shared}\n{rest}"
     return text, hashlib.sha1(text.encode()).hexdigest()
@@ -154,6 +155,7 @@ def needed(shared: str, script: str) -> str:
     return found
 
 
+_RUNS = f"local RUNS = {{{', '.join(f'{state} = true' for state in JOBS)}}}\n"
 _COMMENT = re.compile(r"^ *--.*\n", re.MULTILINE)
 _DECLARED = re.compile(r"local (?:function )?([\w, ]+)")
 

@@ -1,5 +1,5 @@
 -- Shared by the scripts: scripts.py puts above each what it names of this. `key` holds the names
--- of jobs/queue/keys.py.
+-- of jobs/queue/keys.py, `RUNS` the states of a batch that a job moves on (jobs/protocol/states.py).
 -- A request's name is "<batch>/<line>"; a live call's batch id starts with "live_" and its line is
 -- 0.
 
@@ -20,7 +20,6 @@ local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so
 local DRAIN_BYTES = 2 * 1024 * 1024 -- a batch's results that are worth a drain before the next tick
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 local MOST_VALUES = 4000 -- that `unpack` surely has room for; an even number
-local RUNS = {validating = true, in_progress = true, finalizing = true, cancelling = true}
 
 local function now_ms()
   local time = redis.call('TIME')
