@@ -39,7 +39,7 @@ from jobs.batch.manifest import (
     progress_fields,
     unmark_cancelled,
 )
-from jobs.batch.parts import drop_unlisted
+from jobs.batch.parts import drop_all
 from jobs.batch.register import register
 from jobs.protocol.period import ALWAYS, Period
 from jobs.protocol.results import Usage
@@ -165,7 +165,7 @@ def create_batch(
             identity = batch_id or (found.batch_id if found is not None else f"batch_{secrets.token_hex(12)}")
             manifest = Manifest(batch_id=identity, created_at=queue.now(), spec=spec)
             manifest.enter("validating")
-            drop_unlisted(spec.root, [])
+            drop_all(spec.root)
         sweep(spec.root)
         unmark_cancelled(spec.root)
         known = found.generation if found is not None else 0

@@ -188,12 +188,32 @@ def to_compact(parts: list[Part]) -> list[Part]:
     return []
 
 
-def drop_unlisted(root: str, parts: list[Part]) -> None:
-    """Remove part files that no manifest vouches for."""
+def drop_unlisted(root: str, parts: Iterable[Part], last: int) -> None:
+    """Remove part files that a manifest does not list, of numbers up to `last`, its `next_part`:
+    the others may be of a process that went on while this one was stopped.
+    """
     listed = {part.name for part in parts}
-    for name in list_names(join(root, FOLDER)):
-        if name not in listed:
-            delete(join(root, FOLDER, name))
+    _remove(root, (name for name in list_names(join(root, FOLDER)) if name not in listed and _number(name) <= last))
+
+
+def drop_all(root: str) -> None:
+    """Remove all part files."""
+    _remove(root, list_names(join(root, FOLDER)))
+
+
+def highest_number(root: str) -> int:
+    """Return the highest number of a part file, which a name begins with; 0 without any."""
+    return max(map(_number, list_names(join(root, FOLDER))), default=0)
+
+
+def _remove(root: str, names: Iterable[str]) -> None:
+    for name in names:
+        delete(join(root, FOLDER, name))
+
+
+def _number(name: str) -> int:
+    number, _, _ = name.partition("-")
+    return int(number) if number.isdecimal() else 0
 
 
 def _records(file: BinaryIO, name: str, order: int, place: int) -> Iterator[Record]:

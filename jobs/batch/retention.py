@@ -12,7 +12,7 @@ from jobs.batch.line_index import INDEX_NAME
 from jobs.batch.manifest import NAME as MANIFEST_NAME
 from jobs.batch.manifest import Manifest, load_manifest, unmark_cancelled
 from jobs.batch.open_requests import APPEND_LOCK, DATABASE_NAME, JOURNAL_NAME, NEXT_LOCK
-from jobs.batch.parts import drop_unlisted
+from jobs.batch.parts import drop_all
 from jobs.batch.plan import PLAN_NAME
 from jobs.batch.stored_lines import NAME as STORED_NAME
 from jobs.protocol.ids import BATCH, is_id, time_of
@@ -43,7 +43,7 @@ def tidy(root: str) -> bool:
             delete(join(manifest.made_root, name))
         if manifest.spec.streams_input and not is_local(root):
             remove_appended(root)
-        drop_unlisted(root, [])
+        drop_all(root)
         if manifest.state != "cancelled":  # a request for that, which came too late
             unmark_cancelled(root)
         if not manifest.logged_lines:

@@ -18,7 +18,17 @@ from typing import Any, BinaryIO
 from jobs.batch.appending import take_appended
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.manifest import BatchSpec, Manifest, Superseded, progress_fields, save_manifest
-from jobs.batch.parts import Part, Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
+from jobs.batch.parts import (
+    Part,
+    Record,
+    drop_unlisted,
+    highest_number,
+    merge_parts,
+    to_compact,
+    verify,
+    write_part,
+    write_records,
+)
 from jobs.batch.plan import PlanEntry, read_plan
 from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
 from jobs.batch.register import register
@@ -319,7 +329,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
         return True
     progress.settled, progress.drained_at = part.name, time.monotonic()
     if compacted:
-        drop_unlisted(held.root, manifest.parts)
+        drop_unlisted(held.root, manifest.parts, manifest.next_part)
         queue.set_parts(batch, held.generation, {part.name: part.lines for part in manifest.parts})
     return True
 
@@ -365,8 +375,19 @@ def settle(held: Slice, progress: BatchProgress) -> None:
     if last is not None and not held.queue.has_part(held.batch, last):
         _restore(held)
     if not remembered:
-        drop_unlisted(held.root, manifest.parts)
+        _drop_left_parts(manifest)
         progress.settled = _last(manifest)
+
+
+def _drop_left_parts(manifest: Manifest) -> None:
+    """Remove what a process left that died before it listed it. Only the process that has the batch
+    can replace the manifest, and later ones go on behind the numbers in it.
+    """
+    highest = highest_number(manifest.spec.root)
+    if highest > manifest.next_part:
+        manifest.next_part = highest
+        save_manifest(manifest)
+    drop_unlisted(manifest.spec.root, manifest.parts, manifest.next_part)
 
 
 def _last(manifest: Manifest) -> str | None:

@@ -122,7 +122,7 @@ def run_again(held: Slice) -> None:
     manifest = held.manifest
     repair(manifest)
     save_manifest(manifest)
-    drop_unlisted(held.root, manifest.parts)
+    drop_unlisted(held.root, manifest.parts, manifest.next_part)
     manifest.timestamps.pop("finalizing", None)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     counts = {"completed": 0, "failed": 0, "restored": True, **progress.fields}

@@ -57,7 +57,7 @@ def cut_off_before_each_step(client: redis.Redis, action: Callable[[int], object
     """
     for number in itertools.count(1):
         is_cut = _run_cut_off(action, number)
-        _end_leases(client)
+        end_leases(client)
         yield number
         if not is_cut:
             return
@@ -77,19 +77,19 @@ def held_up_before_each_step(
             nonlocal was_stopped
             if not was_stopped:
                 was_stopped = True
-                _end_leases(client)
-                with _process(f"other process {number}"):
+                end_leases(client)
+                with process(f"other process {number}"):
                     meanwhile(number)
 
-        with _process(f"process {number}"), _counted_steps(number, stop):
+        with process(f"process {number}"), _counted_steps(number, stop):
             action(number)
-        _end_leases(client)
+        end_leases(client)
         yield number
         if not was_stopped:
             return
 
 
-def _end_leases(client: redis.Redis) -> None:
+def end_leases(client: redis.Redis) -> None:
     """As they do by themselves, some seconds later."""
     for lease in client.keys("{q}:hold:*"):
         client.delete(lease)
@@ -99,7 +99,7 @@ def _run_cut_off(action: Callable[[int], object], number: int) -> bool:
     def cut_off() -> None:
         raise CutOff
 
-    with _process(f"process {number}"), _counted_steps(number, cut_off):
+    with process(f"process {number}"), _counted_steps(number, cut_off):
         try:
             action(number)
             return False
@@ -108,7 +108,7 @@ def _run_cut_off(action: Callable[[int], object], number: int) -> bool:
 
 
 @contextmanager
-def _process(name: str) -> Iterator[None]:
+def process(name: str) -> Iterator[None]:
     """What runs within is a process of this name, which remembers nothing of another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "PROCESS", name)

@@ -1,5 +1,6 @@
 """A batch runs in a bucket as it does in a folder."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from jobs.batch.client import get_batch
 from jobs.batch.manifest import Superseded, save_manifest
 from jobs.batch.rebuild import rebuild, rebuild_all, unknown_folders
 from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
-from jobs.control import slices
+from jobs.control import advance, slices
 from jobs.control.ticker import Ticker
 from jobs.protocol.chat import CHAT
 from jobs.protocol.ids import BATCH, new_id
@@ -27,7 +28,7 @@ from jobs.store import object_storage
 from jobs.store.storage import StoreError, join, list_names, path_of
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
 from tests.support.control_plane import failing
-from tests.support.cut_off import cut_off_before_each_step, held_up_before_each_step
+from tests.support.cut_off import cut_off_before_each_step, end_leases, held_up_before_each_step, process
 from tests.support.integrity import faults
 from tests.support.object_stores import CLOUDS, PLACES, bucket, store_location
 from tests.support.redis_server import running_server
@@ -265,6 +266,33 @@ def test_a_process_that_ends_before_any_step_loses_and_doubles_no_line(
         assert number > 20
 
 
+def test_a_process_that_was_stopped_removes_no_part_of_the_one_that_went_on(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one is stopped before it removes what it finds unlisted."""
+    with bucket() as remote:
+        record = under_way(redis_client, path_of(remote.uri), done=0)
+        answer_all(redis_client, failing(3), most=8)
+        step(redis_client, record.id)
+        answer_all(redis_client, failing(3), most=7)
+        remove = advance.drop_unlisted
+
+        def stopped_before(*arguments: Any) -> None:
+            monkeypatch.setattr(advance, "drop_unlisted", remove)
+            end_leases(redis_client)
+            with process("another"):
+                step(redis_client, record.id)
+            remove(*arguments)
+
+        monkeypatch.setattr(advance, "drop_unlisted", stopped_before)
+        with process("stopped"), contextlib.suppress(Superseded):
+            step(redis_client, record.id)
+        assert len(manifest_of(record).parts) == 2
+        assert {part.name for part in manifest_of(record).parts} <= set(list_names(join(record.spec.root, "parts")))
+        end_leases(redis_client)
+        check_every_line_once(redis_client, path_of(remote.uri), run_to_end(redis_client, record.id, failing(3)), 20)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("lost", ["nothing", "some", "all"])
 @pytest.mark.parametrize("steps", [1, 3])
@@ -305,6 +333,7 @@ def test_a_process_that_is_stopped_before_any_step_while_another_goes_on_loses_a
             assert faults(redis_client) == []
             record = get_batch(redis_client, made[number])
             if record.state not in END_STATES:
+                assert {part.name for part in manifest_of(record).parts} <= set(list_names(f"{record.spec.root}/parts"))
                 record = run_to_end(redis_client, record.id, failing(3))
             check_every_line_once(redis_client, folder, record, 20)
             begin(number + 1)
