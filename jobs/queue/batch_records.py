@@ -240,8 +240,7 @@ class BatchQueue(QueueBase):
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
 
     def set_parts(self, batch: str, generation: int, parts: Mapping[str, int]) -> None:
-        """Register these parts, of which the last is what counts, and forget all others; for the
-        holder of `storage.exclusive`.
+        """Register these parts, of which the last is what counts, and forget all others.
 
         Changes nothing in a batch that has ended or whose generation is another one.
         """

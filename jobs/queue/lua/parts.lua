@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Registers these parts and no others. Changes nothing in a batch that has ended or that another
--- process has taken over.
+-- Registers these parts and no others. Changes nothing in a batch that has ended or is of another
+-- generation.
 -- ARGV: batch, its generation, then (part, lines) each
 -- Returns 1.
 

@@ -9,7 +9,7 @@ import redis
 
 from jobs.protocol.requests import RequestKey, pack
 from jobs.protocol.results import Result, Usage
-from jobs.protocol.states import END_STATES
+from jobs.protocol.states import END_STATES, JOBS
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.batch_records import MAX_PART_LINES
@@ -243,8 +243,9 @@ class TestRestore:
         queue.set_parts("batch_of_no_record", 0, {"part-0": 2})
         assert not redis_client.exists(keys.parts("batch_a"), keys.parts("batch_of_no_record"))
 
-    def test_only_the_process_that_has_the_batch_sets_its_parts(self, queue: Queue) -> None:
-        start_batch(queue, "batch_a", 2)
+    @pytest.mark.parametrize("state", sorted(JOBS))
+    def test_parts_are_set_under_the_generation_of_the_batch(self, queue: Queue, state: str) -> None:
+        queue.create_batch("batch_a", 2, state=state)
         queue.set_parts("batch_a", 0, {f"part-{number}": number for number in range(4500)})
         assert len(queue.parts("batch_a")) == 4500
         queue.set_parts("batch_a", 0, {"part-0": 2})

@@ -103,7 +103,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     answers += [call("drained", queue.drained, "batch_a", "part-0", [again[0].key.line])]
     outcomes = [(claims[0].key.line, False), (claims[2].key.line, True)]  # a result here, and one that is held
     call("restore", queue.restore, "batch_a", "part-1", 2, outcomes)
-    call("parts", queue.set_parts, "batch_a", 0, {"part-0": 1, "part-1": 2})
+    call("parts", queue.set_parts, "batch_a", 0, {"part-1": 2, "part-2": 3})
     call("forget", queue.forget_streams, [RequestKey("live_a", 0)])
     for engine_crashes in range(3):  # together, alone, dead_letter
         call("quarantine", queue.quarantine, "w1", held(claims[2:] if engine_crashes == 0 else claims), DEAD_LETTER)
