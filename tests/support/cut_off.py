@@ -18,6 +18,8 @@ import redis
 from jobs.batch import manifest, stored_lines
 from jobs.control import advance
 from jobs.queue.connection import connect
+from jobs.store import object_storage
+from jobs.store.block_cache import BlockCache
 from jobs.store.object_storage import ObjectStorage, ObjectWriter
 from jobs.store.storage import is_local
 from tests.support.kills import killed_before_step
@@ -114,6 +116,7 @@ def process(name: str) -> Iterator[None]:
         patch.setattr(manifest, "PROCESS", name)
         patch.setattr(advance, "_progress", {})
         patch.setattr(stored_lines, "_kept", OrderedDict())
+        patch.setattr(object_storage, "_cache", BlockCache())
         yield
 
 
