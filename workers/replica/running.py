@@ -234,7 +234,7 @@ class Running:
 
     def drop(self, keys: Iterable[RequestKey], why: str = "requeued") -> list[Held]:
         """Stop requests without a result; return what was held of them. `why` is for traces."""
-        dropped = [claim for key in keys if (claim := self._claim(key)) is not None]
+        dropped = [claim for key in dict.fromkeys(keys) if (claim := self._claim(key)) is not None]
         running = [self._requests[claim.key] for claim in dropped if claim.key in self._requests]
         self._abort([request_id for request in running for request_id in self._forget(request)])
         for claim in dropped:

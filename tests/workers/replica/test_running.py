@@ -357,6 +357,15 @@ def test_what_has_not_begun_is_listed_apart(queue: Queue) -> None:
     assert len(bench.running.keys()) == 1
 
 
+def test_a_lease_that_is_lost_twice_in_one_delivery_is_lost_once(queue: Queue) -> None:
+    """Its first message and its tokens may go together."""
+    bench = begun(queue)
+    [delta] = bench.publish()
+    held = delta.key, delta.fence
+    assert bench.running.lose([held, held]) == 1
+    assert bench.running.keys() == []
+
+
 def test_tokens_of_a_live_call_are_to_be_sent_at_each_step(queue: Queue) -> None:
     bench = begun(queue, 1, n=2)
     assert (bench.live_woken, bench.woken) == (1, [])
