@@ -188,22 +188,19 @@ def to_compact(parts: list[Part]) -> list[Part]:
     return []
 
 
-def drop_unlisted(root: str, parts: Iterable[Part], last: int) -> None:
+def drop_unlisted(root: str, parts: Iterable[Part], last: int) -> int:
     """Remove part files that a manifest does not list, of numbers up to `last`, its `next_part`:
-    the others may be of a process that went on while this one was stopped.
+    the others may be of a process that went on while this one was stopped. Return the highest
+    number that there was, which a name begins with; 0 without any file.
     """
-    listed = {part.name for part in parts}
-    _remove(root, (name for name in list_names(join(root, FOLDER)) if name not in listed and _number(name) <= last))
+    listed, names = {part.name for part in parts}, list_names(join(root, FOLDER))
+    _remove(root, (name for name in names if name not in listed and _number(name) <= last))
+    return max(map(_number, names), default=0)
 
 
 def drop_all(root: str) -> None:
     """Remove all part files."""
     _remove(root, list_names(join(root, FOLDER)))
-
-
-def highest_number(root: str) -> int:
-    """Return the highest number of a part file, which a name begins with; 0 without any."""
-    return max(map(_number, list_names(join(root, FOLDER))), default=0)
 
 
 def _remove(root: str, names: Iterable[str]) -> None:

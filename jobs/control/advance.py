@@ -18,17 +18,7 @@ from typing import Any, BinaryIO
 from jobs.batch.appending import take_appended
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.manifest import BatchSpec, Manifest, Superseded, progress_fields, save_manifest
-from jobs.batch.parts import (
-    Part,
-    Record,
-    drop_unlisted,
-    highest_number,
-    merge_parts,
-    to_compact,
-    verify,
-    write_part,
-    write_records,
-)
+from jobs.batch.parts import Part, Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
 from jobs.batch.plan import PlanEntry, read_plan
 from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
 from jobs.batch.register import register
@@ -383,11 +373,11 @@ def _drop_left_parts(manifest: Manifest) -> None:
     """Remove what a process left that died before it listed it. Only the process that has the batch
     can replace the manifest, and later ones go on behind the numbers in it.
     """
-    highest = highest_number(manifest.spec.root)
+    highest = drop_unlisted(manifest.spec.root, manifest.parts, manifest.next_part)
     if highest > manifest.next_part:
         manifest.next_part = highest
         save_manifest(manifest)
-    drop_unlisted(manifest.spec.root, manifest.parts, manifest.next_part)
+        drop_unlisted(manifest.spec.root, manifest.parts, manifest.next_part)
 
 
 def _last(manifest: Manifest) -> str | None:

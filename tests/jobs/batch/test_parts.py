@@ -12,7 +12,6 @@ from jobs.batch.parts import (
     PartIndex,
     drop_all,
     drop_unlisted,
-    highest_number,
     merge_parts,
     read_part,
     salvage,
@@ -150,12 +149,11 @@ def test_unlisted_files_go_but_later_ones(tmp_path: Path) -> None:
     kept = write(tmp_path, "000002-0", [1])
     for name in ("000001-0", "000003-0", "000004-1", "half-written"):
         write(tmp_path, name, [2])
-    assert highest_number(str(tmp_path)) == 4
-    drop_unlisted(str(tmp_path), [kept], 3)
+    assert drop_unlisted(str(tmp_path), [kept], 3) == 4
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["000002-0", "000004-1"]
     drop_all(str(tmp_path))
     assert not list((tmp_path / "parts").iterdir())
-    assert highest_number(str(tmp_path)) == 0
+    assert drop_unlisted(str(tmp_path), [], 3) == 0
 
 
 def test_a_bucket_that_does_not_answer_damages_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,12 +280,12 @@ def test_a_process_that_was_stopped_removes_no_part_of_the_one_that_went_on(
         answer_all(redis_client, failing(3), most=7)
         remove = advance.drop_unlisted
 
-        def stopped_before(*arguments: Any) -> None:
+        def stopped_before(*arguments: Any) -> int:
             monkeypatch.setattr(advance, "drop_unlisted", remove)
             end_leases(redis_client)
             with process("another"):
                 step(redis_client, record.id)
-            remove(*arguments)
+            return remove(*arguments)
 
         monkeypatch.setattr(advance, "drop_unlisted", stopped_before)
         with process("stopped"), contextlib.suppress(Superseded):
