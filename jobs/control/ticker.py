@@ -76,6 +76,7 @@ def main() -> None:
     ticker = Ticker(queue, options.file_store)
     if options.file_store:
         _start_webhooks(ticker, options.redis_url, options.file_store, queue.settings)
+    ticker.start()  # before the handlers: `Thread.start` breaks where one raises in it
     code = 1
     try:
         _run_until_stopped(ticker, client)
@@ -137,7 +138,6 @@ class Ticker:
         self._leads = False
         self._upkeep_due = threading.Event()
         self._upkeep_thread = threading.Thread(target=self._run_upkeep, daemon=True)
-        self._owner_thread = threading.Thread(target=self._renew_owner, daemon=True)
         self._lead = Lease(queue.redis, keys.LEADER)
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
         self._orphans: dict[Execution, float] = {}  # what RQ takes for running, since when (monotonic seconds)
@@ -147,17 +147,19 @@ class Ticker:
         """Return whether it does now."""
         return self._leads
 
+    def start(self) -> None:
+        """Look after the file store, in threads of its own."""
+        self._upkeep_thread.start()
+        threading.Thread(target=self._renew_owner, daemon=True).start()
+
     def run(self) -> None:
         """Lead whenever it can, until the process is ordered to end. Raises what Redis raises."""
-        if not self._upkeep_thread.is_alive():
-            self._upkeep_thread.start()
-            self._owner_thread.start()
         try:
             while not _stopping.is_set():
                 self._leads = self.lead()
                 if self._leads:
                     self.tick()
-                _stopping.wait(TICK_SECONDS)
+                time.sleep(TICK_SECONDS)  # not the event's wait, in which its lock may be held as the handler sets it
         finally:
             self._leads = False
 

@@ -187,11 +187,13 @@ class ControlPlane:
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, *names: str) -> None:
-        """Starts the named processes, by default those that do not run."""
+    def start(self, *names: str, launcher: Sequence[str] = ("-m",)) -> None:
+        """Starts the named processes, by default those that do not run; `launcher` is what runs
+        their module.
+        """
         for name in names or [name for name in self._commands if name not in self.processes]:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *self._commands[name]], cwd=ROOT, env=self._environment
+                [sys.executable, *launcher, *self._commands[name]], cwd=ROOT, env=self._environment
             )
 
     def kill(self, name: str) -> None:

@@ -181,6 +181,31 @@ def test_sigterm_is_handled_from_the_start(redis_url: str, name: str) -> None:
     plane.stop()
 
 
+STOP_AS_A_THREAD_STARTS = """
+import os, runpy, signal, sys, threading
+
+start = threading._start_new_thread
+
+
+def start_and_stop(*arguments):
+    start(*arguments)
+    if callable(signal.getsignal(signal.SIGTERM)):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+threading._start_new_thread = start_and_stop
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["driver", "ticker"])
+def test_sigterm_while_a_thread_starts_ends_the_process_in_order(redis_url: str, name: str) -> None:
+    """`Thread.start` leaves a process broken if a handler raises in it."""
+    plane = ControlPlane(redis_url)
+    plane.start(name, launcher=("-c", STOP_AS_A_THREAD_STARTS))
+    plane.stop()
+
+
 def test_a_stop_whose_exception_was_lost_ends_the_loop(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

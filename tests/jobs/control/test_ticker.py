@@ -215,6 +215,7 @@ def test_leases_end_while_the_file_store_is_slow(
 
     monkeypatch.setattr(upkeep, "unknown_folders", list_slowly)
     leader = Ticker(queue, str(tmp_path / "store"))
+    leader.start()
     running = threading.Thread(target=leader.run)
     running.start()
     try:

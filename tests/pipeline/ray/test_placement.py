@@ -1,7 +1,6 @@
 """Processes that place the workers of one queue: one leads, and takes over what others left."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -27,6 +26,7 @@ class Contenders:
 
     def __init__(self, redis_url: str, queue: Queue, address: str, namespace: str) -> None:
         self.queue = queue
+        self.stopped: set[str] = set()  # workers that said that they stopped in order, which Redis soon forgets
         self._url, self._address, self._namespace = redis_url, address, namespace
 
     def placement(self, lowest: int, highest: int, **worker: object) -> Placement:
@@ -50,18 +50,27 @@ class Contenders:
     def step_until(self, placement: Placement, condition: Callable[[], object], what: str) -> None:
         """Let it work until the condition holds."""
 
-        def stepped() -> object:
+        def step_and_look() -> object:
             placement.step(time.monotonic())
             return condition()
 
-        wait_until(stepped, START_SECONDS, what)
+        self.wait_until(step_and_look, what)
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for the condition, and note which workers stop meanwhile."""
+
+        def look() -> object:
+            self.stopped |= {worker.id for worker in self.queue.workers() if worker.state == "stopped"}
+            return condition()
+
+        wait_until(look, START_SECONDS, what)
 
     def step_until_ready(self, placement: Placement, count: int) -> None:
-        self.step_until(placement, lambda: self.states()["ready"] == count, f"{count} workers to be ready")
+        self.step_until(placement, lambda: len(self.ready()) == count, f"{count} workers to be ready")
 
-    def states(self) -> Counter[str]:
-        """Of all workers; one that stopped in order says so."""
-        return Counter(worker.state for worker in self.queue.workers())
+    def ready(self) -> list[str]:
+        """The workers that take requests."""
+        return [worker.id for worker in self.queue.workers() if worker.state == "ready"]
 
     def end_lead(self) -> None:
         """As when the leader was killed long ago."""
@@ -131,13 +140,15 @@ def test_workers_above_the_most_are_drained_and_none_is_placed_instead(
     contenders: Contenders, caplog: pytest.LogCaptureFixture
 ) -> None:
     contenders.step_until_ready(contenders.placement(2, 2), 2)
+    before = contenders.ready()
     contenders.end_lead()
     caplog.clear()
     placement = contenders.placement(1, 1)
     contenders.step_until(placement, lambda: contenders.actors() == ["demo/0"], "the second worker to end")
     assert "placing the worker" not in caplog.text
     assert "stopping the worker demo/1" in caplog.text
-    assert contenders.states() == {"ready": 1, "stopped": 1}
+    assert sorted([*contenders.ready(), *contenders.stopped]) == sorted(before)
+    assert len(contenders.stopped) == 1
 
 
 def test_an_adopted_worker_is_asked_before_it_is_stopped(
@@ -148,14 +159,14 @@ def test_an_adopted_worker_is_asked_before_it_is_stopped(
     caplog.clear()
     contenders.step_until(contenders.placement(0, 1), lambda: not contenders.actors(), "the worker to end")
     assert caplog.text.index("demo/0 runs on node") < caplog.text.index("stopping the worker demo/0")
-    assert contenders.states() == {"stopped": 1}
+    assert (contenders.ready(), len(contenders.stopped)) == ([], 1)
 
 
 def test_a_drained_worker_ends_with_its_actor_whoever_watches(contenders: Contenders) -> None:
     contenders.step_until_ready(contenders.placement(1, 1), 1)
     ray.get(ray.get_actor("demo/0").drain.remote())
-    wait_until(lambda: not contenders.actors(), START_SECONDS, "the actor to end by itself")
-    assert contenders.states() == {"stopped": 1}
+    contenders.wait_until(lambda: not contenders.actors(), "the actor to end by itself")
+    assert (contenders.ready(), len(contenders.stopped)) == ([], 1)
 
 
 def test_an_adopted_worker_that_drains_is_no_capacity(contenders: Contenders, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,6 +181,7 @@ def test_an_adopted_worker_that_drains_is_no_capacity(contenders: Contenders, ca
 
 def test_only_flags_and_version_tell_workers_apart(contenders: Contenders, caplog: pytest.LogCaptureFixture) -> None:
     contenders.step_until_ready(contenders.placement(1, 1), 1)
+    before = contenders.ready()
     contenders.end_lead()
     same = contenders.placement(1, 1, shutdown_timeout=1.0)
     contenders.step_until(same, lambda: caplog.text.count("runs on node") == 2, "the worker to be taken over")
@@ -177,4 +189,5 @@ def test_only_flags_and_version_tell_workers_apart(contenders: Contenders, caplo
     contenders.end_lead()
     others = contenders.placement(1, 1, arguments=["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "2"])
     contenders.step_until(others, lambda: "its flags are others now" in caplog.text, "the worker to be replaced")
-    contenders.step_until(others, lambda: contenders.states() == {"ready": 1, "stopped": 1}, "another worker")
+    contenders.step_until(others, lambda: contenders.stopped and contenders.ready(), "another worker")
+    assert contenders.stopped == set(before)
