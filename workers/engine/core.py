@@ -274,14 +274,15 @@ class EngineCore:
         plan, launched, began = self._launched.popleft()
         with span("retire"):
             result = self._executor.retire(launched)
-            self._record_time(plan, launched, time.perf_counter() - began)
+            self._record_time(plan, launched, began)
             output = self.scheduler.update(plan, result)
         output.stats.step_rows = [(len(plan.counts), "")]
         output.stats.step_tokens = [(int(plan.counts.sum()), "")]
         return output
 
-    def _record_time(self, plan: StepPlan, launched: "LaunchedStep", seconds: float) -> None:
+    def _record_time(self, plan: StepPlan, launched: "LaunchedStep", began: float) -> None:
         """Record a step's own time: from its planning, or from the end of the step before it."""
+        seconds = launched.seconds_since(began)
         if self._last is not None:
             seconds = min(seconds, launched.seconds_after(self._last))
         self._last = launched

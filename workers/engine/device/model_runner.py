@@ -52,6 +52,12 @@ class LaunchedStep:
     done: torch.cuda.Event | None = None
     launched: float = field(default_factory=time.perf_counter)  # when; on a CPU this is its end
 
+    def seconds_since(self, began: float) -> float:
+        """Return the seconds to the end of this step, which was just waited for, from a time of
+        `time.perf_counter()`.
+        """
+        return (self.launched if self.done is None else time.perf_counter()) - began
+
     def seconds_after(self, earlier: LaunchedStep) -> float:
         """Return the seconds between the ends of two retired steps."""
         if self.done is not None and earlier.done is not None:
