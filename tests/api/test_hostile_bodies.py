@@ -62,9 +62,9 @@ def test_a_hostile_body_is_refused_soon_and_in_short(
     http: httpx.Client, scripted: Callable[..., ScriptedWorker], name: str
 ) -> None:
     worker = scripted(lambda claim: ["one"])
-    began = time.monotonic()
+    began = time.process_time()  # of the API, too, which is in this process
     answer = http.post(CHAT, content=REFUSED[name], headers={"content-type": "application/json"})
-    taken = time.monotonic() - began
+    taken = time.process_time() - began
     print(f"{name}: {answer.status_code} after {taken:.2f} s for {len(REFUSED[name]) / 2**20:.1f} MiB: {answer.text}")
     assert 400 <= answer.status_code < 500
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import redis
 
 from api.settings import ApiSettings
@@ -22,6 +21,7 @@ from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.support import http_calls
 from tests.support.api_server import running_api
 from tests.support.integrity import faults
 from tests.support.storm import Storm, StormQuestion
@@ -48,7 +48,7 @@ def test_sixty_streams_of_which_half_are_left(
 
     with ScriptedWorker(queue, script), running_api(settings) as url:
         questions = [question(rng, number) for number in range(STREAMS)]
-        assert httpx.post(f"{url}/v1/chat/completions", json=questions[0].body).status_code == 200
+        assert http_calls.post(f"{url}/v1/chat/completions", json=questions[0].body).status_code == 200
         held.clear()
         wait_until(lambda: not redis_client.keys(keys.tokens("*")), 30, "the first stream to be gone")
         before, kinds = tasks(), kinds_of_keys(redis_client)
@@ -57,7 +57,7 @@ def test_sixty_streams_of_which_half_are_left(
         print(storm.report())
         assert storm.faults == []
         assert storm.right == STREAMS // 2
-        wait_until(lambda: httpx.get(f"{url}/health").json()["live_calls"] == 0, 30, "no call to be left")
+        wait_until(lambda: http_calls.get(f"{url}/health").json().get("live_calls") == 0, 30, "no call to be left")
         wait_until(lambda: not tasks() - before, 30, "no task to be left")
         wait_until(lambda: not kinds_of_keys(redis_client) - kinds, 30, "no key to be left")
         assert faults(redis_client) == []

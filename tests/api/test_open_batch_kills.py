@@ -20,6 +20,7 @@ from jobs.batch.line_index import INDEX_NAME
 from jobs.batch.open_requests import SOURCE_NAME
 from jobs.batch.plan import PLAN_NAME
 from jobs.store.storage import is_local
+from tests.support import http_calls
 from tests.support.commands import REPOSITORY, command, command_environment
 from tests.support.control_plane import Answering, ControlPlane
 from tests.support.object_stores import PLACES, cloud
@@ -167,7 +168,7 @@ def running(folder: Path, store: str, groups: int) -> Iterator[AppendStack]:
 
 def serves(stack: AppendStack) -> bool:
     with contextlib.suppress(httpx.TransportError, redis.RedisError):
-        return bool(httpx.get(f"{stack.url}/v1/models").json().get("data"))
+        return bool(http_calls.get(f"{stack.url}/v1/models").json().get("data"))
     return False
 
 

@@ -16,6 +16,7 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from tests.docker.chart import RENDERED, pod_of, queries, variables
 from tests.docker.test_monitoring import ask, needs_prometheus, running_prometheus
+from tests.support import http_calls
 from tests.support.api_server import official_client, running_api
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
 from tests.support.ports import reserved_port
@@ -61,7 +62,7 @@ class Pods:
                 _, *arguments = probe["exec"]["command"]
                 return run_pipeline(*arguments, **self.variables).returncode == 0
             try:
-                return httpx.get(f"{self.url}{probe['httpGet']['path']}").is_success
+                return http_calls.get(f"{self.url}{probe['httpGet']['path']}").is_success
             except httpx.TransportError:
                 return False
 
@@ -88,7 +89,7 @@ def test_pods_do_a_batch_that_came_while_the_worker_was_scaled_to_zero(tmp_path:
                     input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
                 )
                 waiting = f'pipeline_requests_waiting{{kind="batch",model_name="{MODEL}"}} 1.0'
-                wait_until(lambda: waiting in httpx.get(f"{pods.url}/metrics").text, 120, "the line to wait")
+                wait_until(lambda: waiting in http_calls.get(f"{pods.url}/metrics").text, 120, "the line to wait")
                 with pods.running("inference-worker-qwen"):
                     wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 240, "the batch")
                 assert client.batches.retrieve(batch.id).request_counts.completed == 1
@@ -108,7 +109,7 @@ def test_what_keda_asks_for_rises_while_a_call_waits_for_a_model_that_sleeps(tmp
                 return [[float(one["value"][1]) for one in ask(url, query)] for query in asked]
 
             wait_until(lambda: figures() == [[0]], 60, "the query to find one figure")
-            assert len(httpx.get(f"{url}/api/v1/targets").json()["data"]["activeTargets"]) == 1
+            assert len(http_calls.get(f"{url}/api/v1/targets").json()["data"]["activeTargets"]) == 1
             with official_client(api) as client, ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(client.completions.create, model="demo", prompt="What is 2 + 3?", max_tokens=8)
                 wait_until(lambda: figures() == [[1]], 60, "the call to be seen")

@@ -20,6 +20,7 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from tests.docker import monitoring
 from tests.docker.composition import FOLDER
+from tests.support import http_calls
 from tests.support.api_server import official_client, running_api
 from tests.support.ports import reserved_port
 from tests.support.redis_server import running_server
@@ -135,7 +136,7 @@ def test_a_prometheus_finds_what_the_board_and_the_alerts_ask_for(tmp_path: Path
         settings = ApiSettings(redis_url=server.url, file_store=str(tmp_path / "store"))
         with running_api(settings) as api, running_worker(queue, server.url), running_prometheus(tmp_path, api) as url:
             wait_for_value(lambda: _panels_without_figures(api, url), EMPTY_PANELS, 120, "the other panels' figures")
-            groups = httpx.get(f"{url}/api/v1/rules").json()["data"]["groups"]
+            groups = http_calls.get(f"{url}/api/v1/rules").json()["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == {rule["alert"] for rule in monitoring.alerts()}
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
@@ -183,14 +184,14 @@ def running_prometheus(
 
 def ask(url: str, query: str) -> list[Any]:
     """The series that a query finds, those whose value is not a number left out."""
-    answer = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()
+    answer = http_calls.get(f"{url}/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)
     return [series for series in answer["data"]["result"] if series["value"][1] != "NaN"]
 
 
 def _is_up(url: str, job: str) -> bool:
     try:
-        return httpx.get(f"{url}/-/ready").is_success and bool(ask(url, f'up{{job="{job}"}} == 1'))
+        return http_calls.get(f"{url}/-/ready").is_success and bool(ask(url, f'up{{job="{job}"}} == 1'))
     except httpx.TransportError:
         return False
 

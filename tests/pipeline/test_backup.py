@@ -23,6 +23,7 @@ from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key
 from jobs.store.marker import MARKER
 from jobs.store.storage import exists, path_of
+from tests.support import http_calls
 from tests.support.api_server import official_client
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.commands import REPOSITORY, run_pipeline, running_pipeline
@@ -80,7 +81,9 @@ def serving(store: Path, redis_url: str, secret: str) -> Iterator[openai.OpenAI]
     with running_pipeline("serve", *flags, redis_url=redis_url) as command:
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
-        wait_until(lambda: httpx.get(f"{found[1]}/ready").status_code == 200, WAIT_SECONDS, "the model to be served")
+        wait_until(
+            lambda: http_calls.get(f"{found[1]}/ready").status_code == 200, WAIT_SECONDS, "the model to be served"
+        )
         with official_client(found[1], secret) as client:
             yield client
 
@@ -90,7 +93,9 @@ class ClientWork:
 
     def __init__(self, client: openai.OpenAI, secret: str) -> None:
         self._client = client
-        self._http = httpx.Client(base_url=str(client.base_url), headers={"authorization": f"Bearer {secret}"})
+        self._http = httpx.Client(
+            base_url=str(client.base_url), headers={"authorization": f"Bearer {secret}"}, timeout=http_calls.SECONDS
+        )
         self.expected: dict[str, set[str]] = {}  # by batch: the lines that it took
         self.open = str(self._post("batches", {"input": "stream"})["id"])
         self.expected[self.open] = set()
@@ -205,7 +210,7 @@ def test_a_backup_of_a_fleet_at_work_has_all_that_was_acknowledged(tmp_path: Pat
         assert client.files.content(work.file.id).content == kept
         assert client.uploads.complete(work.upload, part_ids=work.parts).status == "completed"
         wait_until(lambda: is_known(client, work.open), WAIT_SECONDS, "the batches to be rebuilt")
-        httpx.post(
+        http_calls.post(
             f"{client.base_url}batches/{work.open}/close", headers={"authorization": f"Bearer {secret}"}
         ).raise_for_status()
         for batch, acknowledged in before.items():

@@ -16,6 +16,7 @@ import pytest
 
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import answers, examples, read_results, text_of
+from tests.support import http_calls
 from tests.support.bad_request import ANSWERED, CHAT, COMPLETIONS, BadRequest, as_json, message
 from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
@@ -132,7 +133,7 @@ def served() -> Iterator[tuple[RunningCommand, str]]:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None
         command.wait_for("worker INFO ready")
-        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 60, "the model to be served")
+        wait_until(lambda: http_calls.get(f"{url[1]}/health").json().get("models"), 60, "the model to be served")
         yield command, url[1]
 
 

@@ -21,6 +21,7 @@ from jobs.protocol.states import END_STATES
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from tests.pipeline.results import answers, check_answers, examples
+from tests.support import http_calls
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.event_reader import Event, EventReader, batch_texts
 from tests.support.poison import Poison, held, poisoned_environment
@@ -68,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ):
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
-        wait_until(lambda: httpx.get(f"{found[1]}/health").json()["models"], 120, "the model to be served")
+        wait_until(lambda: http_calls.get(f"{found[1]}/health").json().get("models"), 120, "the model to be served")
         yield Served(command, found[1], server.url, hold)
 
 
@@ -215,7 +216,7 @@ def test_a_cancel_takes_the_work_out_of_the_engine_at_once(
 def engine_running(served: Served) -> float:
     """Sequences that the engine computes, as `/metrics` reports."""
     found = re.findall(
-        r"^vllm:num_requests_running\{.*\} ([0-9.e+]+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE
+        r"^vllm:num_requests_running\{.*\} ([0-9.e+]+)$", http_calls.get(f"{served.url}/metrics").text, re.MULTILINE
     )
     return sum(map(float, found))
 
@@ -325,7 +326,7 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         url = found[1]
-        wait_until(lambda: httpx.get(f"{url}/health").json()["models"], 120, "the model to be served")
+        wait_until(lambda: http_calls.get(f"{url}/health").json().get("models"), 120, "the model to be served")
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=20, timeout=60) as client:
             with standing_still(command):
                 batch = submit(client, source)

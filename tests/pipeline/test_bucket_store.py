@@ -20,6 +20,7 @@ from jobs.protocol.states import END_STATES
 from jobs.store.storage import list_names
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import check_answers, examples
+from tests.support import http_calls
 from tests.support.commands import REPOSITORY, run_pipeline, running_pipeline
 from tests.support.object_stores import bucket, cloud
 from tests.support.ports import reserved_port
@@ -73,7 +74,7 @@ class KilledServer:
 
     def _serves(self) -> bool:
         try:
-            return bool(httpx.get(f"{self.url}/health").json()["models"])
+            return bool(http_calls.get(f"{self.url}/health").json().get("models"))
         except httpx.HTTPError:
             return False
 
@@ -159,7 +160,7 @@ def _page_commands() -> list[list[str]]:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        return http_calls.get(url).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy
 import openai
 import pytest
@@ -19,6 +18,7 @@ import torch
 from jobs.protocol.states import END_STATES
 from pipeline.client import AsyncPipeline, Pipeline
 from pipeline.client.vllm_shapes import EmbeddedOutput
+from tests.support import http_calls
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.pooling_models import LONGEST, SIZE, embedding, save_cross_encoder, save_embedder, score
 from tests.support.small_tokenizers import bert
@@ -43,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEmbedder]
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         command.wait_for("worker INFO ready")
-        wait_until(lambda: httpx.get(f"{found[1]}/ready").status_code == 200, 60, "the model to be served")
+        wait_until(lambda: http_calls.get(f"{found[1]}/ready").status_code == 200, 60, "the model to be served")
         yield ServedEmbedder(found[1], model)
 
 
@@ -140,13 +140,13 @@ def test_what_is_too_long_is_cut_where_that_is_asked_for(served: ServedEmbedder,
 def test_a_model_says_what_it_answers(served: ServedEmbedder, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="It answers: /v1/embeddings, /v1/score, /v1/rerank, /v1/pooling"):
         client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}])
-    answer = httpx.post(f"{served.url}/v1/pooling", json={"model": "small", "input": "fox", "task": "token_embed"})
+    answer = http_calls.post(f"{served.url}/v1/pooling", json={"model": "small", "input": "fox", "task": "token_embed"})
     assert len(answer.json()["data"][0]["data"]) == len(ids("fox"))
 
 
 def test_texts_are_ranked_by_their_embeddings(served: ServedEmbedder) -> None:
     body = {"model": "small", "query": TEXTS[0], "documents": TEXTS}
-    results = httpx.post(f"{served.url}/v1/rerank", json=body).json()["results"]
+    results = http_calls.post(f"{served.url}/v1/rerank", json=body).json()["results"]
     query, *documents = (embedding(served.model, ids(text)) for text in (TEXTS[0], *TEXTS))
     assert results[0]["index"] == 0
     for result in results:

@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from tests.support import http_calls
 from tests.support.commands import REPOSITORY, run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
 
@@ -28,7 +28,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         command.wait_for("worker INFO ready")
-        wait_until(lambda: httpx.get(f"{found[1]}/ready").status_code == 200, 60, "the model to be served")
+        wait_until(lambda: http_calls.get(f"{found[1]}/ready").status_code == 200, 60, "the model to be served")
         yield f"{found[1]}/v1"
 
 

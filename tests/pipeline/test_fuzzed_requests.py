@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.results import read_results
+from tests.support import http_calls
 from tests.support.bad_request import CHAT, COMPLETIONS, MODEL, as_json
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
@@ -190,7 +191,7 @@ def test_whatever_is_asked_is_answered_or_refused_and_alike_everywhere(tmp_path:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None
         command.wait_for("worker INFO ready")
-        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 60, "the model to be served")
+        wait_until(lambda: http_calls.get(f"{url[1]}/health").json().get("models"), 60, "the model to be served")
         with httpx.Client(base_url=url[1], timeout=120) as http:
 
             @seed(int(os.environ.get("CALLS_SEED", 1)))

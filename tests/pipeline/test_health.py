@@ -66,7 +66,7 @@ def test_an_api_is_asked_where_it_listens(redis_url: str, tmp_path: Path, run_he
         api.wait_for(f"listening on http at the Unix socket {tmp_path}/api.sock")
         done = run_here("health", "api", *where)
         assert (done.code, done.err) == (0, "")
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "api.sock"))) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(tmp_path / "api.sock")), timeout=60) as http:
             assert http.get("http://localhost/v1/models").status_code == 200
             refused = http.get("http://rebound.example/v1/models")
             assert refused.json()["error"]["code"] == "host_not_allowed"

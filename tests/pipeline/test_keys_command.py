@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import redis
 
@@ -20,6 +19,7 @@ from jobs.store.key_usage import FILE, save_usage
 from pipeline.commands.api import check_open
 from pipeline.errors import Refused
 from tests.pipeline.conftest import RunHere
+from tests.support import http_calls
 from tests.support.api_server import official_client, running_api
 from tests.support.commands import running_pipeline
 from tests.support.waiting import wait_until
@@ -39,7 +39,7 @@ def test_a_key_comes_is_listed_and_goes(run_here: RunHere, tmp_path: Path, redis
     with running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path))) as url:
 
         def status() -> int:
-            return httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code
+            return http_calls.get(f"{url}/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code
 
         run_here("keys", "create", *store)
         assert status() == 200
@@ -245,7 +245,7 @@ def test_a_key_is_charged_for_its_batches_and_live_calls(run_here: RunHere, tmp_
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         with official_client(found[1], secret) as client:
-            wait_until(lambda: httpx.get(f"{found[1]}/ready").status_code == 200, 120, "the model to be served")
+            wait_until(lambda: http_calls.get(f"{found[1]}/ready").status_code == 200, 120, "the model to be served")
             say: Any = [{"role": "user", "content": "Count from 6 to 13."}]
             live = client.chat.completions.create(model="demo", messages=say, stop=["11"]).usage
             file = client.files.create(file=("in.jsonl", b"\n".join(_lines(say, 20))), purpose="batch")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.pipeline.test_pool import pool
+from tests.support import http_calls
 from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.integrity import faults
 from tests.support.poison import Poison, held, poisoned_environment
@@ -38,7 +39,7 @@ class StormFleet(LocalFleet):
         port = self._stack.enter_context(reserved_port())
         self._add("api-1", self.redis.url, "api", "--port", port, "--file-store", self.store)
         address = f"http://127.0.0.1:{port}"
-        self.wait(lambda: httpx.get(f"{address}/health").json().get("models"), 60, "the second API process")
+        self.wait(lambda: http_calls.get(f"{address}/health").json().get("models"), 60, "the second API process")
         return address
 
 
@@ -138,7 +139,7 @@ class Rest:
         assert faults(self._fleet.client) == []
 
     def _metric(self, name: str) -> float:
-        text = httpx.get(f"{self._urls[0]}/metrics").text
+        text = http_calls.get(f"{self._urls[0]}/metrics").text
         found = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
         assert found is not None, text
         return float(found[1])
@@ -153,7 +154,7 @@ def answers(url: str) -> bool:
 
 
 def has_no_call(url: str) -> bool:
-    return bool(httpx.get(f"{url}/health").json()["live_calls"] == 0)
+    return bool(http_calls.get(f"{url}/health").json().get("live_calls") == 0)
 
 
 def has_no_connection(url: str) -> bool:

@@ -26,6 +26,7 @@ from pipeline.hosting.models import served_models
 from pipeline.hosting.settings import HostingSettings
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
+from tests.support import http_calls
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import command_line, cpu_seconds, descendants, is_running
@@ -53,11 +54,11 @@ class Hosting(NamedTuple):
 
     def status(self) -> dict[str, str]:
         """What the list of models says of each."""
-        return {model["id"]: model["status"] for model in httpx.get(f"{self.url}/v1/models").json()["data"]}
+        return {model["id"]: model["status"] for model in http_calls.get(f"{self.url}/v1/models").json()["data"]}
 
     def lengths(self) -> dict[str, int | None]:
         """The longest context of each."""
-        return {model["id"]: model["max_model_len"] for model in httpx.get(f"{self.url}/v1/models").json()["data"]}
+        return {model["id"]: model["max_model_len"] for model in http_calls.get(f"{self.url}/v1/models").json()["data"]}
 
     def ask(self, model: str, **parameters: Any) -> httpx.Response:
         body = {"model": model, "prompt": "List", "max_tokens": 4, "temperature": 0, **parameters}

@@ -25,6 +25,7 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.settings import QueueSettings
+from tests.support import http_calls
 from tests.support.clock import Clock
 from tests.support.commands import command, command_environment
 from tests.support.lossy_proxy import LossyProxy
@@ -236,7 +237,7 @@ class LocalFleet:
         )
         if self.api_url is not None:
             self.wait(
-                lambda: httpx.get(f"{self.api_url}/health").json().get("models"),
+                lambda: http_calls.get(f"{self.api_url}/health").json().get("models"),
                 START_SECONDS,
                 "the API to serve the model",
             )

@@ -136,7 +136,7 @@ class Client:
     def check_views(self) -> None:
         """Check that it shows the fleet, whatever the versions of its processes."""
         for path in ("/health", "/metrics", "/v1/models"):
-            assert self._http.get(path).status_code == 200, path
+            wait_until(lambda path=path: self._http.get(path).status_code == 200, 60, f"{path} to be shown")
 
     def tokenize(self) -> int:
         """Return the status of a call that workers of the version before cannot answer."""

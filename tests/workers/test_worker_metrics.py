@@ -23,6 +23,7 @@ from jobs.protocol.results import Usage
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import FIRST_ID
+from tests.support import http_calls
 from tests.support.api_server import running_api
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.redis_server import running_server
@@ -115,7 +116,7 @@ def story(fleet: TwoWorkers) -> Story:
 
 
 def scrape(fleet: TwoWorkers, accept: str = "text/plain") -> httpx.Response:
-    answer = httpx.get(f"{fleet.api}/metrics", headers={"accept": accept})
+    answer = http_calls.get(f"{fleet.api}/metrics", headers={"accept": accept})
     assert answer.status_code == 200
     return answer
 

@@ -86,6 +86,14 @@ class Tenants:
         """Wait until all of the first tenant are in that state."""
         wait_until(lambda: self.states() == {state}, 2 * PATIENCE, f"all to be {state}")
 
+    def wait_fed(self, lines: int) -> None:
+        """Wait until Redis has so many lines of each of the first tenant."""
+        wait_until(
+            lambda: all(get_batch(self.client, batch).waiting >= lines for batch in self.of_first),
+            2 * PATIENCE,
+            f"{lines} lines of each batch",
+        )
+
     def time_small_ones(self, lasts: Callable[[], bool] = lambda: True) -> list[float]:
         """Seconds from the creation to the end of each of some that begin while that is true."""
         times: list[float] = []
@@ -167,6 +175,7 @@ def test_stuck_jobs_in_every_state(tenants: Tenants, count: int, whole: bool) ->
             running = tenants.create_some(count, 6000, "running", whole)
             finalizing = tenants.create_some(count, 100, "finalizing", whole)
             tenants.wait_for("in_progress")
+            tenants.wait_fed(100)
             for folder, model in ((running, "running"), (finalizing, "finalizing")):
                 folders.block(folder)
                 answering.enter_context(Answering(tenants.url, models=(model,), limit=500))

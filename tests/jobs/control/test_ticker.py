@@ -16,7 +16,6 @@ import redis
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.retention import forget_output
 from jobs.control import runner, ticker, upkeep
-from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
 from jobs.protocol.ids import PART, UPLOAD, new_id
@@ -159,13 +158,14 @@ def test_a_key_that_lasts_longer_than_any_driver_sets_it_is_no_sign_of_life(
 ) -> None:
     """The clock of Redis was set back by an hour, and the process was killed then."""
     monkeypatch.setattr(ticker, "GONE_SECONDS", -1.0)
+    monkeypatch.setattr(ticker, "ALIVE_SECONDS", 3600)
     batch, queue = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id, Queue(redis_client)
     redis_client.hset(keys.batch(batch), "driver", "first")
     leader = Ticker(queue)
-    redis_client.set(keys.driver("first"), 1, ex=ALIVE_SECONDS)
+    redis_client.set(keys.driver("first"), 1, ex=3600)
     leader.tick()
     assert queue.batch_fields(batch).generation == 1
-    redis_client.set(keys.driver("first"), 1, ex=ALIVE_SECONDS + 3600)
+    redis_client.set(keys.driver("first"), 1, ex=7200)
     leader.tick()
     assert queue.batch_fields(batch).generation == 2
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
-import httpx
 import openai
 import pytest
 import redis
@@ -34,6 +33,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.queue.webhook_settings import secret_key
 from jobs.store.storage import exists, remove_tree
+from tests.support import http_calls
 from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick, wait_for_batch
 from tests.support.commands import run_pipeline
@@ -192,7 +192,9 @@ def test_a_failed_delivery_is_repeated_under_the_same_id_and_counted(redis_url: 
             wait_until(lambda: len(receiver.received) >= 2, 120, "the second attempt")
             # A kill costs a count at most
             wait_until(
-                lambda: re.search(r'webhook_deliveries_total{result="failed"} [12]', httpx.get(f"{url}/metrics").text),
+                lambda: re.search(
+                    r'webhook_deliveries_total{result="failed"} [12]', http_calls.get(f"{url}/metrics").text
+                ),
                 120,
                 "the count of the last one at least",
             )
@@ -401,7 +403,7 @@ def test_the_receiver_of_the_page_prints_the_event_once(redis_client: redis.Redi
                 url = f"http://127.0.0.1:{port}"
                 with delivering(redis_client, tmp_path, WebhookReceiver(url), (1.0,) * 200):
                     wait_until_sent(tmp_path)
-                assert httpx.post(url, content=b"{}").status_code == 400
+                assert http_calls.post(url, content=b"{}").status_code == 400
             finally:
                 process.kill()
     assert (tmp_path / "out").read_text() == f"batch.completed {batch}\n"

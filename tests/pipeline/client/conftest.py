@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import httpx
 import pytest
 
 from pipeline.client import Pipeline
+from tests.support import http_calls
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.processes import command_line, descendants
 from tests.support.waiting import wait_until
@@ -29,7 +29,7 @@ def client_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientSe
     with running_pipeline("serve", "--port", 0, "--file-store", store) as command:
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
-        wait_until(lambda: httpx.get(f"{found[1]}/ready").status_code == 200, 120, "the model to be served")
+        wait_until(lambda: http_calls.get(f"{found[1]}/ready").status_code == 200, 120, "the model to be served")
         yield ClientServer(command, f"{found[1]}/v1")
 
 

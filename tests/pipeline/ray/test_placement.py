@@ -64,6 +64,7 @@ class Contenders:
             return condition()
 
         wait_until(look, START_SECONDS, what)
+        look()
 
     def step_until_ready(self, placement: Placement, count: int) -> None:
         self.step_until(placement, lambda: len(self.ready()) == count, f"{count} workers to be ready")
