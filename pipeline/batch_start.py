@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jobs.batch.input_files import InputError, is_parquet
-from jobs.batch.manifest import load_manifest
+from jobs.batch.manifest import Manifest, load_manifest
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import CommandEnd, LinesFailed, Refused
-from pipeline.private_folder import RUN_LOCK, held
+from pipeline.private_folder import RUN_LOCK, empty_folder, held
 from pipeline.progress import Progress, make_progress
 from pipeline.row_options import check_rows
 from pipeline.signals import Signals
@@ -163,18 +163,26 @@ def batch_folder(task: Task, locked: bool = False) -> Iterator[None]:
     """Lock the folder of the run, unless a fleet works in it; remove it after a refusal, but not
     with results.
     """
-    start_over_if_removed(task.root)
-    resumes = task.root.exists() and not holds_input_alone(task.root)
     refusal = f"another run is at work on {task.root}: wait for it, or stop it"
-    locked = locked or task.redis_url is None
-    with held(str(task.root), refusal, lock=RUN_LOCK) if locked else contextlib.nullcontext():
+    alone = locked or task.redis_url is None
+    with held(str(task.root), refusal, lock=RUN_LOCK) if alone else contextlib.nullcontext():
+        start_over_if_removed(task.root)
+        resumes = not holds_input_alone(task.root)
         try:
             yield
         except (Refused, InputError):
-            manifest = load_manifest(str(task.root))
-            if not resumes and (manifest is None or manifest.state != "completed"):
+            if not resumes and _may_be_removed(load_manifest(str(task.root)), alone):
                 shutil.rmtree(task.root, ignore_errors=True)
             raise
+
+
+def _may_be_removed(manifest: Manifest | None, alone: bool) -> bool:
+    """Return whether a run that was refused leaves nothing in its folder, where another one may be
+    at work unless it is `alone`.
+    """
+    if manifest is None or manifest.state == "failed":
+        return True
+    return alone and not manifest.parts and manifest.state != "completed"
 
 
 def check_input(task: Task) -> None:
@@ -229,4 +237,4 @@ def start_over_if_removed(root: Path) -> None:
         and not Path(manifest.output).exists()
     ):
         log.info("%s was removed after the run finished: starting over", manifest.output)
-        shutil.rmtree(root)
+        empty_folder(root)

@@ -1,12 +1,15 @@
 """Wait for a batch that was submitted earlier."""
 
+import contextlib
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from jobs.batch.client import BatchRecord, get_batch
 from jobs.queue.connection import check_server, connect
-from jobs.store.storage import local_path, open_input
+from jobs.store.storage import AtomicWriter, local_path, open_input
 from pipeline.errors import Refused
 from pipeline.progress import Counts
 from pipeline.summary import check_end, counts_of, print_problems, print_summary
@@ -44,5 +47,17 @@ def copy_results(source: str, target: Path) -> None:
     path = local_path(source)
     if path is not None and target.exists() and path.samefile(target):
         return
-    with open_input(source) as reader, target.open("wb") as writer:
+    with open_input(source) as reader, _writing(target) as writer:
         shutil.copyfileobj(reader, writer)
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[Any]:
+    """A file that appears when all of it is on disk; a pipe or a device as it is."""
+    if target.exists() and not target.is_file():
+        with target.open("wb") as device:
+            yield device
+        return
+    with AtomicWriter(str(target)) as writer:
+        yield writer
+        writer.commit()

@@ -58,6 +58,15 @@ def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") 
         yield
 
 
+def empty_folder(folder: Path) -> None:
+    """Remove all that is in a folder but the lock of a run."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != RUN_LOCK:
+            path.unlink()
+
+
 def remove_abandoned() -> None:
     """Remove this user's private folders whose process has ended: the kernel releases a lock when
     its holder ends.

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from jobs.batch.manifest import load_manifest
 from pipeline.batch_start import batch_folder, served_names
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import Refused
-from pipeline.private_folder import RUN_LOCK, private_folder
+from pipeline.private_folder import empty_folder, private_folder
 from pipeline.progress import Progress, make_progress
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
@@ -84,8 +83,4 @@ def _start_over(root: Path, output: Path) -> None:
     if manifest is None or not manifest.spec.streams_input:
         return
     log.info("%s was removed: starting over", output)
-    for path in root.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != RUN_LOCK:
-            path.unlink()
+    empty_folder(root)

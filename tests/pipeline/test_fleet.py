@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from jobs.batch.manifest import load_manifest
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import check_answers, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
+from tests.support.control_plane import Answering, chat_line, control_plane, write_input
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
@@ -161,3 +163,27 @@ def test_a_fleet_without_a_control_plane_is_named(redis_url: str, tmp_path: Path
     assert done.returncode == 1
     assert "start `pipeline jobs`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_results_stay_where_a_run_is_refused_late(tmp_path: Path) -> None:
+    """Redis came back empty, and the input has changed meanwhile."""
+    source, output = write_input(tmp_path / "in.jsonl", 3000), tmp_path / "out.jsonl"
+    with running_server() as server, control_plane(server.url), Answering(server.url, limit=16, pause=0.005):
+        wait_for_leader(server.url)
+        with connect(server.url) as client:
+            wait_until(lambda: Queue(client).workers(), 60, "the worker")
+        with running_pipeline("run-batch", source, "-o", output, redis_url=server.url) as run:
+            wait_until(lambda: parts_of(output) or run.process.poll() is not None, 60, "a part")
+            with source.open("ab") as writer:
+                writer.write(chat_line("more"))
+            with connect(server.url) as client:
+                client.flushall()
+            assert run.wait() == 2, run.output
+            assert "has changed since" in run.output
+    assert parts_of(output)
+
+
+def parts_of(output: Path) -> list[str]:
+    """Files of finished lines that the manifest beside an output lists."""
+    manifest = load_manifest(f"{output}.parts")
+    return [] if manifest is None else [part.name for part in manifest.parts]

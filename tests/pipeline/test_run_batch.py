@@ -3,6 +3,7 @@ remain.
 """
 
 import json
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from pyarrow import Table, parquet
 
-from jobs.batch.manifest import load_manifest
+from jobs.batch.manifest import NAME, BatchSpec, Manifest, load_manifest, save_manifest
 from jobs.batch.parts import merge_parts
+from pipeline.private_folder import RUN_LOCK, held
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
 from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline
@@ -293,6 +295,18 @@ def test_the_worker_of_a_large_input_starts_while_that_is_checked(tmp_path: Path
     results = read_results(output)
     assert [result["custom_id"] for result in results] == [f"c{number}" for number in range(count)]
     assert {result["response"]["status_code"] for result in results} == {200}
+
+
+def test_a_run_that_starts_over_leaves_the_folder_to_another_one(tmp_path: Path, run_here: RunHere) -> None:
+    """Both have seen that the output was removed, and the other one has begun anew."""
+    source, output = examples(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
+    root = f"{output}.parts"
+    spec = BatchSpec(input=str(source), root=root, output=str(output))
+    with held(root, "in use", lock=RUN_LOCK):
+        save_manifest(Manifest(batch_id="batch_a", created_at=1.0, spec=spec, state="completed", output=str(output)))
+        refused = run_here("run-batch", source, "-o", output)
+        assert (refused.code, "another run is at work" in refused.err) == (2, True)
+        assert sorted(os.listdir(root)) == sorted([RUN_LOCK, NAME])
 
 
 @pytest.mark.proof
