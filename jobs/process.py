@@ -17,6 +17,8 @@ FORMAT_VARIABLE = "PIPELINE_LOG_FORMAT"
 NAME_VARIABLE = "PIPELINE_LOG_NAME"
 """Names one of several equal processes in JSON lines."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before a fork, after which nothing may be
 
@@ -32,6 +34,14 @@ def die_with_parent(parent: int | None = None) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:  # it ended before the order above took hold
         os._exit(1)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore further orders to stop, whose exceptions would break what a process does at its
+    end.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def limit_resource(what: int, most: int) -> None:

@@ -24,7 +24,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.control.driver import Driver
 from jobs.errors import JobsError
-from jobs.process import add_redis_url, configure_logs, die_with_parent
+from jobs.process import STOP_SIGNALS, add_redis_url, configure_logs, die_with_parent, ignore_stop_signals
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
@@ -33,7 +33,6 @@ from jobs.server import ServerError
 
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _RETRY_SECONDS = 0.5
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SWITCH_SECONDS = 0.0005
 """A thread holds Python's lock for no longer: a job that waits for Redis and disks between short
 turns gets the lock back after a turn of each other one that computes.
@@ -57,12 +56,13 @@ def main() -> None:
     driver = Driver(Queue(connect(options.redis_url)))
 
     def stop(signum: int, frame: FrameType | None) -> Any:
-        _begin_to_stop(driver)
+        ignore_stop_signals()
+        driver.stopping.set()
         raise _StoppedWhileIdle
 
     driver.start()  # before the handlers: `Thread.start` breaks where one raises in it
     try:
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, stop)
         while not driver.stopping.is_set():
             _serve(options.redis_url, driver)
@@ -130,7 +130,8 @@ class ControlWorker(SimpleWorker):
 
     def handle_warm_shutdown_request(self) -> None:
         """Slices end at their next check."""
-        _begin_to_stop(self._driver)
+        ignore_stop_signals()
+        self._driver.stopping.set()
 
     def handle_job_success(self, job: Job, *arguments: Any, **named: Any) -> None:
         """Remove the last heartbeat of a job that Redis lost while it ran: nothing else would."""
@@ -175,13 +176,6 @@ def _serve(url: str, driver: Driver) -> None:
         client.close()
     if not driver.stopping.is_set():
         time.sleep(_RETRY_SECONDS)
-
-
-def _begin_to_stop(driver: Driver) -> None:
-    """Order it, and ignore further signals, whose exceptions would break what `_stop` does."""
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    driver.stopping.set()
 
 
 def _stop(driver: Driver) -> None:

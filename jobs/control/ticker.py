@@ -26,8 +26,8 @@ from jobs.control.deadlines import Deadlines
 from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.runner import Runner
 from jobs.control.upkeep import Upkeep
-from jobs.errors import JobsError, SettingsError
-from jobs.process import add_redis_url, configure_logs, die_with_parent
+from jobs.errors import SettingsError
+from jobs.process import STOP_SIGNALS, add_redis_url, configure_logs, die_with_parent, ignore_stop_signals
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
@@ -81,8 +81,6 @@ def main() -> None:
     try:
         _run_until_stopped(ticker, client)
         code = 0
-    except _Stopped:  # a second signal
-        code = 0
     except Exception:
         logger.exception("internal error of the ticker, which ends")
     finally:
@@ -91,8 +89,8 @@ def main() -> None:
 
 def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
     with contextlib.suppress(_Stopped):
-        signal.signal(signal.SIGTERM, _stop)
-        signal.signal(signal.SIGINT, _stop)
+        for number in STOP_SIGNALS:
+            signal.signal(number, _stop)
         while not _stopping.is_set():
             try:
                 check_server(client)
@@ -186,7 +184,7 @@ class Ticker:
         are drained here.
         """
         try:
-            Runner(self._queue).flush()
+            Runner(self._queue, stopping=_stopping).flush()
         except (redis.RedisError, QueueUnavailable) as error:
             logger.warning("failed to drain finished lines from a full Redis: %s", error)
 
@@ -286,11 +284,12 @@ def _attempt(upkeep: Callable[[], object]) -> None:
         logger.exception("internal error of the upkeep, which goes on")
 
 
-class _Stopped(JobsError):
-    """A signal asked for the end."""
+class _Stopped(BaseException):
+    """A signal asked for the end, maybe amid the work on a batch, whose failure this is not."""
 
 
 def _stop(signum: int, frame: FrameType | None) -> Any:
+    ignore_stop_signals()
     _stopping.set()  # also seen where the exception is swallowed, as in a destructor of redis-py
     raise _Stopped
 

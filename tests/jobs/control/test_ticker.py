@@ -18,6 +18,7 @@ from jobs.batch.retention import forget_output
 from jobs.control import runner, ticker, upkeep
 from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
+from jobs.process import STOP_SIGNALS
 from jobs.protocol.ids import PART, UPLOAD, new_id
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue, QueueUnavailable
@@ -69,9 +70,32 @@ def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis, monkeypatc
 def test_a_stop_whose_exception_was_lost_is_obeyed(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Signals come at any moment, also in a destructor, out of which no exception gets."""
     monkeypatch.setattr(ticker, "_stopping", threading.Event())
-    with contextlib.suppress(Exception):
-        ticker._stop(signal.SIGTERM, None)
+    with contextlib.suppress(ticker._Stopped):
+        stop_here()
     wait_for_end(Ticker(Queue(redis_client)).run, 60, "the ticker to end")
+
+
+def test_a_stop_amid_a_drain_is_no_problem_of_the_batch(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server without memory has the ticker do."""
+    monkeypatch.setattr(ticker, "_stopping", threading.Event())
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id
+    step(redis_client, batch)
+    monkeypatch.setattr(runner, "drain_all", lambda held: stop_here())
+    with pytest.raises(ticker._Stopped):
+        Ticker(Queue(redis_client)).make_room()
+    assert get_batch(redis_client, batch).problem is None
+
+
+def stop_here() -> None:
+    """What a signal does, but for the signals that are ignored from then on."""
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    try:
+        ticker._stop(signal.SIGTERM, None)
+    finally:
+        for number, handler in zip(STOP_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.proof
