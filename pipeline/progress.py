@@ -1,9 +1,14 @@
-"""Progress of a batch on stderr: a live bar on a terminal, else a plain line every few seconds."""
+"""Progress of a batch on stderr: a live bar on a terminal, else a plain line every few seconds.
+
+What cannot be written is dropped.
+"""
 
 import sys
 import time
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import IO, Protocol, Self, cast
+
+from pipeline.stderr import LossyStream, write_line
 
 _PLAIN_EVERY = 5.0
 _RATE_WINDOW = 10.0
@@ -112,8 +117,7 @@ class PlainProgress(Progress):
         self.say(line)
 
     def say(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")  # in one call, since several threads print
-        sys.stderr.flush()
+        write_line(line)
 
 
 class BarProgress(Progress):
@@ -126,7 +130,8 @@ class BarProgress(Progress):
 
         self._rate = Rate()
         columns = BarColumn(bar_width=30), TextColumn("{task.description}")
-        self._bar = RichProgress(*columns, console=Console(stderr=True), refresh_per_second=5)
+        stderr = cast(IO[str], LossyStream(sys.stderr))  # rich keeps what cannot be written, and ends its thread
+        self._bar = RichProgress(*columns, console=Console(file=stderr), refresh_per_second=5)
         self._task = self._bar.add_task("starting", total=None)
 
     def __enter__(self) -> Self:

@@ -1,10 +1,10 @@
 """The foreground loop of long-running commands: keep the children running until a signal."""
 
-import sys
 from typing import TYPE_CHECKING
 
 from jobs.process import as_json_line, logs_json
 from pipeline.signals import Signals
+from pipeline.stderr import write_line
 from pipeline.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -27,6 +27,5 @@ def run_until_stopped(supervisor: Supervisor, host: "ModelHost | None" = None) -
 
 
 def print_line(line: str) -> None:
-    """Print a whole line to stderr in one call, since several threads print; JSON if logs are."""
-    sys.stderr.write((as_json_line("supervisor", line) if logs_json() else line) + "\n")
-    sys.stderr.flush()
+    """Print a line to stderr, as JSON if logs are; drop it where it cannot be written."""
+    write_line(as_json_line("supervisor", line) if logs_json() else line)

@@ -366,7 +366,8 @@ class _CoreProcess:
         with self._process.stderr as lines:
             for line in lines:
                 self._lines.append(line)
-                sys.stderr.write(line)
+                with suppress(OSError):  # its reader may be gone; the core would block once its pipe is full
+                    sys.stderr.write(line)
 
     def _wait(self) -> None:
         self._process.wait()

@@ -1,0 +1,36 @@
+"""Stderr for commands that go on when it cannot be written: its reader or its terminal may be
+gone, or its disk full.
+"""
+
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+
+class LossyStream:
+    """A text stream that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text, or as much of it as is taken; return its length."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what is buffered, if that can be written."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal."""
+        return self._stream.isatty()
+
+
+def write_line(line: str) -> None:
+    """Write a whole line to stderr in one call, since several threads do."""
+    stderr = LossyStream(sys.stderr)
+    stderr.write(f"{line}\n")
+    stderr.flush()
