@@ -94,7 +94,7 @@ class Child:
             errors="replace",
             start_new_session=True,
             pass_fds=self._descriptors,
-            preexec_fn=partial(die_with_parent, os.getpid()),
+            preexec_fn=partial(_prepare, os.getpid()),
         )
         self._reader = threading.Thread(
             target=self._listen, args=(self._process,), name=f"log-{self.name}", daemon=True
@@ -188,3 +188,11 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
+
+
+def _prepare(parent: int) -> None:
+    """Run in the child before its program: its own session gets no Ctrl-C, and SIGINT only from
+    `insist`, also where this process ignores it.
+    """
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -14,11 +14,13 @@ class Signals:
     """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the
     orders to stop.
 
-    The third such order ends the process at once, whatever it waits for.
+    The third such order ends the process at once, whatever it waits for. SIGHUP counts once, since
+    a shell and the kernel may both send it. A signal that is ignored, as `nohup` has it, stays so.
     """
 
     def __init__(self) -> None:
         self.stops = 0
+        self._hung_up = False
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -26,7 +28,7 @@ class Signals:
         self._before_fd = -1
 
     def __enter__(self) -> "Signals":
-        self._before = {number: signal.signal(number, self._note) for number in _WATCHED}
+        self._before = {number: signal.signal(number, self._note) for number in _WATCHED if _is_watchable(number)}
         self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -48,8 +50,13 @@ class Signals:
         return reader in readable
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGCHLD:
+        if number == signal.SIGCHLD or (number == signal.SIGHUP and self._hung_up):
             return
+        self._hung_up = self._hung_up or number == signal.SIGHUP
         self.stops += 1
         if self.stops > _PATIENCE:
             os._exit(128 + signal.SIGINT)  # the children die with this process
+
+
+def _is_watchable(number: signal.Signals) -> bool:
+    return number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN

@@ -90,6 +90,18 @@ def test_a_child_that_does_not_end_is_killed_at_the_deadline_or_when_insisted(ma
         assert child.pid is None
 
 
+def test_an_insisting_order_reaches_the_child_of_a_process_that_ignores_it(make: Make, said: list[str]) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        child = make(FOREVER)
+        wait_until(lambda: said == ["up"], 60, "the child to be up")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    child.insist()
+    child.wait_until_stopped(time.monotonic() + 60)
+    assert child.stop_code == -signal.SIGINT
+
+
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     program = (
         "from pipeline.child import Child; import sys, time\n"
