@@ -246,15 +246,20 @@ class Supervisor:
             self._listener.leave(number)
 
     def _bury(self, pid: int) -> None:
-        """Requeue the requests of a dead worker at once; the ticker would do it one lease later."""
+        """Requeue the requests of a dead worker at once, if Redis answers; the ticker does it one
+        lease later.
+        """
         import redis
 
+        from jobs.queue.request_queue import Queue
         from jobs.queue.scripts import QueueUnavailable
 
+        # Without retries, since an order to stop is not obeyed meanwhile
+        queue = Queue(self.queue.redis, replace(self.settings, redis_retry_seconds=0.0))
         with contextlib.suppress(QueueUnavailable, redis.RedisError):
-            for record in self.queue.workers():
+            for record in queue.workers():
                 if record.pid == pid and record.host == socket.gethostname():
-                    self.queue.remove_worker(record.id)
+                    queue.remove_worker(record.id)
 
 
 def _python(module: str, *arguments: str) -> list[str]:

@@ -11,14 +11,16 @@ from jobs.queue.registry import WorkerRecord
 from jobs.queue.settings import QueueSettings
 from pipeline.supervisor import Supervisor
 from tests.support.processes import command_line, descendants, is_running
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_end, wait_until
 
 
-def test_a_worker_that_dies_while_the_private_redis_is_away_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_while_the_private_redis_is_away_holds_up_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("pipeline.kept_server._LOOK_SECONDS", 600.0)  # so that it stays away
-    with Supervisor(None, QueueSettings(redis_retry_seconds=0.1), lambda line: None) as supervisor:
+    with Supervisor(None, QueueSettings(redis_retry_seconds=600), lambda line: None) as supervisor:
         kill_redis(supervisor)
-        supervisor._bury(1)
+        wait_for_end(lambda: supervisor._bury(1), 60, "the try to requeue, in less than the minutes of retries")
         with pytest.raises(redis.ConnectionError):
             supervisor.queue.redis.ping()
 
