@@ -81,7 +81,10 @@ class Child:
         return None if self._start_at is None else max(0.0, self._start_at - time.monotonic())
 
     def start(self) -> None:
-        """Start the process; its output goes to `say`, line by line."""
+        """Start the process; its output goes to `say`, line by line.
+
+        Raise OSError, RuntimeError or subprocess.SubprocessError where the system cannot start it.
+        """
         self._start_at = None
         self._errors.clear()
         self._process = subprocess.Popen(
@@ -99,7 +102,23 @@ class Child:
         self._reader = threading.Thread(
             target=self._listen, args=(self._process,), name=f"log-{self.name}", daemon=True
         )
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError:  # no process without a reader, which would block once the pipe is full
+            self._discard()
+            raise
+
+    def start_or_retry(self) -> None:
+        """Start the process; count a failure as a death, so that `check` tries again after a pause.
+
+        Raises `ChildFailed`.
+        """
+        try:
+            self.start()
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            how = f"could not be started ({error})"
+            pause = self._count_death(how)
+            self._say(f"the {self.name} process {how}; trying again" + _after(pause))
 
     def check(self) -> None:
         """Detect an end, and restart the process when its pause is over, unless it is to stop.
@@ -112,7 +131,7 @@ class Child:
                 return
             self._ended(self._process.returncode)
         if self._start_at is not None and time.monotonic() >= self._start_at:
-            self.start()
+            self.start_or_retry()
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM, to be followed by `wait_until_stopped`, or by `check` until it
@@ -159,11 +178,20 @@ class Child:
         self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
         if code == Refused.exit_code and not self._deaths and self._errors:
             raise ChildRefused(self._errors[-1])
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        pause = self._count_death(how)
+        why = f" ({self._errors[-1]})" if self._errors else ""
+        self._say(f"the {self.name} process {how}{why}; restarting it" + _after(pause))
+
+    def _count_death(self, how: str) -> float:
+        """Set the time of the next start, and return the seconds until then.
+
+        Raises `ChildFailed`.
+        """
         now = time.monotonic()
         self._deaths.append(now)
         while now - self._deaths[0] > _DEATH_WINDOW:
             self._deaths.popleft()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if len(self._deaths) > _DEATHS_ALLOWED:
             words = self._errors or self._last_lines
             last = f"; its last lines: {' | '.join(words)}" if words else ""
@@ -172,8 +200,16 @@ class Child:
             )
         pause = 0.0 if len(self._deaths) == 1 else min(_FIRST_PAUSE * 2 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
         self._start_at = now + pause
-        why = f" ({self._errors[-1]})" if self._errors else ""
-        self._say(f"the {self.name} process {how}{why}; restarting it" + (f" in {pause:.1f} s" if pause else ""))
+        return pause
+
+    def _discard(self) -> None:
+        """End a process that has no reader."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        self._process = self._reader = None
 
     def _listen(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
@@ -188,6 +224,10 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
+
+
+def _after(pause: float) -> str:
+    return f" in {pause:.1f} s" if pause else ""
 
 
 def _prepare(parent: int) -> None:

@@ -121,19 +121,21 @@ class Supervisor:
 
         `arguments` are flags of `pipeline worker`; `name` distinguishes the workers of one model
         from those of another.
-        The failure of a replica ends the supervisor, unless `on_failure` is called for it.
+        The failure of a replica ends the supervisor, unless `on_failure` is called for it. Then a
+        replica that the system cannot start is tried again, too.
         """
         # Always given, since the environment that a child inherits may hold another value.
         command = partial(
             _python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments
         )
         kind = f"worker-{name}" if name else "worker"
+        must_start = on_failure is None
         if replicas == 1:
-            started = [self._add(kind, command, on_death=self._bury, named=bool(name))]
+            started = [self._add(kind, command, on_death=self._bury, named=bool(name), must_start=must_start)]
         else:
             threads = {"OMP_NUM_THREADS": str(max(1, all_threads() // replicas))}
             started = [
-                self._add(f"{kind}-{number}", command, threads, on_death=self._bury, named=True)
+                self._add(f"{kind}-{number}", command, threads, on_death=self._bury, named=True, must_start=must_start)
                 for number in range(replicas)
             ]
         if on_failure is not None:
@@ -225,10 +227,14 @@ class Supervisor:
         on_death: Callable[[int], None] = lambda pid: None,
         named: bool = False,
         descriptors: tuple[int, ...] = (),
+        must_start: bool = True,
     ) -> Child:
         variables = {**self._environment, **(environment or {})}
         child = Child(name, command, variables, self._say, on_death, named=named, descriptors=descriptors)
-        child.start()
+        if must_start:
+            child.start()
+        else:
+            child.start_or_retry()
         self._children.append(child)
         return child
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from pipeline.child import Child
 from pipeline.errors import ChildFailed
 from pipeline.private_folder import private_folder, remove_abandoned
-from tests.support.processes import is_running
+from tests.support.processes import command_line, descendants, is_running
 from tests.support.waiting import wait_until
 
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
@@ -67,6 +68,57 @@ def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pyt
     assert caught.value.exit_code == 1
     assert next(line for line in said if "restarting it" in line).endswith("restarting it")
     assert "in 0.0 s" in said[-2]
+
+
+def test_a_child_whose_program_is_away_for_a_while_is_tried_again(tmp_path: Path, said: list[str]) -> None:
+    program, away = tmp_path / "program", tmp_path / "away"
+    program.write_text(f"#!{sys.executable}\n{FOREVER}")
+    program.chmod(0o700)
+    child = Child("test", lambda: [str(program)], {}, said.append)
+    child.start()
+    try:
+        wait_until(lambda: said == ["up"], 60, "the child to be up")
+        program.rename(away)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        wait_until(lambda: [child.check(), len(said) == 4][1], 60, "two tries in vain")
+        away.rename(program)
+        wait_until(lambda: [child.check(), said[-1] == "up"][1], 60, "the child to be up again")
+        failed = f"the test process could not be started ([Errno 2] No such file or directory: '{program}')"
+        assert said[2:4] == [f"{failed}; trying again in 0.2 s", f"{failed}; trying again in 0.5 s"]
+    finally:
+        child.kill()
+        child.wait_until_stopped(0.0)
+
+
+def test_a_child_that_never_starts_again_is_given_up(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.child._DEATHS_ALLOWED", 3)
+    monkeypatch.setattr("pipeline.child._FIRST_PAUSE", 0.01)
+    child = Child("test", lambda: [str(tmp_path / "absent")], {}, said.append)
+    with pytest.raises(OSError, match="absent"):
+        child.start()
+    child.start_or_retry()
+    with pytest.raises(ChildFailed, match=r"could not be started \(.*absent'\) and has ended 4 times within a minute$"):
+        wait_until(lambda: child.check(), 60, "the end of hope")
+
+
+def test_a_child_without_a_thread_to_read_it_is_ended_and_tried_again(said: list[str]) -> None:
+    child = Child("test", lambda: [sys.executable, "-c", FOREVER], {}, said.append)
+    before = threading.stack_size(1 << 60)  # more than there are addresses, so that no thread starts
+    try:
+        child.start_or_retry()
+    finally:
+        threading.stack_size(before)
+    assert said == ["the test process could not be started (can't start new thread); trying again"]
+    assert child.pid is None
+    assert not [pid for pid in descendants(os.getpid()) if FOREVER in command_line(pid)]
+    try:
+        wait_until(lambda: [child.check(), said[-1] == "up"][1], 60, "the child to be up")
+    finally:
+        child.kill()
+        child.wait_until_stopped(0.0)
 
 
 def test_a_refusal_is_not_tried_again(make: Make, said: list[str]) -> None:

@@ -3,12 +3,15 @@
 import os
 import signal
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 import redis
 
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.settings import QueueSettings
+from pipeline.errors import ChildFailed
 from pipeline.supervisor import Supervisor
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.waiting import wait_for_end, wait_until
@@ -33,6 +36,21 @@ def test_a_dead_worker_is_taken_out_of_the_registry() -> None:
             )
         supervisor._bury(1)
         assert [record.pid for record in supervisor.queue.workers()] == [2]
+
+
+def test_a_model_whose_worker_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    failures: list[ChildFailed] = []
+    with Supervisor(None, QueueSettings(), said.append) as supervisor:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(tmp_path / "absent"))
+            [child] = supervisor.start_workers([], name="demo", on_failure=failures.append)
+        assert child.pid is None
+        assert said[-1].startswith("the worker-demo process could not be started ([Errno 2]")
+        supervisor.check()
+        assert child.pid is not None
+        supervisor.kill()
+    assert failures == []
 
 
 def kill_redis(supervisor: Supervisor) -> None:
