@@ -52,13 +52,16 @@ _LONGEST_PAUSE = 32.0  # seconds
 T = TypeVar("T")
 
 
-def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
+def main(
+    settings: WorkerSettings, launched: LaunchedCore | None = None, was_stopped: Callable[[], bool] = lambda: False
+) -> int:
     """Run a worker to its end; return the exit code: 0 when it was ordered to stop, 1 when it could
     not go on or Redis was unavailable, 2 when it could not start.
 
-    `launched`: its first core, if it was launched before all of this was imported.
+    `launched`: its first core, if it was launched before all of this was imported. `was_stopped`:
+    whether an order to stop came until then.
     """
-    worker = Worker(settings, launched)
+    worker = Worker(settings, launched, was_stopped)
     try:
         asyncio.run(worker.run())
     except (WorkerError, EngineStartError, TokenizerError) as error:
@@ -70,9 +73,15 @@ def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
 class Worker:
     """The process: its tokenizer, the signals that stop it, and one engine core after the other."""
 
-    def __init__(self, settings: WorkerSettings, launched: LaunchedCore | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        launched: LaunchedCore | None = None,
+        was_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.settings = settings
         self._launched = launched
+        self._was_stopped = was_stopped
         self.was_ready = False
         assert settings.redis_url is not None
         self._queue = Queue(connect(settings.redis_url), replace(settings, redis_retry_seconds=CALL_RETRY_SECONDS))
@@ -88,6 +97,8 @@ class Worker:
         self._stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._was_stopped():
+            self._on_signal(signal.SIGTERM)
         await self._check_redis()
         tokenizer = _in_daemon_thread(partial(TextTokenizer.load, self.settings.tokenizer, self.settings.chat_template))
         compiler = GrammarCompiler(partial(_vocabulary, tokenizer))

@@ -67,7 +67,7 @@ def worker(
 
     settings = worker_settings(name, redis_url, ctx.params)
     with (
-        _sigterm_as_exit(),
+        _sigterm_as_exit() as early_stop,
         _launched(settings.engine) as core,
     ):  # first, since it takes longest to be ready
         from jobs.queue.connection import check_server, connect
@@ -75,7 +75,7 @@ def worker(
 
         with connect(redis_url) as client:
             check_server(client)
-        raise SystemExit(main(settings, core))
+        raise SystemExit(main(settings, core, lambda: early_stop.ordered))
 
 
 @contextlib.contextmanager
@@ -96,16 +96,25 @@ def _launched(config: "EngineConfig") -> Iterator["LaunchedCore"]:
         core.discard()
 
 
-@contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """End the process in order at SIGTERM, until another handler is set."""
+class _EarlyStop:
+    """Ends the process in order at a signal, and notes that it came: the exception is lost where it
+    comes up in a destructor.
+    """
 
-    def end(number: int, _frame: FrameType | None) -> None:
+    ordered = False
+
+    def end(self, number: int, _frame: FrameType | None) -> None:
+        self.ordered = True
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[_EarlyStop]:
+    """End the process in order at SIGTERM, until another handler is set."""
+    early_stop = _EarlyStop()
+    before = signal.signal(signal.SIGTERM, early_stop.end)
     try:
-        yield
+        yield early_stop
     finally:
         signal.signal(signal.SIGTERM, before)
 

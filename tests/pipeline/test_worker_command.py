@@ -4,8 +4,10 @@ ends with whatever fails after it.
 
 import errno
 import os
+import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,8 +15,25 @@ import pytest
 import redis
 
 from tests.pipeline.conftest import RunHere
+from tests.support.commands import RunningCommand, command_environment
 from workers.engine.client import launch
 from workers.engine.client.launch import LaunchedCore
+
+STOPPED_IN_A_DESTRUCTOR = """
+import signal, sys
+from pipeline.main import main
+
+class Doomed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+def stop_in_import(event, arguments):
+    if event == "import" and arguments[0] == "workers.worker":
+        Doomed()
+
+sys.addaudithook(stop_in_import)
+main()
+"""
 
 
 @pytest.fixture
@@ -76,6 +95,18 @@ def test_no_core_is_left_by_a_sigterm_that_comes_early(
     assert done.code == 128 + signal.SIGTERM
     check_gone(launched)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_sigterm_whose_exception_was_lost_is_obeyed(redis_url: str) -> None:
+    """It comes in a destructor, while the worker is imported."""
+    environment = command_environment(redis_url, {})
+    worker = RunningCommand([sys.executable, "-c", STOPPED_IN_A_DESTRUCTOR, "worker"], environment)
+    try:
+        worker.wait_for("SIGTERM: stopping", 60)
+        assert worker.wait(60) == 0
+        assert re.search(r"Exception ignored in: <function Doomed.__del__.*SystemExit: 143", worker.output, re.DOTALL)
+    finally:
+        worker.stop()
 
 
 def check_gone(launched: list[LaunchedCore]) -> None:
