@@ -54,11 +54,11 @@ def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
 
     Raise `StoreError`.
     """
-    remove_log(root)
-    if not is_local(root):
+    if not is_local(root):  # segments that are there may be of a process that went on while this one was stopped
         with open_input(output) as file:
             written = [Entry(line, content[:-1]) for line, content in zip(lines, file, strict=True)]
         return append_log(root, Extent(), written)
+    remove_log(root)
     with named("cannot write", join(root, LOG_NAME)):
         link(output, join(root, LOG_NAME))
     index, size = bytearray(), 0

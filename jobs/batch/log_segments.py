@@ -1,7 +1,8 @@
 """The completion log of a batch in a bucket: what one drain adds is in objects of its own, which
 the manifest lists.
 
-A segment begins with its index, 12 bytes for each line, behind which the lines are.
+A segment begins with its index, 12 bytes for each line, behind which the lines are. Names are never
+used twice; what a process left that never listed it goes with the rest of the log.
 """
 
 import struct

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.batch import manifest, recovery
+from jobs.batch import log_segments, manifest, recovery
 from jobs.batch import register as register_module
 from jobs.batch.client import get_batch
 from jobs.batch.manifest import Superseded, save_manifest
 from jobs.batch.rebuild import rebuild, rebuild_all, unknown_folders
 from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
-from jobs.control import advance, slices
+from jobs.control import advance, finalize, slices
 from jobs.control.ticker import Ticker
 from jobs.protocol.chat import CHAT
 from jobs.protocol.ids import BATCH, new_id
@@ -299,6 +299,36 @@ def test_a_process_that_was_stopped_removes_no_part_of_the_one_that_went_on(
         check_every_line_once(redis_client, path_of(remote.uri), run_to_end(redis_client, record.id, failing(3)), 20)
 
 
+def test_a_process_that_was_stopped_removes_no_log_of_the_one_that_ended_the_batch(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one is stopped before it makes its output the log, of lines that were drained at once."""
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        record = under_way(redis_client, folder, done=0)
+        answer_all(redis_client, failing(3))
+        assert step(redis_client, record.id).state == "finalizing"
+        assert manifest_of(record).logged_lines == 0
+        log_output = finalize.log_output
+
+        def stopped_before(*arguments: Any) -> None:
+            monkeypatch.setattr(finalize, "log_output", log_output)
+            end_leases(redis_client)
+            with process("another"):
+                assert step(redis_client, record.id).state == "completed"
+            log_output(*arguments)
+
+        monkeypatch.setattr(finalize, "log_output", stopped_before)
+        with process("stopped"):
+            step(redis_client, record.id)
+        ended, log = get_batch(redis_client, record.id), join(record.spec.root, log_segments.FOLDER)
+        with process("reader"):
+            check_every_line_once(redis_client, folder, ended, 20)
+        assert len(list_names(log)) == 2, "the other is of the one that was stopped"
+        store_of(redis_client, folder).delete("", str(ended.output_file_id))
+        assert list_names(log) == []
+
+
 class CountedRuns:
     """Gives the answers of another function, and knows how often each request was run."""
 
@@ -316,12 +346,14 @@ class CountedRuns:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("lost", ["nothing", "some", "all"])
+@pytest.mark.parametrize(("lost", "first"), [("nothing", 8), ("some", 8), ("all", 8), ("nothing", 0)])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_process_that_is_stopped_before_any_step_while_another_goes_on_loses_and_doubles_no_line(
-    redis_client: redis.Redis, lost: str, steps: int
+    redis_client: redis.Redis, lost: str, first: int, steps: int
 ) -> None:
-    """Also where Redis has lost something before."""
+    """Also where Redis has lost something before, and where all lines are drained at once: after
+    no `first` ones.
+    """
     with bucket() as remote:
         folder = path_of(remote.uri)
         made: dict[int, str] = {}
@@ -331,7 +363,7 @@ def test_a_process_that_is_stopped_before_any_step_while_another_goes_on_loses_a
             record = under_way(redis_client, folder, done=0)
             made[number] = record.id
             earlier = EarlierRedis(redis_client)
-            answer_all(redis_client, answer, most=8)
+            answer_all(redis_client, answer, most=first)
             step(redis_client, record.id)
             if lost == "some":
                 earlier.restore()
