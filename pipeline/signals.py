@@ -7,6 +7,7 @@ import socket
 from types import FrameType
 
 _PATIENCE = 2
+_LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)  # as a shell's `&` and `nohup` have them
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -15,7 +16,7 @@ class Signals:
     orders to stop.
 
     The third such order ends the process at once, whatever it waits for. SIGHUP counts once, since
-    a shell and the kernel may both send it. A signal that is ignored, as `nohup` has it, stays so.
+    a shell and the kernel may both send it. SIGHUP and SIGINT stay ignored where they are.
     """
 
     def __init__(self) -> None:
@@ -59,4 +60,4 @@ class Signals:
 
 
 def _is_watchable(number: signal.Signals) -> bool:
-    return number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN
+    return number not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN

@@ -1,6 +1,7 @@
 """Fixtures for all tests: `redis_url`, `redis_client` and `queue` use a real private server."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,13 @@ pytest_plugins = ["tests.support.time_limits"]
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("others", settings.get_profile("tests"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
+
+
+# A shell without job control has what it starts with `&` ignore SIGINT, and `nohup` SIGHUP; the
+# commands that tests start would inherit that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

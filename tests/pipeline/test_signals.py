@@ -3,10 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from pipeline.signals import Signals
 from tests.support.commands import RunningCommand, command, command_environment
@@ -14,15 +11,6 @@ from tests.support.processes import catches, command_line, descendants
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture
-def hang_up_default() -> Iterator[None]:
-    """SIGHUP as a process has it that no `nohup` started."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("hang_up_default")
 def test_a_lost_terminal_is_one_order_however_often_it_is_reported() -> None:
     with Signals() as signals:
         for _ in range(2):
