@@ -1,6 +1,7 @@
 """What processes have in common: they die with their parent, and name themselves in their log."""
 
 import argparse
+import contextlib
 import ctypes
 import json
 import logging
@@ -48,6 +49,17 @@ def limit_resource(what: int, most: int) -> None:
     """Let this process use no more of a resource, such as RLIMIT_DATA; a lower limit stays."""
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def raise_open_files() -> int:
+    """Let this process open as many files as the system allows it; return how many these are, -1
+    for any number.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a hard limit above that of the kernel
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft
 
 
 def add_redis_url(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import ssl
 import time
@@ -20,6 +19,7 @@ from api.http import tls
 from api.http.http_protocol import FullServer, HttpProtocol
 from api.http.listening import ConnectionCounts
 from api.http_settings import HttpSettings
+from jobs.process import raise_open_files
 
 _OTHER_FILES = 128  # that a process has open besides its connections
 _REFUSED_AT_ONCE = 64  # connections beyond the limit that get an answer
@@ -218,12 +218,9 @@ class _DatedState(ServerState):
 
 def _most_connections(settings: HttpSettings) -> int:
     """Raise the limit of open files as far as allowed; return how many connections it leaves."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    left = soft - _OTHER_FILES - _REFUSED_AT_ONCE
-    return settings.max_connections if soft < 0 else max(1, min(settings.max_connections, left))
+    files = raise_open_files()
+    left = files - _OTHER_FILES - _REFUSED_AT_ONCE
+    return settings.max_connections if files < 0 else max(1, min(settings.max_connections, left))
 
 
 async def _readable(listener: socket.socket) -> None:

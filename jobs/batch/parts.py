@@ -24,10 +24,10 @@ from jobs.store.storage import (
     StoreError,
     add_folder,
     delete,
-    is_local,
     is_missing,
     join,
     list_names,
+    named,
     new_name,
     open_input,
     sha256_of,
@@ -56,7 +56,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class PartDamaged(JobsError):
-    """A part file is missing or does not hold what was written."""
+    """A part file is missing or does not hold what was written; one that cannot be read for now, as
+    without descriptors, may be whole.
+    """
 
 
 class Record(NamedTuple):
@@ -133,21 +135,22 @@ class PartIndex:
 def read_part(root: str, name: str, order: int = 0, place: int = 0) -> Iterator[Record]:
     """The records of a part, in line order, from the one that begins at a place.
 
-    Raises `PartDamaged` at the first that is not what was written, and `StoreError` where a bucket
-    does not answer, in which the part may be whole.
+    Raises `PartDamaged` where there is no such part, and at the first record that is not what was
+    written, and `StoreError` where it cannot be read.
     """
+    location = join(root, FOLDER, name)
     try:
-        with open_input(join(root, FOLDER, name), unchanging=True) as file:
+        with open_input(location, unchanging=True) as file, named("cannot read", location):
             yield from _records(file, name, order, place)
     except StoreError as error:
-        if is_local(root) or is_missing(error):
+        if is_missing(error):
             raise PartDamaged(str(error)) from error
         raise
 
 
 def merge_parts(root: str, parts: list[Part], shown: Bitmap | tuple[()] = ()) -> Iterator[Record]:
     """The records of all parts in line order, each line once; of a damaged part, what precedes
-    the damage.
+    the damage. Raises `StoreError` where one cannot be read.
 
     Of two results of a line the first counts, but for lines whose success was `shown`.
     """
@@ -162,13 +165,13 @@ def merge_parts(root: str, parts: list[Part], shown: Bitmap | tuple[()] = ()) ->
 
 
 def verify(root: str, part: Part) -> bool:
-    """Return whether a part's file is the one that was registered."""
+    """Return whether a part's file is the one that was registered. Raise `StoreError`."""
     location = join(root, FOLDER, part.name)
     return size_of(location) == part.bytes and sha256_of(location) == part.sha256
 
 
 def salvage(root: str, name: str, order: int = 0) -> Iterator[Record]:
-    """The records of a part, up to its damage if there is one."""
+    """The records of a part, up to its damage if there is one. Raises `StoreError`."""
     try:
         yield from read_part(root, name, order)
     except PartDamaged:
@@ -196,6 +199,11 @@ def drop_unlisted(root: str, parts: Iterable[Part], last: int) -> int:
     listed, names = {part.name for part in parts}, list_names(join(root, FOLDER))
     _remove(root, (name for name in names if name not in listed and _number(name) <= last))
     return max(map(_number, names), default=0)
+
+
+def drop_part(root: str, name: str) -> None:
+    """Remove a part file that this process wrote, and no manifest lists."""
+    _remove(root, [name])
 
 
 def drop_all(root: str) -> None:

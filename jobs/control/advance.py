@@ -18,7 +18,17 @@ from typing import Any, BinaryIO
 from jobs.batch.appending import take_appended
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.manifest import BatchSpec, Manifest, Superseded, progress_fields, save_manifest
-from jobs.batch.parts import Part, Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
+from jobs.batch.parts import (
+    Part,
+    Record,
+    drop_part,
+    drop_unlisted,
+    merge_parts,
+    to_compact,
+    verify,
+    write_part,
+    write_records,
+)
 from jobs.batch.plan import PlanEntry, read_plan
 from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
 from jobs.batch.register import register
@@ -394,13 +404,16 @@ def compact(held: Slice) -> bool:
     since Redis may not know it yet.
 
     A part that is not what was written stays too, for `recovery.repair`: its originals' lines must
-    not vanish unnoticed.
+    not vanish unnoticed. So do all where one breaks meanwhile. Raise `StoreError`.
     """
     parts = held.manifest.parts
     tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
     if len(tier) < 2:
         return False
     merged = write_records(held.root, _next_name(held), _checking(held, merge_parts(held.root, tier)))
+    if merged.lines != sum(part.lines for part in tier):
+        drop_part(held.root, merged.name)
+        return False
     names = {part.name for part in tier[1:]}
     held.manifest.parts = [merged if part.name == tier[0].name else part for part in parts if part.name not in names]
     return True

@@ -24,7 +24,14 @@ from rq.serializers import JSONSerializer
 
 from jobs.control.driver import Driver
 from jobs.errors import JobsError
-from jobs.process import STOP_SIGNALS, add_redis_url, configure_logs, die_with_parent, ignore_stop_signals
+from jobs.process import (
+    STOP_SIGNALS,
+    add_redis_url,
+    configure_logs,
+    die_with_parent,
+    ignore_stop_signals,
+    raise_open_files,
+)
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
@@ -49,6 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     configure_logs("jobs")
+    raise_open_files()
     # Its registries complain of killed jobs that have long run again
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)

@@ -27,7 +27,14 @@ from jobs.control.driver import ALIVE_SECONDS
 from jobs.control.runner import Runner
 from jobs.control.upkeep import Upkeep
 from jobs.errors import SettingsError
-from jobs.process import STOP_SIGNALS, add_redis_url, configure_logs, die_with_parent, ignore_stop_signals
+from jobs.process import (
+    STOP_SIGNALS,
+    add_redis_url,
+    configure_logs,
+    die_with_parent,
+    ignore_stop_signals,
+    raise_open_files,
+)
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
@@ -71,6 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     configure_logs("ticker")
+    raise_open_files()
     client = connect(options.redis_url)
     queue = Queue(client)
     ticker = Ticker(queue, options.file_store)

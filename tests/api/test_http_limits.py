@@ -170,8 +170,8 @@ def test_rubbish_in_a_body_after_the_answer_began_ends_the_connection(
 
 
 def test_the_limit_of_open_files_is_kept_too(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.http.server.resource.getrlimit", lambda _: (195, 195))
-    monkeypatch.setattr("api.http.server.resource.setrlimit", lambda *_: None)
+    monkeypatch.setattr("jobs.process.resource.getrlimit", lambda _: (195, 195))
+    monkeypatch.setattr("jobs.process.resource.setrlimit", lambda *_: None)
     with api() as url, ExitStack() as stack:
         held = [stack.enter_context(connected(url)) for _ in range(3)]
         assert {get(one).status for one in held} == {200}

@@ -54,5 +54,17 @@ def test_a_record_is_one_line(program: str, name: str, name_in_a_worker: str) ->
     assert named["process"] == name_in_a_worker
 
 
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows() -> None:
+    program = """
+import resource
+from jobs.process import raise_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 150))
+assert raise_open_files() == 150
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (150, 150)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+
+
 def test_fields_of_a_record_are_keys() -> None:
     assert records_of(f"{OF_JOBS}\n")[0]["status"] == 200

@@ -1,6 +1,8 @@
 """Parts hold what was written or say that they do not; merging gives each line once, in order."""
 
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from jobs.store import object_storage
 from jobs.store.block_cache import BlockCache
 from jobs.store.storage import StoreError, join
 from tests.support.object_stores import bucket
+from tests.support.unreadable import breaking, denied, few_descriptors, in_circles
 
 
 def result(line: int, size: int = 20) -> Result:
@@ -154,6 +157,28 @@ def test_unlisted_files_go_but_later_ones(tmp_path: Path) -> None:
     drop_all(str(tmp_path))
     assert not list((tmp_path / "parts").iterdir())
     assert drop_unlisted(str(tmp_path), [], 3) == 0
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_process_without_descriptors_damages_no_part(tmp_path: Path, left: int) -> None:
+    listed = [write(tmp_path, f"p{number}", [number, number + 10]) for number in range(5)]
+    with few_descriptors(left), pytest.raises(StoreError, match=r"cannot read .*/parts/p\d: Too many open files"):
+        list(merge_parts(str(tmp_path), listed))
+    assert [record.line for record in merge_parts(str(tmp_path), listed)] == [*range(5), *range(10, 15)]
+
+
+@pytest.mark.parametrize("unreadable", [denied, in_circles, breaking])
+def test_a_part_that_cannot_be_read_for_now_is_not_damaged(
+    tmp_path: Path, unreadable: Callable[[Path], AbstractContextManager[None]]
+) -> None:
+    listed, root = [write(tmp_path, "p1", [1, 3]), write(tmp_path, "p2", [2])], str(tmp_path)
+    with unreadable(tmp_path / parts.FOLDER / "p1"):
+        for read in (lambda: list(salvage(root, "p1")), lambda: list(merge_parts(root, listed))):
+            with pytest.raises(StoreError, match=r"cannot read .*/parts/p1: "):
+                read()
+        with pytest.raises(StoreError):
+            PartIndex(root, "p1")
+    assert [record.line for record in merge_parts(root, listed)] == [1, 2, 3]
 
 
 def test_a_bucket_that_does_not_answer_damages_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

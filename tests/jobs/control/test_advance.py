@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import redis
 
 from jobs.batch.client import cancel_batch, get_batch
 from jobs.batch.manifest import load_manifest
-from jobs.batch.parts import merge_parts
+from jobs.batch.parts import Part, Record, merge_parts
 from jobs.control import advance
 from jobs.control.advance import seed_of
 from jobs.control.runner import Runner
@@ -28,6 +29,7 @@ from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, write_input
 from tests.support.integrity import faults
 from tests.support.kills import Killed
+from tests.support.unreadable import few_descriptors
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -298,6 +300,62 @@ def test_a_damaged_part_is_not_merged_away(
     assert manifest is not None
     assert part.name in [listed.name for listed in manifest.parts]
     assert len(manifest.parts) < 20
+    assert run_to_end(redis_client, batch).completed == 100
+    check_echoes(tmp_path / "out.jsonl", 100)
+
+
+def batch_of_16_parts(client: redis.Redis, folder: Path) -> str:
+    """Of 4 lines each; 4 more have finished, and with them 16 parts become one."""
+    batch = begin(client, write_input(folder / "in.jsonl", 100)).id
+    step(client, batch)
+    for _ in range(17):
+        step(client, batch)
+        answer_all(client, most=4)
+    assert len(listed_parts(folder)) == 16
+    return batch
+
+
+def listed_parts(folder: Path) -> list[str]:
+    manifest = load_manifest(str(folder / "out.parts"))
+    assert manifest is not None
+    return [part.name for part in manifest.parts]
+
+
+def test_parts_that_cannot_be_merged_for_want_of_descriptors_stay(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advance, "DRAIN_SECONDS", 0)
+    batch = batch_of_16_parts(redis_client, tmp_path)
+    listed = listed_parts(tmp_path)
+    with few_descriptors(10):
+        problem = step(redis_client, batch).problem or ""
+    assert "Too many open files" in problem
+    assert listed_parts(tmp_path) == listed
+    assert len(lines_on_disk(tmp_path / "out.parts")) == 64
+    record = step(redis_client, batch)
+    assert (record.problem, record.stored_completed, len(listed_parts(tmp_path))) == (None, 68, 2)
+    assert len(lines_on_disk(tmp_path / "out.parts")) == 68
+    assert run_to_end(redis_client, batch).completed == 100
+    check_echoes(tmp_path / "out.jsonl", 100)
+
+
+def test_parts_of_which_one_breaks_as_they_are_merged_stay(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advance, "DRAIN_SECONDS", 0)
+    batch = batch_of_16_parts(redis_client, tmp_path)
+    listed, folder = listed_parts(tmp_path), tmp_path / "out.parts" / "parts"
+
+    def break_first(root: str, tier: list[Part]) -> Iterator[Record]:
+        path = folder / tier[5].name
+        path.write_bytes(path.read_bytes()[:-1])
+        return merge_parts(root, tier)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(advance, "merge_parts", break_first)
+        assert step(redis_client, batch).problem is None
+    assert listed_parts(tmp_path)[:-1] == listed
+    assert sorted(path.name for path in folder.iterdir()) == sorted(listed_parts(tmp_path))
     assert run_to_end(redis_client, batch).completed == 100
     check_echoes(tmp_path / "out.jsonl", 100)
 

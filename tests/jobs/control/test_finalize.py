@@ -29,6 +29,7 @@ from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, echo, failing, read_jsonl, write_input
 from tests.support.integrity import faults
 from tests.support.kills import Killed
+from tests.support.unreadable import in_circles
 
 
 def ready_to_finalize(client: redis.Redis, source: Path, **options: Any) -> str:
@@ -192,6 +193,25 @@ def test_a_cancelled_batch_answers_every_line(redis_client: redis.Redis, tmp_pat
     lost = read_jsonl(tmp_path / "out.parts" / "errors.jsonl")
     assert sorted(done + [line["custom_id"] for line in lost]) == sorted(f"c{n}" for n in range(1, 21))
     assert all(line["response"] is None and line["error"]["code"] == "batch_cancelled" for line in lost)
+
+
+def test_finished_lines_of_a_cancelled_batch_wait_for_a_part_that_cannot_be_read(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 20)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    answer_all(redis_client, most=5)
+    step(redis_client, batch)
+    cancel_batch(redis_client, batch)
+    [part] = (tmp_path / "out.parts" / "parts").iterdir()
+    with in_circles(part):
+        record = step(redis_client, batch)
+        assert record.state == "cancelling"
+        assert f"cannot read {part}: Too many levels of symbolic links" in (record.problem or "")
+    record = step(redis_client, batch)
+    assert (record.state, record.completed, record.failed) == ("cancelled", 5, 15)
+    assert sum(line["error"] is None for line in read_jsonl(tmp_path / "out.jsonl")) == 5
 
 
 def test_lines_of_a_part_that_breaks_on_disk_run_again(redis_client: redis.Redis, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ parent, and not stopped by an outage.
 """
 
 import logging
+import resource
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.tasks import FUNCTION, hand_out, take_batches
 from tests.support.batch_steps import answer_all, wait_for_batch
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
-from tests.support.processes import is_running, wait_for_rest
+from tests.support.processes import catches, is_running, wait_for_rest
 from tests.support.redis_server import keep_all_that_is_said, kill_and_start, running_server
 from tests.support.slow_file import slow_reading
 from tests.support.waiting import wait_until
@@ -232,6 +233,21 @@ def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: st
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not is_running(child), 60, "the child is gone")
+
+
+@pytest.mark.parametrize("name", ["driver", "ticker"])
+def test_as_many_files_may_be_open_as_the_system_allows(redis_url: str, name: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    plane = ControlPlane(redis_url)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        plane.start(name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    pid = plane.processes[name].pid
+    wait_until(lambda: catches(pid, signal.SIGTERM), 60, "the process is up")
+    assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    plane.stop()
 
 
 def test_an_outage_of_redis_stops_no_process(tmp_path: Path) -> None:
