@@ -283,14 +283,14 @@ def _decompressed(location: str, file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 def _table_lines(location: str, kind: str, bounds: Bounds, rows: RowOptions | None) -> Iterator[bytes]:
     """Yield the lines of a table, read by a process of its own: that bounds what a few bytes can
-    demand, and a crash ends only that process.
+    demand, and a crash ends only that process. It ends with the thread that asks for the first.
     """
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
         asked.write(msgspec.json.encode(rows))
         asked.seek(0)
         limits = (str(bound or 0) for bound in bounds[1:])
         reader = subprocess.Popen(
-            [sys.executable, "-m", "jobs.batch.table_lines", location, kind, *limits],
+            [sys.executable, "-m", "jobs.batch.table_lines", str(os.getpid()), location, kind, *limits],
             env={
                 **os.environ,
                 **_READER_ENVIRONMENT,

@@ -2,9 +2,9 @@
 
 A program, since a few bytes of Parquet can ask for any memory, or crash the reader.
 
-Arguments: location, format, most rows, bytes of memory, seconds of processor time; 0 means no
-limit. `RowOptions` or null are read from stdin. The lines go to stdout, why there are none to
-stderr.
+Arguments: the process that reads the lines, location, format, most rows, bytes of memory, seconds
+of processor time; 0 means no limit. `RowOptions` or null are read from stdin. The lines go to
+stdout, why there are none to stderr.
 """
 
 import base64
@@ -24,7 +24,7 @@ from jobs.batch.row_requests import RowOptions, RowRequests
 from jobs.batch.row_values import json_rows, kept_schema, no_text, python_rows
 from jobs.batch.tables import OpenTable, open_table
 from jobs.errors import JobsError
-from jobs.process import limit_resource
+from jobs.process import die_with_parent, limit_resource
 from jobs.protocol import fields
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
@@ -55,7 +55,8 @@ def main() -> None:
     """End with `TABLE_REFUSED` where the file is at fault, with `TABLE_UNREADABLE` where it cannot
     be reached.
     """
-    location, kind, (most_rows, memory, seconds) = *sys.argv[1:3], map(int, sys.argv[3:])
+    parent, location, kind, (most_rows, memory, seconds) = int(sys.argv[1]), *sys.argv[2:4], map(int, sys.argv[4:])
+    die_with_parent(parent)  # not as `preexec_fn`, which may block for ever where the parent has threads
     for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
         signal.signal(number, signal.SIG_IGN)
     _limit(memory, seconds)

@@ -1,10 +1,15 @@
 """Input files become lines with the right numbers and offsets, whatever form they come in."""
 
+import contextlib
 import gzip
 import io
 import json
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,9 @@ from jobs.batch.tables import open_table
 from jobs.store.input_formats import GZIP, ZSTD
 from jobs.store.storage import StoreError, write_bytes
 from tests.support.object_stores import bucket
+from tests.support.processes import descendants, is_running, send_all
+from tests.support.slow_file import slow_reading
+from tests.support.waiting import wait_until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -306,6 +314,34 @@ def test_parquet_that_takes_too_long_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"custom_id": ["a"] * rows, "body": body}), source)
     with pytest.raises(InputError, match=r"in\.parquet takes more than 1 s of computing to be read"):
         write_spool(str(source), str(tmp_path / "lines.jsonl"), Bounds(cpu_seconds=1))
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.csv"])
+def test_the_reader_of_a_table_ends_with_its_parent(tmp_path: Path, name: str) -> None:
+    """Also where it waits for its file for ever, and ignores an order to end."""
+    source = tmp_path / name
+    if name.endswith(".csv"):
+        source.write_text("custom_id,prompt\na,b\n")
+    else:
+        write_table(source, [{"custom_id": "a", "prompt": "b"}])
+    program = f"from jobs.batch.input_files import write_spool; write_spool({str(source)!r}, {str(source)!r} + '.out')"
+    parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **slow_reading(source, 3600)})
+    readers: list[int] = []
+    try:
+        readers = wait_until(lambda: [pid for pid in descendants(parent.pid) if has_open(pid, source)], 60, "a reader")
+    finally:
+        parent.kill()
+        parent.wait()
+    try:
+        wait_until(lambda: not any(map(is_running, readers)), 10, "the end of the reader")
+    finally:
+        send_all(readers, signal.SIGKILL)
+
+
+def has_open(pid: int, path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any(os.readlink(link) == str(path) for link in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def test_blank_lines_are_counted() -> None:
