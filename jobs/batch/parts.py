@@ -9,7 +9,7 @@ import io
 import itertools
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import BinaryIO, NamedTuple
 
@@ -92,6 +92,10 @@ def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
         return Part(name, count, writer.bytes, writer.sha256)
 
 
+ReadPart = Callable[[str, str, int], Iterator[Record]]
+"""Reads a part of a root by its name; its records come behind those of parts of lower order."""
+
+
 class PartIndex:
     """Finds the records of a part by their lines. It holds few of these in memory.
 
@@ -148,20 +152,24 @@ def read_part(root: str, name: str, order: int = 0, place: int = 0) -> Iterator[
         raise
 
 
-def merge_parts(root: str, parts: list[Part], shown: Bitmap | tuple[()] = ()) -> Iterator[Record]:
-    """The records of all parts in line order, each line once; of a damaged part, what precedes
-    the damage. Raises `StoreError` where one cannot be read.
+def merge_parts(
+    root: str, parts: list[Part], shown: Bitmap | tuple[()] = (), read: ReadPart | None = None
+) -> Iterator[Record]:
+    """The records of all parts in line order, each line once. Raises `StoreError` where one cannot
+    be read.
 
-    Of two results of a line the first counts, but for lines whose success was `shown`.
+    Of two results of a line the first counts, but for lines whose success was `shown`. Of a damaged
+    part those before the damage are there, unless it is `read` by `read_part`.
     """
+    read = read or salvage
     with ExitStack() as stack:
         level = [part.name for part in parts]
         while len(level) > MAX_OPEN:
             level = [
-                _merge_round(root, level[start : start + MAX_OPEN], shown, stack)
+                _merge_round(root, level[start : start + MAX_OPEN], shown, read, stack)
                 for start in range(0, len(level), MAX_OPEN)
             ]
-        yield from _merged(root, level, shown)
+        yield from _merged(root, level, shown, read)
 
 
 def verify(root: str, part: Part) -> bool:
@@ -201,11 +209,6 @@ def drop_unlisted(root: str, parts: Iterable[Part], last: int) -> int:
     return max(map(_number, names), default=0)
 
 
-def drop_part(root: str, name: str) -> None:
-    """Remove a part file that this process wrote, and no manifest lists."""
-    _remove(root, [name])
-
-
 def drop_all(root: str) -> None:
     """Remove all part files."""
     _remove(root, list_names(join(root, FOLDER)))
@@ -236,9 +239,9 @@ def _records(file: BinaryIO, name: str, order: int, place: int) -> Iterator[Reco
         yield Record(line, order, packed)
 
 
-def _merged(root: str, names: list[str], shown: Bitmap | tuple[()]) -> Iterator[Record]:
+def _merged(root: str, names: list[str], shown: Bitmap | tuple[()], read: ReadPart) -> Iterator[Record]:
     found: Record | None = None
-    for record in heapq.merge(*(salvage(root, name, order) for order, name in enumerate(names))):
+    for record in heapq.merge(*(read(root, name, order) for order, name in enumerate(names))):
         if found is None or record.line != found.line:
             if found is not None:
                 yield found
@@ -249,7 +252,7 @@ def _merged(root: str, names: list[str], shown: Bitmap | tuple[()]) -> Iterator[
         yield found
 
 
-def _merge_round(root: str, names: list[str], shown: Bitmap | tuple[()], stack: ExitStack) -> str:
-    merged = write_records(root, f"merge-{names[0]}", _merged(root, names, shown)).name
+def _merge_round(root: str, names: list[str], shown: Bitmap | tuple[()], read: ReadPart, stack: ExitStack) -> str:
+    merged = write_records(root, f"merge-{names[0]}", _merged(root, names, shown, read)).name
     stack.callback(delete, join(root, FOLDER, merged))
     return merged

@@ -20,10 +20,11 @@ from jobs.batch.bitmap import Bitmap
 from jobs.batch.manifest import BatchSpec, Manifest, Superseded, progress_fields, save_manifest
 from jobs.batch.parts import (
     Part,
+    PartDamaged,
     Record,
-    drop_part,
     drop_unlisted,
     merge_parts,
+    read_part,
     to_compact,
     verify,
     write_part,
@@ -404,15 +405,16 @@ def compact(held: Slice) -> bool:
     since Redis may not know it yet.
 
     A part that is not what was written stays too, for `recovery.repair`: its originals' lines must
-    not vanish unnoticed. So do all where one breaks meanwhile. Raise `StoreError`.
+    not vanish unnoticed. So do all where one breaks meanwhile. Raises `StoreError`.
     """
     parts = held.manifest.parts
     tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
     if len(tier) < 2:
         return False
-    merged = write_records(held.root, _next_name(held), _checking(held, merge_parts(held.root, tier)))
-    if merged.lines != sum(part.lines for part in tier):
-        drop_part(held.root, merged.name)
+    records = _checking(held, merge_parts(held.root, tier, read=read_part))
+    try:
+        merged = write_records(held.root, _next_name(held), records)
+    except PartDamaged:
         return False
     names = {part.name for part in tier[1:]}
     held.manifest.parts = [merged if part.name == tier[0].name else part for part in parts if part.name not in names]

@@ -346,10 +346,10 @@ def test_parts_of_which_one_breaks_as_they_are_merged_stay(
     batch = batch_of_16_parts(redis_client, tmp_path)
     listed, folder = listed_parts(tmp_path), tmp_path / "out.parts" / "parts"
 
-    def break_first(root: str, tier: list[Part]) -> Iterator[Record]:
+    def break_first(root: str, tier: list[Part], **options: Any) -> Iterator[Record]:
         path = folder / tier[5].name
         path.write_bytes(path.read_bytes()[:-1])
-        return merge_parts(root, tier)
+        return merge_parts(root, tier, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(advance, "merge_parts", break_first)
