@@ -333,7 +333,7 @@ def test_the_reader_of_a_table_ends_with_its_parent(tmp_path: Path, name: str) -
         parent.kill()
         parent.wait()
     try:
-        wait_until(lambda: not any(map(is_running, readers)), 10, "the end of the reader")
+        wait_until(lambda: not any(map(is_running, readers)), 60, "the end of the reader")
     finally:
         send_all(readers, signal.SIGKILL)
 
