@@ -165,9 +165,10 @@ def batch_folder(task: Task, locked: bool = False) -> Iterator[None]:
     """
     refusal = f"another run is at work on {task.root}: wait for it, or stop it"
     alone = locked or task.redis_url is None
+    resumes = task.root.exists() and not holds_input_alone(task.root)
     with held(str(task.root), refusal, lock=RUN_LOCK) if alone else contextlib.nullcontext():
-        start_over_if_removed(task.root)
-        resumes = not holds_input_alone(task.root)
+        if start_over_if_removed(task.root):
+            resumes = False
         try:
             yield
         except (Refused, InputError):
@@ -227,14 +228,13 @@ def check_output(task: Task) -> None:
         raise Refused(f"the output {output} is the input itself")
 
 
-def start_over_if_removed(root: Path) -> None:
-    """Remove the parts of a finished run whose output was removed, so that it runs anew."""
+def start_over_if_removed(root: Path) -> bool:
+    """Remove what is left of a finished run whose output was removed, so that it runs anew; return
+    whether that was so.
+    """
     manifest = load_manifest(str(root))
-    if (
-        manifest is not None
-        and manifest.state == "completed"
-        and manifest.output
-        and not Path(manifest.output).exists()
-    ):
-        log.info("%s was removed after the run finished: starting over", manifest.output)
-        empty_folder(root)
+    if manifest is None or manifest.state != "completed" or not manifest.output or Path(manifest.output).exists():
+        return False
+    log.info("%s was removed after the run finished: starting over", manifest.output)
+    empty_folder(root)
+    return True

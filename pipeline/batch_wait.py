@@ -1,7 +1,9 @@
 """Wait for a batch that was submitted earlier."""
 
 import contextlib
+import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +55,21 @@ def copy_results(source: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def _writing(target: Path) -> Iterator[Any]:
-    """A file that appears when all of it is on disk; a pipe or a device as it is."""
-    if target.exists() and not target.is_file():
-        with target.open("wb") as device:
-            yield device
+    """A file that appears when all of it is on disk; others are written directly."""
+    mode = target.stat().st_mode if target.exists() else None
+    if os.path.lexists(target) and not _may_be_replaced(target):
+        with target.open("wb") as file:
+            yield file
         return
     with AtomicWriter(str(target)) as writer:
         yield writer
         writer.commit()
+    if mode is not None:
+        target.chmod(stat.S_IMODE(mode))
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Return whether it is a file, and neither a link, a pipe or a device, nor in a folder that may
+    not be written.
+    """
+    return target.is_file() and not target.is_symlink() and os.access(target.parent, os.W_OK)

@@ -14,11 +14,17 @@ from typing import IO, Any
 
 import click
 
+from pipeline.stderr import write_line
+
 _MAKE_ROOM = "free some space and run the same command again, it resumes"
 
 
 class CommandEnd(click.ClickException):
     """Base of what ends a command; the message is one sentence."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it on stderr, unless that cannot be written."""
+        write_line(f"Error: {self.format_message()}")
 
 
 class Refused(CommandEnd):
@@ -52,7 +58,7 @@ class Interrupted(CommandEnd):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message alone, since this is no error."""
-        click.echo(self.message, err=True)
+        write_line(self.message)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -6,6 +6,7 @@ from importlib import import_module
 import click
 
 from pipeline.errors import exit_code_of
+from pipeline.stderr import drop_unwritten
 
 COMMANDS = {
     "api": "Answer HTTP: live calls, files, batches, models, health.",
@@ -62,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = cli.main(args=arguments, prog_name="pipeline", standalone_mode=False)
     except BaseException as error:
         code = exit_code_of(error)
+    drop_unwritten()
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -2,6 +2,7 @@
 gone, or its disk full.
 """
 
+import os
 import sys
 from contextlib import suppress
 from typing import TextIO
@@ -24,6 +25,11 @@ class LossyStream:
         with suppress(OSError):
             self._stream.flush()
 
+    @property
+    def encoding(self) -> str:
+        """Its encoding, of which a terminal's characters are chosen."""
+        return self._stream.encoding
+
     def isatty(self) -> bool:
         """Return whether it is a terminal."""
         return self._stream.isatty()
@@ -34,3 +40,13 @@ def write_line(line: str) -> None:
     stderr = LossyStream(sys.stderr)
     stderr.write(f"{line}\n")
     stderr.flush()
+
+
+def drop_unwritten() -> None:
+    """Drop what stderr has not taken until now: at its end the interpreter would try once more, and
+    exit with 120 in place of this process' own code.
+    """
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

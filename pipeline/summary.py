@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from jobs.batch.input_files import is_csv, is_parquet, open_text
 from jobs.store.storage import local_path
 from pipeline.errors import LinesFailed, Refused
 from pipeline.progress import Counts, duration
+from pipeline.stderr import write_line
 
 if TYPE_CHECKING:
     from jobs.batch.client import BatchRecord
@@ -41,7 +41,7 @@ def print_problems(source: object, problems: Iterable[Any] | None) -> None:
     """Print what is wrong with an input on stderr, as `file:line: what is wrong [code]`."""
     for problem in problems or ():
         place = f"{source}:{problem.line}" if problem.line else source
-        print(f"{place}: {problem.message} [{problem.code}]", file=sys.stderr)
+        write_line(f"{place}: {problem.message} [{problem.code}]")
 
 
 def check_end(name: str, state: str, total: int, failed: int, fail_on_error: bool) -> None:

@@ -29,6 +29,8 @@ SPOOL_NAME = "lines.jsonl"
 CSV = ".csv"
 """A format as those of `input_formats`, of which the store keeps no files."""
 TABLE_REFUSED, TABLE_UNREADABLE = 3, 4
+PARENT_VARIABLE = "TABLE_READER_PARENT"
+"""The process that reads the lines of a table. Versions before this one do not set it."""
 """How `jobs.batch.table_lines` ends where it wrote a sentence."""
 
 _UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
@@ -283,17 +285,18 @@ def _decompressed(location: str, file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 def _table_lines(location: str, kind: str, bounds: Bounds, rows: RowOptions | None) -> Iterator[bytes]:
     """Yield the lines of a table, read by a process of its own: that bounds what a few bytes can
-    demand, and a crash ends only that process. It ends with the thread that asks for the first.
+    demand, and a crash ends only that process. It ends with the thread that begins to read.
     """
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
         asked.write(msgspec.json.encode(rows))
         asked.seek(0)
         limits = (str(bound or 0) for bound in bounds[1:])
         reader = subprocess.Popen(
-            [sys.executable, "-m", "jobs.batch.table_lines", str(os.getpid()), location, kind, *limits],
+            [sys.executable, "-m", "jobs.batch.table_lines", location, kind, *limits],
             env={
                 **os.environ,
                 **_READER_ENVIRONMENT,
+                PARENT_VARIABLE: str(os.getpid()),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },
             stdin=asked,

@@ -2,9 +2,9 @@
 
 A program, since a few bytes of Parquet can ask for any memory, or crash the reader.
 
-Arguments: the process that reads the lines, location, format, most rows, bytes of memory, seconds
-of processor time; 0 means no limit. `RowOptions` or null are read from stdin. The lines go to
-stdout, why there are none to stderr.
+Arguments: location, format, most rows, bytes of memory, seconds of processor time; 0 means no
+limit. `RowOptions` or null are read from stdin. The lines go to stdout, why there are none to
+stderr.
 """
 
 import base64
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from jobs.batch.input_files import CSV, TABLE_REFUSED, TABLE_UNREADABLE, InputError
+from jobs.batch.input_files import CSV, PARENT_VARIABLE, TABLE_REFUSED, TABLE_UNREADABLE, InputError
 from jobs.batch.row_requests import RowOptions, RowRequests
 from jobs.batch.row_values import json_rows, kept_schema, no_text, python_rows
 from jobs.batch.tables import OpenTable, open_table
@@ -55,8 +55,9 @@ def main() -> None:
     """End with `TABLE_REFUSED` where the file is at fault, with `TABLE_UNREADABLE` where it cannot
     be reached.
     """
-    parent, location, kind, (most_rows, memory, seconds) = int(sys.argv[1]), *sys.argv[2:4], map(int, sys.argv[4:])
-    die_with_parent(parent)  # not as `preexec_fn`, which may block for ever where the parent has threads
+    location, kind, (most_rows, memory, seconds) = *sys.argv[1:3], map(int, sys.argv[3:])
+    if parent := os.environ.get(PARENT_VARIABLE):
+        die_with_parent(int(parent))  # not as `preexec_fn`, which may block for ever where the parent has threads
     for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
         signal.signal(number, signal.SIG_IGN)
     _limit(memory, seconds)

@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
-    with contextlib.suppress(_Stopped):
+    with contextlib.suppress(SystemExit):
         for number in STOP_SIGNALS:
             signal.signal(number, _stop)
         while not _stopping.is_set():
@@ -292,14 +292,10 @@ def _attempt(upkeep: Callable[[], object]) -> None:
         logger.exception("internal error of the upkeep, which goes on")
 
 
-class _Stopped(BaseException):
-    """A signal asked for the end, maybe amid the work on a batch, whose failure this is not."""
-
-
 def _stop(signum: int, frame: FrameType | None) -> Any:
     ignore_stop_signals()
     _stopping.set()  # also seen where the exception is swallowed, as in a destructor of redis-py
-    raise _Stopped
+    raise SystemExit  # which nothing takes for a failure of the batch that is worked on
 
 
 if __name__ == "__main__":

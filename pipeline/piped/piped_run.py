@@ -4,7 +4,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import click
 import msgspec
 
 from jobs.batch.client import BatchRecord, BatchSpec
@@ -20,6 +19,7 @@ from pipeline.piped.pipe import Pipe
 from pipeline.piped.sinks import FileSink, StdoutSink
 from pipeline.progress import Counts, Progress, duration
 from pipeline.signals import Signals
+from pipeline.stderr import write_line
 from pipeline.summary import check_end
 from pipeline.supervisor import Supervisor
 
@@ -50,7 +50,7 @@ class PipedRun(BatchRun):
         """Print the summary on stderr. Raises `LinesFailed`."""
         seconds = time.monotonic() - self._began
         took = f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-        click.echo(f"{self._counted()}; {took}", err=True)
+        write_line(f"{self._counted()}; {took}")
         check_end("the batch", "completed", self._pipe.answered, self._pipe.failed, self._task.fail_on_error)
 
     def _spec(self, queue: Queue | None) -> BatchSpec:

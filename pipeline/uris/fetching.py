@@ -88,7 +88,7 @@ def is_fetched(uri: Uri, path: Path) -> bool:
 
 def holds_input_alone(root: Path) -> bool:
     """Return whether nothing of a run is in its folder but what was fetched."""
-    return set(list_names(str(root))) <= {FOLDER, RUN_LOCK}
+    return bool(names := set(list_names(str(root)))) and names <= {FOLDER, RUN_LOCK}
 
 
 def _difference(known: Fetched, found: Fetched, root: Path) -> str:

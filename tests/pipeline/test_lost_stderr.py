@@ -15,7 +15,7 @@ import redis
 from jobs.queue.request_queue import Queue
 from tests.support.commands import REPOSITORY, command_environment
 from tests.support.processes import command_line, descendants
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_value, wait_until
 
 CHATTY = """
 import sys
@@ -25,7 +25,7 @@ open(sys.argv[1], "a").write("ended\\n")
 sys.exit(1)
 """
 KEEPER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from pipeline.child import Child
 from pipeline.progress import Counts, make_progress
@@ -33,8 +33,9 @@ from pipeline.run import print_line
 
 way, program, ends = sys.argv[1:]
 Path(ends).touch()
-sys.stdin.read()  # until stderr is lost
 with make_progress() as progress:
+    os.write(1, f"{type(progress).__name__}\\n".encode())  # a bar has stdout's lines printed above it
+    sys.stdin.read()  # until stderr is lost
     say = print_line if way == "line" else progress.say
     child = Child("chatty", lambda: [sys.executable, "-c", program, ends], {}, say)
     child.start()
@@ -66,19 +67,26 @@ def test_children_are_read_and_restarted_when_their_lines_cannot_be_written(
         cwd=REPOSITORY,
         env=command_environment(None, {"TERM": "xterm-256color"}),
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         stderr=theirs,
         start_new_session=True,
+        text=True,
     )
     os.close(theirs)
-    os.close(ours)
     try:
         assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == ("BarProgress\n" if opened is pty.openpty else "PlainProgress\n")
+        os.close(ours)
         keeper.stdin.close()
         wait_until(lambda: keeper.poll() is not None, 60, "the third child to end")
         assert ends.read_text() == "done"
     finally:
         keeper.kill()
         keeper.wait()
+        for stream in (keeper.stdin, keeper.stdout):
+            if stream is not None:
+                stream.close()
 
 
 @contextmanager
@@ -86,10 +94,12 @@ def unread_command(redis_url: str, *arguments: object) -> Iterator[subprocess.Po
     """Run a command whose children print each import, and whose own lines are read no more once it
     runs.
     """
+    environment = command_environment(redis_url, {})
+    environment.pop("PYTHONUNBUFFERED", None)  # with it stderr keeps nothing that its end would try to write
     process = subprocess.Popen(
         [sys.executable, "-c", VERBOSE_CHILDREN, *map(str, arguments)],
         cwd=REPOSITORY,
-        env=command_environment(redis_url, {}),
+        env=environment,
         stderr=subprocess.PIPE,
     )
     assert process.stderr is not None
@@ -100,7 +110,7 @@ def unread_command(redis_url: str, *arguments: object) -> Iterator[subprocess.Po
     finally:
         process.terminate()
         try:
-            wait_until(lambda: process.poll() is not None, 60, "the command to end")
+            wait_for_value(process.poll, 0, 60, "the command to end in order")
         finally:
             process.kill()
             process.wait()

@@ -5,6 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipeline.signals import Signals
 from tests.support.commands import RunningCommand, command, command_environment
 from tests.support.processes import catches, command_line, descendants
@@ -20,6 +22,17 @@ def test_a_lost_terminal_is_one_order_however_often_it_is_reported() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert signals.stops == 2
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_is_no_order(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.raise_signal(number)
+            assert signals.stops == 0
+    finally:
+        signal.signal(number, before)
 
 
 def test_ends_of_children_are_watched_where_they_were_ignored() -> None:

@@ -70,7 +70,7 @@ def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis, monkeypatc
 def test_a_stop_whose_exception_was_lost_is_obeyed(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Signals come at any moment, also in a destructor, out of which no exception gets."""
     monkeypatch.setattr(ticker, "_stopping", threading.Event())
-    with contextlib.suppress(ticker._Stopped):
+    with contextlib.suppress(SystemExit):
         stop_here()
     wait_for_end(Ticker(Queue(redis_client)).run, 60, "the ticker to end")
 
@@ -83,7 +83,7 @@ def test_a_stop_amid_a_drain_is_no_problem_of_the_batch(
     batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id
     step(redis_client, batch)
     monkeypatch.setattr(runner, "drain_all", lambda held: stop_here())
-    with pytest.raises(ticker._Stopped):
+    with pytest.raises(SystemExit):
         Ticker(Queue(redis_client)).make_room()
     assert get_batch(redis_client, batch).problem is None
 

@@ -111,14 +111,15 @@ def test_a_map_that_is_left_or_takes_too_long_is_cancelled(p: Pipeline, client_s
     for seconds in (1, 4, 16, 64):  # a slow machine has no batch yet after the first of them
         with pytest.raises(TimeoutError):
             list(p.map(long, timeout=seconds, **ENDLESS))
-        if len(left()) == 2:
+        if len(left()) >= 2:
             break
     with Pipeline(base_url=client_server.base_url) as other:
         other.map(long, **ENDLESS)
     wait_until(
         lambda: all(client.batches.retrieve(one).status in ("cancelled", "completed") for one in left()), 60, "the ends"
     )
-    assert [client.batches.retrieve(one).status for one in left()] == ["cancelled"] * 3
+    assert len(left()) >= 3
+    assert {client.batches.retrieve(one).status for one in left()} == {"cancelled"}
 
 
 def test_closing_cancels_the_batches_of_every_map(client_server: ClientServer) -> None:
@@ -147,7 +148,6 @@ def test_a_batch_whose_creation_is_left_is_cancelled(
 ) -> None:
     client = openai.OpenAI(base_url=client_server.base_url, api_key="none")
     batches = {batch.id for batch in client.batches.list()}
-    files = {file.id for file in client.files.list()}
     with Relay(client_server.base_url) as relay, Pipeline(base_url=relay.url) as p:
         assert p.model == "demo"
         relay.held_from = b"POST /v1/batches "
@@ -162,15 +162,18 @@ def test_a_batch_whose_creation_is_left_is_cancelled(
         interrupting = threading.Thread(target=interrupt if error is KeyboardInterrupt else made)
         interrupting.start()
         for seconds in (2, 8, 32):  # a slow machine has no batch yet after the first of them
+            files = {file.id for file in client.files.list()}
             with pytest.raises(error):
                 begin(p, seconds)
             if made():
                 break
         interrupting.join()
-        [batch] = made()
+        created = made()
+        assert created
         relay.held_from = None
         relay.replies.set()
-        wait_until(lambda: client.batches.retrieve(batch).status == "cancelled", 60, "its end")
+        for batch in created:
+            wait_for_value(lambda batch=batch: client.batches.retrieve(batch).status, "cancelled", 60, "its end")
         wait_until(lambda: {file.id for file in client.files.list(purpose="batch")} <= files, 60, "its input to go")
 
 
