@@ -17,7 +17,7 @@ from jobs.batch.register import register
 from jobs.batch.result_files import result_locations
 from jobs.errors import JobsError
 from jobs.protocol import fields
-from jobs.protocol.ids import BATCH, FILE, new_id, time_of
+from jobs.protocol.ids import BATCH, FILE, micros_of, new_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
 from jobs.store.file_store import FileStore
@@ -96,15 +96,15 @@ def _begin(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str |
     """
     try:
         files.check()
-        now = queue.now()
-        batch = batch_id or new_id(BATCH, now)
+        batch = batch_id or new_id(BATCH, queue.now())
         if not _open(queue, batch, new):
             raise TooManyBatches(new.tenant)
     except QueueFull:
         raise
     except QueueUnavailable as error:
         raise NotBegun(str(error)) from error
-    return Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(files.batch_root(batch))))
+    created = micros_of(BATCH, batch) / 1e6  # by which it is listed, too
+    return Manifest(batch_id=batch, created_at=created, spec=BatchSpec(input="", root=str(files.batch_root(batch))))
 
 
 def check_open(queue: Queue, new: BatchSubmission) -> None:

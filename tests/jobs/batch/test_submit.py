@@ -24,6 +24,8 @@ from jobs.control import validate
 from jobs.control.ticker import Ticker
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.ids import BATCH, new_id
+from jobs.protocol.period import Period
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.queue.settings import QueueSettings
@@ -123,6 +125,16 @@ def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, folder: PurePath
         redis_client.config_set("maxmemory", "0")
     assert list((folder / "store").glob("batches/*")) == []
     assert (queue.open_batches(""), queue.listed_batches("", None, 9)) == ([], [])
+
+
+def test_a_batch_is_listed_by_the_time_that_it_shows(redis_client: redis.Redis, folder: PurePath) -> None:
+    """Its id was made in the second before."""
+    store, queue = store_of(redis_client, folder), Queue(redis_client)
+    new = BatchSubmission(input_file_id=put(store, lines_of(3)), endpoint=CHAT, completion_window="24h", seconds=60.0)
+    second = int(queue.now()) - 1
+    record = submit_batch(queue, store, new, new_id(BATCH, second + 0.9999995))
+    assert int(record.timestamps["created"]) == second
+    assert queue.listed_batches("", None, 9, Period(second, second + 1)) == [record.id]
 
 
 @pytest.mark.parametrize("refused", ["ZADD", "SADD", "EVALSHA", "hand_out"])
