@@ -29,9 +29,9 @@ SPOOL_NAME = "lines.jsonl"
 CSV = ".csv"
 """A format as those of `input_formats`, of which the store keeps no files."""
 TABLE_REFUSED, TABLE_UNREADABLE = 3, 4
-PARENT_VARIABLE = "TABLE_READER_PARENT"
-"""The process that reads the lines of a table. Versions before this one do not set it."""
 """How `jobs.batch.table_lines` ends where it wrote a sentence."""
+PARENT_VARIABLE = "TABLE_READER_PARENT"
+"""The process that reads the lines of a table; another version may not set it."""
 
 _UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
 _UNPACKED_TIMES = 10  # its size so many times if that is more

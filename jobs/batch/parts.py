@@ -92,10 +92,6 @@ def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
         return Part(name, count, writer.bytes, writer.sha256)
 
 
-ReadPart = Callable[[str, str, int], Iterator[Record]]
-"""Reads a part of a root by its name; its records come behind those of parts of lower order."""
-
-
 class PartIndex:
     """Finds the records of a part by their lines. It holds few of these in memory.
 
@@ -152,8 +148,20 @@ def read_part(root: str, name: str, order: int = 0, place: int = 0) -> Iterator[
         raise
 
 
+def salvage(root: str, name: str, order: int = 0) -> Iterator[Record]:
+    """The records of a part, up to its damage if there is one. Raises `StoreError`."""
+    try:
+        yield from read_part(root, name, order)
+    except PartDamaged:
+        return
+
+
+ReadPart = Callable[[str, str, int], Iterator[Record]]
+"""Reads a part of a root by its name; its records come behind those of parts of lower order."""
+
+
 def merge_parts(
-    root: str, parts: list[Part], shown: Bitmap | tuple[()] = (), read: ReadPart | None = None
+    root: str, parts: list[Part], shown: Bitmap | tuple[()] = (), read: ReadPart = salvage
 ) -> Iterator[Record]:
     """The records of all parts in line order, each line once. Raises `StoreError` where one cannot
     be read.
@@ -161,7 +169,6 @@ def merge_parts(
     Of two results of a line the first counts, but for lines whose success was `shown`. Of a damaged
     part those before the damage are there, unless it is `read` by `read_part`.
     """
-    read = read or salvage
     with ExitStack() as stack:
         level = [part.name for part in parts]
         while len(level) > MAX_OPEN:
@@ -176,14 +183,6 @@ def verify(root: str, part: Part) -> bool:
     """Return whether a part's file is the one that was registered. Raise `StoreError`."""
     location = join(root, FOLDER, part.name)
     return size_of(location) == part.bytes and sha256_of(location) == part.sha256
-
-
-def salvage(root: str, name: str, order: int = 0) -> Iterator[Record]:
-    """The records of a part, up to its damage if there is one. Raises `StoreError`."""
-    try:
-        yield from read_part(root, name, order)
-    except PartDamaged:
-        return
 
 
 def to_compact(parts: list[Part]) -> list[Part]:

@@ -30,7 +30,7 @@ ABSENT = {
     "upload": "upload_00000000000000000000000000000000",
 }
 BODY = {"model": MODEL, "prompt": "x"}
-ROUNDS = 5  # of which the best counts: a busy machine delays one of two calls, and what tells is there in all
+ROUNDS = 5  # the best counts: a leak shows in every round, a busy machine only in some
 
 
 @pytest.fixture
