@@ -20,7 +20,7 @@ from jobs.batch.appended import (
     write_piece,
 )
 from jobs.batch.line_index import INDEX_NAME
-from jobs.batch.manifest import BatchSpec, Manifest
+from jobs.batch.manifest import MADE, BatchSpec, Manifest
 from jobs.batch.open_requests import AppendOutcome, CheckedLines, OpenRequests, closed_error
 from jobs.batch.plan import PLAN_NAME
 from jobs.batch.source import note_source
@@ -65,7 +65,7 @@ def _hashes(manifest: Manifest, check: Callable[[], object]) -> tuple[str, str]:
 def _write_files(manifest: Manifest, check: Callable[[], object]) -> tuple[str, str]:
     """Make the files of a closed batch, which until then is in pieces; return as `_hashes`."""
     files = AppendedFiles(manifest.spec.root)
-    manifest.made = new_name(manifest.spec.root, "made")
+    manifest.made = new_name(manifest.spec.root, MADE)
     files.write(join(manifest.made_root, INDEX_NAME), check)
     return files.write(manifest.spec.input, check), files.write(join(manifest.made_root, PLAN_NAME), check)
 

@@ -33,6 +33,7 @@ from jobs.store.storage import (
 )
 
 NAME = "manifest.json"
+MADE = "made"  # with a suffix: what the folders in a bucket are called that validations make
 PROCESS = secrets.token_hex(8)
 """Names this process in the manifests that it saves."""
 

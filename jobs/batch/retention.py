@@ -9,8 +9,8 @@ from jobs.batch.completion_log import remove_log
 from jobs.batch.deleted import is_deleted
 from jobs.batch.input_files import SPOOL_NAME
 from jobs.batch.line_index import INDEX_NAME
+from jobs.batch.manifest import MADE, Manifest, load_manifest, unmark_cancelled
 from jobs.batch.manifest import NAME as MANIFEST_NAME
-from jobs.batch.manifest import Manifest, load_manifest, unmark_cancelled
 from jobs.batch.open_requests import APPEND_LOCK, DATABASE_NAME, JOURNAL_NAME, NEXT_LOCK
 from jobs.batch.parts import drop_all
 from jobs.batch.plan import PLAN_NAME
@@ -19,7 +19,17 @@ from jobs.protocol.ids import BATCH, is_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
 from jobs.store.marker import BATCHES_FOLDER, check_store
-from jobs.store.storage import StoreError, delete, is_local, join, list_names, path_of, remove_tree, size_of
+from jobs.store.storage import (
+    StoreError,
+    clear_folder,
+    delete,
+    is_local,
+    join,
+    list_names,
+    path_of,
+    remove_tree,
+    size_of,
+)
 
 _DONE_WITH = (PLAN_NAME, STORED_NAME, DATABASE_NAME, JOURNAL_NAME, APPEND_LOCK, NEXT_LOCK)
 _UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is abandoned
@@ -41,6 +51,8 @@ def tidy(root: str) -> bool:
             return True
         for name in _DONE_WITH if is_local(root) else (PLAN_NAME,):
             delete(join(manifest.made_root, name))
+        if not is_local(root):
+            _remove_other_made(root, manifest)
         if manifest.spec.streams_input and not is_local(root):
             remove_appended(root)
         drop_all(root)
@@ -52,6 +64,13 @@ def tidy(root: str) -> bool:
         logger.warning("failed to clean up batch folder %s: %s", root, error)
         return is_local(root) or not error.retry
     return True
+
+
+def _remove_other_made(root: str, manifest: Manifest) -> None:
+    """Remove what validations made that ended before the manifest could name it."""
+    for name in list_names(root):
+        if name.startswith(f"{MADE}-") and name != manifest.made:
+            clear_folder(join(root, name), PLAN_NAME)
 
 
 def forget_output(root: str, file_id: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import closing
 from jobs.batch.appending import take_appended
 from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
 from jobs.batch.invalid_lines import mark_invalid
-from jobs.batch.manifest import LineProblem
+from jobs.batch.manifest import MADE, LineProblem
 from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
@@ -33,7 +33,7 @@ def validate(held: Slice) -> None:
     if manifest.is_open:
         take_appended(manifest, held.check_current)
     elif manifest.plan_sha256 is None:
-        manifest.made = "" if is_local(held.root) else new_name(held.root, "made")
+        manifest.made = "" if is_local(held.root) else new_name(held.root, MADE)
         checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems

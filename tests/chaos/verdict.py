@@ -83,7 +83,11 @@ def judge(
     found += leftovers(fleet.client, _RQ_SECONDS, fleet.clock_lead)
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was ordered to stop" for name, code in codes.items() if code]
-    found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
+    found += [
+        f"{name} wrote a traceback:\n{_from_traceback(member.log)}"
+        for name, member in fleet.members.items()
+        if "Traceback" in member.log
+    ]
     found += [f"left running: {command_line(pid)}" for pid in _left_running({*others, *fleet.servers})]
     found += faults(fleet.client)
     found += killers.store_faults()
@@ -91,6 +95,12 @@ def judge(
     found += [] if load.live.right else ["no live call was answered"]
     generated, delivered = load.token_totals()
     return Verdict(seed, seconds, load.handed_in, load, killers, exits, (generated, delivered), found)
+
+
+def _from_traceback(log: str, before: int = 500, after: int = 8000) -> str:
+    """Return what surrounds a log's first traceback: characters `before` and `after` its begin."""
+    begin = log.index("Traceback")
+    return log[max(0, begin - before) : begin + after]
 
 
 def _blocks_in_use(fleet: LocalFleet, patience: float = 30.0) -> list[str]:

@@ -15,10 +15,12 @@ import redis
 from jobs.batch import log_segments, manifest, recovery
 from jobs.batch import register as register_module
 from jobs.batch.client import get_batch
-from jobs.batch.manifest import Superseded, save_manifest
+from jobs.batch.line_index import INDEX_NAME
+from jobs.batch.manifest import MADE, Manifest, Superseded, save_manifest
+from jobs.batch.plan import PLAN_NAME
 from jobs.batch.rebuild import rebuild, rebuild_all, unknown_folders
 from jobs.batch.submit import BatchSubmission, submit_batch, submitted_batch
-from jobs.control import advance, finalize, slices
+from jobs.control import advance, finalize, slices, validate
 from jobs.control.ticker import Ticker
 from jobs.protocol.chat import CHAT
 from jobs.protocol.ids import BATCH, new_id
@@ -33,7 +35,7 @@ from tests.support.batch_steps import answer_all, run_to_end, step, tick
 from tests.support.control_plane import failing
 from tests.support.cut_off import cut_off_before_each_step, end_leases, held_up_before_each_step, process
 from tests.support.integrity import faults
-from tests.support.object_stores import CLOUDS, PLACES, bucket, store_location
+from tests.support.object_stores import CLOUDS, PLACES, bucket, files_below, store_location
 from tests.support.redis_server import running_server
 from tests.support.rollback import EarlierRedis
 from tests.support.store_batches import (
@@ -173,6 +175,26 @@ def test_what_an_ended_batch_needs_no_more_is_removed_once_its_bucket_answers(
         tick(leader)
         assert list_names(parts) == []
         assert queue.active_batches() == {}
+
+
+def test_what_a_validation_made_that_was_begun_again_is_removed_at_the_end(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_away(_: Manifest) -> str:
+        raise StoreError("it cannot be reached")
+
+    with bucket() as remote:
+        folder = path_of(remote.uri)
+        record = submit(redis_client, folder, lines_of(20))
+        with monkeypatch.context() as patch:
+            patch.setattr(validate, "source_stamp", is_away)
+            assert "cannot be reached" in (step(redis_client, record.id).problem or "")
+        assert sum(name.endswith(PLAN_NAME) for name in files_below(record.spec.root)) == 1
+        ended = run_to_end(redis_client, record.id, failing(3))
+        made = manifest_of(ended).made
+        found = [name for name in files_below(record.spec.root) if name.startswith(MADE)]
+        assert found == [join(made, INDEX_NAME)]
+        check_every_line_once(redis_client, folder, ended, 20)
 
 
 def test_a_fleet_with_another_redis_takes_a_batch_over(redis_client: redis.Redis, folder: PurePath) -> None:
