@@ -6,11 +6,12 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import redis
 
+from api.tasks import start
 from api.threads import run_in
 from jobs.protocol import fields
 from jobs.protocol.endpoint import Endpoint
@@ -97,7 +98,7 @@ class Fleet:
         self._reading: asyncio.Future[Snapshot] | None = None
         self._began = self._ended = -math.inf
         self._watched = 0  # calls that wait in `unless_away`
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.Future[None] | None = None
         # When the first of the readings began that have all failed, one soon after the other
         self._away_since = math.inf
 
@@ -132,11 +133,10 @@ class Fleet:
         dropped, what has one goes on and counts among those that have one.
         """
         scope = anyio.CancelScope()  # a thread of the framework outlasts that, and not `Task.cancel`
-        task = asyncio.create_task(_within(scope, work))
-        task.add_done_callback(_noted)
+        task = start(_within(scope, work))
         self._watched += 1
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._until_away())
+            self._watch = start(self._until_away())
         try:
             await asyncio.wait({task, self._watch}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -198,8 +198,7 @@ class Fleet:
                 continue
             self._began = loop.time()
             self._away_since = self._away_from(self._began)
-            self._reading = asyncio.ensure_future(self._read())
-            self._reading.add_done_callback(_noted)
+            self._reading = start(self._read())
         return await asyncio.shield(self._reading)
 
     def _away_from(self, now: float) -> float:
@@ -238,12 +237,6 @@ async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
     with scope:
         return await work
     raise QueueUnavailable("Redis went away during the call")
-
-
-def _noted(work: asyncio.Future[Any]) -> None:
-    """Take note of a failure that no call may wait for, which is else logged with its traceback."""
-    if not work.cancelled():
-        work.exception()
 
 
 def not_served(model: str, snapshot: Snapshot) -> ApiError:

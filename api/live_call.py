@@ -18,6 +18,7 @@ from api.http.event_stream import EventStream, event
 from api.inbox import Inbox
 from api.reader import Reader
 from api.state import ApiState
+from api.tasks import start
 from api.threads import LIVE, SUBMISSIONS, run_in
 from api.token_events import patiently
 from api.tracing import TRACE
@@ -53,7 +54,7 @@ class LiveCall:
         self._call = call
         self._key_id = key_id
         self._inbox: Inbox | None = None
-        self._submitting: asyncio.Task[None] | None = None
+        self._submitting: asyncio.Future[None] | None = None
         self._finished = False
         self._streaming = False
         self._stream: EventStream | None = None
@@ -155,7 +156,7 @@ class LiveCall:
         """
         if self._submitting is None or self._submitting.done():
             submission = patiently(self._state, lambda: run_in(SUBMISSIONS, self._submit_now), (QueueFull,))
-            self._submitting = asyncio.create_task(submission)
+            self._submitting = start(submission)  # by when it fails, an answer may have come
         timeout = self._queue.settings.redis_retry_seconds + _BEYOND_RETRIES
         if not (await asyncio.wait({self._submitting}, timeout=timeout))[0]:
             raise QueueUnavailable(f"the call could not be submitted for {timeout:g} s")

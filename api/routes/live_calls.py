@@ -22,6 +22,7 @@ from api.http.openapi import EVENTS, answered, json_body
 from api.http.request_body import read_body
 from api.live_call import LiveCall
 from api.state import state_of
+from api.tasks import start
 from api.threads import LIVE, run_in
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
@@ -125,7 +126,7 @@ def _parse(endpoint: str, raw: bytes) -> Call:
 
 async def _unless_gone(request: Request, waiting: Any) -> Any:
     """The awaited value. Raises `ClientDisconnect` when the client leaves first."""
-    task = asyncio.ensure_future(waiting)
+    task = start(waiting)
     gone = asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

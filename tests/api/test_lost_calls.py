@@ -3,7 +3,9 @@ and what is left of them.
 """
 
 import asyncio
+import gc
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from api.state import ApiState
 from jobs.batch.retention import forget_output
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.requests import StreamEntry, TokenChunk
+from jobs.protocol.results import Result, Usage
 from jobs.protocol.validation import parse_call
 from jobs.queue import keys
 from jobs.queue.connection import connect, connect_async
 from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueFull
 from jobs.queue.settings import QueueSettings
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
@@ -107,3 +111,51 @@ async def _waited_for(call: LiveCall, again: bool) -> None:
         await call.first()
     finally:
         await call.close()
+
+
+def test_a_submission_that_fails_after_the_answer_has_come_is_not_a_fault(
+    redis_url: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call was silent, and is submitted again as Redis fills; its answer comes meanwhile."""
+    monkeypatch.setattr("api.live_call._SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("api.live_call._WORKER_CHECK_SECONDS", 0.2)
+
+    async def answered() -> tuple[Result, list[dict[str, Any]]]:
+        faults: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: faults.append(context))
+        call, again, looked = live_call(redis_url, queue), threading.Event(), asyncio.Event()
+        await call.submit(RAW)
+
+        async def forgotten(*_: object) -> bool:
+            return False
+
+        async def is_served(*_: object, **__: object) -> None:
+            looked.set()
+
+        def late(_: LiveCall) -> None:
+            assert again.wait(60)
+            raise QueueFull("Redis is full")
+
+        monkeypatch.setattr(ApiState, "knows", forgotten)
+        monkeypatch.setattr(Fleet, "require", is_served)
+        monkeypatch.setattr(LiveCall, "_submit_now", late)
+        first = asyncio.create_task(call.first())
+        await looked.wait()
+        submission, inbox = call._submitting, call._inbox
+        assert inbox is not None
+        assert submission is not None
+        assert not submission.done()
+        inbox.put(StreamEntry(call.key, "0-1", [], result=Result(200, b"{}", Usage(), "req_1")))
+        inbox.deliver()
+        result = await call.result(await first)
+        await call.close()
+        again.set()
+        await asyncio.wait({submission})
+        del call, first, submission, inbox
+        gc.collect()
+        await asyncio.sleep(0)
+        return result, faults
+
+    result, faults = asyncio.run(asyncio.wait_for(answered(), 60))
+    assert (result.status, faults) == (200, [])

@@ -1,0 +1,21 @@
+"""Tasks that may fail when no one waits for them any more."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def start(work: Awaitable[T]) -> asyncio.Future[T]:
+    """Begin `work`. A failure that no one asks for is dropped, which is else logged with its
+    traceback.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_note)
+    return task
+
+
+def _note(task: asyncio.Future[T]) -> None:
+    if not task.cancelled():
+        task.exception()
