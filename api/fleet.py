@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import redis
@@ -138,7 +138,8 @@ class Fleet:
         if self._watch is None or self._watch.done():
             self._watch = start(self._until_away())
         try:
-            await asyncio.wait({task, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+            both: list[asyncio.Future[Any]] = [task, self._watch]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             raise QueueUnavailable("Redis went away during the call")

@@ -18,6 +18,7 @@ from jobs.protocol import fields
 from jobs.protocol.results import ApiError
 from jobs.queue.connection import MAX_BLOCK_SECONDS
 from jobs.queue.scripts import QueueUnavailable, passing_reason
+from jobs.store.storage import StoreError
 
 T = TypeVar("T")
 
@@ -48,8 +49,8 @@ def last_event_id(request: Request) -> str | None:
 
 
 async def to_the_end(events: AsyncIterator[bytes], followers: Followers) -> AsyncIterator[bytes]:
-    """The events, an error where they cannot go on (Redis stayed away for too long, or what was
-    followed is gone), and the end mark.
+    """The events, an error where they cannot go on (Redis stayed away for too long, the file store
+    is away, or what was followed is gone), and the end mark.
     """
     try:
         async with followers.following():
@@ -57,7 +58,7 @@ async def to_the_end(events: AsyncIterator[bytes], followers: Followers) -> Asyn
                 yield one
     except ApiError as error:
         yield event(error.body())
-    except (QueueUnavailable, redis.RedisError) as error:
+    except (QueueUnavailable, StoreError, redis.RedisError) as error:
         yield event(answer_to(error).body())
     yield event(None)
 

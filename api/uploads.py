@@ -17,6 +17,7 @@ from api.http.errors import MayExist
 from api.http.multipart import FormPart
 from api.idempotency import Answer, hold_key, key_of
 from api.settings import ApiSettings
+from api.tasks import start
 from jobs.protocol import fields
 from jobs.protocol.ids import FILE
 from jobs.protocol.lines import decode_json
@@ -127,7 +128,7 @@ class FileForm(MultipartForm[FileWriter, Answer]):
         check_content(writer.upload)
         writer.upload.expires_seconds = self._expires_seconds()
         self.writer = None  # its thread closes it, also where that is not waited for
-        committing = asyncio.ensure_future(on_disk(writer.commit))
+        committing = start(on_disk(writer.commit))
         try:
             return await self.state.fleet.unless_away(asyncio.shield(committing))
         except QueueUnavailable as error:

@@ -91,8 +91,11 @@ class Stoppable:
         try:
             await self._app(scope, receive, send_noted)
         except asyncio.CancelledError:
-            if started or scope["type"] != "http":
+            if scope["type"] != "http":
                 raise
+            if started:  # the server would log the cancellation with its traceback
+                logger.warning("an answer to %s is cut off: the server is being stopped", _shown_path(scope))
+                return
             stopping = ApiError(503, "The server is being stopped; try again.", "server_error", code="server_stopping")
             await error_response(stopping, {"retry-after": "1"})(scope, receive, send)
 
@@ -141,7 +144,11 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 def _shown_call(request: Request) -> str:
     """Method and path, which may be long and hold control characters."""
-    return fields.shown(f"{request.method} {request.scope['path']}")
+    return _shown_path(request.scope)
+
+
+def _shown_path(scope: Scope) -> str:
+    return fields.shown(f"{scope['method']} {scope['path']}")
 
 
 def _allowed(request: Request) -> str:

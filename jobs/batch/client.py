@@ -373,7 +373,10 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     record = get_batch(client, batch_id)
     if record.state not in CANCELLABLE:
         return record
-    if (reason := why_lost(queue, batch_id, queue.batch_fields(batch_id))) is not None:
+    fields = queue.batch_fields(batch_id)
+    if not fields.spec:  # Redis came back empty
+        raise KeyError(batch_id)
+    if (reason := why_lost(queue, batch_id, fields)) is not None:
         queue.transition(batch_id, CANCELLABLE, "cancelling", {"timestamps": {"cancelling": time.time()}})
         end_lost(queue, batch_id, queue.batch_fields(batch_id), reason)
         return get_batch(client, batch_id)

@@ -85,9 +85,9 @@ def check_server(client: redis.Redis) -> None:
             info: Any = client.info()
             _judge(info)
             # Asked first, because a server that is full refuses to be written to
-            if not client.exists(keys.SCHEMA):
-                client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
             stored: Any = client.get(keys.SCHEMA)
+            if stored is None and not client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True):
+                stored = client.get(keys.SCHEMA)
     except _UnfitServer as error:
         raise ServerError(str(error)) from None
     if not info.get("aof_enabled"):
@@ -95,7 +95,7 @@ def check_server(client: redis.Redis) -> None:
             "the Redis server stores nothing on disk (appendonly no): when it restarts, requests and results that only"
             " Redis stores are lost and run again"
         )
-    if stored != keys.SCHEMA_VERSION.encode():
+    if stored not in (None, keys.SCHEMA_VERSION.encode()):
         raise ServerError(
             f"The Redis server holds a queue of schema {stored.decode()}, and this version reads schema"
             f" {keys.SCHEMA_VERSION}: run the version that wrote it until no batch and no live call is left, then empty"

@@ -35,12 +35,12 @@ from jobs.store.storage import (
     local_path,
     make_folder,
     named,
+    path_of,
     read_bytes,
     sync_folder,
     write_bytes,
     write_new,
 )
-from jobs.store.store_folder import store_root
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """What a client may upload a file for."""
@@ -99,7 +99,7 @@ class FileStore:
         """`forget_output(root, file_id)` removes what a batch keeps for an output file that is
         removed.
         """
-        self.root = store_root(root)
+        self.root = path_of(root)
         self._queue = queue
         self._forget_output = forget_output
         self._folder = self.root / FILES_FOLDER

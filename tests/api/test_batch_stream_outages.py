@@ -1,5 +1,6 @@
 """Following a batch while Redis goes away: killed and back with its file, and back empty."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,6 +65,23 @@ def test_a_server_that_was_killed_costs_no_token(
     for found in (events[:-1], [*seen, *rest[:-1]]):
         assert batch_texts(found) == WHOLE
         assert ends(found) == COMPLETED
+
+
+def test_a_file_store_that_is_away_ends_the_stream_of_a_batch_that_redis_lost(
+    machine: RedisMachine, queue: Queue, settings: ApiSettings, steps: Steps, tmp_path: Path
+) -> None:
+    with running_api(settings) as url:
+        batch = FollowedBatch(queue.redis, url, tmp_path / "input")
+        batch.start()
+        steps.go_on(1)
+        with EventReader(url + batch.path) as reader:
+            reader.wait(LINES)
+            os.rename(settings.file_store, tmp_path / "elsewhere")
+            os.mkdir(settings.file_store)
+            machine.lose_everything()
+            machine.start()
+            *_, error, done = reader.wait_ended()
+    assert (error.value["error"]["code"], done.value) == ("file_store_unavailable", None)
 
 
 def test_an_empty_server_gets_the_batch_back_and_the_reader_a_new_beginning(

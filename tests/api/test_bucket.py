@@ -1,5 +1,6 @@
 """Files and batches over HTTP, of a file store in a bucket."""
 
+import asyncio
 import gzip
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import redis
 from obstore.exceptions import GenericError
 
+from api.app import create_app
 from api.settings import ApiSettings
 from jobs.store import object_storage
 from jobs.store.storage import list_names
@@ -36,6 +38,18 @@ def api_url(redis_url: str, remote: Bucket) -> Iterator[str]:
     """The address that `client` and `http` call: of an API with a bucket."""
     with running_api(ApiSettings(redis_url=redis_url, file_store=remote.uri)) as url:
         yield url
+
+
+def test_a_start_asks_the_bucket_nothing_once_its_event_loop_runs(redis_url: str, remote: Bucket) -> None:
+    """A failure there would end the process with a traceback."""
+    app = create_app(ApiSettings(redis_url=redis_url, file_store=remote.uri))
+    remote.server.denied = True
+
+    async def start() -> None:
+        async with app.router.lifespan_context(app):
+            pass
+
+    asyncio.run(start())
 
 
 def test_ranges_of_a_content(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -1,18 +1,22 @@
 """Live calls through the official client: what it sees came from a worker through Redis."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from api.settings import ApiSettings
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.support.api_server import running_api
 from tests.support.waiting import wait_until
 
 Scripted = Callable[..., ScriptedWorker]
@@ -35,6 +39,24 @@ def test_completion_answers_whole(client: openai.OpenAI, scripted: Scripted) -> 
     answer = client.completions.create(model=MODEL, prompt="Once")
     assert answer.object == "text_completion"
     assert answer.choices[0].text == "".join(PIECES)
+
+
+def test_a_stream_that_outlasts_the_stop_of_the_server_is_cut_off(
+    redis_url: str, tmp_path: Path, scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = scripted(lambda claim: PIECES)
+    worker.step = threading.Semaphore(1)
+    call = {"model": MODEL, "prompt": "Once", "stream": True}
+    with contextlib.ExitStack() as running:
+        url = running.enter_context(running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path))))
+        with httpx.stream("POST", f"{url}/v1/completions", json=call, timeout=60) as answer:
+            received = answer.iter_raw()
+            next(received)
+            running.close()
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(received)
+    assert "an answer to POST /v1/completions is cut off: the server is being stopped" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_chat_streams_each_piece_before_the_next_exists(client: openai.OpenAI, scripted: Scripted) -> None:

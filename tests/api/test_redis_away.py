@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from api.fleet import Fleet
 from api.settings import ApiSettings
+from api.uploads import FileWriter
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
@@ -212,6 +214,37 @@ def test_uploads_that_are_refused_as_they_begin_leave_nothing(
         assert {(answer.status_code, "x-should-retry" in answer.headers) for answer in answers} == {(503, False)}
         assert all(begun.acquire(timeout=60) for _ in calls)
         wait_until(lambda: os.listdir(tmp_path / "files") == [file], 60, "what they began to be removed")
+
+
+def test_an_upload_that_fails_after_its_refusal_is_no_fault(
+    machine: RedisMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ApiSettings(
+        redis_url=f"{machine.url}?socket_timeout=600", file_store=str(tmp_path), redis_retry_seconds=PERIOD
+    )
+    reached, away, failed = threading.Event(), threading.Event(), threading.Event()
+
+    def late_commit(writer: FileWriter) -> None:
+        reached.set()
+        assert away.wait(120)
+        writer.close()
+        failed.set()
+        raise QueueUnavailable("Redis is away")
+
+    monkeypatch.setattr(FileWriter, "commit", late_commit)
+    # Whose record of the refusal would keep the task
+    monkeypatch.setattr(logging.getLogger("api.http.errors"), "disabled", True)
+    with running_api(settings) as url, ThreadPoolExecutor(1) as callers, plain_client(url) as http:
+        form: dict[str, Any] = {"files": {"file": ("in.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+        call = callers.submit(_ask, url, "POST", "/v1/files", **form)
+        assert reached.wait(60)
+        with hung(machine):
+            assert call.result().status_code == 503
+        away.set()
+        assert failed.wait(60)
+        wait_until(lambda: http.get("/health").status_code == 200, 60, "probes to be answered again")
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_calls_that_are_refused_keep_their_threads(machine: RedisMachine, tmp_path: Path) -> None:

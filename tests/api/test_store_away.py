@@ -2,12 +2,15 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import redis
 
+from jobs.batch import client as batch_client
+from jobs.batch.client import BatchRecord, get_batch
 from jobs.queue.request_queue import Queue
 from jobs.store.marker import MARKER, open_store
 from tests.support.commands import run_pipeline
@@ -60,6 +63,24 @@ def test_a_batch_whose_folder_is_gone_can_be_cancelled(
     assert (ended.status, ended.output_file_id) == ("cancelled", None)
     assert ended.errors is not None
     assert [error.code for error in ended.errors.data or []] == ["batch_lost"]
+
+
+def test_a_cancel_is_refused_where_redis_comes_back_empty_as_it_is_asked_for(
+    redis_client: redis.Redis, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(redis_client, "m")
+    file = client.files.create(file=("in.jsonl", chat_line("a")), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, **BODY)  # type: ignore[arg-type]
+
+    def get_and_lose(*arguments: Any) -> BatchRecord:
+        record = get_batch(*arguments)
+        redis_client.flushall()
+        return record
+
+    monkeypatch.setattr(batch_client, "get_batch", get_and_lose)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.batches.cancel(batch.id)
+    assert (refused.value.status_code, refused.value.code) == (503, "queue_unavailable")
 
 
 @pytest.mark.parametrize("command", ["api", "jobs", "serve"])

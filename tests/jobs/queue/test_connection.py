@@ -99,6 +99,20 @@ def test_a_good_server_is_marked_with_the_schema(redis_client: redis.Redis) -> N
     assert redis_client.get(keys.SCHEMA) == keys.SCHEMA_VERSION.encode()
 
 
+def test_a_server_that_is_emptied_as_it_is_marked_is_a_good_one(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = redis_client.set
+
+    def mark_and_lose(*arguments: Any, **options: Any) -> Any:
+        marked = mark(*arguments, **options)
+        redis_client.flushall()
+        return marked
+
+    monkeypatch.setattr(redis_client, "set", mark_and_lose)
+    check_server(redis_client)
+
+
 def test_another_schema_is_refused(redis_client: redis.Redis) -> None:
     redis_client.set(keys.SCHEMA, "0")
     with pytest.raises(ServerError, match="schema 0"):
