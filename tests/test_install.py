@@ -39,11 +39,20 @@ needs_gcc = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the repository, with kernels where there is a compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CC", raising=False)
+        (wheel,) = _wheels(tmp_path_factory.mktemp("wheel"))
+    return wheel
+
+
 @pytest.mark.proof
-@pytest.mark.timeout(600)
-def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_api_and_jobs_install_and_start_without_torch(wheel: Path, tmp_path: Path) -> None:
     python = _new_venv(tmp_path)
-    _run(python, *PIP, "install", "-q", _source(tmp_path))
+    _run(python, *PIP, "install", "-q", wheel)
     _run(python, "-c", PROGRAM)
     _run(python, "-m", "jobs.control.rq_worker", "--help")
     _run(python, "-m", "jobs.control.ticker", "--help")
@@ -53,9 +62,8 @@ def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 @needs_gcc
-def test_a_wheel_carries_the_kernels_and_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    python, (wheel,) = _new_venv(tmp_path), _wheels(tmp_path)
+def test_a_wheel_carries_the_kernels_and_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    python = _new_venv(tmp_path)
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     folder = Path(*PREBUILT.parts[-4:])
     with ZipFile(wheel) as archive:
