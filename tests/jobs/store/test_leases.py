@@ -7,6 +7,7 @@ import pytest
 import redis
 
 from jobs.queue import keys
+from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.store.leases import hold
 from jobs.store.storage import Busy
@@ -29,6 +30,25 @@ def test_a_lease_is_extended(queue: Queue, redis_client: redis.Redis) -> None:
     with hold(queue, FOLDER, 0):
         redis_client.pexpire(NAME, 3_600_000)
         wait_until(lambda: redis_client.pttl(NAME) <= 5000, 60, "the lease is set anew")
+
+
+def test_leases_are_extended_beside_one_whose_client_fails(queue: Queue, redis_client: redis.Redis) -> None:
+    """As a client does that another thread closes."""
+    failed = threading.Event()
+    other = Queue(connect("redis://localhost:1"))
+
+    def fail(*_: Any, **__: Any) -> bytes:
+        if threading.current_thread().name == "leases":
+            failed.set()
+            raise AttributeError("closed")
+        return b"1"
+
+    other.redis.execute_command = fail  # type: ignore[method-assign]
+    with hold(other, f"{FOLDER}_b", 0):
+        assert failed.wait(60)
+        with hold(queue, FOLDER, 0):
+            redis_client.pexpire(NAME, 3_600_000)
+            wait_until(lambda: redis_client.pttl(NAME) <= 5000, 60, "the lease is set anew")
 
 
 def test_one_that_was_too_slow_leaves_the_lease_of_the_next(
