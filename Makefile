@@ -27,7 +27,7 @@ endif
 
 # Four lanes run side by side, longest first; each of the others begins when one has ended, so that short ones at the end keep both cores busy.
 # Tests of the engine and of the models keep one core busy; those of the other lanes mostly wait for processes that they started.
-LANES := pipeline engine queue system models workers control api contract
+LANES := pipeline engine models queue system workers control api contract
 MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels tests/benchmarks tests/tools
 ENGINE_TESTS := tests/workers/engine tests/workers/text
 QUEUE_TESTS := tests/jobs
