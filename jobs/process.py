@@ -104,6 +104,17 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def drop_lost_exits() -> None:
+    """Report no `SystemExit` that a signal's handler has raised in a destructor, which loses it."""
+    report = sys.unraisablehook
+
+    def report_others(lost: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(lost.exc_value, SystemExit):
+            report(lost)
+
+    sys.unraisablehook = report_others
+
+
 def configure_logs(process: str, level: str = "info") -> None:
     """Send this process' log to stderr, one line per record, as `10:31:02 worker-0 INFO text`, or
     as JSON.
@@ -112,6 +123,7 @@ def configure_logs(process: str, level: str = "info") -> None:
     """
     time = "%(asctime)s.%(msecs)03d" if level == "debug" else "%(asctime)s"
     text = logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.raiseExceptions = False  # of a signal's handler, which may raise while a line is written
     handler = _CurrentStderr()
     handler.setFormatter(_JsonLines(os.environ.get(NAME_VARIABLE, process)) if logs_json() else text)
     logging.root.handlers[:] = [handler]

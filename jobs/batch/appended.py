@@ -101,7 +101,11 @@ def begin(root: str) -> None:
 def read_appended(root: str) -> Appended:
     """Return what was appended to a batch. Raise `StoreError`."""
     stored = read_version(_list_of(root))
-    return msgspec.structs.replace(msgspec.json.decode(stored.data, type=Appended), version=stored.version)
+    try:
+        found = msgspec.json.decode(stored.data, type=Appended)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{_list_of(root)} is no list of requests: {error}") from error
+    return msgspec.structs.replace(found, version=stored.version)
 
 
 def replace_appended(root: str, found: Appended, committed: Committed, pieces: Sequence[Piece]) -> bool:

@@ -141,11 +141,21 @@ class ControlWorker(SimpleWorker):
         ignore_stop_signals()
         self._driver.stopping.set()
 
+    def set_shutdown_requested_date(self) -> None:
+        """Write nothing: RQ does so in the handler of a signal, and Redis may be away."""
+
+    def handle_exception(self, job: Job, *exc_info: Any, **named: Any) -> None:
+        """Log an outage of Redis around a job in one line, without RQ's traceback."""
+        if isinstance(exc_info[1], redis.RedisError):
+            logger.warning("Redis unavailable; what waits is handed out again: %s", exc_info[1])
+        else:
+            super().handle_exception(job, *exc_info, **named)
+
     def handle_job_success(self, job: Job, *arguments: Any, **named: Any) -> None:
         """Remove the last heartbeat of a job that Redis lost while it ran: nothing else would."""
         try:
             super().handle_job_success(job, *arguments, **named)
-        except InvalidJobOperation:
+        except (InvalidJobOperation, ValueError, KeyError):  # the last two where a run of it is gone, or half of it
             logger.info("Redis lost job %s while it ran", job.id)
             with self.connection.pipeline() as pipeline:
                 self.cleanup_execution(job, pipeline=pipeline)

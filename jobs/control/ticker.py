@@ -32,6 +32,7 @@ from jobs.process import (
     add_redis_url,
     configure_logs,
     die_with_parent,
+    drop_lost_exits,
     ignore_stop_signals,
     raise_open_files,
 )
@@ -79,6 +80,7 @@ def main() -> None:
     die_with_parent()
     configure_logs("ticker")
     raise_open_files()
+    drop_lost_exits()
     client = connect(options.redis_url)
     queue = Queue(client)
     ticker = Ticker(queue, options.file_store)

@@ -19,7 +19,7 @@ from jobs.batch.plan import PlanEntry, read_plan
 from jobs.batch.retention import tidy
 from jobs.batch.source import open_lines, open_plan, open_source
 from jobs.protocol.results import ApiError
-from jobs.store.storage import RandomReader, join
+from jobs.store.storage import RandomReader, StoreError, join, write_bytes
 from tests.support.control_plane import chat_line
 from tests.support.cut_off import cut_off_before_each_step
 from tests.support.object_stores import Bucket, bucket, files_below
@@ -155,6 +155,12 @@ def test_a_closed_batch_has_the_files_of_any_other(spec: BatchSpec) -> None:
     take_appended(manifest, int)
     assert (manifest.is_open, manifest.total) == (False, 40)
     assert stored_ids(manifest) == names
+
+
+def test_a_list_of_requests_that_is_none_is_named(spec: BatchSpec) -> None:
+    write_bytes(f"{spec.root}/requests/appended.json", b"<html>")
+    with pytest.raises(StoreError, match="/requests/appended.json is no list of requests"):
+        read_appended(spec.root)
 
 
 def test_a_batch_without_lines_can_be_closed(spec: BatchSpec) -> None:

@@ -1,5 +1,6 @@
 """Each line of an open batch counts once, through repeats, kills and several processes."""
 
+import errno
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 
@@ -20,7 +22,7 @@ from jobs.batch.append_groups import group_of
 from jobs.batch.client import BatchRecord, BatchSpec, cancel_batch, create_batch, get_batch
 from jobs.batch.input_files import InputLine
 from jobs.batch.line_index import INDEX_NAME, LineIndex
-from jobs.batch.manifest import load_manifest
+from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.open_requests import (
     APPEND_LOCK,
     DATABASE_NAME,
@@ -33,10 +35,12 @@ from jobs.batch.open_requests import (
 )
 from jobs.batch.plan import PLAN_NAME, read_plan
 from jobs.batch.rebuild import rebuild
+from jobs.batch.result_files import publish_input
 from jobs.control import advance
+from jobs.protocol.ids import FILE, new_id
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
-from jobs.store.storage import Busy, exclusive
+from jobs.store.storage import Busy, StoreError, exclusive
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import chat_line, echo, read_jsonl
 from tests.support.rollback import EarlierRedis
@@ -98,6 +102,23 @@ def spec(tmp_path: Path) -> BatchSpec:
     spec = spec_in(tmp_path, input_file_id="file-1", endpoint="/v1/chat/completions")
     OpenRequests(spec).create()
     return spec
+
+
+def test_what_cannot_be_read_for_a_moment_is_said_of_the_file_store(
+    spec: BatchSpec, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    append(spec, "a")
+    with LineIndex(spec.root, spec.input) as index, monkeypatch.context() as patch:
+        patch.setattr(os, "pread", stale)
+        with pytest.raises(StoreError, match="lines.index"):
+            index.custom_id(1)
+    named = msgspec.structs.replace(spec, input_file_id=new_id(FILE, 0.0))
+    os.unlink(spec.input)
+    with pytest.raises(StoreError, match=f"cannot read {spec.input}"):
+        publish_input(queue, Manifest(batch_id="batch_a", created_at=0.0, spec=named))
 
 
 def test_lines_are_appended_once(spec: BatchSpec) -> None:

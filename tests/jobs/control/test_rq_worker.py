@@ -17,6 +17,8 @@ import pytest
 import redis
 from rq import Callback
 from rq import Queue as JobQueue
+from rq.executions import Execution
+from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
@@ -96,6 +98,35 @@ def test_a_job_that_redis_forgot_ends_without_a_trace(
     redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Driver, "take_batches", lambda driver: driver.queue.redis.flushall())
+    run_one_job(redis_client, FUNCTION, job_id="forgotten", result_ttl=0)
+    assert warnings_in(caplog) == []
+    assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
+
+
+def test_an_outage_around_a_job_is_one_line(
+    redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise redis.ConnectionError("gone")
+
+    monkeypatch.setattr(ControlWorker, "prepare_job_execution", fail)
+    run_one_job(redis_client, FUNCTION, job_id="unlucky", result_ttl=0)
+    assert warnings_in(caplog) == ["Redis unavailable; what waits is handed out again: gone"]
+    assert "Traceback" not in caplog.text
+
+
+def test_a_job_whose_run_redis_lost_ends_without_a_trace(
+    redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RQ lists the runs of a job, and then reads each."""
+    executions = Job.get_executions
+
+    def lose_and_get(job: Job) -> list[Execution]:
+        for key in redis_client.scan_iter("rq:execution:*"):
+            redis_client.delete(key)
+        return executions(job)
+
+    monkeypatch.setattr(Job, "get_executions", lose_and_get)
     run_one_job(redis_client, FUNCTION, job_id="forgotten", result_ttl=0)
     assert warnings_in(caplog) == []
     assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
@@ -205,6 +236,56 @@ def test_sigterm_while_a_thread_starts_ends_the_process_in_order(redis_url: str,
     plane = ControlPlane(redis_url)
     plane.start(name, launcher=("-c", STOP_AS_A_THREAD_STARTS))
     plane.stop()
+
+
+STOP_IN_A_LINE = """
+import logging, os, runpy, signal, sys
+
+format_line = logging.Handler.format
+
+
+def format_and_stop(handler, record):
+    if callable(signal.getsignal(signal.SIGTERM)):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return format_line(handler, record)
+
+
+logging.Handler.format = format_and_stop
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+STOP_IN_A_DESTRUCTOR = """
+import os, runpy, signal, sys, threading, time
+
+sleep = time.sleep
+
+
+class Doomed:
+    def __del__(self):
+        if threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sleep_and_stop(seconds):
+    Doomed()
+    sleep(seconds)
+
+
+time.sleep = sleep_and_stop
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "script"), [("driver", STOP_IN_A_LINE), ("ticker", STOP_IN_A_DESTRUCTOR)], ids=["line", "destructor"]
+)
+def test_sigterm_at_an_unlucky_moment_of_an_outage_writes_no_traceback(
+    name: str, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plane = ControlPlane("unix:///nowhere/redis.sock")
+    plane.start(name, launcher=("-c", script))
+    assert plane.processes[name].wait(60) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_stop_whose_exception_was_lost_ends_the_loop(
