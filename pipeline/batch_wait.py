@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from jobs.batch.client import BatchRecord, get_batch
 from jobs.queue.connection import check_server, connect
+from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import AtomicWriter, local_path, open_input
 from pipeline.errors import Refused
 from pipeline.progress import Counts
@@ -23,18 +26,23 @@ def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_e
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
-    began = time.monotonic()
+    began, is_known = time.monotonic(), False
     with connect(redis_url) as client:
         check_server(client)
 
         def read() -> tuple[BatchRecord, Counts, bool]:
+            nonlocal is_known
             try:
-                record = get_batch(client, batch_id)
+                record = get_batch(client, batch_id, retry_seconds=0.0)
             except KeyError:
+                if is_known:  # a Redis that came back empty gets it again
+                    raise QueueUnavailable(f"{batch_id} is gone from the queue") from None
                 raise Refused(f"there is no batch {batch_id} in the queue") from None
+            is_known = True
             return record, counts_of(record), record.ended
 
-        record = wait_until_ended(read, f"{batch_id} goes on; come back with `pipeline wait {batch_id}`.")
+        come_back = f"{batch_id} goes on; come back with `pipeline wait {batch_id}`."
+        record = wait_until_ended(read, come_back, lambda error: isinstance(error, QueueUnavailable | redis.RedisError))
     if record.state == "failed":
         print_problems(record.spec.input, record.errors)
     else:

@@ -65,6 +65,8 @@ def main(
     try:
         asyncio.run(worker.run())
     except (WorkerError, EngineStartError, TokenizerError) as error:
+        if worker.is_stopping:
+            return 0
         print(f"Error: {error}", file=sys.stderr)
         return 1 if worker.was_ready or error.retry else error.exit_code
     return 0
@@ -87,6 +89,11 @@ class Worker:
         self._queue = Queue(connect(settings.redis_url), replace(settings, redis_retry_seconds=CALL_RETRY_SECONDS))
         self._stop_orders = 0
         self._tracing = start_tracing(settings.otlp_traces_endpoint, "pipeline-worker")
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether an order to stop came."""
+        return self._stop_orders > 0
 
     async def run(self) -> None:
         """Serve until ordered to stop (SIGTERM or SIGINT).

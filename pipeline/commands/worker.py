@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.process import drop_lost_exits
 from pipeline.errors import Refused
 from pipeline.options import (
     check_model_flags,
@@ -112,6 +113,7 @@ class _EarlyStop:
 def _sigterm_as_exit() -> Iterator[_EarlyStop]:
     """End the process in order at SIGTERM, until another handler is set."""
     early_stop = _EarlyStop()
+    drop_lost_exits()  # `ordered` says what came of them
     before = signal.signal(signal.SIGTERM, early_stop.end)
     try:
         yield early_stop

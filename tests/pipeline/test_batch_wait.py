@@ -1,13 +1,60 @@
-"""Copies of a batch's results."""
+"""Waiting for a batch, and copies of its results."""
 
 import os
 import resource
+import signal
 from pathlib import Path
 
+import msgspec
 import pytest
+import redis
 
+from jobs.batch.client import BatchRecord, BatchSpec, create_batch
+from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import StoreError
-from pipeline.batch_wait import copy_results
+from pipeline import batch_wait
+from pipeline.batch_wait import copy_results, wait_for_batch
+from pipeline.errors import Interrupted
+
+
+@pytest.fixture
+def batch(redis_client: redis.Redis, tmp_path: Path) -> BatchRecord:
+    """A batch that no process works on."""
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    spec = BatchSpec(
+        input=str(tmp_path / "in.jsonl"), root=str(tmp_path / "root"), output=str(tmp_path / "out"), models=("m",)
+    )
+    return create_batch(redis_client, spec)
+
+
+def test_a_batch_that_redis_lost_is_waited_for(
+    batch: BatchRecord, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = msgspec.structs.replace(batch, state="completed")
+    answers: list[BatchRecord | KeyError] = [batch, KeyError(batch.id), batch, ended]
+
+    def read(*_: object, **__: object) -> BatchRecord:
+        answer = answers.pop(0)
+        if isinstance(answer, KeyError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(batch_wait, "get_batch", read)
+    wait_for_batch(batch.id, None, redis_url, fail_on_error=False)
+    assert answers == []
+
+
+def test_an_order_to_stop_is_obeyed_while_redis_is_away(
+    batch: BatchRecord, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_away(*_: object, retry_seconds: float) -> BatchRecord:
+        assert retry_seconds == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise QueueUnavailable("Redis is away")
+
+    monkeypatch.setattr(batch_wait, "get_batch", is_away)
+    with pytest.raises(Interrupted, match=f"{batch.id} goes on"):
+        wait_for_batch(batch.id, None, redis_url, fail_on_error=False)
 
 
 def test_a_copy_that_fails_leaves_the_file_of_before(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class Outbox:
         return max(COALESCE_SECONDS, self._backlog_seconds if self.results_may_wait() else 0.0)
 
     def _accept_late(self, lease: Held, delta: Delta) -> None:
-        del self._acceptances[lease]
+        self._acceptances.pop(lease, None)  # none where a Redis that went back gave it out again
         self.accept(delta)
 
     def _take_finished(self, live_only: bool) -> list[Finished]:

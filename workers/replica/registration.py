@@ -15,7 +15,7 @@ import msgspec
 
 from jobs.protocol.endpoint import Task
 from jobs.queue.registry import EngineRecord, WorkerRecord, WorkerState
-from jobs.queue.request_queue import Queue, QueueUnavailable
+from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
 from workers.engine.messages.core import Ready
 from workers.replica.fingerprint import system_fingerprint
 from workers.replica.statistics import declared_metrics
@@ -43,13 +43,16 @@ class Registration:
         self._record = msgspec.structs.replace(self._record, state=state, **engine)
         await _call(lambda: self._queue.register_worker(self._record))
 
-    async def remove(self, generated: int) -> None:
-        """Delete the record; leases that the worker still holds count as lost.
+    async def remove(self, generated: int) -> bool:
+        """Delete the record; leases that the worker still holds count as lost. Return whether Redis
+        answered.
 
         `generated`: tokens that it generated in its life.
         """
-        await _call(lambda: self._queue.renew(self.id, [], generated))
-        await _call(lambda: self._queue.remove_worker(self.id))
+        # A worker that ends asks a Redis that hangs once, for which it waits long enough
+        return await _call(lambda: self._queue.renew(self.id, [], generated)) and await _call(
+            lambda: self._queue.remove_worker(self.id)
+        )
 
 
 def _described(info: Ready) -> dict[str, Any]:
@@ -57,9 +60,11 @@ def _described(info: Ready) -> dict[str, Any]:
     return {"max_model_len": info.max_model_len, "engine": engine, "tasks": (*info.tasks, "tokenize")}
 
 
-async def _call(action: Callable[[], object]) -> None:
-    """Call Redis and ignore outages: leases and records expire by themselves."""
+async def _call(action: Callable[[], object]) -> bool:
+    """Call Redis and return whether it answered; leases and records expire by themselves."""
     try:
         await asyncio.to_thread(action)
     except QueueUnavailable as error:
         logger.warning("Redis unavailable; the worker's record expires by itself if it stays away: %s", error)
+        return isinstance(error, QueueFull)
+    return True

@@ -213,8 +213,7 @@ class Replica:
         self._outbox.close()
         if self._traces is not None:
             self._traces.close()
-        await self._registration.remove(self._generated())
-        if self._stopping.is_set():
+        if await self._registration.remove(self._generated()) and self._stopping.is_set():
             await self._registration.set_state("stopped")
         await self._engine.stop()
 

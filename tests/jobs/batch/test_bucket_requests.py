@@ -159,7 +159,7 @@ def test_a_closed_batch_has_the_files_of_any_other(spec: BatchSpec) -> None:
 
 def test_a_list_of_requests_that_is_none_is_named(spec: BatchSpec) -> None:
     write_bytes(f"{spec.root}/requests/appended.json", b"<html>")
-    with pytest.raises(StoreError, match="/requests/appended.json is no list of requests"):
+    with pytest.raises(StoreError, match=r"/requests/appended\.json is no list of requests"):
         read_appended(spec.root)
 
 

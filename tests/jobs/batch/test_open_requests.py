@@ -113,7 +113,7 @@ def test_what_cannot_be_read_for_a_moment_is_said_of_the_file_store(
     append(spec, "a")
     with LineIndex(spec.root, spec.input) as index, monkeypatch.context() as patch:
         patch.setattr(os, "pread", stale)
-        with pytest.raises(StoreError, match="lines.index"):
+        with pytest.raises(StoreError, match=r"lines\.index"):
             index.custom_id(1)
     named = msgspec.structs.replace(spec, input_file_id=new_id(FILE, 0.0))
     os.unlink(spec.input)

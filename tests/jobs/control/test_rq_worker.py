@@ -260,14 +260,14 @@ import os, runpy, signal, sys, threading, time
 sleep = time.sleep
 
 
-class Doomed:
+class StoppingAtItsEnd:
     def __del__(self):
         if threading.current_thread() is threading.main_thread():
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def sleep_and_stop(seconds):
-    Doomed()
+    StoppingAtItsEnd()
     sleep(seconds)
 
 

@@ -58,6 +58,25 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
         assert "".join(text_in(entry) for entry in entries) == "abc"
 
 
+def test_a_call_that_is_accepted_twice_at_once_is_no_fault(queue: Queue) -> None:
+    """A Redis that went back may give it out again, under the same fence."""
+
+    async def accept() -> list[dict[str, Any]]:
+        faults: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        outbox = Outbox(queue, "w1", 2.0, lambda: 0, lambda _: None, lambda _: None)
+        acceptance = Delta(RequestKey("live_1", 0), 7, 0, [], "api", True, "")
+        for _ in range(2):
+            outbox.accept_later(acceptance)
+        outbox.accept_later(Delta(RequestKey("live_2", 0), 7, 0, [], "api", True, ""))
+        while outbox._acceptances:
+            await asyncio.sleep(0.01)
+        outbox.close()
+        return faults
+
+    assert asyncio.run(accept()) == []
+
+
 def test_tokens_that_a_full_redis_refused_come_before_later_ones(full: redis.Redis) -> None:
     """Also where it has room again between the two."""
     queue = Queue(full, QueueSettings(redis_retry_seconds=0.05))
