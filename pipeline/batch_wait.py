@@ -14,6 +14,7 @@ import redis
 from jobs.batch.client import BatchRecord, get_batch
 from jobs.queue.connection import check_server, connect
 from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.settings import QueueSettings
 from jobs.store.storage import AtomicWriter, local_path, open_input
 from pipeline.errors import Refused
 from pipeline.progress import Counts
@@ -26,6 +27,7 @@ def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_e
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
+    QueueSettings.from_environment()  # one that cannot be used is refused, as by all commands
     began, is_known = time.monotonic(), False
     with connect(redis_url) as client:
         check_server(client)
