@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_api_and_jobs_install_and_start_without_torch(wheel: Path, tmp_path: Path) -> None:
     python = _new_venv(tmp_path)
     _run(python, *PIP, "install", "-q", wheel)

@@ -28,7 +28,7 @@ def batch(redis_client: redis.Redis, tmp_path: Path) -> BatchRecord:
 
 
 def test_a_batch_that_redis_lost_is_waited_for(
-    batch: BatchRecord, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: BatchRecord, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = msgspec.structs.replace(batch, state="completed")
     answers: list[BatchRecord | KeyError] = [batch, KeyError(batch.id), batch, ended]
