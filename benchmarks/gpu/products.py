@@ -17,7 +17,7 @@ SHAPES = ((24576, 4096), (4096, 12288), (6144, 4096))  # outputs and inputs
 KINDS = {"int4": 128, "int8": None, "float8": 128}  # columns of a group
 ROWS = (1, 16, 32, 64, 128, 256, 512)
 JUDGED = ("int4", 64)  # the kind and the most rows that the row's figure is of
-_CALLS = 20  # in one graph, so that the host launches none of them
+_CALLS = 20  # in one CUDA graph, so that the host launches none of them
 
 
 def measure(setting: Setting) -> dict[str, Any]:
@@ -73,9 +73,11 @@ def _weight(
 def _seconds(product: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call."""
 
+    if device.type != "cuda":
+        return median_seconds(product, device, 1)
+
     def calls() -> None:
         for _ in range(_CALLS):
             product()
 
-    work = CudaRecorder()(calls) if device.type == "cuda" else calls
-    return median_seconds(work, device, 1) / _CALLS
+    return median_seconds(CudaRecorder()(calls), device, 1) / _CALLS

@@ -18,7 +18,7 @@ class Row:
 
     title: str
     measured_by: str  # module of this package, and function
-    seconds: float  # that it may take before it is given up
+    seconds: float  # that it may take on a GPU before it is given up
     unit: str = ""
     at_least: float | None = None
     hoped: float | None = None
