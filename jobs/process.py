@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -119,8 +120,10 @@ def configure_logs(process: str, level: str = "info") -> None:
     """Send this process' log to stderr, one line per record, as `10:31:02 worker-0 INFO text`, or
     as JSON.
 
-    At level debug, times have milliseconds.
+    At level debug, times have milliseconds. A crash of native code says there in which functions
+    the threads were.
     """
+    faulthandler.enable(2)  # not `sys.stderr`, which may have no file
     time = "%(asctime)s.%(msecs)03d" if level == "debug" else "%(asctime)s"
     text = logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.raiseExceptions = False  # of a signal's handler, which may raise while a line is written

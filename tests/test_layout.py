@@ -2,6 +2,7 @@
 source.
 """
 
+import ast
 import inspect
 import re
 import subprocess
@@ -32,6 +33,14 @@ TORCH_FREE = [
     "workers.text.tokenizer",
     "workers.grammars.compiler_process",
 ]
+CONVERTED_TYPES = """
+import gc
+from jobs.batch.row_requests import RowExtras
+from jobs.queue.batch_fields import BatchFields, BatchStatus
+from workers.replica.statistics import MetricDescriptor, MetricSample
+for kind in (BatchFields, BatchStatus, MetricDescriptor, MetricSample, RowExtras):
+    assert "StructInfo" in {type(part).__name__ for part in gc.get_referents(kind)}, kind
+"""
 EXPORTING = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http", "google.protobuf")
 ON_THE_CPU = """
 import sys
@@ -172,6 +181,35 @@ def loaded_by(program: str, *names: str) -> str:
         cwd=REPOSITORY,
     )
     return done.stdout.strip() if done.returncode == 0 else done.stderr
+
+
+def test_every_type_that_is_decoded_is_ready_once_its_module_is_imported() -> None:
+    """At its first use msgspec makes what it decodes a type by, and shows it to other threads half
+    made: one that decodes the type meanwhile crashes the process. So a decoder is made as its
+    module is imported, and so is what `msgspec.convert` uses.
+    """
+    paths = [path for folder in ("api", "jobs", "pipeline", "workers") for path in (REPOSITORY / folder).rglob("*.py")]
+    calls = [
+        (str(path.relative_to(REPOSITORY)), call)
+        for path in paths
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+    ]
+    assert [f"{path}:{call.lineno}" for path, call in calls if makes_a_decoder(call)] == []
+    converting = {path for path, call in calls if ast.unparse(call.func) == "msgspec.convert"}
+    assert converting == {"jobs/batch/row_requests.py", "jobs/queue/batch_fields.py", "workers/replica/statistics.py"}
+    subprocess.run([sys.executable, "-c", CONVERTED_TYPES], cwd=REPOSITORY, check=True)
+
+
+def makes_a_decoder(call: ast.Call) -> bool:
+    """Return whether the call makes a decoder of one of our types, by itself or for this once."""
+    name = ast.unparse(call.func)
+    kinds = [ast.unparse(word.value) for word in call.keywords if word.arg == "type"]
+    if re.fullmatch(r"msgspec\.\w+\.decode", name):
+        return any(not kind.startswith("dict[") for kind in kinds)
+    return re.fullmatch(r"msgspec\.\w+\.Decoder", name) is not None
 
 
 def test_no_large_file_is_in_the_repository() -> None:

@@ -72,6 +72,10 @@ class Appended(msgspec.Struct, frozen=True):
     version: str = ""  # of the list that was read
 
 
+_decode = msgspec.json.Decoder(Appended).decode
+decode_committed = msgspec.json.Decoder(Committed).decode
+
+
 class AppendedLine(NamedTuple):
     """A line that the batch has."""
 
@@ -102,7 +106,7 @@ def read_appended(root: str) -> Appended:
     """Return what was appended to a batch. Raise `StoreError`."""
     stored = read_version(_list_of(root))
     try:
-        found = msgspec.json.decode(stored.data, type=Appended)
+        found = _decode(stored.data)
     except msgspec.DecodeError as error:
         raise StoreError(f"{_list_of(root)} is no list of requests: {error}") from error
     return msgspec.structs.replace(found, version=stored.version)

@@ -33,6 +33,7 @@ from jobs.batch.manifest import (
     BatchSpec,
     LineProblem,
     Manifest,
+    decode_spec,
     end_fields,
     load_manifest,
     mark_cancelled,
@@ -249,7 +250,7 @@ def _read_records(
 def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> BatchRecord | None:
     if not fields.spec or not fields.exists:
         return None
-    spec = msgspec.json.decode(fields.spec, type=BatchSpec)
+    spec = decode_spec(fields.spec)
     return record_of(batch_id, spec, _as_on_disk(batch_id, fields), held, waiting)
 
 

@@ -10,13 +10,11 @@ import math
 import time
 from pathlib import PurePath
 
-import msgspec
-
 from jobs.batch.client import BatchRecord, BatchRefused, get_batch
 from jobs.batch.deleted import note_deleted, note_of
 from jobs.batch.lost import why_lost
 from jobs.batch.manifest import NAME as MANIFEST_NAME
-from jobs.batch.manifest import BatchSpec, ManifestDamaged, load_manifest
+from jobs.batch.manifest import BatchSpec, ManifestDamaged, decode_spec, load_manifest
 from jobs.batch.result_files import drop_partial_output
 from jobs.protocol.ids import BATCH, is_id, time_of
 from jobs.protocol.states import END_STATES, JOBS
@@ -145,7 +143,7 @@ def _remove(queue: Queue, batch: str, fields: BatchFields, folder: PurePath | No
 
 
 def _spec(fields: BatchFields) -> BatchSpec | None:
-    return msgspec.json.decode(fields.spec, type=BatchSpec) if fields.spec else None
+    return decode_spec(fields.spec) if fields.spec else None
 
 
 def _spec_on_disk(folder: PurePath | None) -> BatchSpec | None:

@@ -3,10 +3,8 @@
 import logging
 import time
 
-import msgspec
-
 from jobs.batch.ending import clean_up
-from jobs.batch.manifest import BatchSpec, ManifestDamaged, load_manifest
+from jobs.batch.manifest import ManifestDamaged, decode_spec, load_manifest
 from jobs.batch.result_files import drop_partial_output
 from jobs.batch.webhook_notes import note_webhook
 from jobs.protocol.states import JOBS
@@ -41,7 +39,7 @@ def why_lost(queue: Queue, batch: str, fields: BatchFields) -> str | None:
     """Return why a batch can never go on; None if it can. Raise `StoreError` where that cannot be
     said, as while the file store is away.
     """
-    if msgspec.json.decode(fields.spec, type=BatchSpec).of_api:
+    if decode_spec(fields.spec).of_api:
         check_store(queue, path_of(fields.root).parents[1])
     try:
         manifest = load_manifest(fields.root)
@@ -60,7 +58,7 @@ def end_lost(queue: Queue, batch: str, fields: BatchFields, reason: str) -> None
     if fields.state not in JOBS:
         return
     state = "cancelled" if fields.state == "cancelling" else "failed"
-    spec = msgspec.json.decode(fields.spec, type=BatchSpec)
+    spec = decode_spec(fields.spec)
     note_webhook(queue, batch, spec, state)
     changes = {"problem": reason, "lost": True, "timestamps": {state: time.time()}}
     if queue.transition(batch, [fields.state], state, changes, fields.generation):

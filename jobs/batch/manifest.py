@@ -189,6 +189,10 @@ class Manifest(msgspec.Struct, kw_only=True, dict=True):
         self.enter("cancelled")
 
 
+_decode = msgspec.json.Decoder(Manifest).decode
+decode_spec = msgspec.json.Decoder(BatchSpec).decode
+
+
 class ManifestDamaged(StoreError):
     """The file is not a manifest of this version."""
 
@@ -205,7 +209,7 @@ def load_manifest(root: str) -> Manifest | None:
         found = read_version(location)
         if not found.data and not is_local(root):  # given up
             return None
-        manifest = _moved(msgspec.json.decode(found.data, type=Manifest), root)
+        manifest = _moved(_decode(found.data), root)
     except StoreError as error:
         if is_missing(error):
             return None

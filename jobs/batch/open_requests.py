@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jobs.batch.appended import AppendedLine, Committed
+from jobs.batch.appended import AppendedLine, Committed, decode_committed
 from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
 from jobs.batch.invalid_lines import Served, marked_line, placeholder_for, unmarked_line
 from jobs.batch.line_index import append_index
@@ -307,7 +307,7 @@ class OpenRequests:
 
     def _read(self, database: sqlite3.Connection) -> Committed:
         [(content,)] = database.execute("SELECT content FROM committed")
-        return msgspec.json.decode(content, type=Committed)
+        return decode_committed(content)
 
     def _write(self, database: sqlite3.Connection, found: Committed) -> None:
         database.execute("UPDATE committed SET content = ?", [msgspec.json.encode(found)])

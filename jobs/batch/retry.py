@@ -29,6 +29,9 @@ class _ErrorLine(msgspec.Struct):
     id: str
 
 
+_decode = msgspec.json.Decoder(_ErrorLine).decode
+
+
 def retry_batch(
     queue: Queue, files: FileStore, record: BatchRecord, new: BatchSubmission, batch_id: str | None = None
 ) -> BatchRecord:
@@ -131,10 +134,10 @@ def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
 
 
 def _numbers(location: str) -> Bitmap:
-    numbers, decoder = Bitmap(), msgspec.json.Decoder(_ErrorLine)
+    numbers = Bitmap()
     with open_input(location) as file:
         for line in file:
-            numbers.add(line_of(decoder.decode(line).id))
+            numbers.add(line_of(_decode(line).id))
     return numbers
 
 

@@ -34,6 +34,8 @@ from jobs.protocol.lines import decode_json
 from jobs.protocol.parameters import JSON_COLUMNS
 from jobs.store.storage import StoreError
 
+_decode = msgspec.json.Decoder(RowOptions | None).decode
+
 _SHOWN_COLUMNS = 20
 _SHOWN_CHARACTERS = 1000
 _TEXT_COLUMNS = tuple(dict.fromkeys(names for endpoint in BATCH_ENDPOINTS.values() for names in endpoint.text_names))
@@ -62,7 +64,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     _limit(memory, seconds)
     try:
-        options = msgspec.json.decode(sys.stdin.buffer.read(), type=RowOptions | None)
+        options = _decode(sys.stdin.buffer.read())
         for count, line in enumerate(_lines(location, kind, options)):
             if most_rows and count == most_rows:
                 break

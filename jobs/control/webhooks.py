@@ -50,6 +50,9 @@ class _Attempts(msgspec.Struct):
     due_at: float = 0.0  # unix seconds
 
 
+_decode = msgspec.json.Decoder(_Attempts).decode
+
+
 class _Event(msgspec.Struct, frozen=True):
     """The body of a delivery, as OpenAI's."""
 
@@ -211,7 +214,7 @@ class Webhooks:
     def _read(self, note: WebhookNote) -> _Attempts | None:
         """Return what a note says; None for one that cannot be read, which delays no other."""
         try:
-            return msgspec.json.decode(read_bytes(self._location(note)), type=_Attempts)
+            return _decode(read_bytes(self._location(note)))
         except msgspec.DecodeError:  # new, and so empty
             return _Attempts()
         except StoreError as error:

@@ -125,6 +125,9 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **{**changes, **times})
 
 
+for _kind in (BatchStatus, BatchFields):
+    msgspec.json.Decoder(_kind)  # makes what `msgspec.convert` needs of the type (tests/test_layout.py says why)
+
 _TIME = "_at"  # ends the name of each timestamp in the hash
 _COUNTS_OF_NONE = {"completed": 0, "failed": 0}  # of a batch that shows no lines
 _LISTS = frozenset({"line_models", "open_models", "passed_over"})

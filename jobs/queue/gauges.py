@@ -65,6 +65,9 @@ class WorkerGauges(msgspec.Struct, frozen=True):
     metrics: list[list[MetricSample]] = []
 
 
+_decode = msgspec.msgpack.Decoder(WorkerGauges).decode
+
+
 @dataclass(frozen=True, slots=True)
 class Depths:
     """Requests that wait for a worker, and batches."""
@@ -93,9 +96,7 @@ class Gauges(QueueBase):
         """Of those that reported lately."""
         packed = self._command("MGET", *map(keys.gauges, workers)) if workers else []
         found = zip(workers, packed, strict=True)
-        return {
-            worker: msgspec.msgpack.decode(value, type=WorkerGauges) for worker, value in found if value is not None
-        }
+        return {worker: _decode(value) for worker, value in found if value is not None}
 
     def depths(self, models: list[str]) -> Depths:
         """How much waits, of live calls and quarantined requests for these models.

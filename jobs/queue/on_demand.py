@@ -26,6 +26,9 @@ class OnDemandModel(msgspec.Struct, frozen=True):
     until: float = 0.0  # unix seconds by the clock of Redis
 
 
+_decode = msgspec.msgpack.Decoder(OnDemandModel).decode
+
+
 class OnDemand(QueueBase):
     """Part of `jobs.queue.request_queue.Queue`."""
 
@@ -54,7 +57,7 @@ class OnDemand(QueueBase):
         """Return the models on offer, by name: of several servers' offers the one to wait for."""
         (seconds, micros), packed = self.commands([["TIME"], ["HGETALL", keys.ON_DEMAND]])
         now = int(seconds) + int(micros) / 1e6
-        found = ((text(name), msgspec.msgpack.decode(value, type=OnDemandModel)) for name, value in packed.items())
+        found = ((text(name), _decode(value)) for name, value in packed.items())
         offers = [(name.partition(" ")[2], offer) for name, offer in found if offer.until > now]
         # The last of a name counts
         return dict(sorted(offers, key=lambda one: (one[0], not one[1].refusal, not one[1].problem, one[1].server)))

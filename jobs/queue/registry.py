@@ -57,6 +57,10 @@ class ModelRecord(msgspec.Struct):
     tasks: tuple[str, ...] = ("generate",)
 
 
+_decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
+_decode_model = msgspec.msgpack.Decoder(ModelRecord).decode
+
+
 class Registry(QueueBase):
     """Records of workers last three leases beyond their last `renew`; those of models stay.
 
@@ -96,15 +100,13 @@ class Registry(QueueBase):
         """Workers that are alive, oldest first."""
         alive = self._command("ZRANGEBYSCORE", keys.ALIVE, int(self.now() * 1000), "+inf")
         packed = self._command("HMGET", keys.WORKERS, *alive) if alive else []
-        records = [msgspec.msgpack.decode(value, type=WorkerRecord) for value in packed if value is not None]
+        records = [_decode_worker(value) for value in packed if value is not None]
         return sorted(records, key=lambda record: (record.started, record.id))
 
     def models(self) -> list[ModelRecord]:
         """Models that are or were served, by name."""
         packed = self._command("HVALS", keys.MODELS)
-        return sorted(
-            (msgspec.msgpack.decode(value, type=ModelRecord) for value in packed), key=lambda model: model.name
-        )
+        return sorted(map(_decode_model, packed), key=lambda model: model.name)
 
     def registry_age(self) -> float:
         """Seconds since a worker was first registered, or this was first asked.

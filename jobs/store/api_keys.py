@@ -64,6 +64,9 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight: Weight | None = None
 
 
+_decode = msgspec.json.Decoder(KeyRecord).decode
+
+
 class KeysUnreadable(StoreError):
     """The folder of keys cannot be read, so no request can be authenticated."""
 
@@ -246,7 +249,7 @@ def _read_folder(folder: PurePath) -> tuple[list[KeyRecord], dict[str, str]]:
 
 def _read(path: PurePath) -> KeyRecord:
     """Raise `StoreError` and ValueError."""
-    record = msgspec.json.decode(read_bytes(str(path)), type=KeyRecord)
+    record = _decode(read_bytes(str(path)))
     if record.id + _SUFFIX != path.name or not TENANT.fullmatch(record.tenant):
         raise ValueError("its id or its tenant cannot be right")
     return record

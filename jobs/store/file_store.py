@@ -82,6 +82,9 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None = None  # its name in the folder of the file; None: "content" and the suffix
 
 
+_decode = msgspec.json.Decoder(FileRecord).decode
+
+
 class FilePage(msgspec.Struct, frozen=True):
     """A part of a listing."""
 
@@ -351,7 +354,7 @@ class FileStore:
         path = str(self.folder(file_id) / _RECORD)
         try:
             data = read_bytes(path)
-            return msgspec.json.decode(data, type=FileRecord) if data else None
+            return _decode(data) if data else None
         except msgspec.DecodeError as error:
             logger.error("%s is not a valid file record: %s", path, error)
         except StoreError as error:

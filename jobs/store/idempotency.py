@@ -65,6 +65,9 @@ class FirstRequest(msgspec.Struct, frozen=True):
     answer: dict[str, Any] | None = None  # once that is made
 
 
+_decode = msgspec.json.Decoder(FirstRequest).decode
+
+
 class IdempotencyKeys:
     """Synchronous and thread-safe. Methods raise `StoreError` and `QueueUnavailable`."""
 
@@ -232,7 +235,7 @@ class HeldKey:
         if whole != data:
             self._file.truncate(len(whole))
         try:
-            return msgspec.json.decode(whole.splitlines()[-1], type=FirstRequest) if whole else None
+            return _decode(whole.splitlines()[-1]) if whole else None
         except msgspec.DecodeError as error:
             raise StoreError(f"{self._path} is no record of an {HEADER} ({error}); remove it") from error
 
@@ -276,7 +279,7 @@ class LeasedKey(HeldKey):
         if data.startswith(_FREE):
             return
         try:
-            found = msgspec.json.decode(data, type=FirstRequest)
+            found = _decode(data)
         except msgspec.DecodeError as error:
             raise StoreError(f"{self._location} is no record of an {HEADER} ({error}); remove it") from error
         self.first = found if self.now < found.came_at + _KEPT_SECONDS else None

@@ -21,6 +21,7 @@ from jobs.store.storage import (
 
 FILE = "key_usage.json"
 _LOCK_SECONDS = 5.0
+_decode = msgspec.json.Decoder(KeyUsage).decode
 
 
 def load_usage(store: PurePath) -> KeyUsage:
@@ -71,7 +72,7 @@ def _read(location: str) -> tuple[KeyUsage, str | None]:
     """Return the counts, and which version of the file they are; None for none in a bucket yet."""
     try:
         found = read_version(location)
-        return msgspec.json.decode(found.data, type=KeyUsage), found.version
+        return _decode(found.data), found.version
     except StoreError as error:
         if is_missing(error):
             return {}, "" if is_local(location) else None

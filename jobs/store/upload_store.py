@@ -83,6 +83,9 @@ class UploadRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return "expired" if self.status == "pending" and self.expires_at <= now else self.status
 
 
+_decode = msgspec.json.Decoder(UploadRecord).decode
+
+
 class UploadStore:
     """Synchronous and thread-safe.
 
@@ -329,7 +332,7 @@ class UploadStore:
         path = self._location(upload_id)
         try:
             found = read_version(path)
-            return _of_version(msgspec.json.decode(found.data, type=UploadRecord), found.version)
+            return _of_version(_decode(found.data), found.version)
         except msgspec.DecodeError as error:
             logger.error("%s is not a valid upload record: %s", path, error)
         except StoreError as error:

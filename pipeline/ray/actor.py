@@ -5,13 +5,12 @@ import socket
 import threading
 from dataclasses import dataclass, fields
 
-import msgspec
 import ray
 
 from jobs.queue.settings import QueueSettings
 from jobs.settings import variable
 from pipeline.errors import explained, one_line
-from pipeline.ray.spec import WorkerSpec
+from pipeline.ray.spec import WorkerSpec, decode_worker
 from pipeline.supervisor import Supervisor
 
 _CHECK_SECONDS = 0.2
@@ -35,7 +34,7 @@ class WorkerActor:
     """
 
     def __init__(self, packed: bytes) -> None:
-        spec = msgspec.json.decode(packed, type=WorkerSpec)
+        spec = decode_worker(packed)
         context = ray.get_runtime_context()
         self._digest = spec.digest()
         self._node = f"{socket.gethostname()} ({context.get_node_id()[:8]})"

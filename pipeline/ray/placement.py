@@ -30,7 +30,7 @@ from jobs.queue.settings import QueueSettings
 from pipeline.errors import Refused, Unfinished, exit_code_of, one_line
 from pipeline.ray.actor import ActorStatus, WorkerActor
 from pipeline.ray.scale import Scale
-from pipeline.ray.spec import SPEC_VARIABLE, FleetSpec, ModelSpec
+from pipeline.ray.spec import SPEC_VARIABLE, FleetSpec, ModelSpec, decode_fleet
 from pipeline.signals import Signals
 from workers.engine.messages.config import CPU_SEQUENCES, GPU_SEQUENCES
 
@@ -358,7 +358,7 @@ class Placement:
 
 def main() -> None:
     """Run until the process is to stop."""
-    fleet = msgspec.json.decode(os.environ[SPEC_VARIABLE], type=FleetSpec)
+    fleet = decode_fleet(os.environ[SPEC_VARIABLE])
     configure_logs("fleet", fleet.log_level)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - where Ray prints the end of each lost node's own log
     try:

@@ -63,3 +63,7 @@ class FleetSpec(msgspec.Struct, frozen=True):
 
     def packed(self) -> str:
         return msgspec.json.encode(self).decode()
+
+
+decode_worker = msgspec.json.Decoder(WorkerSpec).decode
+decode_fleet = msgspec.json.Decoder(FleetSpec).decode

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from pipeline.signals import Signals
 from pipeline.uris.addresses import AllowedHosts, parse_allowed
 from pipeline.uris.fetching import fetch
@@ -32,4 +34,4 @@ def _fetch(order: FetchOrder) -> None:
 
 
 if __name__ == "__main__":
-    carry_out(FetchOrder, "read", _fetch)
+    carry_out(msgspec.json.Decoder(FetchOrder), "read", _fetch)

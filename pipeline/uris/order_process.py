@@ -63,12 +63,12 @@ def run_order(module: str, order: StoreOrder, signals: Signals, interrupted: str
         raise end(reason or f"the process for {Uri(order.uri)} ended with {process.returncode}")
 
 
-def carry_out(kind: type[Given], verb: str, action: Callable[[Given], None]) -> None:
+def carry_out(decoder: msgspec.json.Decoder[Given], verb: str, action: Callable[[Given], None]) -> None:
     """Read the order from stdin and carry it out; print on stderr, in one sentence, why it failed.
 
     End without freeing what was opened, so that an object appears only when all of it was written.
     """
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
+    order = decoder.decode(sys.stdin.buffer.read())
     uri, code = Uri(order.uri), 0
     limit_resource(resource.RLIMIT_DATA, order.memory_bytes)
     try:

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from jobs.store.storage import open_input
 from pipeline.errors import Refused
 from pipeline.uris.order_process import StoreOrder, carry_out
@@ -93,4 +95,4 @@ def _copy(path: str, stream: Any) -> None:
 
 
 if __name__ == "__main__":
-    carry_out(UploadOrder, "write", _upload)
+    carry_out(msgspec.json.Decoder(UploadOrder), "write", _upload)

@@ -29,6 +29,9 @@ class Uploaded(msgspec.Struct, frozen=True):
     stored: SourceStamp | None
 
 
+_DECODER = msgspec.json.Decoder(Uploaded)
+
+
 def check_writable(uri: Uri, partition_by: tuple[str, ...]) -> None:
     """Raise `Refused` unless results can be written, `Unfinished` and `Interrupted`; no result is
     written.
@@ -44,7 +47,7 @@ def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals
 
     Raise `Unfinished` and `Interrupted`.
     """
-    known, where = read_note(path, Uploaded), f"the results are in {path}"
+    known, where = read_note(path, _DECODER), f"the results are in {path}"
     try:
         if known is not None and known.stored is not None and known == _uploaded(path, uri, partition_by):
             return

@@ -1,6 +1,7 @@
 """What processes write to their log as JSON: those of the queue, and those of the engine."""
 
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -52,6 +53,13 @@ def test_a_record_is_one_line(program: str, name: str, name_in_a_worker: str) ->
     assert "ZeroDivisionError" in second["exception"]
     named, _ = records_of(f"{program}\n", PIPELINE_LOG_NAME="worker-1")
     assert named["process"] == name_in_a_worker
+
+
+def test_a_crash_says_in_which_function() -> None:
+    program = f"{OF_JOBS}\nimport ctypes\ndef crashing() -> None: ctypes.string_at(0)\ncrashing()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == -signal.SIGSEGV
+    assert "in crashing" in done.stderr
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows() -> None:

@@ -87,7 +87,7 @@ class Site:
     def wait_under_way(self, batches: Sequence[str]) -> None:
         """Wait until some lines of each are done, and not all."""
         for batch in batches:
-            wait_until(lambda batch=batch: get_batch(self.client, batch).completed, 60, f"lines of {batch}")  # type: ignore[misc]
+            wait_until(lambda batch=batch: self._completed(batch), 60, f"lines of {batch}")  # type: ignore[misc]
         assert not all(get_batch(self.client, batch).ended for batch in batches)
 
     def check_ends(self) -> None:
@@ -96,6 +96,12 @@ class Site:
             assert wait_for_batch(self.client, batch, 120).completed == LINES
             check_echoes(self._folder(number) / "out.jsonl", LINES)
         assert faults(self.client) == []
+
+    def _completed(self, batch: str) -> int:
+        processes = {**self.old, **self.plane.processes}
+        ended = {name: process.returncode for name, process in processes.items() if process.poll() is not None}
+        assert not ended, f"processes ended by themselves: {ended}"
+        return get_batch(self.client, batch).completed
 
     def kill(self) -> None:
         for process in [*self.old.values(), *self.plane.processes.values()]:

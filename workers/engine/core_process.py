@@ -27,6 +27,9 @@ from workers.engine.process import become_child, bound_spinning, explains_itself
 if TYPE_CHECKING:
     from workers.engine.core import EngineCore
 
+_CONFIG_DECODER = msgspec.msgpack.Decoder(EngineConfig)
+_DECODER = msgspec.msgpack.Decoder(ToCore)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -37,7 +40,7 @@ def main() -> int:
     connection = socket.socket(fileno=given.fd)
     become_child(given.parent, connection, "core", given.log_level)
     reader = FrameReader(connection)
-    config = reader.read(msgspec.msgpack.Decoder(EngineConfig))
+    config = reader.read(_CONFIG_DECODER)
     if config is None:
         return 0
     inbox: SimpleQueue[ToCore] = SimpleQueue()
@@ -83,10 +86,9 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
 
 
 def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore], cores: "list[EngineCore]") -> None:
-    decoder = msgspec.msgpack.Decoder(ToCore)
     status = 0
     try:
-        while (message := reader.read(decoder)) is not None:
+        while (message := reader.read(_DECODER)) is not None:
             inbox.put(message)
             for core in cores:
                 core.interrupt_for(message)

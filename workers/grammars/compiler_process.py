@@ -30,6 +30,9 @@ from workers.text.errors import FormatError
 MEMORY = 1 << 30
 """Bytes of address space that compiling may take, beside what the process has when it begins."""
 
+_VOCABULARY_DECODER = msgspec.msgpack.Decoder(SetVocabulary)
+_DECODER = msgspec.msgpack.Decoder(Compile)
+
 _STACK = 32 << 20  # bytes; half of what the core's threads have
 
 
@@ -42,7 +45,7 @@ def main() -> int:
     become_child(given.parent, connection, "grammars", logging.WARNING)
     faulthandler.disable()  # a caller's grammar may crash this process; the worker process says so
     reader, sender = FrameReader(connection), FrameSender(connection)
-    tokens = reader.read(msgspec.msgpack.Decoder(SetVocabulary))
+    tokens = reader.read(_VOCABULARY_DECODER)
     if tokens is not None:
         _serve(reader, sender, Vocabulary(tokens.tokens, len(tokens.tokens)))
     return 0
@@ -57,8 +60,7 @@ def _serve(reader: FrameReader, sender: FrameSender, vocabulary: Vocabulary) -> 
         threading.Thread(target=_compile_all, args=(inbox, sender, vocabulary), daemon=True).start()
     _bound_memory()
     sender.put(Compiled())
-    decoder = msgspec.msgpack.Decoder(Compile)
-    while (message := reader.read(decoder)) is not None:
+    while (message := reader.read(_DECODER)) is not None:
         inbox.put(message)
 
 

@@ -19,6 +19,10 @@ from workers.engine.messages.step import NO_MASKS, TokenMasks
 from workers.engine.messages.transport import FrameReader, frame
 from workers.engine.process import become_child, explains_itself, leave, sentence, settle_heap
 
+_SETUP_DECODER = msgspec.msgpack.Decoder(RankSetup)
+_PLAN_DECODER = msgspec.msgpack.Decoder(PlanFrame)
+_MASKS_DECODER = msgspec.msgpack.Decoder(MaskFrame)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -46,22 +50,20 @@ def _serve(reader: FrameReader) -> None:
     from workers.engine.device.rank import Rank, open_shard
     from workers.engine.device.ranks import rank_parallel
 
-    setup = reader.read(msgspec.msgpack.Decoder(RankSetup))
+    setup = reader.read(_SETUP_DECODER)
     if setup is None:
         return
     rank = Rank(setup.config, open_shard(setup.config))
     config, _ = rank.settle(rank_parallel(setup, rank.device))
     settle_heap()
     launched: deque[LaunchedStep] = deque()
-    plans = msgspec.msgpack.Decoder(PlanFrame)
-    mask_frames = msgspec.msgpack.Decoder(MaskFrame)
 
     def masks() -> TokenMasks:
         """Without any, where rank 0 has ended and the step is lost."""
-        received = reader.read(mask_frames)
+        received = reader.read(_MASKS_DECODER)
         return NO_MASKS if received is None else received.token_masks()
 
-    while (message := reader.read(plans)) is not None:
+    while (message := reader.read(_PLAN_DECODER)) is not None:
         launched.append(rank.launch(message.plan(), masks if message.guided else None))
         if len(launched) > config.depth:
             rank.retire(launched.popleft())

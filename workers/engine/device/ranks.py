@@ -32,6 +32,8 @@ from workers.engine.process import child_environment
 
 logger = logging.getLogger(__name__)
 
+_DECODER = msgspec.msgpack.Decoder(RankFailed)
+
 # From a closed connection to the ended process, which may have a device to leave
 _END_SECONDS = 5.0
 _ECHO_SECONDS = 0.3  # from a rank's death to what the others say of it
@@ -200,7 +202,7 @@ class Ranks:
     def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         message = None
         with suppress(OSError):  # it left something unread
-            message = FrameReader(connection).read(msgspec.msgpack.Decoder(RankFailed))
+            message = FrameReader(connection).read(_DECODER)
         if self._closing:
             return
         said = message.message if message is not None else ""
