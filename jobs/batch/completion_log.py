@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from jobs.batch.log_segments import Entry, Segment, lines_of_segments, read_segments, remove_segments, write_segments
-from jobs.store.storage import StoreError, append_behind, delete, is_local, join, link, named, open_input, size_of
+from jobs.store.storage import StoreError, append_behind, delete, is_local, join, link, open_input, size_of
 
 LOG_NAME = "completed.jsonl"
 INDEX_NAME = "completed.index"
@@ -59,8 +59,7 @@ def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
             written = [Entry(line, content[:-1]) for line, content in zip(lines, file, strict=True)]
         return append_log(root, Extent(), written)
     remove_log(root)
-    with named("cannot write", join(root, LOG_NAME)):
-        link(output, join(root, LOG_NAME))
+    link(output, join(root, LOG_NAME))
     index, size = bytearray(), 0
     with open_input(output) as file:
         for line, content in zip(lines, file, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from jobs.batch.plan import PlanEntry
 from jobs.protocol.lines import Line, read_line
-from jobs.store.storage import AtomicWriter, RandomReader, StoreError, append_behind, join, named, open_at
+from jobs.store.storage import AtomicWriter, RandomReader, StoreError, append_behind, join, open_at
 
 INDEX_NAME = "lines.index"
 
@@ -71,12 +71,11 @@ class LineIndex:
 
     def line(self, line: int) -> Line:
         """A line, taken apart."""
-        with named("cannot read a line by", self._location):
-            entry = self._index.read_at((line - 1) * _ENTRY.size, _ENTRY.size)
-            offset, length = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
-            if not length:
-                raise StoreError(f"{self._location} has no line {line}")
-            return read_line(self._source.read_at(offset, length))
+        entry = self._index.read_at((line - 1) * _ENTRY.size, _ENTRY.size)
+        offset, length = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
+        if not length:
+            raise StoreError(f"{self._location} has no line {line}")
+        return read_line(self._source.read_at(offset, length))
 
     def close(self) -> None:
         """Close both files."""

@@ -22,7 +22,7 @@ from jobs.protocol.results import Result, batch_request_id, output_line
 from jobs.queue.request_queue import Queue
 from jobs.store.compression import CompressedWriter
 from jobs.store.file_store import BATCH_FILE_SECONDS, RESULT_PURPOSE, FileRecord, FileStore
-from jobs.store.storage import AtomicWriter, StoreError, is_local, join, link, make_folder, named, new_name, size_of
+from jobs.store.storage import AtomicWriter, StoreError, is_local, join, link, make_folder, new_name, size_of
 
 ResultFile = AtomicWriter | CompressedWriter
 
@@ -141,8 +141,7 @@ def publish_input(queue: Queue, manifest: Manifest) -> None:
     content = str(store.content_path(record))
     make_folder(os.path.dirname(content))
     if size_of(content) is None:
-        with named("cannot read", spec.input):  # `link` raises FileNotFoundError
-            link(spec.input, content)
+        link(spec.input, content)
     store.put(record)
 
 

@@ -28,6 +28,7 @@ from jobs.store.storage import (
     begin_folder,
     delete,
     is_local,
+    is_missing,
     join,
     link,
     list_names,
@@ -254,10 +255,14 @@ def _take_input(files: FileStore, new: BatchSubmission, root: str) -> str:
     """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where
     it is none for batches.
     """
-    with contextlib.suppress(KeyError, FileNotFoundError):
+    try:
         record = files.get(new.tenant, new.input_file_id)
-        if record.purpose == "batch":
-            own = join(root, f"input{record.suffix}")
-            link(str(files.content_path(record)), own)
-            return own
-    return ""
+        if record.purpose != "batch":
+            return ""
+        own = join(root, f"input{record.suffix}")
+        link(str(files.content_path(record)), own)
+    except (KeyError, StoreError) as error:
+        if isinstance(error, StoreError) and not is_missing(error):
+            raise
+        return ""
+    return own

@@ -68,13 +68,17 @@ class Driver:
             threading.Thread(target=body, daemon=True).start()
 
     def take_batches(self) -> None:
-        """Drive some of the batches that wait from now on."""
+        """Drive some of the batches that wait from now on; none while the process stops, which the
+        ticker hands out again.
+        """
         try:
             batches = take_batches(self.queue, _TAKEN_AT_ONCE)
         except _REDIS_ERRORS as error:
             logger.warning("Redis unavailable; what waits is handed out again: %s", error)
             return
         for batch in batches:
+            if self.stopping.is_set():
+                return
             try:
                 self._adopt(batch)
             except _REDIS_ERRORS as error:

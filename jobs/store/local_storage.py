@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -153,13 +153,22 @@ class LocalStorage:
 
 
 class LocalReader:
-    """Reads at any place of a file, also after its removal. Thread-safe."""
+    """Reads at any place of a file, also after its removal. Thread-safe.
+
+    A read that fails raises its OSError, or what `fault` makes of it.
+    """
 
     def __init__(self, path: str) -> None:
+        self.fault: Callable[[OSError], Exception] | None = None
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        return os.pread(self._handle, length, offset)
+        try:
+            return os.pread(self._handle, length, offset)
+        except OSError as error:
+            if self.fault is None:
+                raise
+            raise self.fault(error) from error
 
     def close(self) -> None:
         if self._handle >= 0:

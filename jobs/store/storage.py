@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from jobs.errors import JobsError
 from jobs.store.block_cache import ObjectReader
-from jobs.store.local_storage import LocalStorage
+from jobs.store.local_storage import LocalReader, LocalStorage
 from jobs.store.object_storage import open_bucket
 
 _HASH_CHUNK = 1 << 20
@@ -55,12 +55,10 @@ class StorageWriter(Protocol):
 
 
 class RandomReader(Protocol):
-    """Reads at any place of a file, also after its removal. Thread-safe; methods raise OSError, and
-    for an object `StoreError`.
-    """
+    """Reads at any place of a file, also after its removal. Thread-safe."""
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return bytes from a place on, fewer at the end."""
+        """Return bytes from a place on, fewer at the end. Raise `StoreError`."""
 
     def close(self) -> None: ...
 
@@ -222,7 +220,7 @@ def open_input(location: str, buffered: bool = True, unchanging: bool = False) -
 
 def open_at(location: str) -> RandomReader:
     """A reader at any place of a file that is the same as long as it has its name. Raises
-    `StoreError`, and so do reads of an object.
+    `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot read", location):
@@ -232,7 +230,7 @@ def open_at(location: str) -> RandomReader:
 
 
 def _name_faults(reader: object, location: str) -> None:
-    if isinstance(reader, ObjectReader):
+    if isinstance(reader, ObjectReader | LocalReader):
         reader.fault = partial(store_error, f"cannot read {location}")
 
 
@@ -509,13 +507,13 @@ def append_behind(location: str, size: int, data: bytes, durable: bool = True) -
 def link(source: str, location: str) -> None:
     """Give a file a second name, or make a copy where the file system has none.
 
-    Raise `FileNotFoundError` where there is no source, and `StoreError`.
+    Raise `StoreError`, also where there is no source (`is_missing`).
     """
     (storage, path), (found, inside) = _at(location), _at(source)
     try:
         is_linked = found is storage and storage.link(inside, path)
-    except FileNotFoundError:
-        raise
+    except FileNotFoundError as error:
+        raise store_error(f"cannot read {source}", error) from error
     except OSError as error:
         raise store_error(f"cannot write {location}", error) from error
     if not is_linked:

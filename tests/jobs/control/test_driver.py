@@ -15,6 +15,7 @@ from jobs.control import driver, runner
 from jobs.control.driver import Driver
 from jobs.control.slice_queue import MOST_OF_TENANT
 from jobs.control.slices import Slice
+from jobs.control.ticker import Ticker
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.tasks import hand_out, take_batches, waiting_batches
@@ -208,6 +209,24 @@ def test_a_stop_drains_and_hands_the_batches_over(
     assert queue.results(batch) == []
     assert (queue.batch_fields(batch).driver, waiting_batches(queue)) == ("", {batch})
     assert queue.batch_fields(batch).generation == 1
+
+
+def test_a_process_that_is_told_to_stop_as_it_takes_batches_adopts_no_more_of_them(
+    redis_client: redis.Redis, tmp_path: Path, drivers: Callable[[], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would take as long as Redis needs to answer, if it does."""
+    one, adopted = drivers(), list[str]()
+
+    def adopt(batch: str) -> None:
+        adopted.append(batch)
+        one.stopping.set()
+
+    monkeypatch.setattr(one, "_adopt", adopt)
+    batches = make_batches(redis_client, tmp_path, 3)
+    one.take_batches()
+    assert len(adopted) == 1
+    Ticker(one.queue).tick()
+    assert waiting_batches(one.queue) == set(batches)
 
 
 def test_a_stop_waits_for_no_slice_that_is_stuck(

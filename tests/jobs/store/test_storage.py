@@ -80,8 +80,15 @@ def test_a_copy_is_whole_when_its_source_goes(root: str, monkeypatch: pytest.Mon
     storage.link(source, name)
     delete(source)
     assert read_bytes(name) == b"x" * 1000
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(StoreError, match=f"cannot (read {source}|write {name})") as caught:
         storage.link(source, name)
+    assert storage.is_missing(caught.value)
+
+
+def test_a_file_that_is_none_is_named_by_each_read(tmp_path: Path) -> None:
+    reader = open_at(str(tmp_path))
+    with contextlib.closing(reader), pytest.raises(StoreError, match=f"cannot read {tmp_path}: Is a directory"):
+        reader.read_at(0, 1)
 
 
 def test_an_object_of_google_is_written_again_after_a_second() -> None:
