@@ -15,7 +15,7 @@ from api.state import queue_reachable, state_of
 from api.threads import KEYS, LIVE, run_in
 from jobs.protocol.results import ApiError
 from jobs.queue.limits import Admission
-from jobs.store.api_keys import KeyRecord, KeyRing
+from jobs.store.api_keys import KeyRecord, KnownKeys
 
 _NO_KEY = "No API key was given: send it as a header, 'Authorization: Bearer YOUR_KEY'."
 _WRONG_KEY = "The API key that was given is not valid here."
@@ -53,10 +53,8 @@ async def authorize(
     """
     state = state_of(request)
     secret = "" if bearer is None else bearer.credentials
-    if state.keys.due:
-        caller = await run_in(KEYS, _caller, state.keys, state.settings, secret)
-    else:
-        caller = _caller(state.keys, state.settings, secret)
+    found = await run_in(KEYS, state.keys.look) if state.keys.due else state.keys.latest
+    caller = _caller(found, state.settings, secret)
     request.state.caller = caller
     if caller.key_id is not None and caller.requests_per_minute is not None:
         await queue_reachable(request)
@@ -91,18 +89,18 @@ def caller_of(request: Request) -> Caller:
     return cast(Caller, request.state.caller)
 
 
-def needs_no_key(ring: KeyRing, settings: ApiSettings) -> bool:
-    """Return whether every client is let in. Raise `KeysUnreadable`."""
-    return not ring.required() and (settings.insecure or (settings.is_local and not ring.known()))
+def needs_no_key(found: KnownKeys, settings: ApiSettings) -> bool:
+    """Return whether every client is let in."""
+    return not found.are_required and (settings.insecure or (settings.is_local and not found.exist))
 
 
-def _caller(ring: KeyRing, settings: ApiSettings, secret: str) -> Caller:
-    """Raise `ApiError` for a request that is refused, and `KeysUnreadable`."""
-    if needs_no_key(ring, settings):
+def _caller(found: KnownKeys, settings: ApiSettings, secret: str) -> Caller:
+    """Raise `ApiError` for a request that is refused."""
+    if needs_no_key(found, settings):
         return Caller()
     if not secret:
         raise ApiError(401, _NO_KEY, code="invalid_api_key")
-    record = ring.find(secret)
+    record = found.find(secret)
     if record is None:
         raise ApiError(401, _WRONG_KEY, code="invalid_api_key")
     return _as_caller(record)

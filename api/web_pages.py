@@ -69,7 +69,7 @@ class WebPages:
 
     async def _is_open(self) -> bool:
         try:
-            return await run_in(KEYS, needs_no_key, self._keys, self._settings)
+            return needs_no_key(await run_in(KEYS, self._keys.look), self._settings)
         except KeysUnreadable:
             return False  # then no call is let in
 

@@ -49,6 +49,7 @@ class PrivateServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: IO[str] | None = None
         self._socket_folder: Path | None = None
+        self._short_folder: Path | None = None  # for the socket, the same at each start
 
     @property
     def url(self) -> str:
@@ -129,7 +130,11 @@ class PrivateServer:
     def _make_socket_folder(self) -> Path:
         beside = self.directory / "socket"
         if len(os.fsencode(beside / "redis.sock")) > _LONGEST_SOCKET_PATH:
-            return Path(tempfile.mkdtemp(prefix="redis-"))
+            if self._short_folder is None:
+                self._short_folder = Path(tempfile.mkdtemp(prefix="redis-"))
+            else:
+                self._short_folder.mkdir(mode=0o700)
+            return self._short_folder
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(mode=0o700)
         return beside

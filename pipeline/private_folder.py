@@ -29,8 +29,10 @@ def private_folder() -> Iterator[Path]:
     remove_abandoned()
     process = os.getpid()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    unheld = folder / f"{_OWNER}.new"  # who finds the file under its name, and free, takes the folder for abandoned
+    lock = os.open(unheld, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    unheld.rename(folder / _OWNER)
     try:
         yield folder
     finally:

@@ -229,7 +229,7 @@ def _in_daemon_thread(action: Callable[[], T]) -> asyncio.Future[T]:
     def run() -> None:
         try:
             value = action()
-        except Exception as error:
+        except BaseException as error:  # as the tokenizers library raises
             settle(partial(future.set_exception, error))
         else:
             settle(partial(future.set_result, value))

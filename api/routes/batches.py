@@ -97,9 +97,9 @@ async def create_batch(request: Request) -> Response:
     """
     raw = await read_body(request, _MAX_BODY)
     state = state_of(request)
-    begun = threading.Event()
-    with _may_exist(begun, key_of(request) is not None):
-        creating = run_in_threadpool(_create, request, raw, begun)
+    undecided = threading.Lock()  # whoever takes it decides: the batch is made, or the call refused
+    with _may_exist(undecided, key_of(request) is not None):
+        creating = run_in_threadpool(_create, request, raw, undecided)
         return respond(await state.fleet.unless_away(creating))
 
 
@@ -200,8 +200,9 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
     )
 
 
-def _create(request: Request, raw: bytes, begun: threading.Event) -> Answer:
-    begun.set()
+def _create(request: Request, raw: bytes, undecided: threading.Lock) -> Answer:
+    if not undecided.acquire(blocking=False):
+        raise QueueUnavailable("the call was refused before its batch was begun")
     state, caller = state_of(request), caller_of(request)
     body = decode_body(raw)
     new = read_new_batch(body, caller, state.settings)
@@ -267,7 +268,7 @@ def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchS
 
 
 @contextlib.contextmanager
-def _may_exist(begun: threading.Event, repeatable: bool = False) -> Iterator[None]:
+def _may_exist(undecided: threading.Lock, repeatable: bool = False) -> Iterator[None]:
     """Raise `MayExist` where the queue goes out of reach after the batch was begun, unless the call
     is `repeatable`.
     """
@@ -276,7 +277,7 @@ def _may_exist(begun: threading.Event, repeatable: bool = False) -> Iterator[Non
     except QueueFull:
         raise
     except QueueUnavailable as error:
-        if not begun.is_set() or repeatable:
+        if repeatable or undecided.acquire(blocking=False):
             raise
         raise MayExist(str(error)) from error
 

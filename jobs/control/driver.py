@@ -229,13 +229,14 @@ class Driver:
             self._begin_slices()
 
     def _look_after_all(self) -> None:
-        records, now = self.queue.active_batches(), time.monotonic()
+        now = time.monotonic()
         with self._changed:
             for driven in self._slices.note_stuck():
                 self._turns.count(driven.tenant, now - driven.turn.began if driven.turn else 0.0)
             known = dict(self._batches)
+        records = self.queue.active_batches()  # after that: the records of these name this process
         for batch, fields in records.items():
-            if fields.driver == self.name and fields.state in JOBS and batch not in known:
+            if fields.driver == self.name and fields.state in JOBS and batch not in self._batches:
                 self._adopt(batch)  # Redis went back, or its reply was lost
         due = [driven for driven in known.values() if driven.not_before <= now and not driven.turn]
         self._ask_for([driven.batch for driven in due if self._is_due(driven, records.get(driven.batch))])

@@ -7,6 +7,7 @@ show; nothing rests on it.
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import time
@@ -77,6 +78,7 @@ def main() -> None:
     except (_StoppedWhileIdle, StopRequested):
         logger.info("stopping")
     _stop(driver)
+    os._exit(0)  # the interpreter would wait for threads, and abort where one comes back from native code
 
 
 class ControlJob(Job):

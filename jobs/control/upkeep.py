@@ -148,7 +148,7 @@ class Upkeep:
     def _publish_weights(self, ring: KeyRing) -> None:
         self._next_weights = time.monotonic() + WEIGHTS_SECONDS
         try:
-            weights = ring.weights()
+            weights = ring.look().weights()
             if weights != self._weights:
                 self._queue.set_weights(weights)
             self._weights, self._weights_problem = weights, ""

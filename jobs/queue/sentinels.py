@@ -28,27 +28,43 @@ def sentinel_pool(library: ModuleType, address: RedisUrl, options: dict[str, Any
     shared = {name: value for name, value in options.items() if name.startswith(("ssl", "retry", "protocol"))}
     kind = _Sentinels if library is redis else _AsyncSentinels
     sentinels = kind(address.sentinels, sentinel_kwargs={**shared, **_TIMEOUTS, **own})
+    sentinels.given = tuple(sentinels.sentinels)
     return library.sentinel.SentinelConnectionPool(address.service, sentinels, **options)
 
 
 class _Sentinels(redis.sentinel.Sentinel):
-    """Sentinels that say in a sentence that they name no master."""
+    """Sentinels that say in a sentence that they name no master, and of which none gets lost."""
+
+    given: tuple[Any, ...] = ()
 
     def discover_master(self, service_name: str) -> Any:
         try:
             return super().discover_master(service_name)  # type: ignore[no-untyped-call]
         except redis.sentinel.MasterNotFoundError as error:
             raise _no_master(self, service_name, error) from None
+        finally:
+            _find_lost(self)
 
 
 class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
     """The same for asyncio."""
+
+    given: tuple[Any, ...] = ()
 
     async def discover_master(self, service_name: str) -> Any:
         try:
             return await super().discover_master(service_name)
         except redis.asyncio.sentinel.MasterNotFoundError as error:
             raise _no_master(self, service_name, error) from None
+        finally:
+            _find_lost(self)
+
+
+def _find_lost(sentinels: Any) -> None:
+    """Put back what redis-py lost as two threads, or two tasks, moved the Sentinel that had
+    answered to the front: each moves by places from before the other's move.
+    """
+    sentinels.sentinels = list(dict.fromkeys([*sentinels.sentinels, *sentinels.given]))
 
 
 def _no_master(sentinels: Any, service: str, error: Exception) -> redis.ConnectionError:

@@ -9,6 +9,8 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Annotated
 
@@ -150,81 +152,91 @@ def folder_of(store: str) -> PurePath:
     return store_root(store) / FOLDER
 
 
+@dataclass(frozen=True, slots=True)
+class KnownKeys:
+    """The keys of a file store as they were found."""
+
+    exist: bool = False
+    """Whether there ever was a key: the folder is there. Who revokes the last one does not mean to
+    let everybody in.
+    """
+    by_hash: Mapping[str, KeyRecord] = field(default_factory=dict)
+    by_id: Mapping[str, KeyRecord] = field(default_factory=dict)
+    """Of damaged records what they were before."""
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Of damaged records, by id."""
+
+    @property
+    def are_required(self) -> bool:
+        """Whether a caller needs a key: there is one, be its record damaged."""
+        return bool(self.by_hash or self.problems)
+
+    def find(self, secret: str) -> KeyRecord | None:
+        """Return the key with this secret."""
+        return self.by_hash.get(_hash(secret))
+
+    def weights(self) -> dict[str, float]:
+        """Return the weights of tenants: of each that of its newest key which names one. Damaged
+        records count as they were.
+        """
+        known = (record for _, record in sorted(self.by_id.items()))
+        return {record.tenant: record.weight for record in known if record.weight is not None}
+
+
 class KeyRing:
     """The keys of a file store as a server knows them: read again when the folder changed, looked
     at once a second at most. Thread-safe.
 
-    Methods raise `KeysUnreadable` while a folder that is there, or was, cannot be read: then no
-    request may be admitted.
+    `look` and `latest` raise `KeysUnreadable` while a folder that is there, or was, cannot be read:
+    then no request may be admitted.
     """
 
     def __init__(self, store: str) -> None:
         self._folder = folder_of(store)
         self._lock = threading.Lock()
-        self._by_hash: dict[str, KeyRecord] = {}
-        self._known: dict[str, KeyRecord] = {}  # by id; of damaged records what they were before
-        self._problems: dict[str, str] = {}  # of damaged records, by id
-        self._found = False  # whether there ever was a folder
+        self._keys = KnownKeys()
         self._stamp: FolderStamp | None = None  # of the folder as it was read
         self._failure: str | None = None
         self._next_look = 0.0
 
     @property
     def due(self) -> bool:
-        """Whether the next call will look at the disk."""
+        """Whether `look` would ask the store."""
         return time.monotonic() >= self._next_look
 
-    def required(self) -> bool:
-        """Return whether a caller needs a key: there is one, be its record damaged."""
-        self._look()
-        return bool(self._by_hash or self._problems)
+    @property
+    def latest(self) -> KnownKeys:
+        """What the last look found."""
+        if self._failure is not None:
+            raise KeysUnreadable(self._failure)
+        return self._keys
 
-    def known(self) -> bool:
-        """Return whether there ever was a key: the folder is there.
-
-        Who revokes the last one does not mean to let everybody in.
-        """
-        self._look()
-        return self._found
-
-    def find(self, secret: str) -> KeyRecord | None:
-        """The key with this secret."""
-        self._look()
-        return self._by_hash.get(_hash(secret))
-
-    def weights(self) -> dict[str, float]:
-        """Return the weights of tenants: of each that of its newest key which names one. Damaged
-        records count as they were.
-        """
-        self._look()
-        known = (record for _, record in sorted(self._known.items()))
-        return {record.tenant: record.weight for record in known if record.weight is not None}
-
-    def _look(self) -> None:
+    def look(self) -> KnownKeys:
+        """Return the keys, for which the store is asked where that is due."""
         with self._lock:
             if self.due:
                 self._failure = self._refresh()
                 self._next_look = time.monotonic() + _RECHECK_SECONDS
-            if self._failure is not None:
-                raise KeysUnreadable(self._failure)
+            return self.latest
 
     def _refresh(self) -> str | None:
         """What keeps the folder from being read."""
+        before = self._keys
         try:
             stamp = folder_stamp_of(str(self._folder))
             if stamp is None:
-                return f"the folder of keys {self._folder} is gone" if self._found else None
-            self._found = True
+                return f"the folder of keys {self._folder} is gone" if before.exist else None
+            self._keys = replace(before, exist=True)
             if stamp == self._stamp:
                 return None
             records, problems = _read_folder(self._folder)
         except StoreError as error:
             return _unreadable(self._folder, error)
-        for problem in set(problems.values()) - set(self._problems.values()):
+        for problem in set(problems.values()) - set(before.problems.values()):
             logger.error("%s", problem)
-        kept = {key_id: record for key_id, record in self._known.items() if key_id in problems}
-        self._known = kept | {record.id: record for record in records}
-        self._by_hash, self._problems = {record.sha256: record for record in records}, problems
+        kept = {key_id: record for key_id, record in before.by_id.items() if key_id in problems}
+        by_id = kept | {record.id: record for record in records}
+        self._keys = KnownKeys(True, {record.sha256: record for record in records}, by_id, problems)
         settled = not problems and time.time_ns() - stamp.changed_ns > _SETTLED_NS
         self._stamp = stamp if settled else None
         return None

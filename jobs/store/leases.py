@@ -54,8 +54,9 @@ class _Renewals:
         with self._changed:
             self._leases.add(lease)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="leases", daemon=True)
+                thread.start()  # which may fail, and is then tried with the next lease
+                self._thread = thread
             self._changed.notify()
 
     def remove(self, lease: Lease) -> None:

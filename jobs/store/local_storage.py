@@ -160,6 +160,7 @@ class LocalReader:
 
     def __init__(self, path: str) -> None:
         self.fault: Callable[[OSError], Exception] | None = None
+        self._handle = -1
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -171,9 +172,11 @@ class LocalReader:
             raise self.fault(error) from error
 
     def close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    __del__ = close  # of one that a thread opened for a call that had ended
 
 
 class LocalWriter:

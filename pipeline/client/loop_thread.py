@@ -35,7 +35,8 @@ class EventLoopThread:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_DaemonThreads())
         self._waited_for: set[Future[Any]] = set()
-        work = (self._loop, self._waited_for, at_end)
+        self._stopped = threading.Event()
+        work = (self._loop, self._stopped, self._waited_for, at_end)
         self._thread = threading.Thread(target=_work, args=work, name="pipeline-client", daemon=True)
         self._thread.start()
         self._is_closed = False
@@ -87,7 +88,7 @@ class EventLoopThread:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop.call_soon_threadsafe(_stop, self._loop, self._stopped)
 
     def __del__(self) -> None:
         self._end()
@@ -198,9 +199,22 @@ class _Groups(Generic[T]):
             await self._at_end()
 
 
-def _work(loop: asyncio.AbstractEventLoop, waited_for: set[Future[Any]], at_end: Callable[[], Awaitable[None]]) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
+    stopped.set()
+    loop.stop()
+
+
+def _work(
+    loop: asyncio.AbstractEventLoop,
+    stopped: threading.Event,
+    waited_for: set[Future[Any]],
+    at_end: Callable[[], Awaitable[None]],
+) -> None:
     try:
-        loop.run_forever()
+        while not stopped.is_set():
+            # Of a caller's iterable; its task has it as the outcome, too
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
         for future in list(waited_for):
             future.cancel()
         loop.run_until_complete(_finish(at_end))

@@ -63,15 +63,15 @@ def check_open(settings: ApiSettings) -> None:
     """
     from jobs.store.api_keys import KeyRing
 
-    ring = KeyRing(settings.file_store)
-    if ring.required() or settings.insecure:
+    found = KeyRing(settings.file_store).look()
+    if found.are_required or settings.insecure:
         return
     if not settings.is_local:
         raise Refused(
             f"others reach {settings.host}, and there is no API key in {settings.file_store}: make one (`pipeline keys"
             " create`), listen on 127.0.0.1, or add --insecure to answer every client"
         )
-    if ring.known():
+    if found.exist:
         log.warning(
             "every API key is revoked, so every call is refused: make one (`pipeline keys create`), or add --insecure"
         )

@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from api.fleet import Fleet
+from api.http.errors import MayExist
+from api.routes import batches
 from api.settings import ApiSettings
 from api.uploads import FileWriter
 from jobs.queue import keys
@@ -41,6 +44,21 @@ UPLOADS = 2
 CREATES = 50  # more than the framework has threads
 THREADS = 40  # that it has
 UNKNOWN = f"/v1/files/file-{24 * '0'}"
+
+
+def test_a_batch_is_begun_or_its_call_refused_and_never_both() -> None:
+    """A client may repeat a call whose answer is not that its batch may exist."""
+    nobody = cast(Request, None)
+    refused, begun = threading.Lock(), threading.Lock()
+    with pytest.raises(QueueUnavailable) as refusal, batches._may_exist(refused):
+        raise QueueUnavailable("away")
+    assert not isinstance(refusal.value, MayExist)
+    with pytest.raises(QueueUnavailable, match="refused before"):
+        batches._create(nobody, b"{}", refused)
+    with pytest.raises(AttributeError):
+        batches._create(nobody, b"{}", begun)
+    with pytest.raises(MayExist), batches._may_exist(begun):
+        raise QueueUnavailable("away")
 
 
 @pytest.fixture

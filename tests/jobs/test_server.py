@@ -38,11 +38,16 @@ def test_has_its_socket_in_a_closed_folder_and_cleans_up(tmp_path: Path) -> None
         os.kill(pid, 0)
 
 
-def test_a_long_path_gets_a_short_socket(tmp_path: Path) -> None:
+def test_a_long_path_gets_a_short_socket_that_is_the_same_after_a_restart(tmp_path: Path) -> None:
     with PrivateServer(tmp_path / ("long" * 20) / ("er" * 30)) as server:
-        assert len(server.url) < 100
-        assert connect(server.url).ping()
-        folder = Path(server.url.removeprefix("unix://")).parent
+        url = server.url
+        assert len(url) < 100
+        assert connect(url).ping()
+        server.stop()
+        server.start()
+        assert server.url == url
+        folder = Path(url.removeprefix("unix://")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
 
 

@@ -1,5 +1,6 @@
 """A child is kept running, given up when that is hopeless, and never outlives its parent."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -168,6 +169,23 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     parent.wait()
     wait_until(lambda: not is_running(pid), 60, "the child to die")
     parent.stdout.close()
+
+
+def test_a_folder_that_is_just_made_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command may look for abandoned folders before its owner holds it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    flock = fcntl.flock
+
+    def flock_late(lock: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX:
+            remove_abandoned()
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    with private_folder() as folder:
+        remove_abandoned()
+        assert os.listdir(folder) == ["owner.lock"]
+    assert os.listdir(tmp_path) == []
 
 
 def test_only_abandoned_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import tempfile
@@ -24,6 +25,7 @@ from tests.support.redis_server import running_server
 from tests.support.requests import read_api, ready_length, text_in, token_ids_in
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
+from workers.worker import _in_daemon_thread
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -39,6 +41,22 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Queue, WorkerProces
         flags = ("--lease-seconds", "2", "--stream-interval", "0.2", "--max-num-seqs", "16")
         with running_worker(queue, server.url, *flags, **poisoned_environment(Poison("tortoise", "slow"))) as worker:
             yield queue, worker
+
+
+def test_what_ends_a_thread_that_is_waited_for_is_told() -> None:
+    """Also where it is no `Exception`, as a panic of the tokenizers library."""
+
+    class Panic(BaseException):
+        """As the library raises."""
+
+    def panic() -> None:
+        raise Panic
+
+    async def wait() -> None:
+        await asyncio.wait_for(_in_daemon_thread(panic), 60)
+
+    with pytest.raises(Panic):
+        asyncio.run(wait())
 
 
 def question(text: str, **parameters: Any) -> dict[str, Any]:

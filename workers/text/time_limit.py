@@ -22,6 +22,10 @@ class TimeLimitError(TextError):
     """The time is up."""
 
 
+class _TimeIsUp(BaseException):
+    """What is raised in the thread: jinja drops an `Exception` of a value that it shows."""
+
+
 class TimeLimit:
     """Raises an exception in a thread that computes for too long, at its next Python instruction:
     it ends loops of Python, not a long call of C. What counts is the thread's processor time, which
@@ -48,12 +52,19 @@ class TimeLimit:
                 self._watching = True
                 threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
         try:
-            return work()
-        finally:
-            with self._lock:
-                if self._deadlines.pop(thread) == math.inf:
-                    # It may not have arrived yet, and must not arrive later
-                    _raise_in(thread, None)
+            try:
+                return work()
+            finally:
+                self._end(thread)
+        except _TimeIsUp:
+            self._end(thread)  # where it arrived in the midst of that
+            raise TimeLimitError from None
+
+    def _end(self, thread: int) -> None:
+        with self._lock:
+            if self._deadlines.pop(thread, None) == math.inf:
+                # It may not have arrived yet, and must not arrive later
+                _raise_in(thread, None)
 
     def _watch(self) -> None:
         while True:
@@ -65,7 +76,7 @@ class TimeLimit:
                 for thread, deadline in self._deadlines.items():
                     if deadline < _clock(thread):
                         self._deadlines[thread] = math.inf
-                        _raise_in(thread, TimeLimitError)
+                        _raise_in(thread, _TimeIsUp)
 
 
 def _clock(thread: int) -> float:
@@ -75,7 +86,7 @@ def _clock(thread: int) -> float:
     return time.monotonic()
 
 
-def _raise_in(thread: int, error: type[Exception] | None) -> None:
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
     )

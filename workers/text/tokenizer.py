@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from workers.text.chat_template import ChatTemplate, Message, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
-from workers.text.errors import TokenizerError
+from workers.text.errors import TokenizerError, is_panic
 from workers.text.inputs import InputEncoder, encode_batch
 from workers.text.sentence_files import SENTENCE_FILES
 from workers.text.vocabulary import longest_token
@@ -212,7 +212,9 @@ def _read_tokenizer(source: str, files: _Files) -> Tokenizer:
         return _convert(source, files.folder)
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}.") from None
 
 

@@ -17,6 +17,7 @@ from jobs.control.slice_queue import MOST_OF_TENANT
 from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
 from jobs.queue import keys
+from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.request_queue import Queue
 from jobs.queue.tasks import hand_out, take_batches, waiting_batches
 from tests.support.batch_steps import answer_all, begin, step
@@ -174,6 +175,28 @@ def test_a_cancelled_batch_does_not_wait_for_large_ones(
     cancel_batch(redis_client, left)
     wait_until(ended(redis_client, left), 60, "the end of the cancelled one")
     assert len(held.begun) == most
+
+
+def test_a_look_while_batches_are_taken_lets_no_more_large_ones_begin(
+    redis_client: redis.Redis,
+    tmp_path: Path,
+    held: Held,
+    drivers: Callable[[], Driver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "LARGE_BYTES", 1)
+    one, most = drivers(), MOST_OF_TENANT[True]
+    read = one.queue.active_batches
+
+    def read_and_take() -> dict[str, BatchStatus]:
+        records = read()
+        take_all(one)
+        return records
+
+    monkeypatch.setattr(one.queue, "active_batches", read_and_take)
+    make_batches(redis_client, tmp_path, most + 3)
+    one._look_after_all()
+    assert len(one._slices.running) == most
 
 
 def test_what_fails_again_and_again_is_tried_ever_less(

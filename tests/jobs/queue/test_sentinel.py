@@ -5,6 +5,7 @@ wrong with the Sentinels.
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,6 +23,14 @@ from tests.support.requests import MODEL, start_batch
 from tests.support.sentinels import START_SECONDS, SentinelSet, ServerProcess, running_sentinels
 from tests.support.waiting import wait_until
 
+MASTER = {
+    "ip": "1.1.1.1",
+    "port": 1,
+    "is_master": True,
+    "is_sdown": False,
+    "is_odown": False,
+    "num-other-sentinels": 2,
+}
 SETTINGS = QueueSettings(redis_retry_seconds=START_SECONDS)
 
 
@@ -154,6 +163,42 @@ def test_what_is_wrong_with_the_sentinels_is_said(sentinels: SentinelSet, url: s
         asyncio.run(ask())
 
 
+def test_no_sentinel_is_lost_where_clients_ask_at_once_and_the_first_is_down() -> None:
+    with connect("redis+sentinel://a:1,b:2,c:3/m") as client:
+        manager, both = client.connection_pool.sentinel_manager, threading.Barrier(2)
+
+        def answer() -> dict[str, Any]:
+            both.wait(60)  # each moves it to the front only after that
+            return {"m": MASTER}
+
+        manager.sentinels[0].sentinel_masters = _refuse
+        manager.sentinels[1].sentinel_masters = answer
+        with ThreadPoolExecutor(2) as threads:
+            assert set(threads.map(lambda _: manager.discover_master("m"), range(2))) == {("1.1.1.1", 1)}
+        assert _ports(manager) == [1, 2, 3]
+
+
+def test_no_sentinel_is_lost_where_tasks_ask_at_once_and_the_first_is_down() -> None:
+    manager, asked = connect_async("redis+sentinel://a:1,b:2,c:3/m").connection_pool.sentinel_manager, list[str]()
+
+    async def refuse() -> None:
+        _refuse()
+
+    async def answer() -> dict[str, Any]:
+        asked.append("b")
+        while len(asked) < 2:
+            await asyncio.sleep(0)
+        return {"m": MASTER}
+
+    async def ask_at_once() -> None:
+        manager.sentinels[0].sentinel_masters = refuse
+        manager.sentinels[1].sentinel_masters = answer
+        await asyncio.gather(*(manager.discover_master("m") for _ in range(2)))
+
+    asyncio.run(ask_at_once())
+    assert _ports(manager) == [1, 2, 3]
+
+
 def test_sentinels_and_servers_with_passwords_of_their_own(sentinels: SentinelSet) -> None:
     _set_password("of-sentinels", *sentinels.sentinels)
     _set_password("of-servers", *sentinels.servers)
@@ -164,6 +209,14 @@ def test_sentinels_and_servers_with_passwords_of_their_own(sentinels: SentinelSe
             connect(url).ping()
     finally:
         _set_password(None, *sentinels.sentinels, *sentinels.servers)
+
+
+def _refuse() -> None:
+    raise redis.ConnectionError("refused")
+
+
+def _ports(manager: Any) -> list[int]:
+    return sorted(one.connection_pool.connection_kwargs["port"] for one in manager.sentinels)
 
 
 def _set_password(password: str | None, *processes: ServerProcess) -> None:

@@ -22,10 +22,10 @@ def test_a_key_is_found_by_its_secret_alone(location: str) -> None:
     record, secret = create_key(location, tenant="a", name="laptop", requests_per_minute=5)
     assert re.fullmatch(r"sk-[A-Za-z0-9_-]{43}", secret)
     ring = KeyRing(location)
-    assert ring.required()
-    assert ring.find(secret) == record
-    assert ring.find(record.sha256) is None
-    assert ring.find("") is None
+    assert ring.look().are_required
+    assert ring.look().find(secret) == record
+    assert ring.look().find(record.sha256) is None
+    assert ring.look().find("") is None
     assert list_keys(location) == [record]
 
 
@@ -38,13 +38,13 @@ def test_the_secret_is_nowhere_on_disk(location: str) -> None:
 
 def test_a_server_notices_new_and_revoked_keys(location: str) -> None:
     ring = KeyRing(location)
-    assert not ring.required()
+    assert not ring.look().are_required
     record, secret = create_key(location, tenant="a")
     _, other = create_key(location, tenant="b")
-    wait_until(lambda: ring.find(secret) == record and ring.find(other), 30, "the new keys to be known")
+    wait_until(lambda: ring.look().find(secret) == record and ring.look().find(other), 30, "the new keys to be known")
     revoke_key(location, record.id)
-    wait_until(lambda: ring.find(secret) is None, 30, "the revoked key to be forgotten")
-    assert ring.find(other)
+    wait_until(lambda: ring.look().find(secret) is None, 30, "the revoked key to be forgotten")
+    assert ring.look().find(other)
     with pytest.raises(KeyError):
         revoke_key(location, record.id)
 
@@ -54,17 +54,17 @@ def test_weights_of_a_damaged_record_are_those_that_were_known(location: str) ->
     create_key(store, tenant="a", weight=2.0)
     newest, _ = create_key(store, tenant="a", weight=3.0)
     ring = KeyRing(store)
-    assert ring.weights() == {"a": 3.0}
+    assert ring.look().weights() == {"a": 3.0}
     path = join(location, "keys", f"{newest.id}.json")
     content = read_bytes(path)
     write_bytes(path, b"{")
     create_key(store, tenant="b", weight=5)
-    wait_until(lambda: ring.weights().get("b"), 30, "the next look")
-    assert ring.weights() == {"a": 3.0, "b": 5.0}
+    wait_until(lambda: ring.look().weights().get("b"), 30, "the next look")
+    assert ring.look().weights() == {"a": 3.0, "b": 5.0}
     write_bytes(path, content.replace(b"3.0", b"4.0"))
-    wait_until(lambda: ring.weights() == {"a": 4.0, "b": 5.0}, 30, "the mended record")
+    wait_until(lambda: ring.look().weights() == {"a": 4.0, "b": 5.0}, 30, "the mended record")
     revoke_key(store, newest.id)
-    wait_until(lambda: ring.weights() == {"a": 2.0, "b": 5.0}, 30, "the older key's")
+    wait_until(lambda: ring.look().weights() == {"a": 2.0, "b": 5.0}, 30, "the older key's")
 
 
 def test_keys_that_settled_are_not_read_again(tmp_path: Path) -> None:
@@ -72,10 +72,22 @@ def test_keys_that_settled_are_not_read_again(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     os.utime(folder, (time.time() - 60,) * 2)
     ring = KeyRing(str(tmp_path))
-    assert ring.find(secret)
+    assert ring.look().find(secret)
     (folder / f"{record.id}.json").write_text("{}")  # which does not touch the folder
     ring._next_look = 0.0
-    assert ring.find(secret)
+    assert ring.look().find(secret)
+
+
+def test_the_latest_keys_are_those_of_the_last_look(tmp_path: Path) -> None:
+    """A server that asks for them never waits for a disk."""
+    ring = KeyRing(str(tmp_path))
+    assert not ring.look().are_required
+    _, secret = create_key(str(tmp_path), tenant="a")
+    ring._next_look = 0.0
+    assert ring.due
+    assert ring.latest.find(secret) is None
+    assert ring.look() is ring.latest
+    assert ring.latest.find(secret)
 
 
 @pytest.mark.parametrize("ids", [["x"], ["../keys/key_x"], [""], ["key_" + "0" * 24]])
@@ -98,22 +110,22 @@ def test_a_damaged_record_admits_no_request_and_still_requires_a_key(location: s
     damaged = read_bytes(path).replace(record.id.encode(), b"key_" + b"0" * 24) if content is None else content
     write_bytes(path, damaged)
     ring = KeyRing(location)
-    assert ring.required()
-    assert ring.find(secret) is None
+    assert ring.look().are_required
+    assert ring.look().find(secret) is None
     assert list_keys(location) == []
     revoke_key(location, record.id)
-    wait_until(lambda: not ring.required(), 30, "the damaged record to be gone")
+    wait_until(lambda: not ring.look().are_required, 30, "the damaged record to be gone")
 
 
 def test_a_folder_that_cannot_be_read_admits_no_request(tmp_path: Path) -> None:
     _, secret = create_key(str(tmp_path), tenant="a")
     ring = KeyRing(str(tmp_path))
-    assert ring.find(secret)
+    assert ring.look().find(secret)
     (tmp_path / "keys").rename(tmp_path / "away")
 
     def refused() -> bool:
         try:
-            return not ring.find(secret)
+            return not ring.look().find(secret)
         except KeysUnreadable as error:
             return "is gone" in str(error)
 
@@ -125,12 +137,12 @@ def test_a_folder_that_cannot_be_read_admits_no_request(tmp_path: Path) -> None:
     (tmp_path / "keys").unlink()
     (tmp_path / "away").rename(tmp_path / "keys")
     wait_until(lambda: not failure(ring), 30, "the folder to be read again")
-    assert ring.find(secret)
+    assert ring.look().find(secret)
 
 
 def failure(ring: KeyRing) -> str:
     try:
-        ring.required()
+        ring.look()
     except KeysUnreadable as error:
         return str(error)
     return ""
@@ -138,9 +150,9 @@ def failure(ring: KeyRing) -> str:
 
 def test_who_revokes_the_last_key_lets_nobody_in(location: str) -> None:
     ring = KeyRing(location)
-    assert not ring.known()
+    assert not ring.look().exist
     record, _ = create_key(location, tenant="a")
     revoke_key(location, record.id)
-    wait_until(lambda: ring.known() and not ring.required(), 30, "the next look")
-    assert KeyRing(location).known()
+    wait_until(lambda: ring.look().exist and not ring.look().are_required, 30, "the next look")
+    assert KeyRing(location).look().exist
     assert list_keys(location) == []

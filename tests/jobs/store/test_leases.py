@@ -9,6 +9,7 @@ import redis
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
+from jobs.store import leases
 from jobs.store.leases import hold
 from jobs.store.storage import Busy
 from tests.support.waiting import wait_until
@@ -49,6 +50,22 @@ def test_leases_are_extended_beside_one_whose_client_fails(queue: Queue, redis_c
         with hold(queue, FOLDER, 0):
             redis_client.pexpire(NAME, 3_600_000)
             wait_until(lambda: redis_client.pttl(NAME) <= 5000, 60, "the lease is set anew")
+
+
+def test_leases_are_extended_after_a_thread_could_not_be_started(
+    queue: Queue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(leases, "_renewals", leases._Renewals())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"), hold(queue, FOLDER, 0):
+            raise AssertionError
+    with hold(queue, FOLDER, 0):
+        redis_client.pexpire(NAME, 3_600_000)
+        wait_until(lambda: redis_client.pttl(NAME) <= 5000, 60, "the lease is set anew")
 
 
 def test_one_that_was_too_slow_leaves_the_lease_of_the_next(

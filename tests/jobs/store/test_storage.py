@@ -91,6 +91,15 @@ def test_a_file_that_is_none_is_named_by_each_read(tmp_path: Path) -> None:
         reader.read_at(0, 1)
 
 
+def test_a_reader_that_is_dropped_is_closed(tmp_path: Path) -> None:
+    storage.write_bytes(str(tmp_path / "a"), b"x")
+    before = os.listdir("/proc/self/fd")
+    reader = open_at(str(tmp_path / "a"))
+    assert reader.read_at(0, 1) == b"x"
+    del reader
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_an_object_of_google_is_written_again_after_a_second() -> None:
     with bucket("gs") as remote:
         remote.server.pace = 0.9

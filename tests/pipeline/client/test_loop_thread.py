@@ -127,6 +127,26 @@ def test_ctrl_c_in_a_wait_is_a_keyboard_interrupt(loop: EventLoopThread) -> None
     assert list(items) == []
 
 
+def test_an_iterable_of_the_caller_that_exits_ends_its_own_call_alone(loop: EventLoopThread) -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def stay() -> int:
+        return 1
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    other = loop.start(wait())
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            loop.run(leave())
+        assert loop.run(stay()) == 1
+    assert not other.done()
+    loop.close()
+    assert other.cancelled()
+
+
 def test_closing_wakes_who_waits(loop: EventLoopThread) -> None:
     generated = Generated()
     items = LoopIterator(loop, generated.groups())

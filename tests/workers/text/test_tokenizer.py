@@ -97,11 +97,16 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
     (broken / "tokenizer.json").write_text("{")
     configured = write_folder(tmp_path / "configured", byte_level())
     (configured / "tokenizer_config.json").write_text("{")
+    panicking_to_load = write_folder(tmp_path / "panicking", byte_level())
+    saved = json.loads((panicking_to_load / "tokenizer.json").read_text())
+    saved["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": None}
+    (panicking_to_load / "tokenizer.json").write_text(json.dumps(saved))
     for folder, words in (
         (tmp_path / "nowhere", "does not exist"),
         (empty, "--tokenizer"),
         (broken, "cannot be read as a tokenizer"),
         (configured, "not valid JSON"),
+        (panicking_to_load, "cannot be read as a tokenizer"),
     ):
         with pytest.raises(TokenizerError, match=words) as caught:
             TextTokenizer.load(str(folder))

@@ -358,7 +358,7 @@ class _CoreProcess:
         deadline = time.monotonic() + _LAST_OUTPUT_SECONDS
         while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
             self._reading.join(0.01)
-        words = " | ".join(line.strip() for line in self._lines if line.strip())
+        words = " | ".join(line.strip() for line in list(self._lines) if line.strip())
         return f"; the last it wrote: {words[-_LAST_WORDS:]}" if words else ""
 
     def _read_stderr(self) -> None:

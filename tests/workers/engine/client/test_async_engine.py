@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from tests.support.processes import is_running, wait_for_rest
 from tests.support.waiting import wait_until
 from tests.workers.engine.guides.texts import TOKENS, bytes_of, choice
 from tests.workers.engine.models.tiny_models import NEW_TOKENS, folder, reference
-from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineStartError
+from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineStartError, _CoreProcess
 from workers.engine.client.launch import launch_core
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.engine.messages.config import EngineConfig
@@ -483,6 +484,20 @@ def test_a_launched_core_that_is_not_wanted_ends_with_its_engine() -> None:
     assert launched.process.returncode is not None
     assert launched.process.stderr is not None
     assert launched.process.stderr.closed
+
+
+def test_the_last_words_of_a_core_that_writes_on_can_be_told() -> None:
+    lines: deque[str] = deque(maxlen=9)
+
+    class Written(str):
+        def strip(self, _: str | None = None, /) -> str:
+            lines.append("three")  # as its reader does meanwhile
+            return str(self)
+
+    lines.extend([Written("one"), "two"])
+    core = object.__new__(_CoreProcess)
+    core.ended, core._lines = asyncio.Event(), lines
+    assert core.last_words() == "; the last it wrote: one | two"
 
 
 def test_a_launched_core_that_has_ended_is_reported_at_the_start() -> None:
