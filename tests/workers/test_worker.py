@@ -46,16 +46,16 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Queue, WorkerProces
 def test_what_ends_a_thread_that_is_waited_for_is_told() -> None:
     """Also where it is no `Exception`, as a panic of the tokenizers library."""
 
-    class Panic(BaseException):
+    class ThreadPanic(BaseException):
         """As the library raises."""
 
     def panic() -> None:
-        raise Panic
+        raise ThreadPanic
 
     async def wait() -> None:
         await asyncio.wait_for(_in_daemon_thread(panic), 60)
 
-    with pytest.raises(Panic):
+    with pytest.raises(ThreadPanic):
         asyncio.run(wait())
 
 

@@ -5,7 +5,6 @@ what a request holds.
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,15 +28,16 @@ class _TimeIsUp(BaseException):
 class TimeLimit:
     """Raises an exception in a thread that computes for too long, at its next Python instruction:
     it ends loops of Python, not a long call of C. What counts is the thread's processor time, which
-    it does not use up while it is stopped or starved. A thread of its own watches while something
-    runs, and for one look longer.
+    it does not use up while it is stopped or starved. Where something drops the exception, as a
+    destructor that just runs, it comes again after the same time. A thread of its own watches while
+    something runs, and for one look longer.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
-        # By thread, on its clock; infinite once the exception is on its way
-        self._deadlines: dict[int, float] = {}
+        self._deadlines: dict[int, float] = {}  # by thread, on its clock
+        self._late: set[int] = set()  # threads in which the exception was raised
         self._watching = False
 
     def run(self, work: Callable[[], Result]) -> Result:
@@ -62,7 +62,9 @@ class TimeLimit:
 
     def _end(self, thread: int) -> None:
         with self._lock:
-            if self._deadlines.pop(thread, None) == math.inf:
+            self._deadlines.pop(thread, None)
+            if thread in self._late:
+                self._late.remove(thread)
                 # It may not have arrived yet, and must not arrive later
                 _raise_in(thread, None)
 
@@ -74,8 +76,9 @@ class TimeLimit:
                     self._watching = False
                     return
                 for thread, deadline in self._deadlines.items():
-                    if deadline < _clock(thread):
-                        self._deadlines[thread] = math.inf
+                    if deadline < (now := _clock(thread)):
+                        self._deadlines[thread] = now + self.seconds
+                        self._late.add(thread)
                         _raise_in(thread, _TimeIsUp)
 
 

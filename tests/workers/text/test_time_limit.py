@@ -63,6 +63,22 @@ def test_a_loop_is_ended_that_drops_every_exception() -> None:
         TimeLimit(0.05).run(stubborn)
 
 
+def test_a_loop_is_ended_though_the_first_exception_was_dropped() -> None:
+    """As by a destructor, in which no exception gets any further."""
+
+    class Dropping:
+        def __del__(self) -> None:
+            with contextlib.suppress(BaseException):
+                forever()
+
+    def work() -> None:
+        Dropping()
+        forever()
+
+    with pytest.raises(TimeLimitError):
+        TimeLimit(0.05).run(work)
+
+
 def test_waiting_does_not_count() -> None:
     event = threading.Event()
     assert TimeLimit(0.05).run(lambda: event.wait(0.5)) is False
