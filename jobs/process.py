@@ -123,7 +123,8 @@ def configure_logs(process: str, level: str = "info") -> None:
     At level debug, times have milliseconds. A crash of native code says there in which functions
     the threads were.
     """
-    faulthandler.enable(2)  # not `sys.stderr`, which may have no file
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # not `sys.stderr`, which may have no file
     time = "%(asctime)s.%(msecs)03d" if level == "debug" else "%(asctime)s"
     text = logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.raiseExceptions = False  # of a signal's handler, which may raise while a line is written

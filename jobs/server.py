@@ -1,5 +1,6 @@
 """A Redis or Valkey server of our own for one machine: found, started, watched and stopped here."""
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -130,10 +131,11 @@ class PrivateServer:
     def _make_socket_folder(self) -> Path:
         beside = self.directory / "socket"
         if len(os.fsencode(beside / "redis.sock")) > _LONGEST_SOCKET_PATH:
-            if self._short_folder is None:
-                self._short_folder = Path(tempfile.mkdtemp(prefix="redis-"))
-            else:
-                self._short_folder.mkdir(mode=0o700)
+            if self._short_folder is not None:
+                with contextlib.suppress(FileExistsError):  # somebody else's by now
+                    self._short_folder.mkdir(mode=0o700)
+                    return self._short_folder
+            self._short_folder = Path(tempfile.mkdtemp(prefix="redis-"))
             return self._short_folder
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(mode=0o700)

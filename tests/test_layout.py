@@ -212,7 +212,7 @@ def makes_a_decoder(call: ast.Call) -> bool:
     name = ast.unparse(call.func)
     kinds = [ast.unparse(word.value) for word in call.keywords if word.arg == "type"]
     if re.fullmatch(r"msgspec\.\w+\.decode", name):
-        return any(not kind.startswith("dict[") for kind in kinds)
+        return not set(kinds) <= {"dict[str, Any]", "dict[str, msgspec.Raw]"}
     return re.fullmatch(r"msgspec\.\w+\.Decoder", name) is not None
 
 

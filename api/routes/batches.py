@@ -97,7 +97,7 @@ async def create_batch(request: Request) -> Response:
     """
     raw = await read_body(request, _MAX_BODY)
     state = state_of(request)
-    undecided = threading.Lock()  # whoever takes it decides: the batch is made, or the call refused
+    undecided = threading.Lock()  # the side that takes it decides: the batch is made, or the call refused
     with _may_exist(undecided, key_of(request) is not None):
         creating = run_in_threadpool(_create, request, raw, undecided)
         return respond(await state.fleet.unless_away(creating))

@@ -28,7 +28,6 @@ from jobs.store.storage import (
     begin_folder,
     delete,
     is_local,
-    is_missing,
     join,
     link,
     list_names,
@@ -262,7 +261,7 @@ def _take_input(files: FileStore, new: BatchSubmission, root: str) -> str:
         own = join(root, f"input{record.suffix}")
         link(str(files.content_path(record)), own)
     except (KeyError, StoreError) as error:
-        if isinstance(error, StoreError) and not is_missing(error):
+        if isinstance(error, StoreError) and not isinstance(error.__cause__, FileNotFoundError):
             raise
         return ""
     return own

@@ -68,11 +68,11 @@ class Driver:
             threading.Thread(target=body, daemon=True).start()
 
     def take_batches(self) -> None:
-        """Drive some of the batches that wait from now on; none while the process stops, which the
-        ticker hands out again.
+        """Drive some of the batches that wait from now on; no more of them once the process stops:
+        the ticker hands out again what was taken and is not driven.
         """
         try:
-            batches = take_batches(self.queue, _TAKEN_AT_ONCE)
+            batches = [] if self.stopping.is_set() else take_batches(self.queue, _TAKEN_AT_ONCE)
         except _REDIS_ERRORS as error:
             logger.warning("Redis unavailable; what waits is handed out again: %s", error)
             return

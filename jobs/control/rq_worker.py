@@ -63,22 +63,31 @@ def main() -> None:
     logging.getLogger("rq.worker").addFilter(_is_news)
     sys.setswitchinterval(_SWITCH_SECONDS)
     driver = Driver(Queue(connect(options.redis_url)))
+    driver.start()  # before the handlers: `Thread.start` breaks where one raises in it
+    code = 1
+    try:
+        _run_until_stopped(options.redis_url, driver)
+        _stop(driver)
+        code = 0
+    except Exception:
+        logger.exception("internal error of the process, which ends")
+    finally:
+        os._exit(code)  # the interpreter would wait for threads, and abort where one comes back from native code
 
+
+def _run_until_stopped(url: str, driver: Driver) -> None:
     def stop(signum: int, frame: FrameType | None) -> Any:
         ignore_stop_signals()
         driver.stopping.set()
         raise _StoppedWhileIdle
 
-    driver.start()  # before the handlers: `Thread.start` breaks where one raises in it
     try:
         for number in STOP_SIGNALS:
             signal.signal(number, stop)
         while not driver.stopping.is_set():
-            _serve(options.redis_url, driver)
+            _serve(url, driver)
     except (_StoppedWhileIdle, StopRequested):
         logger.info("stopping")
-    _stop(driver)
-    os._exit(0)  # the interpreter would wait for threads, and abort where one comes back from native code
 
 
 class ControlJob(Job):

@@ -43,7 +43,7 @@ class _Sentinels(redis.sentinel.Sentinel):
         except redis.sentinel.MasterNotFoundError as error:
             raise _no_master(self, service_name, error) from None
         finally:
-            _find_lost(self)
+            _restore_lost(self)
 
 
 class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
@@ -57,10 +57,10 @@ class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
         except redis.asyncio.sentinel.MasterNotFoundError as error:
             raise _no_master(self, service_name, error) from None
         finally:
-            _find_lost(self)
+            _restore_lost(self)
 
 
-def _find_lost(sentinels: Any) -> None:
+def _restore_lost(sentinels: Any) -> None:
     """Put back what redis-py lost as two threads, or two tasks, moved the Sentinel that had
     answered to the front: each moves by places from before the other's move.
     """

@@ -513,7 +513,7 @@ def link(source: str, location: str) -> None:
     try:
         is_linked = found is storage and storage.link(inside, path)
     except FileNotFoundError as error:
-        raise store_error(f"cannot read {source}", error) from error
+        raise store_error(f"cannot link {source} to {location}", error) from error
     except OSError as error:
         raise store_error(f"cannot write {location}", error) from error
     if not is_linked:

@@ -211,13 +211,16 @@ def _work(
     at_end: Callable[[], Awaitable[None]],
 ) -> None:
     try:
+        # An iterable of the caller may exit, which ends the loop and is the outcome of its task
         while not stopped.is_set():
-            # Of a caller's iterable; its task has it as the outcome, too
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
         for future in list(waited_for):
             future.cancel()
-        loop.run_until_complete(_finish(at_end))
+        ending = loop.create_task(_finish(at_end))
+        while not ending.done():
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_until_complete(ending)
     finally:
         loop.close()
         _threads.discard(threading.current_thread())

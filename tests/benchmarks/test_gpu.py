@@ -221,6 +221,7 @@ def test_the_table_says_what_falls_short() -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(900)
 def test_every_row_but_those_that_need_a_gpu(tmp_path: Path) -> None:
     assert bench.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
     outcomes = json.loads((tmp_path / "gpu-cpu.json").read_text())["rows"]

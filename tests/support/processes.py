@@ -91,3 +91,14 @@ def cpu_seconds(pid: int) -> float:
     """Processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def open_files(folder: Path) -> int:
+    """How many files of this folder the process has open; others come and go, with the connections
+    of earlier tests for one.
+    """
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{number}").startswith(str(folder))
+    return found

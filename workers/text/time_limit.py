@@ -47,10 +47,10 @@ class TimeLimit:
         """
         thread = threading.get_ident()
         with self._lock:
-            self._deadlines[thread] = _clock(thread) + self.seconds
             if not self._watching:
-                self._watching = True
                 threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
+                self._watching = True
+            self._deadlines[thread] = _clock(thread) + self.seconds
         try:
             try:
                 return work()

@@ -1,7 +1,6 @@
 """The plan holds every line once, keeps prefix groups together and runs long answers first."""
 
 import contextlib
-import os
 import random
 from collections import defaultdict
 from itertools import pairwise
@@ -15,6 +14,7 @@ from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
+from tests.support.processes import open_files
 
 
 def chat(system: str | None, question: str, max_tokens: int | None = None) -> dict[str, Any]:
@@ -62,17 +62,6 @@ def test_a_sort_keeps_few_files(tmp_path: Path, count: int, seed: int) -> None:
         assert list(sorter) == sorted(records), seed
         assert list(sorter) == sorted(records)
     assert open_files(tmp_path) == 0
-
-
-def open_files(folder: Path) -> int:
-    """How many files of this folder the process has open; others come and go, with the connections
-    of earlier tests for one.
-    """
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{number}").startswith(str(folder))
-    return found
 
 
 def test_lines_of_one_system_prompt_run_together_long_ones_first(tmp_path: Path, seed: int) -> None:

@@ -395,21 +395,22 @@ def test_another_application_of_rq_keeps_its_jobs_where_ours_have_their_own_data
         ours.flushdb()
 
 
-def test_a_process_ends_though_a_disk_holds_a_thread_of_a_pool(redis_url: str) -> None:
-    program = """
+@pytest.mark.parametrize(("last", "code"), [("driver.stopping.set()", 0), ("raise KeyError", 1)])
+def test_a_process_ends_though_a_disk_holds_a_thread_of_a_pool(redis_url: str, last: str, code: int) -> None:
+    program = f"""
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from jobs.control import rq_worker
 
 def serve(url, driver):
     ThreadPoolExecutor(1).submit(time.sleep, 600)
-    driver.stopping.set()
+    {last}
 
 rq_worker._serve = serve
 rq_worker.main()
 """
     command = [sys.executable, "-c", program, "--redis-url", redis_url]
-    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == code
 
 
 def test_a_small_batch_does_not_wait_while_a_large_one_is_read(

@@ -147,6 +147,26 @@ def test_an_iterable_of_the_caller_that_exits_ends_its_own_call_alone(loop: Even
     assert other.cancelled()
 
 
+def test_an_iterable_of_the_caller_that_exits_at_its_end_keeps_nothing_from_ending() -> None:
+    has_ended = threading.Event()
+
+    async def end() -> None:
+        await asyncio.sleep(0.1)  # what is cancelled ends meanwhile
+        has_ended.set()
+
+    async def leave_at_the_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            sys.exit(3)
+
+    loop = EventLoopThread(end)
+    loop.start(leave_at_the_end())
+    assert loop.run(asyncio.sleep(0, 1)) == 1
+    loop.close()
+    assert has_ended.is_set()
+
+
 def test_closing_wakes_who_waits(loop: EventLoopThread) -> None:
     generated = Generated()
     items = LoopIterator(loop, generated.groups())

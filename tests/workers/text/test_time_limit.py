@@ -79,6 +79,19 @@ def test_a_loop_is_ended_though_the_first_exception_was_dropped() -> None:
         TimeLimit(0.05).run(work)
 
 
+def test_a_loop_is_ended_after_a_thread_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    limit = TimeLimit(0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            limit.run(forever)
+    with pytest.raises(TimeLimitError):
+        limit.run(forever)
+
+
 def test_waiting_does_not_count() -> None:
     event = threading.Event()
     assert TimeLimit(0.05).run(lambda: event.wait(0.5)) is False
