@@ -117,7 +117,7 @@ def test_what_cannot_be_read_for_a_moment_is_said_of_the_file_store(
             index.custom_id(1)
     named = msgspec.structs.replace(spec, input_file_id=new_id(FILE, 0.0))
     os.unlink(spec.input)
-    with pytest.raises(StoreError, match=f"cannot read {spec.input}"):
+    with pytest.raises(StoreError, match=f"cannot link {spec.input} to"):
         publish_input(queue, Manifest(batch_id="batch_a", created_at=0.0, spec=named))
 
 
