@@ -52,7 +52,9 @@ def test_a_batch_is_followed_to_its_end_whatever_is_killed(tmp_path: Path) -> No
             wait_for("Redis answers")
             row = wait_for(batch, "completed", " ago")
             assert row.split()[3:6] == [str(LINES), "0", str(LINES)]
-            assert all("%" in line for line in terminal.frame if "ready" in line)
+            fleet.wait(  # a worker that was just started reports its cache some seconds later
+                lambda: all("%" in line for line in terminal.frame if "ready" in line), 250, "each worker's cache"
+            )
             terminal.press(b"q")
             assert terminal.end() == 0
         once = run_pipeline("top", "--once", redis_url=url)
