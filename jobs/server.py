@@ -132,7 +132,7 @@ class PrivateServer:
         beside = self.directory / "socket"
         if len(os.fsencode(beside / "redis.sock")) > _LONGEST_SOCKET_PATH:
             if self._short_folder is not None:
-                with contextlib.suppress(FileExistsError):  # somebody else's by now
+                with contextlib.suppress(FileExistsError):  # another program took the name
                     self._short_folder.mkdir(mode=0o700)
                     return self._short_folder
             self._short_folder = Path(tempfile.mkdtemp(prefix="redis-"))

@@ -48,15 +48,15 @@ UNKNOWN = f"/v1/files/file-{24 * '0'}"
 
 def test_a_batch_is_begun_or_its_call_refused_and_never_both() -> None:
     """A client may repeat a call whose answer is not that its batch may exist."""
-    nobody = cast(Request, None)
+    no_request = cast(Request, None)
     refused, begun = threading.Lock(), threading.Lock()
     with pytest.raises(QueueUnavailable) as refusal, batches._may_exist(refused):
         raise QueueUnavailable("away")
     assert not isinstance(refusal.value, MayExist)
     with pytest.raises(QueueUnavailable, match="refused before"):
-        batches._create(nobody, b"{}", refused)
+        batches._create(no_request, b"{}", refused)
     with pytest.raises(AttributeError):
-        batches._create(nobody, b"{}", begun)
+        batches._create(no_request, b"{}", begun)
     with pytest.raises(MayExist), batches._may_exist(begun):
         raise QueueUnavailable("away")
 

@@ -63,6 +63,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     found.released.set()
 
 
+@pytest.fixture
+def large_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every input counts as large."""
+    monkeypatch.setattr(driver, "LARGE_BYTES", 1)
+
+
 def make_batches(client: redis.Redis, folder: Path, count: int, **options: object) -> list[str]:
     return [
         begin(client, write_input(folder / f"{options}{number}" / "in.jsonl", 3), **options).id
@@ -163,9 +169,8 @@ def test_a_cancelled_batch_does_not_wait_for_large_ones(
     tmp_path: Path,
     held: Held,
     drivers: Callable[[], Driver],
-    monkeypatch: pytest.MonkeyPatch,
+    large_inputs: None,
 ) -> None:
-    monkeypatch.setattr(driver, "LARGE_BYTES", 1)
     one, most = drivers(), MOST_OF_TENANT[True]
     batches = make_batches(redis_client, tmp_path, most + 1)
     one.start()
@@ -182,9 +187,9 @@ def test_a_look_while_batches_are_taken_lets_no_more_large_ones_begin(
     tmp_path: Path,
     held: Held,
     drivers: Callable[[], Driver],
+    large_inputs: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(driver, "LARGE_BYTES", 1)
     one, most = drivers(), MOST_OF_TENANT[True]
     read = one.queue.active_batches
 

@@ -12,6 +12,7 @@ from jobs.queue.request_queue import Queue
 from jobs.store import leases
 from jobs.store.leases import hold
 from jobs.store.storage import Busy
+from tests.support.thread_starts import no_thread_starts
 from tests.support.waiting import wait_until
 
 FOLDER = "s3://store/batches/batch_a"
@@ -55,14 +56,9 @@ def test_leases_are_extended_beside_one_whose_client_fails(queue: Queue, redis_c
 def test_leases_are_extended_after_a_thread_could_not_be_started(
     queue: Queue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(leases, "_renewals", leases._Renewals())
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"), hold(queue, FOLDER, 0):
-            raise AssertionError
+    with no_thread_starts(), pytest.raises(RuntimeError, match="new thread"), hold(queue, FOLDER, 0):
+        raise AssertionError
     with hold(queue, FOLDER, 0):
         redis_client.pexpire(NAME, 3_600_000)
         wait_until(lambda: redis_client.pttl(NAME) <= 5000, 60, "the lease is set anew")

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.support.thread_starts import no_thread_starts
 from workers.text.time_limit import TimeLimit, TimeLimitError
 
 LIMIT = 0.2  # seconds
@@ -79,15 +80,10 @@ def test_a_loop_is_ended_though_the_first_exception_was_dropped() -> None:
         TimeLimit(0.05).run(work)
 
 
-def test_a_loop_is_ended_after_a_thread_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_loop_is_ended_after_a_thread_could_not_be_started() -> None:
     limit = TimeLimit(0.05)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            limit.run(forever)
+    with no_thread_starts(), pytest.raises(RuntimeError, match="new thread"):
+        limit.run(forever)
     with pytest.raises(TimeLimitError):
         limit.run(forever)
 
