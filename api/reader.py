@@ -130,6 +130,9 @@ class Reader:
         if self._connection is None:
             pool: Any = self._client.connection_pool
             self._connection = await pool.get_connection()
+        if not self._connection.is_connected:
+            # Sending connects to where it was before; this asks the Sentinels, if there are some
+            await self._connection.connect()
         await self._connection.send_command(
             "XREAD",
             "COUNT",

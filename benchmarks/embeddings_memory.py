@@ -59,7 +59,8 @@ def measure(scratch: Path, model: str, count: int, file_format: str, seed: int) 
         usage = ProcessorTime(process.pid, _ROLES)
         usage.begin()
         began = time.monotonic()
-        samples = MemorySamples(process.pid, _ROLES)
+        parts = scratch / f"{results.name}.parts" / "parts"
+        samples = MemorySamples(process.pid, _ROLES, lambda: any(parts.glob("*")))
         process.wait()
         seconds = time.monotonic() - began
     finally:

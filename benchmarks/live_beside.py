@@ -25,7 +25,7 @@ from workers.engine.messages.config import CPU_LIVE_STEP_MS
 _UNNOTICED_GAP_MS = 250.0  # allowed however fast a decode step is
 _LIVE_TOKENS = (64, 32)  # of a call's prompt and its answer
 _BATCH_TOKENS, _BATCH_OUTPUT = 900, (32, 120)
-_LEAST_SECONDS = 12.0  # of a phase
+_LEAST_SECONDS = 16.0  # of a phase: two reports, also where one comes late
 _STEP_CONTEXT = 950  # of the decode step that gaps are held against
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -50,6 +51,24 @@ def limit_resource(what: int, most: int) -> None:
     """Let this process use no more of a resource, such as RLIMIT_DATA; a lower limit stays."""
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def buffer_stdout() -> None:
+    """Have all of what is written to stdout go there.
+
+    Where PYTHONUNBUFFERED is set, a write that a signal interrupts, as one that stops the process
+    and lets it go on does, may take a part, and the rest is lost. Lines of text still appear at
+    once; bytes wait for a flush.
+    """
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        sys.stdout = open(  # noqa: SIM115 - for as long as the process runs
+            sys.stdout.fileno(),
+            "w",
+            buffering=1,
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            closefd=False,
+        )
 
 
 def raise_open_files() -> int:

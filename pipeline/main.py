@@ -5,6 +5,7 @@ from importlib import import_module
 
 import click
 
+from jobs.process import buffer_stdout
 from pipeline.errors import exit_code_of
 from pipeline.stderr import drop_unwritten
 
@@ -59,8 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     An error that a user can correct is one sentence, never a traceback.
     """
+    buffer_stdout()
     try:
         code = cli.main(args=arguments, prog_name="pipeline", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what it does not take is an error
     except BaseException as error:
         code = exit_code_of(error)
     drop_unwritten()

@@ -43,10 +43,11 @@ def write_line(line: str) -> None:
 
 
 def drop_unwritten() -> None:
-    """Drop what stderr has not taken until now: at its end the interpreter would try once more, and
-    exit with 120 in place of this process' own code.
+    """Drop what stdout and stderr have not taken until now: at its end the interpreter would try
+    once more, and exit with 120 in place of this process' own code.
     """
-    try:
-        sys.stderr.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

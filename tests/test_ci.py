@@ -46,7 +46,7 @@ def test_condition():
 def test_command():
     assert not is_first("command") or subprocess.run(["sleep", "60"], timeout=0.1)
 
-@pytest.mark.timeout(1)
+@pytest.mark.timeout(5)
 def test_limit():
     assert not is_first("limit") or time.sleep(60)
 """

@@ -24,7 +24,7 @@ from jobs.batch.row_requests import RowOptions, RowRequests
 from jobs.batch.row_values import json_rows, kept_schema, no_text, python_rows
 from jobs.batch.tables import OpenTable, open_table
 from jobs.errors import JobsError
-from jobs.process import die_with_parent, limit_resource
+from jobs.process import buffer_stdout, die_with_parent, limit_resource
 from jobs.protocol import fields
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
@@ -62,6 +62,7 @@ def main() -> None:
         die_with_parent(int(parent))  # not as `preexec_fn`, which may block for ever where the parent has threads
     for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
         signal.signal(number, signal.SIG_IGN)
+    buffer_stdout()
     _limit(memory, seconds)
     try:
         options = _decode(sys.stdin.buffer.read())

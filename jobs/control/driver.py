@@ -159,9 +159,9 @@ class Driver:
                 self._end_slice(driven, following)
 
     def _end_slice(self, driven: Driven, following: Next) -> None:
-        self._slices.end(driven)
         driven.pause = min(max(_LOOK_SECONDS, 2 * driven.pause), _LONGEST_PAUSE_SECONDS) if following == "retry" else 0
-        driven.not_before = time.monotonic() + driven.pause
+        driven.not_before = time.monotonic() + driven.pause  # before it is free for the next look
+        self._slices.end(driven)
         if following == "again" and driven.is_large:  # it is validated
             self._slices.make_small(driven)
         if driven.is_wanted or following == "again":

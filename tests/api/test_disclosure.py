@@ -22,6 +22,7 @@ from tests.support.api_server import answer_in_process, failing_app, plain_clien
 from tests.support.raw_http import exchange, head
 from tests.support.redis_machine import running_redis_machine
 from tests.support.requests import start_batch
+from tests.support.waiting import wait_until
 
 PASSWORD = "correct-horse-battery"
 ABSENT = {
@@ -82,7 +83,7 @@ def test_an_error_tells_nothing_of_the_server(tmp_path: Path, caplog: pytest.Log
         guarded = machine.url.replace("unix://", f"unix://guarded:{PASSWORD}@")
         settings = ApiSettings(redis_url=guarded, file_store=str(tmp_path), redis_retry_seconds=0.1)
         with running_api(settings) as url, plain_client(url) as http:
-            assert http.get("/v1/models").status_code == 200
+            wait_until(lambda: http.get("/v1/models").status_code == 200, 60, "an answer")
             machine.kill()
             answers = [
                 http.post("/v1/completions", json=BODY),

@@ -523,14 +523,19 @@ class Socket:
         """The status and the body, read while the request is not at its end."""
         data = b""
         while b"\r\n\r\n" not in data:
-            data += self.socket.recv(65536)
+            data += self._receive()
         head, _, body = data.partition(b"\r\n\r\n")
         length = int(
             next(line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
         )
         while len(body) < length:
-            body += self.socket.recv(65536)
+            body += self._receive()
         return int(head.split(b" ")[1]), json.loads(body)
+
+    def _receive(self) -> bytes:
+        received = self.socket.recv(65536)
+        assert received, "the server closed the connection without an answer"
+        return received
 
 
 @pytest.fixture

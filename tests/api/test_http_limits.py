@@ -23,9 +23,9 @@ def api(redis_url: str, tmp_path: Path) -> Api:
     """Runs an API with some settings."""
 
     @contextmanager
-    def run(keep_alive: int = 600, **settings: Any) -> Iterator[str]:
-        store = str(tmp_path / "store")
-        with running_api(ApiSettings(redis_url=redis_url, file_store=store, **settings), keep_alive=keep_alive) as url:
+    def run(keep_alive: int = 600, with_data: bool = False, **settings: Any) -> Iterator[str]:
+        given = ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"), **settings)
+        with running_api(given, keep_alive=keep_alive, with_data=with_data) as url:
             yield url
 
     return run
@@ -47,7 +47,7 @@ def test_a_head_beyond_the_limit_is_answered_431(api: Api) -> None:
 
 
 def test_a_head_that_does_not_arrive_in_time_is_answered_408(api: Api) -> None:
-    with api(timeout_head=0.4) as url:
+    with api(timeout_head=0.4, with_data=True) as url:
         with connected(url) as connection:
             connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost")
             assert error_of(answer_on(connection)) == (408, "request_head_timeout")
@@ -60,7 +60,7 @@ def test_a_head_that_does_not_arrive_in_time_is_answered_408(api: Api) -> None:
 
 @pytest.mark.parametrize("rest", [b"x", b"xx"], ids=["in part", "all of it"])
 def test_the_rest_of_a_body_that_comes_after_its_answer_keeps_no_connection(api: Api, rest: bytes) -> None:
-    with api(timeout_head=0.3) as url, connected(url) as connection:
+    with api(timeout_head=0.3, with_data=True) as url, connected(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n")
         assert answer_on(connection).status == 200
         connection.sendall(rest)
@@ -88,7 +88,7 @@ def test_a_connection_on_which_nothing_comes_is_closed(api: Api) -> None:
 
 
 def test_a_head_that_comes_in_drops_gets_no_more_time(api: Api) -> None:
-    with api(timeout_head=1.0) as url, connected(url) as connection:
+    with api(timeout_head=1.0, with_data=True) as url, connected(url) as connection:
         connection.settimeout(0.1)
         received, drops = b"", 0
         while not received:
@@ -105,7 +105,7 @@ def test_a_body_has_its_own_time(api: Api) -> None:
     """The time for a head neither cuts a body that comes later, nor a silent connection between two
     requests.
     """
-    with api(timeout_head=0.2) as url, connected(url) as connection:
+    with api(timeout_head=0.2, with_data=True) as url, connected(url) as connection:
         connection.sendall(
             b"POST /v1/batches HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: 2\r\n\r\n"

@@ -47,8 +47,8 @@ def waiting(client: redis.Redis) -> int:
 
 
 def post(url: str, size: int = 1, **body: Any) -> httpx.Response:
-    with plain_client(url) as http:
-        return http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * size, **body})
+    with plain_client(url) as http:  # it waits for longer than any test for it
+        return http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * size, **body}, timeout=300)
 
 
 @contextmanager

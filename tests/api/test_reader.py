@@ -3,14 +3,22 @@ its API process lost or repeats.
 """
 
 import asyncio
+from contextlib import suppress
+from typing import Any
 
 import pytest
+import redis
 
 from api.inbox import QUEUE_LENGTH, Inbox
+from api.reader import Reader
 from jobs.protocol.requests import Claim, Delta, ParsedDelta, RequestKey, StreamEntry, TokenChunk
 from jobs.queue import keys
+from jobs.queue.connection import connect, connect_async
 from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from jobs.queue.streams import FIRST_ID
 from tests.support.requests import MODEL, finished, read_api, request, text_in, token_ids_in
+from tests.support.sentinels import START_SECONDS, SentinelSet, running_sentinels
 
 API = "api1"
 
@@ -155,3 +163,23 @@ def test_silence_ends_a_wait_and_not_the_call(queue: Queue, claim: Claim) -> Non
 
     received = asyncio.run(asyncio.wait_for(read(), 60))
     assert [one and one.entry_id for one in received] == [None, None, "1-0", "2-0", "3-0", None]
+
+
+def test_a_reader_finds_the_new_server_after_a_failover() -> None:
+    """Its connection, which it keeps, was to the old one."""
+
+    async def over_a_failover(sentinels: SentinelSet, queue: Queue) -> list[Any]:
+        client = connect_async(sentinels.url)
+        reader = Reader(client, queue, queue)
+        assert await reader._entries_after(FIRST_ID) == []
+        await asyncio.to_thread(sentinels.fail_over)
+        await asyncio.to_thread(queue.redis.xadd, keys.api(reader.api_id), {"k": "v"})
+        while True:
+            with suppress(redis.RedisError, OSError):
+                return await reader._entries_after(FIRST_ID)
+            await asyncio.sleep(0.05)
+
+    with running_sentinels() as sentinels, connect(sentinels.url) as client:
+        queue = Queue(client, QueueSettings(redis_retry_seconds=START_SECONDS))
+        [(_, fields)] = asyncio.run(asyncio.wait_for(over_a_failover(sentinels, queue), START_SECONDS))
+    assert fields == [b"k", b"v"]

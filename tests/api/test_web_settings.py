@@ -36,9 +36,10 @@ def served(redis_url: str, tmp_path: Path) -> Served:
     """Runs an API with some settings; yields a client."""
 
     @contextmanager
-    def run(**settings: Any) -> Iterator[httpx.Client]:
+    def run(with_data: bool = False, **settings: Any) -> Iterator[httpx.Client]:
+        given = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), **settings)
         with (
-            running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path), **settings)) as url,
+            running_api(given, with_data=with_data) as url,
             plain_client(url) as http,
         ):
             yield http
@@ -119,7 +120,7 @@ def test_pages_may_read_why_a_request_was_refused(served: Served, tmp_path: Path
 
 
 def test_pages_may_read_that_a_head_was_late(served: Served) -> None:
-    with served(allowed_origins=(PAGE,), timeout_head=0.4) as http:
+    with served(allowed_origins=(PAGE,), timeout_head=0.4, with_data=True) as http:
         answer = refused(http, "none", PAGE, b"content-len")
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (408, PAGE)
 

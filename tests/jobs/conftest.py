@@ -16,6 +16,7 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     machine holds them up.
     """
     monkeypatch.setattr(advance, "SLICE_SECONDS", 60.0)
+    monkeypatch.setattr(advance, "FEED_SECONDS", 60.0)
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 60.0)
     monkeypatch.setattr(upkeep, "MOMENT_SECONDS", 60.0)
 

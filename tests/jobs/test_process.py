@@ -1,14 +1,22 @@
-"""What processes write to their log as JSON: those of the queue, and those of the engine."""
+"""What processes write: to their log as JSON, those of the queue and those of the engine, and to
+stdout, also where they are stopped meanwhile.
+"""
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
-from typing import Any
+import termios
+from pathlib import Path
+from typing import IO, Any
 
+import psutil
 import pytest
 
 from tests.support.commands import REPOSITORY, command_environment
+from tests.support.waiting import wait_until
 
 LOGGED = """
 import logging
@@ -76,3 +84,52 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (150, 150)
 
 def test_fields_of_a_record_are_keys() -> None:
     assert records_of(f"{OF_JOBS}\n")[0]["status"] == 200
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "lines"),
+    [
+        pytest.param(
+            "from pipeline import main; main.cli.main = lambda **_: print('x' * 270_000); main.main()",
+            b"",
+            ["x" * 270_000],
+            id="command line",
+        ),
+        pytest.param(
+            "import sys; from jobs.batch.table_lines import main; sys.argv[1:] = 'in.csv .csv 0 0 0'.split(); main()",
+            b"null",
+            [
+                f'{{"method":"POST","body":{{"prompt":"{"x" * 90_000}"}},"custom_id":"{name}","url":"/v1/completions"}}'
+                for name in "ab"
+            ],
+            id="table",
+        ),
+    ],
+)
+def test_a_process_that_is_stopped_as_it_writes_writes_all_of_it(
+    tmp_path: Path, program: str, given: bytes, lines: list[str]
+) -> None:
+    """The system ends its write with what the pipe could take until then."""
+    (tmp_path / "in.csv").write_text("custom_id,prompt\n" + "".join(f"{name},{'x' * 90_000}\n" for name in "ab"))
+    (tmp_path / "given").write_bytes(given)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(REPOSITORY)}
+    with (
+        (tmp_path / "given").open("rb") as stdin,
+        subprocess.Popen(
+            [sys.executable, "-c", program], cwd=tmp_path, env=environment, stdin=stdin, stdout=subprocess.PIPE
+        ) as writing,
+    ):
+        assert writing.stdout is not None
+        capacity = fcntl.fcntl(writing.stdout, fcntl.F_GETPIPE_SZ)
+        wait_until(lambda: bytes_in(writing.stdout) == capacity, 60, "the pipe to be full")
+        writing.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(writing.pid).status() == psutil.STATUS_STOPPED, 60, "its stop")
+        writing.send_signal(signal.SIGCONT)
+        assert writing.stdout.read().decode().splitlines() == lines
+
+
+def bytes_in(pipe: IO[bytes] | None) -> int:
+    assert pipe is not None
+    count = bytearray(4)
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return int.from_bytes(count, sys.byteorder)

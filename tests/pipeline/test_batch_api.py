@@ -132,7 +132,7 @@ def test_questions_are_answered_and_their_tokens_followed_through_a_cut(
             path = f"{served.url}/v1/batches/{batch.id}/stream"
             reader = reading.enter_context(EventReader(path))
             wait_until(lambda: is_watched(served.redis_url, batch), 60, "its tokens to be watched")
-        # None of a snapshot's events has an id but its last: however many they are, wait for that one
+        # Of a snapshot's events, however many they are, the last has an id and no other
         wait_until(lambda: any(event.id for event in reader.events[300:]), 150, "some hundred events")
     seen = [*reader.events]
     while seen[-1].id is None:

@@ -23,8 +23,8 @@ BATCH = "batch_a"
 def test_a_wait_ends_soon_after_the_batch_has_moved(redis_client: redis.Redis) -> None:
     redis_client.hset(keys.batch(BATCH), "state", "in_progress")
     move = threading.Timer(0.2, lambda: redis_client.hset(keys.batch(BATCH), "state", "finalizing"))
+    began = time.monotonic()  # before: the test may be held up for longer than the timer waits
     move.start()
-    began = time.monotonic()
     _wait(redis_client, 60.0)
     assert 0.1 < time.monotonic() - began < 30.0
 
@@ -46,8 +46,8 @@ def test_a_wait_ends_soon_after_the_first_line_was_taken(redis_client: redis.Red
     redis_client.hset(keys.batch(BATCH), "state", "in_progress")
     redis_client.rpush(keys.ready(BATCH, "demo"), 0, 1)
     take = threading.Timer(0.2, lambda: redis_client.lpop(keys.ready(BATCH, "demo")))
-    take.start()
     began = time.monotonic()
+    take.start()
     _wait(redis_client, 60.0, running=0)
     assert 0.1 < time.monotonic() - began < 30.0
 

@@ -4,19 +4,22 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jobs.batch.manifest import load_manifest
+from jobs.protocol.requests import Claim
+from jobs.protocol.results import Result
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import check_answers, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
-from tests.support.control_plane import Answering, chat_line, control_plane, write_input
+from tests.support.control_plane import Answering, chat_line, control_plane, echo, write_input
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
@@ -168,18 +171,29 @@ def test_a_fleet_without_a_control_plane_is_named(redis_url: str, tmp_path: Path
 def test_results_stay_where_a_run_is_refused_late(tmp_path: Path) -> None:
     """Redis came back empty, and the input has changed meanwhile."""
     source, output = write_input(tmp_path / "in.jsonl", 3000), tmp_path / "out.jsonl"
-    with running_server() as server, control_plane(server.url), Answering(server.url, limit=16, pause=0.005):
+    refused = threading.Event()
+
+    def answer(claim: Claim) -> Result:
+        """Some lines wait until the run has been refused, so that it cannot end before."""
+        if worker.answered > 1000:
+            refused.wait(150)
+        return echo(claim)
+
+    with running_server() as server, control_plane(server.url), Answering(server.url, answer, limit=16) as worker:
         wait_for_leader(server.url)
         with connect(server.url) as client:
             wait_until(lambda: Queue(client).workers(), 60, "the worker")
-        with running_pipeline("run-batch", source, "-o", output, redis_url=server.url) as run:
-            wait_until(lambda: parts_of(output) or run.process.poll() is not None, 60, "a part")
-            with source.open("ab") as writer:
-                writer.write(chat_line("more"))
-            with connect(server.url) as client:
-                client.flushall()
-            assert run.wait() == 2, run.output
-            assert "has changed since" in run.output
+        try:
+            with running_pipeline("run-batch", source, "-o", output, redis_url=server.url) as run:
+                wait_until(lambda: parts_of(output) or run.process.poll() is not None, 60, "a part")
+                with source.open("ab") as writer:
+                    writer.write(chat_line("more"))
+                with connect(server.url) as client:
+                    client.flushall()
+                assert run.wait() == 2, run.output
+                assert "has changed since" in run.output
+        finally:
+            refused.set()
     assert parts_of(output)
 
 

@@ -1,5 +1,7 @@
 """The command line as a whole."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -8,6 +10,7 @@ import pytest
 import pipeline.commands
 from pipeline.main import COMMANDS, CommandGroup
 from tests.pipeline.conftest import RunHere
+from tests.support.commands import REPOSITORY, command_environment
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -35,3 +38,17 @@ def test_an_unknown_command_is_refused(run_here: RunHere) -> None:
     code, _, err = run_here("run-bach")
     assert code == 2
     assert "No such command 'run-bach'." in err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("last", ["\\n", ""])
+def test_output_that_a_full_disk_does_not_take_is_an_error(unbuffered: str, last: str) -> None:
+    program = f"from pipeline import main; main.cli.main = lambda **_: print('x', end='{last}'); main.main()"
+    environment = command_environment(None, {"PYTHONUNBUFFERED": unbuffered})
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, cwd=REPOSITORY, env=environment
+        )
+    assert done.returncode == 1
+    [sentence] = done.stderr.decode().splitlines()
+    assert sentence.startswith("Error: no space is left on the device")

@@ -132,9 +132,12 @@ def test_lines_are_answered_while_the_pipe_is_open(tmp_path: Path) -> None:
 
 
 def test_answers_leave_as_they_finish(tmp_path: Path) -> None:
-    with piped(tmp_path, **poisoned_environment(Poison("wait", "slow"))) as run:
-        run.write(slow("first", 60), *(request(f"{number}") for number in range(3)))
-        assert {*ids(run.read(3))} == {"0", "1", "2"}
+    hold = tmp_path / "hold"
+    poisons = Poison("wait", "slow"), Poison("wait", "hold", start=60)
+    with piped(tmp_path, **poisoned_environment(*poisons, hold=hold)) as run:
+        with held(hold):
+            run.write(slow("first", 80), *(request(f"{number}") for number in range(3)))
+            assert {*ids(run.read(3))} == {"0", "1", "2"}
         assert ids(run.finish()) == ["first"]
 
 

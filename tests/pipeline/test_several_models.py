@@ -82,7 +82,8 @@ def hosting(folder: Path, store: Path, redis_url: str, *flags: object, **environ
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         served = Hosting(command, found[1], redis_url)
-        wait_until(lambda: set(served.status()) >= {*BOTH}, 60, "both models to be offered")
+        offered = dict.fromkeys(BOTH, "unloaded").items()  # before, they are listed as loading
+        wait_until(lambda: served.status().items() >= offered, 60, "both models to be offered")
         yield served
 
 

@@ -17,7 +17,7 @@ from pyarrow import parquet
 from pipeline.input_names import default_output
 from tests.pipeline.conftest import RunHere
 from tests.support.commands import run_pipeline, running_pipeline
-from tests.support.poison import Poison, poisoned_environment
+from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.waiting import wait_until
 
 COUNT = 12
@@ -180,9 +180,10 @@ def killed(tmp_path: Path, kind: str, suffix: str, moments: list[Callable[[Path]
     """Kill the run at each of these moments, then let it end."""
     source, output = write_input(tmp_path / f"words.{kind}"), tmp_path / f"out.{suffix}"
     root = output.with_name(f"{output.name}.parts")
+    hold = tmp_path / "hold"
+    holding = poisoned_environment(Poison("yacht", "hold"), hold=hold)  # one row, so that no run ends before its kill
     for moment in moments:
-        slow = poisoned_environment(Poison("", "slow"))
-        with running_pipeline(*flags(source, output), "--max-num-seqs", 2, **slow) as run:
+        with held(hold), running_pipeline(*flags(source, output), "--max-num-seqs", 2, **holding) as run:
             wait_until(lambda moment=moment: moment(root), 120, moment.__name__)
             run.process.kill()
             run.wait()

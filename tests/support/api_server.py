@@ -1,6 +1,7 @@
 """The API's app in a thread of this process, on a port of its own, and clients for it."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +21,22 @@ from tests.support.waiting import wait_until
 
 @contextmanager
 def running_api(
-    settings: ApiSettings, *, scheme: str = "http", keep_alive: int = 600, app: FastAPI | None = None
+    settings: ApiSettings,
+    *,
+    scheme: str = "http",
+    keep_alive: int = 600,
+    app: FastAPI | None = None,
+    with_data: bool = False,
 ) -> Iterator[str]:
     """The address of a running API, of `app` where that is given; `settings.port` is not looked at.
 
     By default, no idle connection is closed: a client that does not ask again loses a call for
-    which it takes one that just closes.
+    which it takes one that just closes. A connection is accepted once it has come, or `with_data`
+    once its first bytes have, however long the client is held up before it sends them.
     """
     listener = listen("127.0.0.1", 0)
+    if with_data:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 60)
     server = HttpServer(app or create_app(settings), replace(settings, timeout_keep_alive=keep_alive), 2)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -52,24 +52,27 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                if self.is_away:
-                    self.refused += 1
-                    client.close()
-                    continue
-                self.accepted += 1
+                with self._lock:
+                    if self.is_away:
+                        self.refused += 1
+                        client.close()
+                        continue
+                    self.accepted += 1
+                    self._open.add(client)  # at once: none that was accepted outlasts a cut
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client, socket.create_connection(self._target) as server:
-            pair = {client, server}
             with self._lock:
-                self._open |= pair
+                self._open.add(server)
             back = threading.Thread(target=_pass_on, args=(server, client, self._reply), daemon=True)
             back.start()
             _pass_on(client, server, self._receive)
             back.join()
             with self._lock:
-                self._open -= pair
+                self._open.discard(server)
+        with self._lock:
+            self._open.discard(client)
 
     def _receive(self, data: bytes, client: socket.socket, server: socket.socket) -> None:
         """Look at what a client sent, before it is passed on."""

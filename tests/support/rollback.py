@@ -4,23 +4,22 @@ from typing import Any
 
 import redis
 
+_READ_ALL = """
+local found = {}
+for i, name in ipairs(redis.call('KEYS', '*')) do
+    found[i] = {name, redis.call('PTTL', name), redis.call('DUMP', name)}
+end
+return found
+"""
+
 
 class EarlierRedis:
     """Every key as it was at one moment."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
-        names: Any = sorted(client.keys())
-        with client.pipeline() as pipeline:
-            for name in names:
-                pipeline.dump(name)
-                pipeline.pttl(name)
-            answers = pipeline.execute()
-        self._keys = [
-            (name, max(0, left), value)
-            for name, value, left in zip(names, answers[::2], answers[1::2], strict=True)
-            if value is not None
-        ]
+        found: Any = client.eval(_READ_ALL, 0)  # at once, since others may write meanwhile
+        self._keys = [(name, max(0, left), value) for name, left, value in found]
 
     def restore(self) -> None:
         """Go back: what was written since is lost."""

@@ -29,12 +29,12 @@ from tests.support.waiting import wait_until
 from tests.support.worker_process import running_worker
 from tests.workers.test_worker import CHAT, answer, endless, question, run_batch, submit_batch, text_of
 
-FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "4")
+FLAGS = ("--lease-seconds", "30", "--stream-interval", "0.05", "--max-num-seqs", "4")
 TOKENS = 60
 COPIES = 40  # ten times the engine's slots
 LINES: list[dict[str, Any] | bytes] = [endless(TOKENS)] * (1 + COPIES)
 SEGFAULT = Poison("wombat", "segfault")
-SETTINGS = QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0)
+SETTINGS = QueueSettings(lease_seconds=30.0, redis_retry_seconds=60.0)
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def test_bad_values_become_error_results(shared: tuple[Queue, WorkerProcess]) ->
 
 def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    key, api = submit_live(queue, slow(60))
+    key, api = submit_live(queue, slow(200))
     entries = follow(queue, api)
     assert entries[0].accepted
     assert not token_ids_in(entries[0])
@@ -220,7 +220,7 @@ def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]
         0,
         *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1]),
     ]
-    assert sum(len(token_ids_in(entry)) for entry in entries) == 60
+    assert sum(len(token_ids_in(entry)) for entry in entries) == 200
     assert len(entries) > 2  # in pieces, not all at once
     assert answer(result)["choices"][0]["finish_reason"] == "length"
 

@@ -103,10 +103,10 @@ class RequestTraces:
         now = time.time_ns()
         starts, known = output.starts.get(request_id, []), len(trace.starts)
         if starts and not known:
-            trace.phases.append(("prefill", min(now, _wall_clock(starts[0][1], now))))
+            trace.phases.append(("prefill", min(now, _wall_clock(starts[0][1]))))
             trace.span.set_attribute("pipeline.engine.first_step", starts[0][0])
         for step, when in starts if known else starts[1:]:
-            trace.span.add_event("resumed after preemption", {"step": step}, _wall_clock(when, now))
+            trace.span.add_event("resumed after preemption", {"step": step}, min(now, _wall_clock(when)))
         trace.starts += starts
         if is_first and trace.began("decode") is None:
             trace.phases.append(("decode", now))
@@ -198,6 +198,6 @@ def _attributes(claim: Claim, worker: str) -> dict[str, str | int]:
     }
 
 
-def _wall_clock(monotonic: float, now: int) -> int:
+def _wall_clock(monotonic: float) -> int:
     """Return a time of this machine's monotonic clock as one of the wall clock."""
-    return now - int((time.monotonic() - monotonic) * 1e9)
+    return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)

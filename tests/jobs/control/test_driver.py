@@ -217,7 +217,7 @@ def test_what_fails_again_and_again_is_tried_ever_less(
     (batch,) = make_batches(redis_client, tmp_path, 1)
     take_all(one)
     one.start()
-    wait_until(lambda: len(tries) == 3, 60, "some tries")
+    wait_until(lambda: len(tries) >= 3, 60, "some tries")
     assert tries[1] - tries[0] >= 1.0
     assert tries[2] - tries[1] >= 2.0
     assert "the disk is broken" in str(get_batch(redis_client, batch).problem)
@@ -265,6 +265,7 @@ def test_a_stop_waits_for_no_slice_that_is_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(driver, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr("jobs.control.slice_queue.STUCK_SECONDS", 600.0)  # until then they make no room for others
     queue, one = Queue(redis_client), drivers()
     batches = make_batches(redis_client, tmp_path, MOST_OF_TENANT[False] + 2)
     one.start()

@@ -467,6 +467,7 @@ def test_lines_on_disk_are_not_looked_up_at_each_feed(
 ) -> None:
     """The file has more lines than a window, and Redis came back empty."""
     monkeypatch.setattr(advance, "WINDOW_LINES", 5)
+    monkeypatch.setattr(advance, "_MOST_WINDOW_LINES", 5)  # at whatever rate lines finish
     monkeypatch.setattr(advance, "MAX_ITEMS", 5)
     record = under_way(redis_client, folder, count=60, done=8)
     redis_client.flushall()

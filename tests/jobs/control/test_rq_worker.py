@@ -158,7 +158,7 @@ def test_nothing_that_a_job_names_is_imported_or_fetched(
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         hooks = [Webhook(url, status, timeout=1) for status in ("finished", "failed")]
         options = {"on_success": trap, "on_failure": trap, "on_stopped": trap, "webhooks": hooks}
-        run_one_job(redis_client, function, args=arguments, job_id="other", result_ttl=5, **options)
+        run_one_job(redis_client, function, args=arguments, job_id="other", result_ttl=500, **options)
         with pytest.raises(BlockingIOError):
             server.accept()
     job = ControlJob.fetch("other", connection=redis_client, serializer=JSONSerializer)

@@ -71,8 +71,11 @@ def test_a_kill_between_any_two_steps_of_a_save_changes_nothing(
 
 
 @pytest.mark.parametrize("in_bucket", [False, True])
-def test_a_deposed_leader_does_not_lower_the_file(tmp_path: Path, in_bucket: bool) -> None:
+def test_a_deposed_leader_does_not_lower_the_file(
+    tmp_path: Path, in_bucket: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It writes what it had read before the next leader saved, or at the same time."""
+    monkeypatch.setattr("jobs.store.key_usage._LOCK_SECONDS", 60.0)
     with bucket() if in_bucket else nullcontext(None) as made, ThreadPoolExecutor(4) as leaders:
         store = path_of(str(tmp_path) if made is None else made.uri)
         several = [usage(tokens) | usage(tokens, f"key_{tokens}") for tokens in (7, 20, 11, 5)]

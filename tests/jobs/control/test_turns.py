@@ -58,7 +58,7 @@ def test_the_least_served_tenant_is_next_then_its_least_served_batch(stopping: t
     shared = Turns(stopping)
     shared._tenants.add("much", 9.0)
     shared._tenants.add("little", 1.0)
-    shared._batches.add("old", 1.0)
+    shared._batches.add("old", 1000.0)
     running = Job(shared, "much", "first")
     has_turn(running)
     jobs = []

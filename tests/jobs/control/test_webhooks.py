@@ -173,7 +173,7 @@ def test_a_failed_delivery_is_repeated_under_the_same_id_and_counted(redis_url: 
     """All of it as processes: the control plane, the API, the official client."""
     store = str(tmp_path / "store")
     with webhook_receiver() as receiver:
-        receiver.statuses = [500, 302]
+        receiver.statuses = [500, 302, 302]  # the first attempt may come again after the kill
         variables = {"FILE_STORE": store, "PIPELINE_WEBHOOK_URL": receiver.url, "PIPELINE_WEBHOOK_SECRET": SECRET}
         with (
             control_plane(redis_url, ("--file-store", store), variables) as plane,

@@ -99,7 +99,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     answers += [[result is not None for result in found]]
     call("appended", queue.note_appended, "batch_a", 5)
     call("follow", queue.follow_answers, "batch_a", 60)
-    queue.redis.unlink(keys.answered("batch_a"))  # to which each call adds an empty entry
+    queue.commands([("UNLINK", keys.answered("batch_a"))])  # to which each call adds an empty entry
     answers += [call("drained", queue.drained, "batch_a", "part-0", [again[0].key.line])]
     outcomes = [(claims[0].key.line, False), (claims[2].key.line, True)]  # a result here, and one that is held
     call("restore", queue.restore, "batch_a", "part-1", 2, outcomes)

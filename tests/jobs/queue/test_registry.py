@@ -175,7 +175,7 @@ class TestWaking:
         queue.register_worker(record())
         queue.claim("w1", 1, 1, models=[MODEL])
         received: list[ControlMessage] = []
-        thread = threading.Thread(target=lambda: received.extend(queue.control_messages("w1", FIRST_ID, 5)))
+        thread = threading.Thread(target=lambda: received.extend(queue.control_messages("w1", FIRST_ID, 60)))
         thread.start()
         queue.submit("live_a", request())
         thread.join(60)

@@ -162,7 +162,6 @@ def test_a_batch_whose_creation_is_left_is_cancelled(
         interrupting = threading.Thread(target=interrupt if error is KeyboardInterrupt else made)
         interrupting.start()
         for seconds in (2, 8, 32):  # a slow machine has no batch yet after the first of them
-            files = {file.id for file in client.files.list()}
             with pytest.raises(error):
                 begin(p, seconds)
             if made():
@@ -173,8 +172,17 @@ def test_a_batch_whose_creation_is_left_is_cancelled(
         relay.held_from = None
         relay.replies.set()
         for batch in created:
-            wait_for_value(lambda batch=batch: client.batches.retrieve(batch).status, "cancelled", 60, "its end")
-        wait_until(lambda: {file.id for file in client.files.list(purpose="batch")} <= files, 60, "its input to go")
+            # One whose input went before the server had taken it is refused
+            wait_until(
+                lambda batch=batch: client.batches.retrieve(batch).status in ("cancelled", "failed"), 60, "an end"
+            )
+        found = [client.batches.retrieve(batch) for batch in created]
+        assert all(batch.status == "cancelled" or batch.in_progress_at is None for batch in found)
+        assert error is TimeoutError or {batch.status for batch in found} == {"cancelled"}
+        inputs = {batch.input_file_id for batch in found}
+        wait_until(
+            lambda: inputs.isdisjoint(file.id for file in client.files.list(purpose="batch")), 60, "its input to go"
+        )
 
 
 def test_bad_input_is_refused_with_a_sentence(p: Pipeline, tmp_path: Path) -> None:
@@ -257,7 +265,7 @@ def test_every_result_comes_once_while_the_api_is_killed(p: Pipeline, client_ser
 
 
 def test_tokens_add_up_to_the_answers_while_the_api_is_killed(p: Pipeline, client_server: ClientServer) -> None:
-    handle = p.submit([f"Count {n}" for n in range(20)], max_tokens=300, ignore_eos=True)
+    handle = p.submit([f"Count {n}" for n in range(20)], max_tokens=1500, ignore_eos=True)
     texts: dict[str, str] = {}
     killed = False
     for delta in handle.tokens():
@@ -277,6 +285,8 @@ def test_a_batch_is_cancelled(p: Pipeline) -> None:
     handle = p.submit([f"Count {n}" for n in range(200)], **ENDLESS)
     with pytest.raises(TimeoutError):
         handle.wait(timeout=0.1)
+    # One that is cancelled before its input was read has no lines
+    wait_until(lambda: handle.status == "in_progress", 60, "its lines")
     handle.cancel()
     assert handle.wait().status == "cancelled"
     results = list(handle.results())

@@ -24,7 +24,7 @@ from pipeline.piped.intake import LineIntake
 from pipeline.piped.outstanding import Outstanding
 from tests.support.batch_steps import answer_all, step
 from tests.support.control_plane import chat_line, echo
-from tests.support.waiting import wait_until
+from tests.support.waiting import wait_for_value
 
 
 class OpenPipe:
@@ -225,8 +225,9 @@ def test_a_later_run_takes_up_lines_as_there_is_room(
     thread.start()
     taken: list[str] = []
     while len(taken) < 7:
-        wait_until(lambda: len(again) == min(3, 7 - len(taken)), 60, "lines of the run before")
-        assert intake.earlier == 7 - len(taken) - len(again)
+        room = min(3, 7 - len(taken))
+        left = 7 - len(taken) - room  # a line is counted after it was added
+        wait_for_value(lambda: (len(again), intake.earlier), (room, left), 60, "lines of the run before")
         line, name = next(iter(again.unanswered().items()))
         again.answer(line, b"")
         again.note_written([line])

@@ -200,8 +200,8 @@ def test_a_step_of_batch_requests_alone_is_abandoned_for_a_live_one(depth: int, 
     core, inbox, outputs = make_core(depth, live_step_ms=1.0), SimpleQueue[ToCore](), list[StepOutput]()
     first, *others = requests()
     first.live = live
-    for _ in range(4):  # a step counts as one of a second
-        core.scheduler.step_cost.record(np.zeros(1, np.int32), np.full(1, 20, np.int32), 1.0)
+    for _ in range(4):  # a step counts as one of an hour
+        core.scheduler.step_cost.record(np.zeros(1, np.int32), np.full(1, 20, np.int32), 3600.0)
     undone = []
     undo = core.scheduler.undo
     core.scheduler.undo = lambda plan: undone.append(plan.step) or undo(plan)  # type: ignore[method-assign,func-returns-value]

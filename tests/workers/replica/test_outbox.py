@@ -105,7 +105,9 @@ def test_tokens_that_a_full_redis_refused_come_before_later_ones(full: redis.Red
     assert [token for entry in entries for token in token_ids_in(entry)] == [0, 1, 2]
 
 
-def test_no_checkpoint_has_a_hole_where_a_delivery_was_given_up(full: redis.Redis) -> None:
+def test_no_checkpoint_has_a_hole_where_a_delivery_was_given_up(
+    full: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its thread still sends while the next delivery collects what Redis refused."""
     queue = Queue(full, QueueSettings(redis_retry_seconds=0.5))
     start_batch(queue, "batch_a", 1)
@@ -113,16 +115,24 @@ def test_no_checkpoint_has_a_hole_where_a_delivery_was_given_up(full: redis.Redi
     first, *later = (delta(claim, index, [index], "abcd"[index], index) for index in range(4))
     given_up, next_one, last = (replace(each, continues=True) for each in later)
     lost: list[Held] = []
+    is_collected, publish = threading.Event(), queue.publish
+
+    def publish_once_collected(worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
+        assert is_collected.wait(60)
+        return publish(worker, deltas, generated)
 
     async def deliver() -> None:
         outbox = Outbox(queue, "w1", 2.0, lambda: 7, lambda held: None, lost.extend)
         await outbox.deliver([first])
         full.config_set("maxmemory", 1)
+        monkeypatch.setattr(queue, "publish", publish_once_collected)
         sent = asyncio.create_task(outbox.deliver([given_up]))
         while outbox._is_answered:
             await asyncio.sleep(0.001)
         sent.cancel()
         following = asyncio.create_task(outbox.deliver([next_one]))
+        await asyncio.wait({sent})  # by then the next one has collected
+        is_collected.set()
         while not outbox._refused:
             await asyncio.sleep(0.001)
         full.config_set("maxmemory", 0)

@@ -221,9 +221,8 @@ class AsyncEngine:
         try:
             await asyncio.wait({first, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if ended.done() or (first.done() and first.result() is None):
-                await asyncio.wait(
-                    {first, ended}, timeout=_DEATH_GRACE
-                )  # the other sign of the end, or what was said before it
+                # The other sign of the end, or what was said before it
+                await asyncio.wait({first, ended}, timeout=_DEATH_GRACE if ended.done() else _EXIT_GRACE)
             message = first.result() if first.done() else None
         finally:
             first.cancel()

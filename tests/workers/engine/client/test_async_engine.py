@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -309,6 +310,7 @@ def test_an_idle_core_may_be_silent_and_heeds_no_sigterm() -> None:
 def test_a_core_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         gc.collect()  # what earlier tests left open is not to go meanwhile
+        await asyncio.to_thread(wait_until, lambda: not core_threads(), 60, "the threads of earlier cores to end")
         before = psutil.Process().num_fds()
         engine = AsyncEngine(config())
         with pytest.raises(EngineStartError, match="cannot be started"):
@@ -318,6 +320,10 @@ def test_a_core_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.M
 
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     run(scenario)
+
+
+def core_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("engine-")]
 
 
 async def ended(engine: AsyncEngine) -> bool:
@@ -369,14 +375,22 @@ def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_start_that_takes_too_long_says_so() -> None:
     async def scenario() -> None:
         engine = AsyncEngine(config())
+        starting = asyncio.create_task(engine.start(0.05))
+        await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGSTOP)  # it does not become ready, however late this process looks
         with pytest.raises(EngineStartError, match=r"was not ready after 0\.05 s while loading"):
-            await engine.start(0.05)
+            await starting
         assert await ended(engine)
 
     run(scenario)
 
 
-def test_a_core_that_dies_while_it_loads_is_noticed() -> None:
+@pytest.mark.parametrize("late_seconds", [0.0, 1.0])
+def test_a_core_that_dies_while_it_loads_is_noticed(monkeypatch: pytest.MonkeyPatch, late_seconds: float) -> None:
+    """Its connection may end some time before it does."""
+    wait = _CoreProcess._wait
+    monkeypatch.setattr(_CoreProcess, "_wait", lambda core: time.sleep(late_seconds) or wait(core))
+
     async def scenario() -> None:
         engine = AsyncEngine(config())
         # Which `run` does not wait for
