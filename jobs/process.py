@@ -124,12 +124,14 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def drop_lost_exits() -> None:
-    """Report no `SystemExit` that a signal's handler has raised in a destructor, which loses it."""
+def drop_lost_exits(*others: type[BaseException]) -> None:
+    """Report no `SystemExit`, and none of `others`, that a signal's handler has raised in a
+    destructor, which loses it.
+    """
     report = sys.unraisablehook
 
     def report_others(lost: "sys.UnraisableHookArgs") -> None:
-        if not isinstance(lost.exc_value, SystemExit):
+        if not isinstance(lost.exc_value, (SystemExit, *others)):
             report(lost)
 
     sys.unraisablehook = report_others

@@ -30,6 +30,7 @@ from jobs.process import (
     add_redis_url,
     configure_logs,
     die_with_parent,
+    drop_lost_exits,
     ignore_stop_signals,
     raise_open_files,
 )
@@ -62,6 +63,7 @@ def main() -> None:
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
     sys.setswitchinterval(_SWITCH_SECONDS)
+    drop_lost_exits(_StoppedWhileIdle, StopRequested)  # `driver.stopping` says what came of them
     driver = Driver(Queue(connect(options.redis_url)))
     driver.start()  # before the handlers: `Thread.start` breaks where one raises in it
     code = 1

@@ -277,7 +277,12 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "script"), [("driver", STOP_IN_A_LINE), ("ticker", STOP_IN_A_DESTRUCTOR)], ids=["line", "destructor"]
+    ("name", "script"),
+    [
+        pytest.param("driver", STOP_IN_A_LINE, id="line"),
+        pytest.param("driver", STOP_IN_A_DESTRUCTOR, id="destructor"),
+        pytest.param("ticker", STOP_IN_A_DESTRUCTOR, id="destructor of the ticker"),
+    ],
 )
 def test_sigterm_at_an_unlucky_moment_of_an_outage_writes_no_traceback(
     name: str, script: str, capfd: pytest.CaptureFixture[str]
