@@ -59,8 +59,7 @@ def measure(scratch: Path, model: str, count: int, file_format: str, seed: int) 
         usage = ProcessorTime(process.pid, _ROLES)
         usage.begin()
         began = time.monotonic()
-        parts = scratch / f"{results.name}.parts" / "parts"
-        samples = MemorySamples(process.pid, _ROLES, lambda: any(parts.glob("*")))
+        samples = MemorySamples(process.pid, _ROLES)
         process.wait()
         seconds = time.monotonic() - began
     finally:

@@ -1,16 +1,16 @@
 """The memory of a process and of all below it over the time of a run, by the parts that they play.
 
 Of each part, and of what Redis says of itself: the peak, and the medians of the third and of the
-last fifth of the run, or of what is left of it once its work has begun. A process that comes late
-has none of the third. `resident` counts what processes share in each of them; `own` divides that
-among them, as PSS does. Of several processes of one part the largest counts.
+last fifth of the run. A process that comes late has none of the third. `resident` counts what
+processes share in each of them; `own` divides that among them, as PSS does. Of several processes of
+one part the largest counts.
 """
 
 import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -27,16 +27,14 @@ _THIRD, _LAST = (0.4, 0.6), (0.8, 1.0)
 class MemorySamples:
     """Looks now and then, from its making to `end`.
 
-    `roles` name the parts by a word of their processes' command lines; `has_begun` says whether the
-    work has.
+    `roles` name the parts by a word of their processes' command lines.
     """
 
-    def __init__(self, pid: int, roles: Mapping[str, str], has_begun: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, pid: int, roles: Mapping[str, str]) -> None:
         self._pid = pid
         self._roles = roles
         self._samples: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        self._has_begun = has_begun
-        self._began: float | None = None  # the work, on the monotonic clock
+        self._began = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -45,15 +43,12 @@ class MemorySamples:
         """Return megabytes by part and kind: `peak`, and `third` and `last` if they are known."""
         self._ended.set()
         self._thread.join()
-        now = time.monotonic()
-        began = now if self._began is None else self._began
-        return {name: _levels(values, began, now) for name, values in sorted(self._samples.items())}
+        seconds = time.monotonic() - self._began
+        return {name: _levels(values, seconds) for name, values in sorted(self._samples.items())}
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            now = time.monotonic()
-            if self._began is None and self._has_begun():
-                self._began = now
+            now = time.monotonic() - self._began
             for name, size in self._look().items():
                 self._samples[name].append((now, size))
 
@@ -80,11 +75,10 @@ def _redis_bytes(words: str) -> int:
     return int(info["used_memory"])
 
 
-def _levels(values: list[tuple[float, int]], began: float, ended: float) -> dict[str, float]:
+def _levels(values: list[tuple[float, int]], seconds: float) -> dict[str, float]:
     levels = {"peak": megabytes(max(size for _, size in values))}
-    seconds = ended - began
     for name, (first, last) in {"third": _THIRD, "last": _LAST}.items():
-        if there := [size for when, size in values if first * seconds <= when - began <= last * seconds]:
+        if there := [size for when, size in values if first * seconds <= when <= last * seconds]:
             levels[name] = megabytes(median(there))
     return levels
 
