@@ -132,11 +132,7 @@ def test_questions_are_answered_and_their_tokens_followed_through_a_cut(
             path = f"{served.url}/v1/batches/{batch.id}/stream"
             reader = reading.enter_context(EventReader(path))
             wait_until(lambda: is_watched(served.redis_url, batch), 60, "its tokens to be watched")
-        # Of a snapshot's events, however many they are, the last has an id and no other
-        wait_until(lambda: any(event.id for event in reader.events[300:]), 150, "some hundred events")
-    seen = [*reader.events]
-    while seen[-1].id is None:
-        seen.pop()
+        seen = reader.wait_for_id(301, 150)
     with EventReader(path, seen[-1].id) as rest:
         batch = wait(client, batch)
         *more, end, done = rest.wait_ended()

@@ -57,6 +57,17 @@ class EventReader:
             wait_until(lambda: self.events[:count] if len(self.events) >= count else None, 60, f"{count} events") or []
         )
 
+    def wait_for_id(self, count: int, timeout: float = 60) -> list[Event]:
+        """At least `count` events, up to one with an id, after which another reader can go on.
+
+        Of a snapshot's events, however many they are, only the last has one.
+        """
+        wait_until(lambda: any(event.id for event in self.events[count - 1 :]), timeout, f"an id after {count} events")
+        seen = [*self.events]
+        while seen[-1].id is None:
+            seen.pop()
+        return seen
+
     def wait_ended(self) -> list[Event]:
         """All events, after the server ended the stream."""
         wait_until(lambda: self.ended, 60, "the end of the stream")
