@@ -72,8 +72,9 @@ def running_embeddings(model: str) -> Iterator[Server]:
 @contextmanager
 def running_vllm_server(model: str) -> Iterator[Server]:
     """`vllm serve` at the settings of `peers.py`, warm. Raises NoPeer."""
-    command = [str(vllm_folder() / "bin" / "vllm"), "serve", "--dtype", peer_dtype()]
-    with _running(model, _text_flags(model), command, vllm_environment(), _TEXT) as server:
+    command = [str(vllm_folder() / "bin" / "vllm"), "serve"]  # the model is to follow at once
+    flags = [*_text_flags(model), "--dtype", peer_dtype()]
+    with _running(model, flags, command, vllm_environment(), _TEXT) as server:
         yield server
 
 

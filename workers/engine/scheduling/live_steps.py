@@ -7,6 +7,8 @@ longer only where its decode rows do.
 - Prompts of live requests are cut to 1.6 times that, whether or not another live request decodes.
   Cut prompts cost little more, and no live stream has a gap as long as a prompt. The prompt itself
   loses no time, since batch requests give way to it. Live prompts are computed one after the other.
+- The more live prompts wait, the longer a step may take that they fill, up to 3 times that: every
+  step in which they share the device with rows that decode makes all of them wait longer.
 - Batch requests have a share of each step, so that endless live requests do not stop them.
 """
 
@@ -22,28 +24,29 @@ _BEYOND_DECODING = 1.15
 # The same by an empty step where no live stream would wait for it: cut finer, a prompt on a device
 # with slow steps would take several times as long as whole
 _WITHOUT_STREAMS = 3.0
-# How much longer a step may take where live prompts fill it, so that many calls that come together
-# do not wait for each other in a device that mostly decodes
-FOR_LIVE_PROMPTS = 1.6
+# How many live steps a step may take that one live prompt fills, each further one, and any number
+_FOR_FIRST_PROMPT, _FOR_NEXT_PROMPT = 1.6, 0.4
+MOST_FOR_PROMPTS = 3.0
 # Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
 # prompts that is far too high
 _LEAST_TOKENS = 4
 
 
 class LiveStepTime:
-    """The seconds that a step has left; `step` has the live requests that decode.
+    """The seconds that a step has left; `step` has the live requests that decode, and so many live
+    `prompts` wait.
 
     Between `keep_for_batch` and `open_to_batch` live requests have what the share of the batch
     requests leaves.
     """
 
-    def __init__(self, cost: StepCost, limit: float, step: StepBuilder, batch: PriorityClass) -> None:
+    def __init__(self, cost: StepCost, limit: float, step: StepBuilder, batch: PriorityClass, prompts: int) -> None:
         self._cost = cost
         live = cost.empty + cost.decode(len(step.starts), sum(step.starts))
         contexts = [request.computed for request in decoding(batch.running)]
         self._rows, self._rows_seconds = len(contexts), cost.decode(len(contexts), sum(contexts))
         prompt_limit = 0.0 if step.starts else _WITHOUT_STREAMS * cost.empty
-        live_prompts = FOR_LIVE_PROMPTS * limit
+        live_prompts = live_steps_for(prompts) * limit
         limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
         self._beyond = max(0.0, live_prompts - limit)  # for live prompts alone
         share = BATCH_SHARE if batch.running or batch.waiting else 0.0
@@ -79,6 +82,11 @@ class LiveStepTime:
         """Take the time of prompt tokens; where they are as many as there was time for, all."""
         left = max(0.0, self.seconds - self._cost.prompt(start, count))
         self.seconds = 0.0 if count >= self.tokens(start) else left
+
+
+def live_steps_for(prompts: int) -> float:
+    """Return how many live steps a step may take that so many live prompts fill."""
+    return min(MOST_FOR_PROMPTS, _FOR_FIRST_PROMPT + _FOR_NEXT_PROMPT * (prompts - 1))
 
 
 def decoding(requests: Iterable[RequestState]) -> Iterator[RequestState]:

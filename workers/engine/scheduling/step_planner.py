@@ -59,13 +59,19 @@ class StepPlanner:
         """
         live, batch = self._queues.live, self._queues.batch
         self._advance(decoding(live.running), step)
-        left = self._time = LiveStepTime(self._cost, self._live_step_seconds, step, batch)
+        left = self._time = LiveStepTime(self._cost, self._live_step_seconds, step, batch, self._live_prompts())
         left.keep_for_batch(step)
         self._advance_prompts(live.running, step)
         self._admit(live, step)
         left.open_to_batch(step)
         left.spend_rows(self._advance_within(left.rows(), decoding(batch.running), step))
         self._advance_prompts(batch.running, step)
+
+    def _live_prompts(self) -> int:
+        """Return how many live requests have prompts to compute, and a slot or the prospect of one."""
+        live, batch = self._queues.live, self._queues.batch
+        slots = len(self._slots.free) + len(batch.running)
+        return sum(1 for _ in in_prompt(live.running)) + min(len(live.waiting), slots)
 
     def _room(self, step: StepBuilder) -> int:
         """Return how many prompt tokens the step has room for."""
