@@ -46,32 +46,52 @@ class FrameReader:
 
 
 class FrameSender:
-    """Sends from a thread of its own, so that a slow reader does not block the caller."""
+    """Sends what the socket takes at once, and the rest from a thread of its own, so that a slow
+    reader does not block the caller. Thread-safe.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._messages: SimpleQueue[msgspec.Struct | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._send, name="send", daemon=True)
+        self._lock = threading.Lock()
+        self._unsent = 0  # frames, or ends of frames, that the thread has not sent yet
+        self._rest: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send_rest, name="send", daemon=True)
         self._thread.start()
 
     def put(self, message: msgspec.Struct) -> None:
-        """Never waits.
+        """Never waits; once the other side has closed, the message goes nowhere.
 
-        The message must not change any more; once the other side has closed, it goes nowhere.
+        Raise ValueError as `frame` does.
         """
-        self._messages.put(message)
+        data = frame(message)
+        with self._lock:
+            sent = 0 if self._unsent else self._send_now(data)
+            if sent < len(data):
+                self._unsent += 1
+                self._rest.put(data[sent:])
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait until everything has been sent, for at most `timeout` seconds."""
-        self._messages.put(None)
+        self._rest.put(None)
         self._thread.join(timeout)
 
-    def _send(self) -> None:
-        while (message := self._messages.get()) is not None:
+    def _send_now(self, data: bytes) -> int:
+        """Return how many bytes need no further care."""
+        try:
+            return self._connection.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)
+
+    def _send_rest(self) -> None:
+        while (data := self._rest.get()) is not None:
             try:
-                self._connection.sendall(frame(message))
+                self._connection.sendall(data)
             except OSError:
                 return
+            with self._lock:
+                self._unsent -= 1
 
 
 async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:

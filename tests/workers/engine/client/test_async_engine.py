@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ from workers.engine.messages.core import (
     SamplingParams,
     StepOutput,
 )
-from workers.engine.messages.transport import FrameReader, FrameSender
+from workers.engine.messages.transport import FrameReader, FrameSender, frame
 from workers.settings import DEMO_MODEL
 
 MODEL = "llama"
@@ -464,6 +465,34 @@ def test_a_client_that_does_not_read_blocks_nothing() -> None:
         reader, decoder = FrameReader(theirs), msgspec.msgpack.Decoder(FromCore)
         assert [reader.read(decoder) for _ in sent] == sent
         sender.close()
+
+
+def test_what_the_socket_takes_is_sent_at_once() -> None:
+    """No other thread has to run before."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        message = Failed("why")
+        FrameSender(ours).put(message)
+        assert theirs.recv(100, socket.MSG_DONTWAIT) == frame(message)
+
+
+def test_frames_of_several_threads_stay_whole_and_in_order() -> None:
+    """While the socket is full now and then."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(4) as pool:
+        sender = FrameSender(ours)
+
+        def put_all(thread: int) -> None:
+            for number in range(500):
+                sender.put(Failed(f"{thread} {number} {'x' * 2000}"))
+
+        for thread in range(4):
+            pool.submit(put_all, thread)
+        reader, decoder = FrameReader(theirs), msgspec.msgpack.Decoder(FromCore)
+        texts = [message.message.split() for _ in range(2000) if (message := reader.read(decoder))]
+        sender.close()
+    for thread in range(4):
+        assert [int(number) for name, number, _ in texts if name == str(thread)] == list(range(500))
 
 
 def test_a_frame_that_ends_early_is_an_end() -> None:
