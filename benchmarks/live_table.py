@@ -27,11 +27,12 @@ def streams_table(live: Figures | None, against: Figures | None) -> str:
     """From the part `streams` of the figures of `live`, and from those of its turns with vLLM; what
     was not measured is left out.
     """
-    rows = ["| 64 streams at once | output tok/s | first token, median | p99 |", "| --- | --- | --- | --- |"]
+    head = "| 64 streams at once | output tok/s | first token, median | p99 | gap, p99 |"
+    rows = [head, "| --- | --- | --- | --- | --- |"]
     if live:
         alone = live["streams"]
         rows.append(_server("`pipeline serve`", alone))
-        rows.append(f"| the engine alone, by turns | {alone['engine_output_tokens_per_second']:,.0f} | | |")
+        rows.append(f"| the engine alone, by turns | {alone['engine_output_tokens_per_second']:,.0f} | | | |")
     if against:
         rows.append(_server("`pipeline serve`, by `vllm bench serve`", against["pipeline"]))
         rows.append(_server("`vllm serve`, by turns", against["vllm"]))
@@ -46,5 +47,5 @@ def _latency(title: str, name: str, idle: Figures, beside: Figures, allowed: flo
 def _server(title: str, figures: Figures) -> str:
     return (
         f"| {title} | {figures['output_tokens_per_second']:,.0f} | {figures['first_token_p50_ms']:,.0f} ms"
-        f" | {figures['first_token_p99_ms']:,.0f} ms |"
+        f" | {figures['first_token_p99_ms']:,.0f} ms | {figures['gap_p99_ms']:,.0f} ms |"
     )

@@ -72,7 +72,7 @@ def running_embeddings(model: str) -> Iterator[Server]:
 @contextmanager
 def running_vllm_server(model: str) -> Iterator[Server]:
     """`vllm serve` at the settings of `peers.py`, warm. Raises NoPeer."""
-    command = [str(vllm_folder() / "bin" / "vllm"), "serve"]  # the model is to follow at once
+    command = [str(vllm_folder() / "bin" / "vllm"), "serve"]  # vLLM wants the model next
     flags = [*_text_flags(model), "--dtype", peer_dtype()]
     with _running(model, flags, command, vllm_environment(), _TEXT) as server:
         yield server

@@ -1,5 +1,5 @@
 """Stderr for commands that go on when it cannot be written: its reader or its terminal may be
-gone, or its disk full.
+gone, or its disk full. And the end of a process whose output cannot be written.
 """
 
 import os

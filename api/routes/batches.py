@@ -129,7 +129,8 @@ def retrieve_batch(request: Request, batch_id: str) -> Response:
 def cancel(request: Request, batch_id: str) -> Response:
     """End a batch early.
 
-    What is finished stays, what runs is stopped; every other line gets an error line.
+    What is finished stays, what runs is stopped; every other line gets an error line, unless the
+    file is still being validated.
     """
     _find(request, batch_id)
     try:

@@ -107,7 +107,8 @@ class EngineConfig:
     live_step_ms: float | None = _flag(
         None,
         "Milliseconds that a step may take while a live call runs or waits; a step in which all running sequences get"
-        f" a token may take longer. [default: {CPU_LIVE_STEP_MS:g} on a CPU, {GPU_LIVE_STEP_MS:g} on a GPU]",
+        " a token may take longer, and one that live prompts fill up to 3 times that."
+        f" [default: {CPU_LIVE_STEP_MS:g} on a CPU, {GPU_LIVE_STEP_MS:g} on a GPU]",
         min=1,
     )
     step_timeout: float | None = _flag(

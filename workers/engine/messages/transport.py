@@ -53,18 +53,21 @@ class FrameSender:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._closed = False
         self._unsent = 0  # frames, or ends of frames, that the thread has not sent yet
         self._rest: SimpleQueue[bytes | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._send_rest, name="send", daemon=True)
         self._thread.start()
 
     def put(self, message: msgspec.Struct) -> None:
-        """Never waits; once the other side has closed, the message goes nowhere.
+        """Never waits; drop the message after `close`, or once the other side has closed.
 
         Raise ValueError as `frame` does.
         """
         data = frame(message)
         with self._lock:
+            if self._closed:
+                return
             sent = 0 if self._unsent else self._send_now(data)
             if sent < len(data):
                 self._unsent += 1
@@ -72,23 +75,25 @@ class FrameSender:
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait until everything has been sent, for at most `timeout` seconds."""
+        with self._lock:
+            self._closed = True
         self._rest.put(None)
         self._thread.join(timeout)
 
     def _send_now(self, data: bytes) -> int:
-        """Return how many bytes need no further care."""
+        """Return how many bytes were sent; errors are left to the thread, which ends by them."""
         try:
             return self._connection.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
         except OSError:
-            return len(data)
+            return 0
 
     def _send_rest(self) -> None:
         while (data := self._rest.get()) is not None:
             try:
                 self._connection.sendall(data)
             except OSError:
+                with self._lock:
+                    self._closed = True
                 return
             with self._lock:
                 self._unsent -= 1

@@ -2,13 +2,13 @@
 
 Such a step is to take no longer than `--live-step-ms`, since that is the gap that the clients of
 live streams see, and how long a live request that arrives waits for its first step. A step takes
-longer only where its decode rows do.
+longer only where its decode rows do, or for live prompts:
 
 - Prompts of live requests are cut to 1.6 times that, whether or not another live request decodes.
   Cut prompts cost little more, and no live stream has a gap as long as a prompt. The prompt itself
   loses no time, since batch requests give way to it. Live prompts are computed one after the other.
-- The more live prompts wait, the longer a step may take that they fill, up to 3 times that: every
-  step in which they share the device with rows that decode makes all of them wait longer.
+- Where several live prompts wait and no batch request does, a step may take up to 3 times that, as
+  long as its decode rows take more than 8 % of it. All prompts wait for these rows in each step.
 - Batch requests have a share of each step, so that endless live requests do not stop them.
 """
 
@@ -24,29 +24,38 @@ _BEYOND_DECODING = 1.15
 # The same by an empty step where no live stream would wait for it: cut finer, a prompt on a device
 # with slow steps would take several times as long as whole
 _WITHOUT_STREAMS = 3.0
-# How many live steps a step may take that one live prompt fills, each further one, and any number
-_FOR_FIRST_PROMPT, _FOR_NEXT_PROMPT = 1.6, 0.4
-MOST_FOR_PROMPTS = 3.0
+# How many live steps a step may take for one live prompt
+ONE_PROMPT = 1.6
+# How many more for each further one
+_FURTHER_PROMPT = 0.2
+# How many for any number of them
+MOST_PROMPTS = 3.0
+# The share of such a longer step that its decode rows take at least
+_DECODING_SHARE = 0.08
 # Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
 # prompts that is far too high
 _LEAST_TOKENS = 4
 
 
 class LiveStepTime:
-    """The seconds that a step has left; `step` has the live requests that decode, and so many live
-    `prompts` wait.
+    """The seconds that a step has left.
 
     Between `keep_for_batch` and `open_to_batch` live requests have what the share of the batch
     requests leaves.
     """
 
     def __init__(self, cost: StepCost, limit: float, step: StepBuilder, batch: PriorityClass, prompts: int) -> None:
+        """`step` has the live requests that decode; `prompts` is the number of live requests with a
+        prompt to compute.
+        """
         self._cost = cost
         live = cost.empty + cost.decode(len(step.starts), sum(step.starts))
         contexts = [request.computed for request in decoding(batch.running)]
         self._rows, self._rows_seconds = len(contexts), cost.decode(len(contexts), sum(contexts))
         prompt_limit = 0.0 if step.starts else _WITHOUT_STREAMS * cost.empty
-        live_prompts = live_steps_for(prompts) * limit
+        live_prompts = ONE_PROMPT * limit
+        if not (batch.running or batch.waiting):
+            live_prompts = max(live_prompts, min(live_steps_for(prompts) * limit, live / _DECODING_SHARE))
         limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
         self._beyond = max(0.0, live_prompts - limit)  # for live prompts alone
         share = BATCH_SHARE if batch.running or batch.waiting else 0.0
@@ -85,8 +94,8 @@ class LiveStepTime:
 
 
 def live_steps_for(prompts: int) -> float:
-    """Return how many live steps a step may take that so many live prompts fill."""
-    return min(MOST_FOR_PROMPTS, _FOR_FIRST_PROMPT + _FOR_NEXT_PROMPT * (prompts - 1))
+    """Return how many live steps a step may take at most for so many live prompts."""
+    return min(MOST_PROMPTS, ONE_PROMPT + _FURTHER_PROMPT * (prompts - 1))
 
 
 def decoding(requests: Iterable[RequestState]) -> Iterator[RequestState]:

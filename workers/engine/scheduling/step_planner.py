@@ -68,10 +68,9 @@ class StepPlanner:
         self._advance_prompts(batch.running, step)
 
     def _live_prompts(self) -> int:
-        """Return how many live requests have prompts to compute, and a slot or one in prospect."""
-        live, batch = self._queues.live, self._queues.batch
-        slots = len(self._slots.free) + len(batch.running)
-        return sum(1 for _ in in_prompt(live.running)) + min(len(live.waiting), slots)
+        """Return how many live requests have a prompt to compute, and a slot for it."""
+        live = self._queues.live
+        return sum(1 for _ in in_prompt(live.running)) + min(len(live.waiting), len(self._slots.free))
 
     def _room(self, step: StepBuilder) -> int:
         """Return how many prompt tokens the step has room for."""

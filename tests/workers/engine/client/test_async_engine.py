@@ -7,19 +7,16 @@ import gc
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -33,14 +30,11 @@ from workers.engine.client.watchdog import WatchdogTimeout
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import (
     EngineRequest,
-    Failed,
     Finish,
-    FromCore,
     OutputGuide,
     SamplingParams,
     StepOutput,
 )
-from workers.engine.messages.transport import FrameReader, FrameSender, frame
 from workers.settings import DEMO_MODEL
 
 MODEL = "llama"
@@ -452,55 +446,6 @@ def test_the_core_dies_with_its_client(when: str) -> None:
         assert is_running(int(pid))
         client.kill()
     wait_until(lambda: not is_running(int(pid)), START_SECONDS, "the core's end")
-
-
-def test_a_client_that_does_not_read_blocks_nothing() -> None:
-    """More than the socket holds is put at once; all of it arrives, in order."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        sender = FrameSender(ours)
-        sent = [Failed(f"{number}" * 1000) for number in range(2000)]
-        for message in sent:
-            sender.put(message)
-        reader, decoder = FrameReader(theirs), msgspec.msgpack.Decoder(FromCore)
-        assert [reader.read(decoder) for _ in sent] == sent
-        sender.close()
-
-
-def test_what_the_socket_takes_is_sent_at_once() -> None:
-    """No other thread has to run before."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        message = Failed("why")
-        FrameSender(ours).put(message)
-        assert theirs.recv(100, socket.MSG_DONTWAIT) == frame(message)
-
-
-def test_frames_of_several_threads_stay_whole_and_in_order() -> None:
-    """While the socket is full now and then."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ThreadPoolExecutor(4) as pool:
-        sender = FrameSender(ours)
-
-        def put_all(thread: int) -> None:
-            for number in range(500):
-                sender.put(Failed(f"{thread} {number} {'x' * 2000}"))
-
-        for thread in range(4):
-            pool.submit(put_all, thread)
-        reader, decoder = FrameReader(theirs), msgspec.msgpack.Decoder(FromCore)
-        texts = [message.message.split() for _ in range(2000) if (message := reader.read(decoder))]
-        sender.close()
-    for thread in range(4):
-        assert [int(number) for name, number, _ in texts if name == str(thread)] == list(range(500))
-
-
-def test_a_frame_that_ends_early_is_an_end() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        with ours:
-            ours.sendall(b"\x09\x00\x00\x00abc")
-        assert FrameReader(theirs).read(msgspec.msgpack.Decoder(FromCore)) is None
 
 
 @pytest.mark.proof

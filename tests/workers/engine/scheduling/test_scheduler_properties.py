@@ -29,7 +29,7 @@ from workers.engine.messages.core import (
 from workers.engine.messages.step import PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.admission import PlainAdmission
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
-from workers.engine.scheduling.live_steps import live_steps_for
+from workers.engine.scheduling.live_steps import ONE_PROMPT, live_steps_for
 from workers.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 11
@@ -289,9 +289,9 @@ class ScheduledRun:
         """Return how long the next step may take: for ever without live requests."""
         queues, cost = self.scheduler._queues, self.scheduler.step_cost
         self.decoding = {request.slot for request in queues.running if request.known - request.computed == 1}
-        slots = len(self.scheduler._slots.free) + len(queues.batch.running)
         unfinished = sum(request.known - request.computed > 1 for request in queues.live.running)
-        self.live_prompts = unfinished + min(len(queues.live.waiting), slots)
+        self.most_live_prompts = unfinished + len(queues.live.waiting)
+        self.has_batch = bool(queues.batch.running or queues.batch.waiting)
         self.streams = self.decoding & {request.slot for request in queues.live.running}
         contexts = [request.computed for request in queues.running if request.slot in self.decoding]
         decode = cost.empty + cost.decode(len(contexts), sum(contexts))
@@ -306,7 +306,8 @@ class ScheduledRun:
             predicted += cost.decode(1, start) if decodes else cost.prompt(start, count)
         live = {request.slot for request in self.scheduler._queues.live.running}
         if not live.isdisjoint({*plan.slots.tolist()} - (self.decoding - added)):
-            limit = max(limit, live_steps_for(self.live_prompts) * self.setup.live_step)
+            live_steps = ONE_PROMPT if self.has_batch else live_steps_for(self.most_live_prompts)
+            limit = max(limit, live_steps * self.setup.live_step)
         if self.streams.isdisjoint(plan.slots.tolist()):
             limit = max(limit, 3 * cost.empty)
         tolerance = cost.decode(1, longest) + 2 * cost.prompt(longest, 4)
