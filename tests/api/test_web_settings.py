@@ -47,8 +47,10 @@ def served(redis_url: str, tmp_path: Path) -> Served:
     return run
 
 
-def preflight(http: httpx.Client, origin: str, method: str = "POST") -> httpx.Response:
-    wanted = {"access-control-request-method": method, "access-control-request-headers": "authorization, content-type"}
+def preflight(
+    http: httpx.Client, origin: str, method: str = "POST", headers: str = "authorization, content-type"
+) -> httpx.Response:
+    wanted = {"access-control-request-method": method, "access-control-request-headers": headers}
     return http.options("/v1/chat/completions", headers={"origin": origin, **wanted})
 
 
@@ -74,6 +76,13 @@ def test_pages_of_named_origins_may_call_and_read(served: Served) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
         error = http.get("/v1/nothing", headers={"origin": PAGE})
         assert (error.status_code, error.headers["access-control-allow-origin"]) == (404, PAGE)
+
+
+def test_pages_may_send_the_headers_that_are_named(served: Served) -> None:
+    with served(allowed_origins=(PAGE,), allowed_headers=("x-team", "authorization")) as http:
+        assert preflight(http, PAGE, headers="x-team, authorization").status_code == 200
+        refused = preflight(http, PAGE, headers="x-other")
+        assert (refused.status_code, refused.text) == (400, "Disallowed CORS headers")
 
 
 REFUSED = [
@@ -321,6 +330,16 @@ def test_the_access_log_names_each_request_once(
     assert '"GET /v1/nothing%0AINFO%20forged" 404' in nothing.getMessage()
     assert re.search(r'"POST /v1/completions" 200 in [\d.]+ ms, req_\w+, live_\w+$', call.getMessage())
     assert call.fields["status"] == 200  # type: ignore[attr-defined]
+
+
+def test_the_access_log_leaves_out_the_paths_that_are_named(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("INFO", "api.http.access_log"),
+        served(disable_access_log_for_endpoints="/version,/v1/models") as http,
+    ):
+        for path in ("/version", "/v1/models", "/health"):
+            assert http.get(path).status_code == 200
+    assert re.findall(r'"GET (\S+)"', caplog.text) == ["/health"]
 
 
 def test_the_access_log_can_be_turned_off(served: Served, caplog: pytest.LogCaptureFixture) -> None:

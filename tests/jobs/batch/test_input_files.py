@@ -293,13 +293,18 @@ def test_parquet_that_unfolds_is_read_in_bounded_memory_or_refused(tmp_path: Pat
 
 
 def test_what_unpacks_to_too_much_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    compressed = tmp_path / "in.jsonl.gz"
-    compressed.write_bytes(gzip.compress(bytes(10 << 20)))
+    sources = {
+        tmp_path / "in.jsonl.gz": gzip.compress(bytes(10 << 20)),
+        tmp_path / "in.jsonl.zst": pyarrow.compress(bytes(10 << 20), "zstd", asbytes=True),
+    }
+    for source, data in sources.items():
+        source.write_bytes(data)
+        assert len(data) < 50_000
     table = repeated(tmp_path / "in.parquet", 100, 100_000)
-    for source in (compressed, table):
+    for source in (*sources, table):
         with pytest.raises(InputError, match=f"{source.name} holds more than 5000000 bytes when it is unpacked"):
             write_spool(str(source), str(tmp_path / "lines.jsonl"), Bounds(most_bytes=5_000_000))
-    assert set(tmp_path.iterdir()) == {compressed, table}
+    assert set(tmp_path.iterdir()) == {*sources, table}
 
 
 def test_parquet_rows_behind_the_most_are_left_out(tmp_path: Path) -> None:
