@@ -23,9 +23,14 @@ def embeddings_table(*figures: Figures | None) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _row(title: str, figures: Figures) -> str:
+def median_seconds(figures: Figures) -> tuple[float, float]:
+    """Return those of `run-batch` and of the other program."""
     other = figures.get("sentence-transformers") or figures["vllm"]
-    ours, theirs = (median(one["seconds"]) for one in (figures["pipeline"], other))
+    return median(figures["pipeline"]["seconds"]), median(other["seconds"])
+
+
+def _row(title: str, figures: Figures) -> str:
+    ours, theirs = median_seconds(figures)
     cosine, difference = figures.get("least_cosine"), figures["largest_difference"]
     agreement = f"largest difference {difference:.0e}" if cosine is None else f"least cosine {cosine:.6f}"
     return f"| {title} | {figures['dtype']} | {ours:.1f} s | {theirs:.1f} s | {figures['ratio']:.2f}x | {agreement} |"

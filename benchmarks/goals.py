@@ -5,8 +5,8 @@ by side: `python -m benchmarks.goals` prints the README's table.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
+from benchmarks.embeddings_table import median_seconds
 from benchmarks.measured import Figures, MeasuredProcessor, measured_processors
 from benchmarks.processor import AVX2, AVX512, AVX512_BF16
 from benchmarks.report import RESULTS, arguments
@@ -104,8 +104,8 @@ def _embeds(title: str, file: str, at_least: float, hoped: float) -> Goal:
     peer = "vLLM's CPU build" if file.endswith("vllm") else "sentence-transformers"
 
     def seconds(figures: Figures) -> str:
-        other = figures.get("sentence-transformers") or figures["vllm"]
-        return f"{median(figures['pipeline']['seconds']):.0f} against {median(other['seconds']):.0f} s"
+        ours, theirs = median_seconds(figures)
+        return f"{ours:.0f} against {theirs:.0f} s"
 
     return Goal(f"{title}, against {peer}", file, "x", _targets(at_least, hoped), _ratio, seconds)
 

@@ -29,7 +29,7 @@ ONE_PROMPT = 1.6
 # How many more for each further one
 _FURTHER_PROMPT = 0.2
 # How many for any number of them
-MOST_PROMPTS = 3.0
+_MOST_PROMPTS = 3.0
 # The share of such a longer step that its decode rows take at least
 _DECODING_SHARE = 0.08
 # Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
@@ -49,16 +49,17 @@ class LiveStepTime:
         prompt to compute.
         """
         self._cost = cost
+        has_batch = bool(batch.running or batch.waiting)
         live = cost.empty + cost.decode(len(step.starts), sum(step.starts))
         contexts = [request.computed for request in decoding(batch.running)]
         self._rows, self._rows_seconds = len(contexts), cost.decode(len(contexts), sum(contexts))
         prompt_limit = 0.0 if step.starts else _WITHOUT_STREAMS * cost.empty
         live_prompts = ONE_PROMPT * limit
-        if not (batch.running or batch.waiting):
+        if not has_batch:
             live_prompts = max(live_prompts, min(live_steps_for(prompts) * limit, live / _DECODING_SHARE))
         limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
         self._beyond = max(0.0, live_prompts - limit)  # for live prompts alone
-        share = BATCH_SHARE if batch.running or batch.waiting else 0.0
+        share = BATCH_SHARE if has_batch else 0.0
         self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
         self.seconds = limit + self._beyond - live
 
@@ -95,7 +96,7 @@ class LiveStepTime:
 
 def live_steps_for(prompts: int) -> float:
     """Return how many live steps a step may take at most for so many live prompts."""
-    return min(MOST_PROMPTS, ONE_PROMPT + _FURTHER_PROMPT * (prompts - 1))
+    return min(_MOST_PROMPTS, ONE_PROMPT + _FURTHER_PROMPT * (prompts - 1))
 
 
 def decoding(requests: Iterable[RequestState]) -> Iterator[RequestState]:
