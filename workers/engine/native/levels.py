@@ -32,9 +32,10 @@ _V4 = _level("x86-64-v4", f"-march=x86-64-v4 {_WIDE}", _V4_FEATURES, _V3)
 _VNNI = _level("avx512-vnni", "-mavx512vnni", "avx512_vnni", _V4)
 # No processor has products of bfloat16 without VNNI.
 _BF16 = _level("avx512-bf16", "-mavx512bf16", "avx512_bf16", _VNNI)
+_AMX = _level("amx", "-mamx-tile -mamx-bf16 -mamx-int8", "amx_tile amx_bf16 amx_int8", _BF16)
 _ARM = _level("armv8.2", "-march=armv8.2-a", "fp asimd asimdrdm atomics crc32")
 
-LEVELS = {"x86_64": (_V3, _V4, _VNNI, _BF16), "aarch64": (_ARM,)}
+LEVELS = {"x86_64": (_V3, _V4, _VNNI, _BF16, _AMX), "aarch64": (_ARM,)}
 """By machine, as `platform.machine` names it; each one's instructions are among the next one's."""
 
 THIS_PROCESSOR = ("-march=native", *((_WIDE,) if platform.machine() == "x86_64" else ()))

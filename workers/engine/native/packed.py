@@ -205,7 +205,7 @@ def _matches_torch(dtype: torch.dtype, values: torch.dtype | None = None) -> boo
     if dtype not in (torch.bfloat16, torch.float32):
         return False
     stored = (values,) if values is not None else _STORED[:1] if dtype == torch.bfloat16 else _STORED[:3]
-    right = all(_product_matches(dtype, narrow) for narrow in stored)
+    right = all(_kernel_matches(dtype, narrow) for narrow in stored)
     if not right:
         name = str(dtype).removeprefix("torch.") if values is None else _NAMES[values]
         logger.warning(
@@ -214,10 +214,29 @@ def _matches_torch(dtype: torch.dtype, values: torch.dtype | None = None) -> boo
     return right
 
 
+def _kernel_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether products come out as torch's do, without AMX if need be."""
+    if _product_matches(dtype, stored):
+        return True
+    has_tiles = stored in _AT_ONCE or dtype == torch.bfloat16
+    if not has_tiles or not _functions().use_tiles(_STORED.index(stored), False):
+        return False
+    right = _product_matches(dtype, stored)
+    if right:
+        logger.warning("CPU kernels: products by AMX differ from torch's here; those by AVX-512 are used")
+    return right
+
+
 def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Compare few rows and many, with more inputs than DEPTH and more outputs than a panel has."""
+    """Compare few rows and many, with more outputs than a panel has and more inputs than DEPTH: a
+    number of them that fills no tile of AMX, and one that does.
+    """
+    return all(_equals_sums(dtype, stored, inputs) for inputs in (600, 640))
+
+
+def _equals_sums(dtype: torch.dtype, stored: torch.dtype, inputs: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shapes, floats = ((_MANY, 600), (44, 600), (44,)), torch.bfloat16 if stored in _AT_ONCE else stored
+    shapes, floats = ((_MANY, inputs), (44, inputs), (44,)), torch.bfloat16 if stored in _AT_ONCE else stored
     x, plain, bias = (torch.randn(shape, generator=generator).to(floats).to(dtype) for shape in shapes)
     weight: Weight = plain
     multiplied = x.double()
@@ -245,6 +264,9 @@ def _functions() -> ctypes.CDLL:
     library.pack_rows.argtypes = (pointer, size, size, ctypes.c_int, ctypes.c_int, pointer)
     library.packed_matmul.argtypes = (pointer, pointer, size, pointer)
     library.packed_lookup.argtypes = (pointer, pointer, size, pointer)
+    library.use_tiles.argtypes = (ctypes.c_int, ctypes.c_int)
+    for stored in (torch.bfloat16, *_AT_ONCE):
+        library.use_tiles(_STORED.index(stored), True)
     for function in (library.pack_rows, library.packed_lookup):
         function.restype = None
     return library

@@ -20,12 +20,14 @@ OF_LEVELS = {
     "x86-64-v4": ("__AVX512F__", "__AVX512BW__"),
     "avx512-vnni": ("__AVX512VNNI__",),
     "avx512-bf16": ("__AVX512BF16__",),
+    "amx": ("__AMX_TILE__", "__AMX_BF16__", "__AMX_INT8__"),
 }
 ABOVE = {  # what objdump calls that which a level must not contain
     "x86-64-v3": ("%zmm", "{%k", "vdpbf16ps", "tileload"),
     "x86-64-v4": ("vdpbf16ps", "vpdpbusd", "tileload"),
     "avx512-vnni": ("vdpbf16ps", "tileload"),
     "avx512-bf16": ("tileload", "tdpbf16ps"),
+    "amx": (),
 }
 PROGRAM = Path(__file__).parent / "kernels.c"
 
@@ -57,7 +59,7 @@ def test_no_compiler_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_best_level_that_a_processor_runs_comes_first() -> None:
     for count, level in enumerate(X86, 1):
         assert fitting_levels("x86_64", level.features | {"sse2"}) == list(reversed(X86[:count]))
-    assert fitting_levels("x86_64", X86[-1].features - {"avx512_bf16"}) == [*reversed(X86[:-1])]
+    assert fitting_levels("x86_64", X86[-1].features - {"amx_bf16"}) == [*reversed(X86[:-1])]
     assert fitting_levels("x86_64", frozenset()) == fitting_levels("riscv64", X86[0].features) == []
     assert [level.name for level in fitting_levels("aarch64", LEVELS["aarch64"][0].features)] == ["armv8.2"]
 

@@ -31,10 +31,21 @@ SHAPES = [
     (100, 2304, 768),
     (700, 65, 1026),
     (30, 70, 6002),
+    (9, 40, 64),
+    (17, 70, 576),
+    (300, 65, 1600),
 ]
-# rows, outputs, inputs: of the last but one there are several blocks of rows
-KINDS = {"int8": (8, None), "int8-24": (8, 24), "int4": (4, None), "int4-32": (4, 32), "int4-128": (4, 128)}
-SOME = ["int8", "int4-32"]
+# rows, outputs, inputs: there are several blocks of rows; the last three have inputs that fill
+# AMX's tiles
+KINDS = {
+    "int8": (8, None),
+    "int8-24": (8, 24),
+    "int8-64": (8, 64),
+    "int4": (4, None),
+    "int4-32": (4, 32),
+    "int4-128": (4, 128),
+}
+SOME = ["int8", "int4-32", "int4-128"]
 
 
 def operands(
@@ -93,10 +104,11 @@ def test_gates_activations_and_padding(dtype: torch.dtype, kind: str) -> None:
         torch.testing.assert_close(gated(x), activation(name)(gate) * up, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("inputs", [1026, 1088])
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_whatever_is_computed_beside_it(dtype: torch.dtype, kind: str) -> None:
-    x, weight, bias = operands(800, 100, 1026, dtype, kind)
+def test_a_row_is_the_same_whatever_is_computed_beside_it(dtype: torch.dtype, kind: str, inputs: int) -> None:
+    x, weight, bias = operands(800, 100, inputs, dtype, kind)
     matrix = PackedMatrix(weight, bias, "gelu_new")
     together = matrix(x)
     for rows in (1, 2, 3, 4, 7, 12, 18, 19, 25, 50, 64, 193, 650):

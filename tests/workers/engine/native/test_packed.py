@@ -31,9 +31,13 @@ SHAPES = [
     (100, 2304, 768),
     (700, 65, 1026),
     (30, 70, 6000),
+    (5, 40, 32),
+    (17, 70, 576),
+    (50, 33, 1088),
+    (300, 65, 1600),
 ]
-# rows, outputs, inputs: the last but one takes several blocks of rows, the last has rows too long
-# for blocks in bfloat16
+# rows, outputs, inputs: there are several blocks of rows, and rows too long for blocks in bfloat16;
+# the last four have inputs that fill AMX's tiles, and tiles of rows that are not full, or shared
 STORED = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -130,12 +134,13 @@ def test_extreme_sums_are_activated_as_torch_does(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("inputs", [1026, 1088])
 @pytest.mark.parametrize("stored", STORED)
-def test_a_row_is_the_same_whatever_is_computed_beside_it(stored: torch.dtype, dtype: torch.dtype) -> None:
-    x, weight, bias = operands(800, 100, 1026, dtype, stored)
+def test_a_row_is_the_same_whatever_is_computed_beside_it(stored: torch.dtype, dtype: torch.dtype, inputs: int) -> None:
+    x, weight, bias = operands(800, 100, inputs, dtype, stored)
     matrix = PackedMatrix(weight, bias, "gelu_new")
     together = matrix(x)
-    for rows in (1, 2, 3, 4, 7, 12, 13, 25, 50, 64, 193, 650):
+    for rows in (1, 2, 3, 4, 7, 12, 13, 16, 17, 25, 32, 33, 50, 64, 193, 650):
         assert matrix(x[:rows]).equal(together[:rows])
 
 

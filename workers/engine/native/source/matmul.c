@@ -10,6 +10,8 @@
    weights are stored in 8 or 4 bits: of quads of int8 where the processor has it (matmul_quads.h), else of pairs of
    int16 (matmul_integers.h). */
 
+#define _DEFAULT_SOURCE /* of system calls (matmul_tiles.h) */
+
 #include <omp.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -22,9 +24,11 @@
 #else
 #include "matmul_integers.h"
 #endif
+#include "matmul_tiles.h"
 
 int multiplies_bf16(void);
 int multiplies_quads(void);
+int use_tiles(int stored, int used);
 
 /* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a
    tile takes its time. */
@@ -49,7 +53,7 @@ typedef struct {
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
     ptrdiff_t blocks, runs;   /* of rows, and of each block; units are in the order of blocks */
-    int few;
+    int few, by_tiles;
     ptrdiff_t scales_of_row;
     ptrdiff_t sums_of_row; /* of whole numbers: of quads, and of few rows with int4 */
 } product;
@@ -68,6 +72,8 @@ typedef struct {
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
 static int multiplies_words(const packed_matrix *matrix);
+static void begin_tiles(const product *p);
+static void end_tiles(const product *p);
 static size_t room_bytes(const product *p, ptrdiff_t threads);
 static size_t integer_bytes(const product *p);
 static workspace *take_workspace(size_t size);
@@ -97,10 +103,12 @@ int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void 
         ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
         uint32_t *room = space && rooms ? (uint32_t *)(void *)(space->bytes + thread * BLOCK_BYTES) : NULL;
         ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
+        begin_tiles(&p);
         if (p.few)
             multiply_units(&p, room, 0, units, 0, &taken[0]);
         else
             multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
+        end_tiles(&p);
     }
     free_workspace(space);
     return 0;
@@ -110,6 +118,57 @@ static int multiplies_words(const packed_matrix *matrix) {
     return is_integer(matrix->stored) ? !MULTIPLIES_QUADS : matrix->floats;
 }
 
+#if HAS_TILES
+
+static int tiled[STORED_INT4 + 1]; /* whether tiles multiply, by what weights are stored as */
+
+/* Returns whether they did before. Before the first product, or between two. */
+int use_tiles(int stored, int used) {
+    int before = tiled[stored];
+    tiled[stored] = used && request_tiles();
+    return before;
+}
+
+static int multiplies_tiles(const packed_matrix *matrix, ptrdiff_t m) {
+    ptrdiff_t bytes = is_integer(matrix->stored) ? matrix->k : matrix->k * (ptrdiff_t)sizeof(bf16);
+    int whole_groups = matrix->group >= matrix->k || matrix->group % STEP_BYTES == 0;
+    if (!tiled[matrix->stored] || multiplies_words(matrix) || bytes % STEP_BYTES)
+        return 0;
+    return is_integer(matrix->stored) ? m >= LEAST_TILED_ROWS && whole_groups : m > 0;
+}
+
+static void begin_tiles(const product *p) {
+    if (p->by_tiles)
+        shape_tiles(p->m);
+}
+
+static void end_tiles(const product *p) {
+    if (p->by_tiles)
+        _tile_release();
+}
+
+#else
+
+int use_tiles(int stored, int used) {
+    (void)stored, (void)used;
+    return 0;
+}
+
+static int multiplies_tiles(const packed_matrix *matrix, ptrdiff_t m) {
+    (void)matrix, (void)m;
+    return 0;
+}
+
+static void begin_tiles(const product *p) {
+    (void)p;
+}
+
+static void end_tiles(const product *p) {
+    (void)p;
+}
+
+#endif
+
 /* Of a row of x as it is multiplied. */
 static ptrdiff_t row_bytes(const packed_matrix *matrix) {
     return is_integer(matrix->stored) ? integer_row_bytes(matrix)
@@ -118,7 +177,7 @@ static ptrdiff_t row_bytes(const packed_matrix *matrix) {
 
 /* Each thread's block of rows, where it is gathered. */
 static size_t room_bytes(const product *p, ptrdiff_t threads) {
-    return p->few || multiplies_words(p->matrix) ? 0 : (size_t)threads * BLOCK_BYTES;
+    return p->few || p->by_tiles || multiplies_words(p->matrix) ? 0 : (size_t)threads * BLOCK_BYTES;
 }
 
 /* x as integers, its scales and totals. */
@@ -164,7 +223,9 @@ static void quantize_rows(product *p, char *room) {
 }
 
 /* How many blocks m rows make. */
-static ptrdiff_t count_row_blocks(const packed_matrix *matrix, ptrdiff_t m) {
+static ptrdiff_t count_row_blocks(const packed_matrix *matrix, ptrdiff_t m, int by_tiles) {
+    if (by_tiles)
+        return count_tiled_blocks(row_bytes(matrix), m);
     if (multiplies_words(matrix))
         return (m + WORD_BLOCK_ROWS - 1) / WORD_BLOCK_ROWS;
     ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * row_bytes(matrix)),
@@ -174,14 +235,17 @@ static ptrdiff_t count_row_blocks(const packed_matrix *matrix, ptrdiff_t m) {
 
 static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
     ptrdiff_t bytes = panel_bytes(matrix), panels = (matrix->n + PANEL - 1) / PANEL;
-    int few = m <= (multiplies_words(matrix) ? few_tiles[matrix->stored] * TILE_ROWS : MOST_ROWS);
+    int by_tiles = multiplies_tiles(matrix, m);
+    int few = m <= (by_tiles                   ? ROWS_OF_A_PAIR
+                    : multiplies_words(matrix) ? few_tiles[matrix->stored] * TILE_ROWS
+                                               : MOST_ROWS);
     ptrdiff_t run = few && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
     ptrdiff_t scales = 0, sums = 0;
     if (is_integer(matrix->stored))
         scales = count_scales(matrix), sums = count_sums(matrix, few);
     return (product){
-        matrix, x, NULL, NULL, y, m, panels, run, count_row_blocks(matrix, m), (panels + run - 1) / run, few, scales,
-        sums,
+        matrix, x, NULL, NULL, y, m, panels, run, count_row_blocks(matrix, m, by_tiles), (panels + run - 1) / run, few,
+        by_tiles, scales, sums,
     };
 }
 
@@ -210,7 +274,7 @@ static int tile_rows(const row_block *block, ptrdiff_t tile, ptrdiff_t done) {
 static void enter_block(const product *p, ptrdiff_t index, uint32_t *room, row_block *block) {
     ptrdiff_t first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first;
     int by_words = multiplies_words(p->matrix);
-    ptrdiff_t most = by_words ? TILE_ROWS : MOST_ROWS, bytes = row_bytes(p->matrix);
+    ptrdiff_t most = p->by_tiles ? SIDE : by_words ? TILE_ROWS : MOST_ROWS, bytes = row_bytes(p->matrix);
     const char *x = (const char *)p->x + first * bytes;
     *block = (row_block){first, rows, (rows + most - 1) / most, x, 0};
 #ifdef __AVX512F__
@@ -406,8 +470,45 @@ int multiplies_bf16(void) {
 
 #endif
 
+#if HAS_TILES
+
+static void multiply_tiles_panel(const product *p, const row_block *block, ptrdiff_t panel) {
+    float sums[MOST_TILES * SIDE * PANEL] __attribute__((aligned(64)));
+    const packed_matrix *matrix = p->matrix;
+    panel_columns columns = columns_of(matrix, panel);
+    int to_float = matrix->floats || matrix->to_float, integer = is_integer(matrix->stored);
+    size_t size = to_float ? sizeof(float) : sizeof(bf16);
+    if (integer) {
+        ptrdiff_t before = block->first * p->scales_of_row;
+        quad_rows x = {block->x, p->scales + before, p->totals + before, row_bytes(matrix), p->scales_of_row};
+        (matrix->stored == STORED_INT8 ? multiply_int8_tiles : multiply_int4_tiles)(x, block->rows, &columns.panel, sums);
+    } else {
+        multiply_bf16_tiles(block->x, row_bytes(matrix), block->rows, columns.panel.weights, sums);
+    }
+    for (ptrdiff_t tile = 0; tile < block->tiles; tile++) {
+        const float *from = sums + tile * SIDE * PANEL;
+        int rows = (int)(block->rows < SIDE ? block->rows : SIDE);
+        ptrdiff_t first = block->first + first_row(block->rows, tile);
+        void *to = (char *)p->y + (size_t)(first * columns.width + columns.first) * size;
+        if (integer)
+            finish_sums(matrix->activation, matrix->gated, !to_float, columns.bias, rows, from, to, columns.width,
+                        columns.filled);
+        else
+            finish(matrix->activation, matrix->gated, to_float, columns.bias, rows, from, to, columns.width,
+                   (int)columns.filled);
+    }
+}
+
+#endif
+
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
     (void)next;
+#if HAS_TILES
+    if (p->by_tiles) {
+        multiply_tiles_panel(p, block, panel);
+        return;
+    }
+#endif
     if (multiplies_words(p->matrix))
         multiply_panel_by_words(p, block, panel);
 #if MULTIPLIES_QUADS
