@@ -98,9 +98,9 @@ def _weight_bytes(folder: Path, engine: EngineConfig, config: Mapping[str, Any])
     settings = config.get("quantization_config") or config.get("compression_config")
     if settings:
         bits = min(_packed_bits(settings), default=8)  # the fewest: an estimate too large does no harm
-        return sum(_count_numbers(file, bits) for file in present) * _item_bytes(engine)
+        return sum(_count_numbers(file, bits) for file in present) * _item_bytes(engine, config)
     stored = sum(file.stat().st_size for file in present)
-    return stored * _item_bytes(engine) // _ITEM_BYTES.get(_stored_dtype(config), 4)
+    return stored * _item_bytes(engine, config) // _ITEM_BYTES.get(_stored_dtype(config), 4)
 
 
 def _count_numbers(file: Path, packed_bits: int) -> int:
@@ -145,8 +145,9 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _item_bytes(engine: EngineConfig) -> int:
-    return _ITEM_BYTES.get(engine.dtype, 2 if _has_bfloat16() else 4)
+def _item_bytes(engine: EngineConfig, config: Mapping[str, Any]) -> int:
+    narrow = _stored_dtype(config) == "bfloat16" and _has_bfloat16()
+    return _ITEM_BYTES.get(engine.dtype, 2 if narrow else 4)
 
 
 def _stored_dtype(config: Mapping[str, Any]) -> str:
@@ -156,7 +157,7 @@ def _stored_dtype(config: Mapping[str, Any]) -> str:
 def _cache_item_bytes(engine: EngineConfig, config: Mapping[str, Any]) -> int:
     """Return 2 also for a checkpoint in bfloat16 that is computed in float32 by default."""
     narrow = engine.dtype == "auto" and _stored_dtype(config) == "bfloat16" and not _is_encoder(config)
-    return 2 if narrow else _item_bytes(engine)
+    return 2 if narrow else _item_bytes(engine, config)
 
 
 def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], most: int) -> int:
@@ -198,5 +199,5 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def _has_bfloat16() -> bool:
-    """Return whether `--dtype auto` is bfloat16 on this CPU."""
+    """Return whether `--dtype auto` is bfloat16 on this CPU, of a checkpoint in it."""
     return not _BFLOAT16_FLAGS.isdisjoint(processor_features())

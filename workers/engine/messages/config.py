@@ -65,7 +65,7 @@ class EngineConfig:
     dtype: str = _flag(
         "auto",
         "Type that the model computes in. auto: on a GPU the checkpoint's, bfloat16 for float32; on a CPU bfloat16"
-        " where it has instructions for it, else float32.",
+        " for a checkpoint in it where it has instructions for it, else float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str | None = _flag(

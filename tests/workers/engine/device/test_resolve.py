@@ -4,11 +4,13 @@ from dataclasses import asdict, replace
 
 import msgspec
 import pytest
+import torch
 
 from tests.workers.engine.driving import resolved
 from tests.workers.engine.models.tiny_pooling_models import pooling_folder
 from tests.workers.engine.native.available import missing_native, needs_native
 from tests.workers.engine.places import Place, on_gpu
+from workers.engine.device import loader
 from workers.engine.device.loader import cpu_dtype, open_checkpoint
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig
@@ -46,18 +48,37 @@ def test_a_cache_is_as_exact_as_the_checkpoint_or_as_was_asked_for() -> None:
         return resolve(config, "cpu", replace(model, dtype=stored)).cache_dtype
 
     own = str(cpu_dtype()).removeprefix("torch.")
-    assert (cache("bfloat16"), cache("float16"), cache("float32")) == ("bfloat16", own, own)
+    assert (cache("bfloat16"), cache("float16"), cache("float32")) == ("bfloat16", "float32", "float32")
     assert cache("bfloat16", dtype="float32") == "float32"
     assert cache("float32", dtype="bfloat16") == "bfloat16"
     assert cache("bfloat16", attention_backend="torch") == own
 
 
-def test_a_dtype_that_is_slow_on_the_processor_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    for dtype in ("auto", "float32", str(cpu_dtype()).removeprefix("torch.")):
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_dtype_is_the_fastest_that_is_as_precise_as_the_checkpoint(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_fast_bfloat16", lambda: fast)
+    model = open_checkpoint(resolved("llama", device="cpu").model).config
+
+    def chosen(stored: str | None) -> torch.dtype:
+        return loader.resolve_dtype("auto", replace(model, dtype=stored), torch.device("cpu"))
+
+    assert chosen("bfloat16") == (torch.bfloat16 if fast else torch.float32)
+    assert [chosen(stored) for stored in ("float16", "float32", None)] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_dtype_that_is_slow_on_the_processor_is_warned_of(
+    fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "_fast_bfloat16", lambda: fast)
+    for dtype in ("auto", "float32", *(["bfloat16"] if fast else [])):
         resolved("llama", device="cpu", dtype=dtype)
     assert not caplog.records
-    resolved("llama", device="cpu", dtype="float16")
-    assert "--dtype float16 is slow on this CPU" in caplog.text
+    for dtype in ("float16", *([] if fast else ["bfloat16"])):
+        resolved("llama", device="cpu", dtype=dtype)
+        assert f"--dtype {dtype} is slow on this CPU" in caplog.text
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, 128), (5, 5)])
