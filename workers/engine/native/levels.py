@@ -28,15 +28,17 @@ def _level(name: str, flags: str, features: str, below: Level | None = None) -> 
 _V3_FEATURES = "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
 _V4_FEATURES = "avx512f avx512bw avx512cd avx512dq avx512vl"
 _V3 = _level("x86-64-v3", "-march=x86-64-v3", _V3_FEATURES)
+_AVX_VNNI = _level("avx-vnni", "-mavxvnni", "avx_vnni", _V3)
 _V4 = _level("x86-64-v4", f"-march=x86-64-v4 {_WIDE}", _V4_FEATURES, _V3)
 _VNNI = _level("avx512-vnni", "-mavx512vnni", "avx512_vnni", _V4)
 # No processor has products of bfloat16 without VNNI.
 _BF16 = _level("avx512-bf16", "-mavx512bf16", "avx512_bf16", _VNNI)
 _AMX = _level("amx", "-mamx-tile -mamx-bf16 -mamx-int8", "amx_tile amx_bf16 amx_int8", _BF16)
 _ARM = _level("armv8.2", "-march=armv8.2-a", "fp asimd asimdrdm atomics crc32")
+_DOT = _level("armv8.2-dotprod", "-march=armv8.2-a+dotprod", "asimddp", _ARM)
 
-LEVELS = {"x86_64": (_V3, _V4, _VNNI, _BF16, _AMX), "aarch64": (_ARM,)}
-"""By machine, as `platform.machine` names it; each one's instructions are among the next one's."""
+LEVELS = {"x86_64": (_V3, _AVX_VNNI, _V4, _VNNI, _BF16, _AMX), "aarch64": (_ARM, _DOT)}
+"""By machine, as `platform.machine` names it, the best last."""
 
 THIS_PROCESSOR = ("-march=native", *((_WIDE,) if platform.machine() == "x86_64" else ()))
 """Flags of gcc for all that the processor at hand has."""

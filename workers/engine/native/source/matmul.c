@@ -8,7 +8,8 @@
    There are three kinds of arithmetic: of pairs of bf16 (matmul_bf16.h), where the processor has it, of floats
    (matmul_words.h), with weights that may be stored in 16 bits and are widened on the way, and of integers, where
    weights are stored in 8 or 4 bits: of quads of int8 where the processor has it (matmul_quads.h), else of pairs of
-   int16 (matmul_integers.h). */
+   int16 (matmul_integers.h). The same panels of bf16 and of quads are multiplied by AMX where it is there
+   (matmul_tiles.h). */
 
 #define _DEFAULT_SOURCE /* of system calls (matmul_tiles.h) */
 
@@ -177,7 +178,7 @@ static ptrdiff_t row_bytes(const packed_matrix *matrix) {
 
 /* Each thread's block of rows, where it is gathered. */
 static size_t room_bytes(const product *p, ptrdiff_t threads) {
-    return p->few || p->by_tiles || multiplies_words(p->matrix) ? 0 : (size_t)threads * BLOCK_BYTES;
+    return p->few || p->by_tiles || LANES < 16 || multiplies_words(p->matrix) ? 0 : (size_t)threads * BLOCK_BYTES;
 }
 
 /* x as integers, its scales and totals. */

@@ -50,11 +50,20 @@ struct packed_matrix {
     int to_float;         /* y in float instead of bf16 */
 };
 
-/* Whether integers are multiplied four at a time (matmul_quads.h): those of 8 bits are stored so, and unsigned. */
+/* Whether integers are multiplied four at a time (matmul_quads.h): those of 8 bits are stored so, and unsigned where the
+   instruction takes them so. */
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define MULTIPLIES_QUADS 1
+enum { QUAD_OFFSET = 128 };
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+#define MULTIPLIES_QUADS 1
+enum { QUAD_OFFSET = 128 };
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define MULTIPLIES_QUADS 1
+enum { QUAD_OFFSET = 0 };
 #else
 #define MULTIPLIES_QUADS 0
+enum { QUAD_OFFSET = 0 };
 #endif
 
 /* Whether x is multiplied as integers, too. */

@@ -1,20 +1,21 @@
-/* What tiles by AVX-512 have in common whose x is in words, pairs of bf16 (matmul_bf16.h) or quads of int8
-   (matmul_quads.h): up to 12 rows of it, gathered, and what they prefetch. */
+/* What tiles have in common whose x is in words, pairs of bf16 (matmul_bf16.h) or quads of int8 (matmul_quads.h): what
+   they prefetch, and rows of x, gathered, by AVX-512. */
 #ifndef MATMUL_GATHER_H
 #define MATMUL_GATHER_H
 
 #include "lanes.h"
 #include "matmul.h"
 
-enum { MOST_ROWS = 12 };
-
-#if defined(__AVX512F__)
+/* Of a tile whose sums stay in registers. */
+enum { MOST_ROWS = LANES == 16 ? 12 : 3 };
 
 /* What a tile prefetches while it computes: so many lines of the cache for each part of k, from `at` on. */
 typedef struct {
     const char *at;
     int lines;
 } prefetching;
+
+#if defined(__AVX512F__)
 
 /* The first `count` of 16 words of each row. */
 ALWAYS_INLINE void gather_words(const uint32_t *x, ptrdiff_t words, int rows, int count, uint32_t *to) {

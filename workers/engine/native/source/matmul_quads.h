@@ -1,6 +1,6 @@
-/* Products with weights of 8 or 4 bits where the processor adds four products at once (AVX512-VNNI). Rows of x become
-   int8, each BLOCK of their numbers by a scale of its own; weights are unsigned, and what their zero points add, 128 with
-   8 bits, is taken off each block's sum, which is exact.
+/* Products with weights of 8 or 4 bits where the processor adds four products at once: AVX512-VNNI, AVX-VNNI, NEON's dot
+   products. Rows of x become int8, each BLOCK of their numbers by a scale of its own. What the zero points of weights add,
+   and QUAD_OFFSET with 8 bits, is taken off each block's sum, which is exact.
 
    Blocks and their order do not depend on the number of rows: what comes of a row does not depend on the rows beside
    it. */
@@ -38,6 +38,11 @@ static ptrdiff_t count_sums(const struct packed_matrix *matrix, int few) {
     return count_scales(matrix);
 }
 
+/* The order in which `unpacked_quads` gives eight weights of 4 bits. */
+static const int order_of_eight[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+#if LANES == 16
+
 /* 16 numbers of x, zeros behind the first `count`. */
 ALWAYS_INLINE lanes load_numbers(const char *x, int is_bf16, ptrdiff_t count) {
     __mmask16 there = count >= LANES ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
@@ -50,7 +55,7 @@ ALWAYS_INLINE lanes load_numbers(const char *x, int is_bf16, ptrdiff_t count) {
    gives weights of 4 bits if `by_eight`. Returns their scale, NaN where one is not finite; *total: their sum. */
 ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, ptrdiff_t filled, int by_eight,
                                    int8_t *to, int32_t *total) {
-    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15); /* `order_of_eight` */
     lanes numbers[BLOCK / LANES];
     __m512i most = _mm512_setzero_si512(); /* of magnitudes, whose bits are ordered as they are, and NaN last */
     integers sum = {0};
@@ -75,6 +80,38 @@ ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, 
     *total = _mm512_reduce_add_epi32((__m512i)sum);
     return finite ? magnitude / MAX_INT8 : NAN;
 }
+
+#else
+
+/* The same. */
+ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, ptrdiff_t filled, int by_eight,
+                                   int8_t *to, int32_t *total) {
+    const float rounding = 12582912.0f; /* 1.5 * 2**23: the sum's last bits are the rounded number */
+    float numbers[BLOCK] __attribute__((aligned(64)));
+    int32_t rounded[BLOCK];
+    integers most = {0}; /* of magnitudes, whose bits are ordered as they are, and NaN last */
+    widen(numbers, x, count, is_bf16);
+    memset(numbers + count, 0, (size_t)(BLOCK - count) * sizeof *numbers);
+    for (ptrdiff_t i = 0; i < BLOCK; i += LANES) {
+        integers bits = (integers)(load_words(numbers + i) & 0x7fffffffu), above = bits > most;
+        most = (bits & above) | (most & ~above);
+    }
+    int32_t bits = 0;
+    for (int i = 0; i < LANES; i++)
+        bits = most[i] > bits ? most[i] : bits;
+    float magnitude = float_of_bits((uint32_t)bits), inverse = magnitude > 1e-30f ? MAX_INT8 / magnitude : 0.0f;
+    int finite = magnitude * 0.0f == 0.0f;
+    *total = 0;
+    for (ptrdiff_t i = 0; i < BLOCK; i++) {
+        rounded[i] = (int32_t)(bits_of_float((finite ? numbers[i] * inverse : 0.0f) + rounding) - bits_of_float(rounding));
+        *total += rounded[i];
+    }
+    for (ptrdiff_t i = 0; i < filled; i++)
+        to[i] = (int8_t)rounded[by_eight ? i / 8 * 8 + order_of_eight[i % 8] : i];
+    return finite ? magnitude / MAX_INT8 : NAN;
+}
+
+#endif
 
 /* x [k] as int8 [padded k], with a scale and a sum for each block. */
 static void quantize_integers(const struct packed_matrix *matrix, const char *x, char *to, float *scales,
@@ -102,14 +139,21 @@ ALWAYS_INLINE words unpacked_quads(words packed, int part) {
     return (part ? packed >> 4 : packed) & 0x0f0f0f0fu;
 }
 
-ALWAYS_INLINE integers add_quads(integers sum, words of_bytes, words of_signed_bytes) {
-    return (integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)of_bytes, (__m512i)of_signed_bytes);
+/* sum plus four products of weights and numbers of x. */
+ALWAYS_INLINE integers add_quads(integers sum, words weights, words numbers) {
+#if LANES == 16
+    return (integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)numbers);
+#elif LANES == 8
+    return (integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)numbers);
+#else
+    return (integers)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)numbers);
+#endif
 }
 
 /* What is added to a sum for the zero points of its weights; `zeros`: pairs of them, of int4. */
 ALWAYS_INLINE integers less_zeros(int stored, int32_t total, words zeros) {
     if (stored == STORED_INT8)
-        return (integers){0} - 128 * total;
+        return (integers){0} - QUAD_OFFSET * total;
     return add_products((integers){0}, zeros & 0xffffu, (words){0} + ((uint32_t)-total & 0xffffu));
 }
 
@@ -122,8 +166,8 @@ ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows 
         ptrdiff_t line = first / group * PANEL;
         integers whole[MOST_ROWS][QUAD_VECTORS];
         for (int i = 0; i < next.lines; i++, next.at += 64)
-            _mm_prefetch(next.at, _MM_HINT_T1);
-#pragma GCC unroll 2
+            __builtin_prefetch(next.at, 0, 2);
+#pragma GCC unroll 8
         for (int v = 0; v < QUAD_VECTORS; v++) {
             words zeros = stored == STORED_INT4 ? load_octets(panel->zeros + line + v * LANES) : (words){0};
 #pragma GCC unroll 12
@@ -132,11 +176,14 @@ ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows 
         }
         count = block_numbers(group, first, x.end);
         for (ptrdiff_t j = first; j < first + count; j += at_once, from += PANEL * 4) {
-            words packed[QUAD_VECTORS] = {load_words(from), load_words(from + 4 * LANES)};
+            words packed[QUAD_VECTORS];
+#pragma GCC unroll 8
+            for (int v = 0; v < QUAD_VECTORS; v++)
+                packed[v] = load_words(from + 4 * LANES * v);
 #pragma GCC unroll 2
             for (int part = 0; part < at_once / 4; part++) {
                 words weights[QUAD_VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
                 for (int v = 0; v < QUAD_VECTORS; v++)
                     weights[v] = stored == STORED_INT4 ? unpacked_quads(packed[v], part) : packed[v];
 #pragma GCC unroll 12
@@ -144,13 +191,13 @@ ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows 
                     const char *at = gathered ? x.numbers + (j + 4 * part) * rows + 4 * i
                                               : x.numbers + i * x.end + j + 4 * part;
                     words numbers = repeated((const void *)at);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
                     for (int v = 0; v < QUAD_VECTORS; v++)
                         whole[i][v] = add_quads(whole[i][v], weights[v], numbers);
                 }
             }
         }
-#pragma GCC unroll 2
+#pragma GCC unroll 8
         for (int v = 0; v < QUAD_VECTORS; v++) {
             lanes scales = load(panel->scales + line + v * LANES);
 #pragma GCC unroll 12
@@ -178,6 +225,7 @@ ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows 
 QUAD_TILE(1)
 QUAD_TILE(2)
 QUAD_TILE(3)
+#if LANES == 16
 QUAD_TILE(4)
 QUAD_TILE(5)
 QUAD_TILE(6)
@@ -188,8 +236,13 @@ QUAD_TILE(10)
 QUAD_TILE(11)
 QUAD_TILE(12)
 
-static void (*const multiply_quad_rows[MOST_ROWS])(int, int, quad_rows, const packed_panel *, prefetching, float *) = {
-    quads_1, quads_2, quads_3, quads_4, quads_5, quads_6, quads_7, quads_8, quads_9, quads_10, quads_11, quads_12,
-};
+#define QUAD_TILES \
+    { quads_1, quads_2, quads_3, quads_4, quads_5, quads_6, quads_7, quads_8, quads_9, quads_10, quads_11, quads_12 }
+#else
+#define QUAD_TILES { quads_1, quads_2, quads_3 }
+#endif
+
+static void (*const multiply_quad_rows[MOST_ROWS])(int, int, quad_rows, const packed_panel *, prefetching, float *) =
+    QUAD_TILES;
 
 #endif

@@ -10,9 +10,6 @@ int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
 void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y);
 
-/* By which int8 becomes what is stored: 128 more, without a sign, in quads. */
-enum { INT8_FLIPPED = MULTIPLIES_QUADS ? 0x80 : 0 };
-
 /* Which row of w is row `lane` of a panel; n or more for padding. */
 static inline ptrdiff_t source_row(ptrdiff_t panel, ptrdiff_t lane, ptrdiff_t n, int gated) {
     if (!gated)
@@ -54,7 +51,7 @@ ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdif
                 ((uint32_t *)(void *)to)[word_in_panel(i) + lane] |= (uint32_t)(uint8_t)w[row * k + i]
                                                                      << shift_in_word(i);
             else if (stored == STORED_INT8)
-                to[place_in_panel(i, stored) + lane * beside] = (char)(w[row * k + i] ^ INT8_FLIPPED);
+                to[place_in_panel(i, stored) + lane * beside] = (char)(w[row * k + i] ^ QUAD_OFFSET);
             else
                 memcpy(to + (size_t)(place_in_panel(i, stored) + lane * beside) * size,
                        w + (size_t)(row * k + i) * size, size);
@@ -97,7 +94,7 @@ ALWAYS_INLINE float weight_at(int stored, const char *at) {
     float number;
     uint16_t half;
     if (stored == STORED_INT8)
-        return (float)(int8_t)(*at ^ INT8_FLIPPED);
+        return (float)(int8_t)(*at ^ QUAD_OFFSET);
     if (stored == STORED_F32) {
         memcpy(&number, at, sizeof number);
         return number;
