@@ -1,8 +1,10 @@
 """How the native sources are compiled, and for which instructions."""
 
+import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,6 +112,8 @@ def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
     [
         ("-march=x86-64",),
         ("-march=native", "-mno-avx512f"),
+        ("-march=native", "-mno-avx512f", "-mno-avxvnni"),
+        ("-march=native", "-mno-avx512vnni"),
         ("-march=native", "-mno-avx512bf16"),
         ("-march=native",),
     ],
@@ -117,6 +121,17 @@ def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
 def test_kernels_are_right_with_fewer_instructions_than_the_processor_has(flags: Sequence[str], tmp_path: Path) -> None:
     halves = [] if flags == ("-march=x86-64",) or "f16c" not in processor_features() else ["halves"]
     assert subprocess.check_output([compiled("gcc", flags, tmp_path), *halves], text=True) == "right\n"
+
+
+@needs_gcc
+@pytest.mark.proof
+@pytest.mark.skipif("avx512f" not in processor_features(), reason="this processor has nothing above AVX2")
+def test_products_of_integers_are_right_without_avx512(tmp_path: Path) -> None:
+    environment = os.environ | {"CC": "gcc -mno-avx512f", "XDG_CACHE_HOME": str(tmp_path)}
+    tests = ("-k", "equals_sums and not 2304", str(Path(__file__).with_name("test_integers.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 @pytest.mark.proof

@@ -86,7 +86,6 @@ ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, 
 /* The same. */
 ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, ptrdiff_t filled, int by_eight,
                                    int8_t *to, int32_t *total) {
-    const float rounding = 12582912.0f; /* 1.5 * 2**23: the sum's last bits are the rounded number */
     float numbers[BLOCK] __attribute__((aligned(64)));
     int32_t rounded[BLOCK];
     integers most = {0}; /* of magnitudes, whose bits are ordered as they are, and NaN last */
@@ -103,7 +102,7 @@ ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, 
     int finite = magnitude * 0.0f == 0.0f;
     *total = 0;
     for (ptrdiff_t i = 0; i < BLOCK; i++) {
-        rounded[i] = (int32_t)(bits_of_float((finite ? numbers[i] * inverse : 0.0f) + rounding) - bits_of_float(rounding));
+        rounded[i] = finite ? (int32_t)rintf(numbers[i] * inverse) : 0;
         *total += rounded[i];
     }
     for (ptrdiff_t i = 0; i < filled; i++)
