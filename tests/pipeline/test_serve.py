@@ -14,13 +14,14 @@ import redis
 from click.testing import CliRunner
 from openai.types import Completion
 
+from jobs.queue import keys
 from jobs.store.storage import exclusive
 from pipeline.commands.serve import serve
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import ANSWERS
 from tests.support import http_calls
 from tests.support.commands import EXAMPLES, RunningCommand, running_pipeline
-from tests.support.poison import Poison, poisoned_environment
+from tests.support.poison import Poison, noted_steps, poisoned_environment
 from tests.support.processes import (
     command_line,
     cpu_seconds,
@@ -30,17 +31,28 @@ from tests.support.processes import (
     wait_for_rest,
     wake_ups,
 )
-from tests.support.waiting import wait_for_value, wait_until
+from tests.support.waiting import check_time, wait_for_value, wait_until
 
 LISTED_AT_FIRST: list[dict[str, object]] = []
 """The models when the address could be reached; `served` fills it."""
 
 
+LEAVING_SECONDS = 1.0
+"""How long a call may go on after its client has left."""
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[RunningCommand, str]]:
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which the engine core of `served` notes its steps."""
+    return tmp_path_factory.mktemp("served") / "steps.jsonl"
+
+
+@pytest.fixture(scope="module")
+def served(notes: Path) -> Iterator[tuple[RunningCommand, str]]:
     """A running `pipeline serve` whose model is ready, and its address."""
     flags = ("--port", 0, "--served-model-name", "demo", "--served-model-name", "alias")
-    with running_pipeline("serve", *flags, **poisoned_environment(Poison("tortoise", "slow"))) as command:
+    environment = poisoned_environment(Poison("tortoise", "slow"), notes=notes)
+    with running_pipeline("serve", *flags, **environment) as command:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None
         LISTED_AT_FIRST[:] = http_calls.get(f"{url[1]}/v1/models").json()["data"]
@@ -85,8 +97,7 @@ def test_idle_processes_sleep(served: tuple[RunningCommand, str]) -> None:
     parent = served[0].process.pid
     pids = [parent, *descendants(parent)]
     wait_for_rest(pids, 0.01)
-    [api] = [pid for pid in pids if "pipeline api" in command_line(pid)]
-    variables = dict(entry.partition("=")[::2] for entry in environment_of(api))
+    [api] = processes(served[0], "pipeline api")
 
     def sleep_most_of_the_time() -> bool:
         before, began = [wake_ups([api]), wake_ups(pids), commands_of(client)], ticks_of(client)
@@ -97,8 +108,19 @@ def test_idle_processes_sleep(served: tuple[RunningCommand, str]) -> None:
         print("a second: {:.1f} wake-ups of the API, {:.1f} of all, {:.1f} commands of Redis".format(*rates))
         return rates[0] < 3 and rates[1] < 52 and rates[2] < 40
 
-    with redis.Redis.from_url(variables["REDIS_URL"]) as client:
+    with redis_of(served[0]) as client:
         wait_until(sleep_most_of_the_time, 60, "the processes to sleep")
+
+
+def processes(command: RunningCommand, words: str) -> list[int]:
+    """The processes below a command that were started with these words."""
+    return [pid for pid in descendants(command.process.pid) if words in command_line(pid)]
+
+
+def redis_of(command: RunningCommand) -> redis.Redis:
+    [api] = processes(command, "pipeline api")
+    variables = dict(entry.partition("=")[::2] for entry in environment_of(api))
+    return redis.Redis.from_url(variables["REDIS_URL"])
 
 
 def ticks_of(client: redis.Redis) -> float:
@@ -192,6 +214,67 @@ def calls_at(url: str) -> tuple[int, float, float]:
     return http_calls.get(f"{url}/health").json().get("live_calls"), running, waiting
 
 
+def sequences(notes: Path) -> set[tuple[int, int]]:
+    """Those that the engine core has had in a step, each with the process id of its core."""
+    return {(step.core_pid, one) for step in noted_steps(notes) for one in step.request_ids}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain call"])
+def test_the_engine_stops_within_a_second_of_a_client_that_leaves(
+    served: tuple[RunningCommand, str], notes: Path, stream: bool
+) -> None:
+    """By the monotonic clock, which is the same in all processes: the core notes when it hands out
+    the step that ends a sequence.
+    """
+    before = sequences(notes)
+    with call(served[1], stream) as connection:
+        [sequence] = wait_until(lambda: sequences(notes) - before, 60, "the engine to run the call")
+        if stream:
+            received = b""
+            while b"data: " not in received:
+                received += connection.recv(4096)
+        left = time.monotonic()
+
+    def aborted() -> float:
+        steps = (step for step in noted_steps(notes) if step.core_pid == sequence[0] and sequence[1] in step.aborted)
+        return next((step.at for step in steps), 0.0)
+
+    stopped = wait_until(aborted, 60, "the engine to stop")
+    print(f"the engine stopped after {stopped - left:.3f} s")
+    check_time(stopped - left, LEAVING_SECONDS, "stopping the engine")
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain call"])
+def test_a_call_that_waits_leaves_the_queue_within_a_second_of_its_client(
+    served: tuple[RunningCommand, str], client: openai.OpenAI, notes: Path, stream: bool
+) -> None:
+    """The worker process is stopped meanwhile, so that it cannot claim the call."""
+    before = sequences(notes)
+    workers = processes(served[0], "pipeline worker")
+    with redis_of(served[0]) as queue:
+        send_all(workers, signal.SIGSTOP)
+        try:
+            with call(served[1], stream):
+                [key] = wait_until(lambda: waiting_calls(queue), 60, "the call to wait")
+                left = time.monotonic()
+            wait_until(lambda: key not in waiting_calls(queue), 60, "the call to leave the queue")
+            gone = time.monotonic()
+            assert not queue.hexists(keys.LIVE_CALLS, key)
+            assert [name for name in queue.scan_iter() if key in name] == []
+        finally:
+            send_all(workers, signal.SIGCONT)
+    print(f"the call left the queue after {gone - left:.3f} s")
+    client.completions.create(model="demo", prompt="List", max_tokens=1)
+    assert len(sequences(notes) - before) == 1, "the engine ran more than the last call"
+    check_time(gone - left, LEAVING_SECONDS, "leaving the queue")
+
+
+def waiting_calls(queue: redis.Redis) -> list[bytes]:
+    """Keys of the live calls of the first model that no worker has claimed, in any turn."""
+    lists = queue.scan_iter(match=keys.live_of("*", "*"))
+    return [key for name in lists for key in queue.lrange(name, 0, -1)]  # type: ignore[union-attr]
+
+
 def test_clients_that_leave_together_end_their_calls_wherever_they_are(served: tuple[RunningCommand, str]) -> None:
     """Half of them are streams; 64 run, some wait in the engine and some in the queue."""
     url = served[1]
@@ -219,7 +302,7 @@ def test_a_stream_goes_on_where_it_was_after_a_kill(
     for chunk in stream:
         texts.append(chunk.choices[0].delta.content or "")
         if len("".join(texts)) > 20 and victim:
-            send_all([pid for pid in descendants(command.process.pid) if victim in command_line(pid)], signal.SIGKILL)
+            send_all(processes(command, victim), signal.SIGKILL)
             victim = ""
     assert "".join(texts) == answer
     assert not victim

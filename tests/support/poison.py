@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
@@ -33,10 +34,27 @@ class Poison:
     start: int = 0
 
 
-def poisoned_environment(*poisons: Poison, hold: Path | None = None) -> dict[str, str]:
+class NotedStep(NamedTuple):
+    """A step that an engine core has handed out: when, on the machine's monotonic clock, its
+    process id, the requests that got a token or ended, and those of them that were aborted.
+    """
+
+    at: float
+    core_pid: int
+    request_ids: list[int]
+    aborted: list[int]
+
+
+def noted_steps(file: Path) -> list[NotedStep]:
+    """Return the steps that cores have noted in `file` so far."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [NotedStep(*json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def poisoned_environment(*poisons: Poison, hold: Path | None = None, notes: Path | None = None) -> dict[str, str]:
     """What a worker's environment needs beside the usual for these words to do harm.
 
-    `hold` is the file that holds requests.
+    `hold` is the file that holds requests, `notes` one for the steps, as `noted_steps` reads it.
     """
     tokenizer = TextTokenizer.load(DEMO_MODEL)
     words = tokenizer.encode([poison.word and f" {poison.word}" for poison in poisons], special_tokens=False)
@@ -45,7 +63,8 @@ def poisoned_environment(*poisons: Poison, hold: Path | None = None) -> dict[str
         for poison, ids in zip(poisons, words, strict=True)
     ]
     path = os.pathsep.join([str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, "POISONS": json.dumps(found), "HOLD_FILE": str(hold or "")}
+    files = {"HOLD_FILE": str(hold or ""), "STEP_NOTES": str(notes or "")}
+    return {"PYTHONPATH": path, "POISONS": json.dumps(found), **files}
 
 
 @contextlib.contextmanager

@@ -27,6 +27,14 @@ def wait_for_value(read: Callable[[], T], expected: T, timeout: float, what: str
     _poll(read, lambda value: value == expected, timeout, what)
 
 
+def check_time(seconds: float, limit: float, what: str) -> None:
+    """Fail the test where `what`, which has come about, took longer than `limit` seconds: by a time
+    limit, as the machine may have been held up.
+    """
+    if seconds > limit:
+        raise WaitTimeout(f"{what} took {seconds:.2f} s, more than {limit:g} s")
+
+
 def _poll(read: Callable[[], T], fits: Callable[[T], bool], timeout: float, what: str) -> T:
     deadline = time.monotonic() + timeout
     pause = 0.001

@@ -1,5 +1,5 @@
 """Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain
-tokens ends, stops, holds or slows the core.
+tokens ends, stops, holds or slows the core. They may also note their steps in a file.
 
 Python imports this file when it starts. What does harm is named in the environment, see
 `tests/support/poison.py`; processes other than engine cores, and every step without such tokens,
@@ -19,19 +19,26 @@ from types import ModuleType
 from typing import Any
 
 EXECUTOR = "workers.engine.device.executor"
+TRANSPORT = "workers.engine.messages.transport"
+ABORT = 3  # of `Finish`
 
 
 class Patcher(importlib.abc.MetaPathFinder):
-    """Lets the executor's module be loaded as ever, and then changes what its class does with a
-    step.
+    """Lets the modules of executor and transport be loaded as ever, and then changes what their
+    classes do with a step.
     """
+
+    def __init__(self) -> None:
+        self._changes = {EXECUTOR: lambda module: make_ill(module.Executor)}
+        if os.environ.get("STEP_NOTES"):
+            self._changes[TRANSPORT] = lambda module: note_steps(module.FrameSender)
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != EXECUTOR:
+        change = self._changes.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.loader is not None
@@ -39,7 +46,7 @@ class Patcher(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            make_ill(module.Executor)
+            change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -61,6 +68,19 @@ def make_ill(executor: Any) -> None:
         return launch(self, plan, *masks)
 
     executor.launch = ill_launch
+
+
+def note_steps(sender: Any) -> None:
+    put = sender.put
+    file = open(os.environ["STEP_NOTES"], "a", buffering=1)  # noqa: SIM115
+
+    def noted_put(self: Any, message: Any) -> None:
+        put(self, message)
+        if type(message).__name__ == "StepOutput":
+            ended = [one for one, why in zip(message.request_ids, message.finish, strict=True) if why == ABORT]
+            file.write(json.dumps([time.monotonic(), os.getpid(), message.request_ids, ended]) + "\n")
+
+    sender.put = noted_put
 
 
 def contains(tokens: list[int], part: list[int]) -> bool:
