@@ -6,7 +6,6 @@ import re
 import shlex
 
 import click
-import pytest
 
 from api.http_settings import HttpSettings
 from pipeline.main import cli
@@ -28,27 +27,39 @@ def rows(heading: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
 
 
+def compared() -> list[list[str]]:
+    """Of each row about vLLM's flags: these, what there is here, and what is different."""
+    beside = [*rows("The server's flags beside vLLM's"), *rows("The engine's flags beside vLLM's")]
+    return beside + [cells[1:] for cells in rows("vLLM's flags for what is not here")]
+
+
 def test_every_flag_of_the_http_server_is_named() -> None:
     missing = [as_flag(parameter_of(one)) for one in declared(HttpSettings)]
     assert [flag for flag in missing if f"`{flag}" not in PAGE] == []
 
 
-@pytest.mark.parametrize(
-    ("heading", "column"), [("The server's flags beside vLLM's", 1), ("The engine's flags beside vLLM's", 1)]
-)
-def test_flags_that_are_said_to_be_here_are(heading: str, column: int) -> None:
-    ours = flags_of("serve") | flags_of("worker")
-    for cells in rows(heading):
-        theirs, here = cells[0], cells[column]
-        named = FLAG.findall(theirs if here.startswith("the same") else here)
-        assert set(named) <= ours, cells
+def test_flags_that_are_said_to_be_here_are() -> None:
+    for theirs, here, *rest in compared():
+        named = FLAG.findall(" ".join([theirs if here.startswith("the same") else here, *rest]))
+        assert set(named) <= flags_of("serve") | flags_of("worker"), theirs
 
 
 def test_flags_that_are_said_to_be_missing_are() -> None:
-    ours = flags_of("serve")
-    for theirs, here, *_ in rows("The server's flags beside vLLM's"):
-        if here == "–":
-            assert not set(FLAG.findall(theirs)) & ours, theirs
+    for theirs, here, *_ in compared():
+        if not here.startswith("the same"):
+            assert not set(FLAG.findall(theirs)) - set(FLAG.findall(here)) & flags_of("serve"), theirs
+
+
+def test_every_flag_of_vllm_is_named_once_and_no_other() -> None:
+    """The list has the long names that `vllm serve --help=all` shows, without those that begin with
+    `--no-`, and the version in its first line.
+    """
+    version, *flags = (REPOSITORY / "tests/data/vllm_flags.txt").read_text().splitlines()
+    named = [flag for theirs, *_ in compared() for flag in FLAG.findall(theirs)]
+    assert sorted(named) == flags
+    [release] = re.findall(r"^# vllm serve of vLLM (\d+\.\d+)\.\d+$", version)
+    said = re.findall(r"(?:those of|other flag of) vLLM\s(\d+\.\d+)", PAGE)
+    assert said == [release, release]
 
 
 def test_its_commands_are_understood() -> None:
