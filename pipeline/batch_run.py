@@ -34,6 +34,8 @@ _IDLE_RECORD_SECONDS = 0.15
 _BUSY_RECORD_SECONDS = 0.5
 _REDIS_AWAY_SECONDS = 0.2
 _PROBLEM_SECONDS = 5.0
+_REST_SECONDS = 5.0
+"""Until then the processor is for the first tokens, which need one process of the control plane."""
 _SERVING = ("loading", "initializing", "ready")
 
 log = logging.getLogger("run-batch")
@@ -86,7 +88,7 @@ class BatchRun:
     def _run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
         task = self._task
         if task.redis_url is None and not supervisor.has("jobs"):
-            supervisor.start_jobs()
+            supervisor.start_jobs(rest_after=_REST_SECONDS)
         spec = self._spec(None if self._is_under_way(supervisor.queue.redis) else supervisor.queue)
         batch_id = self._create(supervisor.queue.redis, spec).id
         if task.redis_url is None:

@@ -120,8 +120,12 @@ class Child:
             pause = self._count_death(how)
             self._say(f"the {self.name} process {how}; trying again" + _after(pause))
 
+    def start_later(self, seconds: float) -> None:
+        """Have `check` start the process once so many seconds have passed."""
+        self._start_at = time.monotonic() + seconds
+
     def check(self) -> None:
-        """Detect an end, and restart the process when its pause is over, unless it is to stop.
+        """Detect an end, and start the process when its pause is over, unless it is to stop.
 
         Raises `ChildFailed`.
         """

@@ -98,16 +98,19 @@ class Supervisor:
         assert self._server is not None
         return self._server.url
 
-    def start_jobs(self, file_store: str | None = None) -> None:
+    def start_jobs(self, file_store: str | None = None, rest_after: float = 0.0) -> None:
         """Start the control plane: two RQ workers, and the ticker, which rebuilds an empty Redis
         from the `file_store`. Raise `SettingsError` for webhooks without a usable secret.
+
+        `check` starts all but the first process once `rest_after` seconds have passed.
         """
         if file_store is not None:
             self.settings.webhook_key()
         for number in range(_JOB_PROCESSES):
-            self._add(f"jobs-{number}", partial(_python, "jobs.control.rq_worker"))
+            later = rest_after if number else 0.0
+            self._add(f"jobs-{number}", partial(_python, "jobs.control.rq_worker"), later=later)
         store = ["--file-store", file_store] if file_store is not None else []
-        self._add("ticker", partial(_python, "jobs.control.ticker", *store))
+        self._add("ticker", partial(_python, "jobs.control.ticker", *store), later=rest_after)
 
     def start_workers(
         self,
@@ -228,10 +231,13 @@ class Supervisor:
         named: bool = False,
         descriptors: tuple[int, ...] = (),
         must_start: bool = True,
+        later: float = 0.0,
     ) -> Child:
         variables = {**self._environment, **(environment or {})}
         child = Child(name, command, variables, self._say, on_death, named=named, descriptors=descriptors)
-        if must_start:
+        if later:
+            child.start_later(later)
+        elif must_start:
             child.start()
         else:
             child.start_or_retry()

@@ -122,6 +122,24 @@ def test_a_child_without_a_thread_to_read_it_is_ended_and_tried_again(said: list
         child.wait_until_stopped(0.0)
 
 
+def test_a_child_that_is_to_start_later_is_not_started_before_nor_after_an_order_to_stop(said: list[str]) -> None:
+    child = Child("test", lambda: [sys.executable, "-c", FOREVER], {}, said.append)
+    child.start_later(600)
+    child.check()
+    assert child.pid is None
+    child.start_later(0)
+    child.check()
+    assert child.pid is not None
+    child.kill()
+    child.wait_until_stopped(0.0)
+    child = Child("test", lambda: [sys.executable, "-c", FOREVER], {}, said.append)
+    child.start_later(0)
+    child.ask_to_stop()
+    child.wait_until_stopped(0.0)
+    child.check()
+    assert (child.pid, child.pause_left, child.has_stopped) == (None, None, True)
+
+
 def test_a_refusal_is_not_tried_again(make: Make, said: list[str]) -> None:
     child = make("import sys; print('Error: no such model', file=sys.stderr); sys.exit(2)")
     with pytest.raises(ChildFailed, match=r"^no such model$") as caught:

@@ -234,8 +234,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_and_no_folder(tmp_pa
     private.mkdir()
     with running_pipeline("run-batch", source, "--max-num-seqs", 2, TMPDIR=str(private)) as run:
         run.wait_for("running")
-        children = descendants(run.process.pid)
-        assert len(children) >= 5
+        children = all_children(run)
         second = run_pipeline("run-batch", source)
         assert second.returncode == 2
         assert "another run is at work on" in second.stderr
@@ -253,7 +252,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_folder(tmp_
     private = Path(tempfile.mkdtemp(prefix="t"))
     with running_pipeline("run-batch", source, "--max-num-seqs", 2, TMPDIR=str(private)) as run:
         run.wait_for("running")
-        children = descendants(run.process.pid)
+        children = all_children(run)
         run.process.kill()
         run.wait()
         wait_until(lambda: not any(is_running(pid) for pid in children), 60, "all children to die with it")
@@ -263,6 +262,14 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_folder(tmp_
     assert run_pipeline("run-batch", empty, TMPDIR=str(private)).returncode == 0
     assert list(private.iterdir()) == []
     private.rmdir()
+
+
+def all_children(run: RunningCommand) -> list[int]:
+    """Redis, the worker and its core, and three processes of the control plane, once all are
+    there.
+    """
+    wait_until(lambda: len(descendants(run.process.pid)) >= 6, 60, "all children to be there")
+    return descendants(run.process.pid)
 
 
 def workers_of(run: RunningCommand) -> list[int]:

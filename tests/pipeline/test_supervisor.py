@@ -53,6 +53,23 @@ def test_a_model_whose_worker_cannot_be_started_is_tried_again(tmp_path: Path, m
     assert failures == []
 
 
+def test_all_but_one_process_of_the_control_plane_may_start_later() -> None:
+    with Supervisor(None, QueueSettings(), lambda line: None) as supervisor:
+        supervisor.start_jobs(rest_after=0.5)
+        assert len(control_plane()) == 1
+        assert supervisor.check() <= 0.5
+        wait_until(lambda: [supervisor.check(), len(control_plane()) == 3][1], 60, "the rest of the control plane")
+        supervisor.kill()
+        supervisor.start_jobs(rest_after=600)
+        supervisor.stop()
+        assert supervisor.check() == 5.0  # nothing is due
+        assert control_plane() == []
+
+
+def control_plane() -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if "jobs.control" in command_line(pid)]
+
+
 def kill_redis(supervisor: Supervisor) -> None:
     path = supervisor.redis_url.removeprefix("unix://")
     pid = next(pid for pid in descendants(os.getpid()) if path in command_line(pid))
