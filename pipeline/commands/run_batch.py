@@ -212,12 +212,13 @@ def _hosted(
     """Return the models where they are several, or are not given as a folder or hub name alone."""
     if len(given) < 2 and not flags and not any("=" in one or Path(one).is_dir() for one in given):
         return []
-    from pipeline.hosting.host import check_fits
     from pipeline.hosting.models import served_models
 
     models = served_models(given, flags, redis_url, ctx.params)
     if len(models) == 1 and not flags and given[0] == models[0].settings.engine.model:
         return []
+    from pipeline.hosting.host import check_fits  # which imports redis, before the worker is started
+
     check_fits(models, settings)
     return models
 
