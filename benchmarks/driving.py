@@ -50,7 +50,7 @@ class Pass:
 
 
 def engine_dtype() -> str:
-    """Return what `--dtype auto` is on this processor: the dtype that the engine computes in."""
+    """Return what `--dtype auto` is here for the benchmarks' checkpoints, in bfloat16."""
     return str(cpu_dtype()).removeprefix("torch.")
 
 
@@ -61,7 +61,7 @@ async def running_engine(
     """An engine with `model` of `SHAPES`, warm: it has answered some short requests that share
     nothing with any workload.
     """
-    config = EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, **settings})
+    config = EngineConfig(model=str(model_folder(model)), **{"device": "cpu", "max_model_len": CONTEXT, **settings})
     engine = AsyncEngine(config, vocabulary=vocabulary)
     await engine.start()
     try:

@@ -152,6 +152,20 @@ def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
     assert needs_of(EngineConfig(model=DEMO_MODEL, device="cuda", tensor_parallel_size=2), 2).gpus == 4
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_weights_of_16_bits_are_counted_as_they_are_stored(stored: str, tmp_path: Path) -> None:
+    config = json.loads((Path(DEMO_MODEL) / "config.json").read_text()) | {"dtype": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = torch.zeros((1024, 1024), dtype=getattr(torch, stored))
+    save_file({"weight": weight}, tmp_path / "model.safetensors")
+
+    def memory(dtype: str) -> int:
+        engine = EngineConfig(model=str(tmp_path), device="cpu", dtype=dtype, kv_cache_memory_bytes=GIB)
+        return needs_of(engine, 1).memory
+
+    assert memory("float32") - memory("auto") == pytest.approx(weight.nbytes, abs=1000)
+
+
 def test_a_quantized_model_needs_what_its_weights_become(tmp_path: Path) -> None:
     def memory(name: str, settings: dict[str, object], **tensors: torch.Tensor) -> int:
         config = json.loads((Path(DEMO_MODEL) / "config.json").read_text())

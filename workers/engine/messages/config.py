@@ -64,8 +64,8 @@ class EngineConfig:
     )
     dtype: str = _flag(
         "auto",
-        "Type that the model computes in. auto: on a GPU the checkpoint's, bfloat16 for float32; on a CPU bfloat16"
-        " for a checkpoint in it where it has instructions for it, else float32.",
+        "Type that the model computes in. auto: on a GPU the checkpoint's, bfloat16 for float32; on a CPU with"
+        " instructions for bfloat16 that for a checkpoint in bfloat16; else float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str | None = _flag(
