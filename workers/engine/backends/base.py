@@ -23,7 +23,7 @@ class Backend(Protocol):
     """
 
     widens: bool = False
-    """Whether its float32 arithmetic reads weights, keys and values that are stored in 16 bits."""
+    """Whether its float32 arithmetic reads weights that are stored in 16 bits."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why a model of `dtype` does not run with it by default; None where it does."""
@@ -33,6 +33,10 @@ class Backend(Protocol):
         """Raise ModelLoadError where it cannot run a model of `dtype`."""
         return
 
+    def stores_bf16(self) -> bool:
+        """Return whether the KV cache may be in torch.bfloat16 under float32."""
+        return False
+
     def stores_fp8(self, device: torch.device) -> bool:
         """Return whether the KV cache may be in torch.float8_e4m3fn."""
         return False
@@ -41,8 +45,8 @@ class Backend(Protocol):
     def ops(self) -> Ops: ...
 
     def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
-        """Return attention in `dtype`; that of the shape may differ where the backend `widens` or
-        `stores_fp8`.
+        """Return attention in `dtype`; that of the shape may differ where the backend `stores_bf16`
+        or `stores_fp8`.
         """
         ...
 

@@ -10,6 +10,7 @@ from workers.engine.layers.base import Ops
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.native.attention import CpuAttention
 from workers.engine.native.build import NativeUnavailable
+from workers.engine.native.checks import attention_matches_torch
 from workers.engine.native.draw import NativeDraw
 from workers.engine.native.library import load
 from workers.engine.native.ops import NativeOps
@@ -36,7 +37,12 @@ class CpuBackend(TorchBackend):
         if why is not None:
             raise ModelLoadError(f"the cpu backend cannot be had: {why}; choose attention_backend auto or torch")
 
+    def stores_bf16(self) -> bool:
+        return _missing(torch.float32) is None and attention_matches_torch(torch.float32)
+
     def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
+        if not attention_matches_torch(dtype):
+            return super().attention(shape, num_heads, dtype, device)
         return CpuAttention(shape, num_heads, dtype)
 
     def draw(self, num_slots: int, vocab_size: int, device: torch.device) -> Draw:

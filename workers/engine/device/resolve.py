@@ -58,8 +58,8 @@ def _cache_dtype(config: EngineConfig, backend: Backend, model: ModelConfig, dty
                 " at auto"
             )
         return torch.float8_e4m3fn
-    narrow = backend.widens and config.dtype == "auto" and dtype == torch.float32 and _suits_narrow_cache(model)
-    return torch.bfloat16 if narrow else dtype
+    narrow = config.dtype == "auto" and dtype == torch.float32 and _suits_narrow_cache(model)
+    return torch.bfloat16 if narrow and backend.stores_bf16() else dtype
 
 
 def _suits_narrow_cache(model: ModelConfig) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,14 +11,15 @@ from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Ta
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.quantized import Weight
 from workers.engine.layers.stack import LayerStack
-from workers.engine.native.library import load
+from workers.engine.native.checks import norms_match_torch
+from workers.engine.native.norms import native_norm
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack, multiplies_integers
 from workers.engine.native.stack import NativeStack, can_stack
 
 
 class NativeOps(TorchOps):
     """Products run from packed weights where there are kernels for the dtype, else they stay
-    torch's.
+    torch's; norms stay it where the kernels differ.
     """
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
@@ -52,12 +51,16 @@ class NativeOps(TorchOps):
         return kind(layers, norm, heads, kv_heads, head_dim, post_norm)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return _normed(x.contiguous(), None, weight, bias, eps)
+        if not norms_match_torch(x.dtype):
+            return super().norm(x, weight, bias, eps)
+        return native_norm(x.contiguous(), None, weight, bias, eps)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return _normed(x, residual, weight, bias, eps), x
+        if not norms_match_torch(x.dtype):
+            return super().add_norm(x, residual, weight, bias, eps)
+        return native_norm(x, residual, weight, bias, eps), x
 
 
 class PackedTable:
@@ -75,35 +78,3 @@ class PackedTable:
 
 def _can_pack(weight: Weight, activation: str | None = None) -> bool:
     return can_pack(weight) and (activation is None or activation in ACTIVATIONS)
-
-
-def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return the norm of x [..., size], after `residual` has been added to it in place; with a bias
-    it is one that takes off the mean too.
-    """
-    y = torch.empty_like(x)
-    added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))
-    rows, size, floats = x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.float32
-    _norm_rows()(
-        x.data_ptr(), added, weight.data_ptr(), biases, y.data_ptr(), rows, size, eps, bias is not None, floats
-    )
-    return y
-
-
-@functools.cache
-def _norm_rows() -> ctypes._FuncPointer:
-    function, pointer, size = load().norm_rows, ctypes.c_void_p, ctypes.c_ssize_t
-    function.argtypes = (
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        size,
-        size,
-        ctypes.c_float,
-        ctypes.c_int,
-        ctypes.c_int,
-    )
-    function.restype = None
-    return function

@@ -15,6 +15,7 @@ from workers.engine.attention.context import StepAttention
 from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer, Norm, Rotation
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.attention import CpuAttention, HeadRotation, head_rotation
+from workers.engine.native.checks import norms_match_torch
 from workers.engine.native.library import load
 from workers.engine.native.memory import zeros_together
 from workers.engine.native.packed import PackedMatrix
@@ -138,12 +139,13 @@ class NativeStack(LayerStack):
 
 
 def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool) -> bool:
-    """Return whether products run from packed matrices, and norms are where stack.c has them."""
+    """Return whether products run from packed matrices, and norms are where stack.c has them and
+    come out as torch's do.
+    """
     parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
     normed = all(layer.attention_norm is not None for layer in layers[0 if post_norm else 1 :])
-    return (
-        bool(parts) and normed and (norm is None) is post_norm and all(isinstance(part, PackedMatrix) for part in parts)
-    )
+    packed = bool(parts) and all(isinstance(part, PackedMatrix) for part in parts)
+    return packed and normed and (norm is None) is post_norm and norms_match_torch(layers[0].mlp_norm.weight.dtype)
 
 
 def _packed(projection: object) -> PackedMatrix:

@@ -1,5 +1,5 @@
-/* Norms and products by the library's own kernels against plain loops, for instructions that only an emulator may have.
-   Prints one line, "right", or what is wrong. */
+/* Norms, attention (attention.c) and products by the library's own kernels against plain loops, for instructions that
+   only an emulator may have. Prints one line, "right", or what is wrong. */
 
 #include <math.h>
 #include <stdio.h>
@@ -12,6 +12,7 @@
 enum { ROWS = 101, FEW = 3, OUTPUTS = 70, INPUTS = 1030 };
 enum { PANELS = 3, GROUP = 64, GROUPS = (INPUTS + GROUP - 1) / GROUP };
 
+const char *wrong_attention(void);
 int multiplies_quads(void);
 int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
@@ -102,8 +103,11 @@ static int norm_is_right(void) {
 
 int main(int count, char **arguments) {
     int halves = count > 1 && !strcmp(arguments[1], "halves");
+    const char *attention = wrong_attention();
     if (!norm_is_right())
         puts("norms are wrong");
+    else if (attention)
+        puts(attention);
     else if (!product_is_right(STORED_F32))
         puts("products of floats are wrong");
     else if (!product_is_right(STORED_BF16))

@@ -32,7 +32,7 @@ ABOVE = {  # what objdump calls that which a level must not contain
     "avx512-bf16": ("tileload", "tdpbf16ps"),
     "amx": (),
 }
-PROGRAM = Path(__file__).parent / "kernels.c"
+PROGRAM = [Path(__file__).with_name(name) for name in ("kernels.c", "attention.c")]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
     """Return a program that compares the kernels of a set of instructions with plain loops."""
     library, program = folder / "native.so", folder / "kernels"
     compile_library([compiler], flags, library)
-    command = [compiler, "-I", SOURCE, PROGRAM, library, "-fopenmp", "-lm", "-o", program]
+    command = [compiler, "-I", SOURCE, *PROGRAM, library, "-fopenmp", "-lm", "-o", program]
     subprocess.run(command, check=True)
     return program
 

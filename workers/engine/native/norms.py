@@ -1,0 +1,45 @@
+"""Norms by `source/norm.c`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from workers.engine.native.library import load
+
+
+def native_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return the norm of contiguous x [..., size], after `residual` has been added to it in place;
+    with a bias it is one that takes off the mean too.
+
+    All are in float32 or all in bfloat16. Raises NativeUnavailable.
+    """
+    y = torch.empty_like(x)
+    added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))
+    rows, size, floats = x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.float32
+    _norm_rows()(
+        x.data_ptr(), added, weight.data_ptr(), biases, y.data_ptr(), rows, size, eps, bias is not None, floats
+    )
+    return y
+
+
+@functools.cache
+def _norm_rows() -> ctypes._FuncPointer:
+    function, pointer, size = load().norm_rows, ctypes.c_void_p, ctypes.c_ssize_t
+    function.argtypes = (
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        size,
+        size,
+        ctypes.c_float,
+        ctypes.c_int,
+        ctypes.c_int,
+    )
+    function.restype = None
+    return function
