@@ -131,6 +131,20 @@ def test_bad_input_is_one_sentence(client: openai.OpenAI, body: dict[str, Any], 
         client.embeddings.create(model="small", **body)
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/score", {"text_1": "x", "text_2": ["x"] * 2049}),
+        ("/v1/rerank", {"query": "x", "documents": ["x"] * 2049}),
+        ("/v1/pooling", {"input": ["x"] * 2049}),
+    ],
+)
+def test_more_inputs_than_a_call_may_have(served: ServedEmbedder, url: str, body: dict[str, Any]) -> None:
+    answer = http_calls.post(f"{served.url}{url}", json={"model": "small", **body})
+    assert answer.status_code == 400
+    assert "maximum length 2048" in answer.json()["error"]["message"]
+
+
 def test_what_is_too_long_is_cut_where_that_is_asked_for(served: ServedEmbedder, client: openai.OpenAI) -> None:
     made = client.embeddings.create(model="small", input="fox " * 500, extra_body={"truncate_prompt_tokens": -1})
     assert close(made.data[0].embedding, embedding(served.model, ids("fox " * (LONGEST - 2))))
@@ -156,6 +170,29 @@ def test_texts_are_ranked_by_their_embeddings(served: ServedEmbedder) -> None:
 def lines(url: str, bodies: list[dict[str, Any]]) -> bytes:
     made = [{"custom_id": f"{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
     return "".join(json.dumps(line) + "\n" for line in made).encode()
+
+
+def test_a_batch_may_have_the_lines_of_each_endpoint(served: ServedEmbedder, client: openai.OpenAI) -> None:
+    expected = [embedding(served.model, ids(text)) for text in TEXTS]
+    similar = pytest.approx(float(expected[0] @ expected[1]), abs=1e-5)
+    bodies = {
+        "/v1/pooling": {"input": TEXTS[0]},
+        "/v1/score": {"text_1": TEXTS[0], "text_2": TEXTS[1]},
+        "/v1/rerank": {"query": TEXTS[0], "documents": [TEXTS[1]]},
+    }
+    made = {}
+    for url, body in bodies.items():
+        file = client.files.create(file=("x.jsonl", lines(url, [{"model": "small", **body}])), purpose="batch")
+        made[url] = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h").id  # type: ignore[arg-type]
+    answers = {}
+    for url, name in made.items():
+        wait_until(lambda name=name: client.batches.retrieve(name).status in END_STATES, 60, "the batch to end")
+        output = client.batches.retrieve(name).output_file_id
+        assert output is not None
+        answers[url] = json.loads(client.files.content(output).text)["response"]["body"]
+    assert close(answers["/v1/pooling"]["data"][0]["data"], expected[0])
+    assert answers["/v1/score"]["data"][0]["score"] == similar
+    assert answers["/v1/rerank"]["results"][0]["relevance_score"] == similar
 
 
 def test_a_batch_of_the_api_has_embeddings(served: ServedEmbedder, client: openai.OpenAI) -> None:
