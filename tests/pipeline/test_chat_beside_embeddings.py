@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
@@ -59,7 +58,7 @@ def test_a_chat_and_an_embedding(models: Models, client: openai.OpenAI) -> None:
 
 
 def test_each_model_says_what_it_answers(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="It answers: .*/v1/chat/completions"):
+    with pytest.raises(openai.BadRequestError, match=r"It answers: .*/v1/chat/completions"):
         client.embeddings.create(model="chat", input=QUERY)
     with pytest.raises(openai.BadRequestError, match="It answers: /v1/embeddings"):
         client.completions.create(model="embed", prompt=QUERY)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import Tensor
 
 from jobs.protocol.pooling_parameters import EMBEDDINGS, SCORE
@@ -32,6 +31,12 @@ TEXTS = ["The quick brown fox", "the lazy dog", "jumps over the quick brown dog 
 # transformers gives models of the other one, Qwen2, a tokenizer of its own whatever the folder says
 FAMILIES = sorted(EMBEDDERS.keys() - {"qwen2"})
 MODES = ["mean", "cls", "max", "weightedmean", "lasttoken", "mean_sqrt_len_tokens"]
+
+
+def sentence_transformer(folder: Path) -> Any:
+    from sentence_transformers import SentenceTransformer  # whose import takes seconds
+
+    return SentenceTransformer(str(folder), device="cpu")
 
 
 def folder_of(
@@ -86,7 +91,7 @@ def assert_equal(got: list[Tensor], expected: Tensor) -> None:
 def test_embeddings_of_each_family(name: str, tmp_path: Path) -> None:
     causal = EMBEDDERS[name].mode == "last"
     folder = folder_of(name, tmp_path / "model", "lasttoken" if causal else "mean", normalize=True)
-    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS, convert_to_tensor=True)
+    expected = sentence_transformer(folder).encode(TEXTS, convert_to_tensor=True)
     assert_equal(numbers(folder, EMBEDDINGS, input=TEXTS, truncate_prompt_tokens=-1), expected)
 
 
@@ -94,14 +99,15 @@ def test_embeddings_of_each_family(name: str, tmp_path: Path) -> None:
 def test_ways_of_pooling_with_a_prompt_and_a_projection(mode: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     folder = folder_of("bert", tmp_path / "model", mode, torch.nn.Linear(64, 24), include_prompt=mode == "cls")
-    model = SentenceTransformer(str(folder), device="cpu")
-    expected = model.encode(TEXTS, prompt_name="query", convert_to_tensor=True)
+    expected = sentence_transformer(folder).encode(TEXTS, prompt_name="query", convert_to_tensor=True)
     got = numbers(folder, EMBEDDINGS, input=TEXTS, prompt_name="query", truncate_prompt_tokens=-1)
     assert_equal(got, expected)
 
 
 @pytest.mark.parametrize("name", ["bert-pair", "xlm-roberta-score"])
 def test_scores_of_cross_encoders(name: str, tmp_path: Path) -> None:
+    from sentence_transformers import CrossEncoder
+
     folder = with_tokenizer(name, tmp_path / "model")
     pairs = [(TEXTS[0], text) for text in TEXTS]
     expected = CrossEncoder(str(folder), device="cpu").predict(pairs, convert_to_tensor=True)
