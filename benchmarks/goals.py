@@ -140,7 +140,7 @@ def _all_tokens(figures: Figures) -> str:
 
 def _streams(figures: Figures) -> str:
     rates = [figures[f"{name}output_tokens_per_second"] for name in ("", "engine_")]
-    return f"{rates[0]:.0f} against {rates[1]:.0f} tok/s"
+    return f"{rates[0]:,.0f} against {rates[1]:,.0f} tok/s"
 
 
 def _live(

@@ -16,6 +16,8 @@ _INSTRUCTIONS = {  # by Linux' name of them, from the widest down
     "bf16": "NEON-BF16",
     "asimd": "NEON",
 }
+_GENERATIONS = {("AuthenticAMD", "26"): "Zen 5"}
+"""Of models whose name does not tell them from the one before, by maker and family."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -41,4 +43,6 @@ def this_processor(cpuinfo: Path = _CPUINFO) -> Processor:
     fields = dict(re.findall(r"^(.*?)\s*: (.*)$", cpuinfo.read_text().split("\n\n", 1)[0], re.MULTILINE))
     flags = fields.get("flags", fields.get("Features", "")).split()
     instructions = next((name for flag, name in _INSTRUCTIONS.items() if flag in flags), "no vectors")
-    return Processor(fields.get("model name", platform.machine()), instructions)
+    generation = _GENERATIONS.get((fields.get("vendor_id", ""), fields.get("cpu family", "")))
+    model = fields.get("model name", platform.machine())
+    return Processor(model if generation is None else f"{model} {generation}", instructions)

@@ -121,8 +121,9 @@ class Child:
             self._say(f"the {self.name} process {how}; trying again" + _after(pause))
 
     def start_later(self, seconds: float) -> None:
-        """Have `check` start the process once so many seconds have passed."""
-        self._start_at = time.monotonic() + seconds
+        """Have `check` start a process that does not run yet once so many seconds have passed."""
+        if self._process is None and not self._stopping:
+            self._start_at = time.monotonic() + seconds
 
     def check(self) -> None:
         """Detect an end, and start the process when its pause is over, unless it is to stop.

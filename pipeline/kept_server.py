@@ -23,6 +23,7 @@ class KeptServer:
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self.failure: str | None = None  # why it is not started any more
+        self.starts = 0
         self._server = PrivateServer(directory)
         self._say = say
         self._started = threading.Event()
@@ -57,14 +58,14 @@ class KeptServer:
                 return
             finally:
                 self._started.set()
-            starts = 1
+            self.starts = 1
             while not self._stops():
                 if self._server.is_running():
                     continue
-                if starts > _STARTS_ALLOWED:
-                    self.failure = f"the private Redis ended {starts} times"
+                if self.starts > _STARTS_ALLOWED:
+                    self.failure = f"the private Redis ended {self.starts} times"
                     return
-                starts += 1
+                self.starts += 1
                 self._start_again()
         finally:
             self._server.stop()

@@ -58,6 +58,7 @@ class Supervisor:
         self._listener: SharedListener | None = None
         self._exit = contextlib.ExitStack()
         self._queue: Queue | None = None
+        self._rest: list[Child] = []  # of the control plane, which may start later
         self._environment: dict[str, str] = {}
 
     def __enter__(self) -> "Supervisor":
@@ -102,15 +103,17 @@ class Supervisor:
         """Start the control plane: two RQ workers, and the ticker, which rebuilds an empty Redis
         from the `file_store`. Raise `SettingsError` for webhooks without a usable secret.
 
-        `check` starts all but the first process once `rest_after` seconds have passed.
+        `check` starts all but the first process once `rest_after` seconds have passed, or as soon
+        as that process or a private Redis has ended.
         """
         if file_store is not None:
             self.settings.webhook_key()
-        for number in range(_JOB_PROCESSES):
-            later = rest_after if number else 0.0
-            self._add(f"jobs-{number}", partial(_python, "jobs.control.rq_worker"), later=later)
+        first, *others = (f"jobs-{number}" for number in range(_JOB_PROCESSES))
+        command = partial(_python, "jobs.control.rq_worker")
+        self._add(first, command, on_death=self._start_rest)
+        self._rest = [self._add(name, command, later=rest_after) for name in others]
         store = ["--file-store", file_store] if file_store is not None else []
-        self._add("ticker", partial(_python, "jobs.control.ticker", *store), later=rest_after)
+        self._rest.append(self._add("ticker", partial(_python, "jobs.control.ticker", *store), later=rest_after))
 
     def start_workers(
         self,
@@ -177,12 +180,14 @@ class Supervisor:
         return self._add("fleet", partial(_python, "pipeline.ray.placement"), environment)
 
     def check(self) -> float:
-        """Restart ended children.
+        """Restart ended children, and start those whose time has come.
 
         Return the seconds until the next call at the latest. Raises `ChildFailed`.
         """
         if self._server is not None and self._server.failure is not None:
             raise ChildFailed(self._server.failure)
+        if self._server is not None and self._server.starts > 1:
+            self._start_rest()
         for child in list(self._children):
             try:
                 child.check()
@@ -194,7 +199,7 @@ class Supervisor:
         return min((pause for pause in pauses if pause is not None), default=5.0)
 
     def has(self, kind: str) -> bool:
-        """Return whether a child whose name begins with `kind` was started and not stopped."""
+        """Return whether there is a child whose name begins with `kind`, until it is stopped."""
         return any(child.name.startswith(kind) for child in self._children)
 
     def stop(self, only: str = "", insisted: Callable[[], bool] = lambda: False) -> None:
@@ -252,6 +257,12 @@ class Supervisor:
         if self._server is None:  # a private server needs no check, and may be restarting
             check_server(client)
         return Queue(client, self.settings)
+
+    def _start_rest(self, _pid: int = 0) -> None:
+        """Start the processes that take over what another one held, once."""
+        for child in self._rest:
+            child.start_later(0.0)
+        self._rest = []
 
     def _leave(self, number: int, _pid: int) -> None:
         if self._listener is not None:

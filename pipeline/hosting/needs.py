@@ -98,9 +98,9 @@ def _weight_bytes(folder: Path, engine: EngineConfig, config: Mapping[str, Any])
     settings = config.get("quantization_config") or config.get("compression_config")
     if settings:
         bits = min(_packed_bits(settings), default=8)  # the fewest: an estimate too large does no harm
-        return sum(_count_numbers(file, bits) for file in present) * _weight_item_bytes(engine, config)
+        return sum(_count_numbers(file, bits) for file in present) * _item_bytes(engine, config)
     stored = sum(file.stat().st_size for file in present)
-    return stored * _weight_item_bytes(engine, config) // _stored_item_bytes(config)
+    return stored * _item_bytes(engine, config) // _ITEM_BYTES.get(_stored_dtype(config), 4)
 
 
 def _count_numbers(file: Path, packed_bits: int) -> int:
@@ -143,16 +143,6 @@ def _config(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):  # the worker says what is wrong with it
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _weight_item_bytes(engine: EngineConfig, config: Mapping[str, Any]) -> int:
-    """By default weights of 16 bits stay so under arithmetic in float32."""
-    computed = _item_bytes(engine, config)
-    return min(computed, _stored_item_bytes(config)) if engine.dtype == "auto" else computed
-
-
-def _stored_item_bytes(config: Mapping[str, Any]) -> int:
-    return _ITEM_BYTES.get(_stored_dtype(config), 4)
 
 
 def _item_bytes(engine: EngineConfig, config: Mapping[str, Any]) -> int:

@@ -360,6 +360,11 @@ def test_a_result_leaves_those_of_other_processors(tmp_path: Path) -> None:
             Processor("AMD EPYC", AVX512_BF16),
             "amd-epyc-avx512-bf16",
         ),
+        (
+            "vendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel name\t: AMD EPYC\nflags\t\t: avx2 avx512_bf16\n",
+            Processor("AMD EPYC Zen 5", AVX512_BF16),
+            "amd-epyc-zen-5-avx512-bf16",
+        ),
         ("Features\t: fp asimd bf16\n", Processor(platform.machine(), "NEON-BF16"), f"{platform.machine()}-neon-bf16"),
     ],
 )

@@ -268,7 +268,11 @@ def all_children(run: RunningCommand) -> list[int]:
     """Redis, the worker and its core, and three processes of the control plane, once all are
     there.
     """
-    wait_until(lambda: len(descendants(run.process.pid)) >= 6, 60, "all children to be there")
+
+    def control_plane() -> list[int]:
+        return [pid for pid in descendants(run.process.pid) if "jobs.control" in command_line(pid)]
+
+    wait_until(lambda: len(control_plane()) == 3, 60, "all children to be there")
     return descendants(run.process.pid)
 
 

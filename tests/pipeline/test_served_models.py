@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.commands.serve import serve
-from pipeline.hosting import room
+from pipeline.hosting import needs, room
 from pipeline.hosting.host import check_fits, most_cache_bytes, sized_alone
 from pipeline.hosting.models import ServedModel, served_models
 from pipeline.hosting.needs import Needs, needs_of
@@ -152,18 +152,21 @@ def test_a_model_needs_its_weights_its_cache_and_its_processes() -> None:
     assert needs_of(EngineConfig(model=DEMO_MODEL, device="cuda", tensor_parallel_size=2), 2).gpus == 4
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
-def test_weights_of_16_bits_are_counted_as_they_are_stored(stored: str, tmp_path: Path) -> None:
-    config = json.loads((Path(DEMO_MODEL) / "config.json").read_text()) | {"dtype": stored}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    weight = torch.zeros((1024, 1024), dtype=getattr(torch, stored))
-    save_file({"weight": weight}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_a_model_is_weighed_in_the_type_that_it_is_computed_in(
+    has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "_has_bfloat16", lambda: has_bfloat16)
 
-    def memory(dtype: str) -> int:
-        engine = EngineConfig(model=str(tmp_path), device="cpu", dtype=dtype, kv_cache_memory_bytes=GIB)
-        return needs_of(engine, 1).memory
+    def weights(stored: str) -> int:
+        config = json.loads((Path(DEMO_MODEL) / "config.json").read_text()) | {"dtype": stored}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file({"weight": torch.zeros(1 << 20, dtype=getattr(torch, stored))}, tmp_path / "model.safetensors")
+        engine = EngineConfig(model=str(tmp_path), device="cpu", kv_cache_memory_bytes=GIB)
+        return (needs_of(engine, 1).memory - GIB - needs._PROCESS_BYTES) >> 20
 
-    assert memory("float32") - memory("auto") == pytest.approx(weight.nbytes, abs=1000)
+    assert weights("bfloat16") == (2 if has_bfloat16 else 4)
+    assert weights("float16") == weights("float32") == 4
 
 
 def test_a_quantized_model_needs_what_its_weights_become(tmp_path: Path) -> None:

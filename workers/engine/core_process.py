@@ -68,7 +68,7 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
     from workers.engine.device.executor import Executor
     from workers.engine.device.ranks import RankDeath, end_likewise
 
-    gc.freeze()  # nor do collections while the weights are read look through it
+    gc.freeze()  # collections while the weights are read skip what the imports made
     gc.enable()
 
     def on_rank_death(death: RankDeath) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 EXECUTOR = "workers.engine.device.executor"
 TRANSPORT = "workers.engine.messages.transport"
-ABORT = 3  # of `Finish`
 
 
 class Patcher(importlib.abc.MetaPathFinder):
@@ -71,13 +70,15 @@ def make_ill(executor: Any) -> None:
 
 
 def note_steps(sender: Any) -> None:
+    from workers.engine.messages.core import Finish
+
     put = sender.put
     file = open(os.environ["STEP_NOTES"], "a", buffering=1)  # noqa: SIM115
 
     def noted_put(self: Any, message: Any) -> None:
         put(self, message)
         if type(message).__name__ == "StepOutput":
-            ended = [one for one, why in zip(message.request_ids, message.finish, strict=True) if why == ABORT]
+            ended = [one for one, why in zip(message.request_ids, message.finish, strict=True) if why == Finish.ABORT]
             file.write(json.dumps([time.monotonic(), os.getpid(), message.request_ids, ended]) + "\n")
 
     sender.put = noted_put

@@ -1,5 +1,5 @@
 """Attention and norms compared with plain torch, in a small case, before their first use in a
-process: no test may have run the kernels on such a processor. `packed.py` has the same for
+process: the kernels may never have been tested on such a processor. `packed.py` has the same for
 products.
 """
 

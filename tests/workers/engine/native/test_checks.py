@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,7 @@ assert answers(make_core(MODEL, place=CPU)) == answers(make_core(MODEL, place=TO
 
 
 @pytest.mark.proof
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
 def test_a_library_with_wrong_square_roots(tmp_path: Path) -> None:
     """Norms have them, those of queries and keys within attention too."""
     compiler = shlex.join([*find_compiler(), "-Dsqrtf=fabsf"])
