@@ -99,6 +99,8 @@ class _State:
 def _keys() -> Iterator[tuple[int, ...]]:
     """Yield the file that keys come from, each at once and unseen; none where stdin is no
     terminal.
+
+    Reading it does not wait: Ctrl-C takes back keys that were there a moment ago.
     """
     if not sys.stdin.isatty():
         yield ()
@@ -106,6 +108,9 @@ def _keys() -> Iterator[tuple[int, ...]]:
     keys = sys.stdin.fileno()
     before = termios.tcgetattr(keys)
     tty.setcbreak(keys)
+    modes = termios.tcgetattr(keys)
+    modes[6][termios.VMIN] = 0
+    termios.tcsetattr(keys, termios.TCSADRAIN, modes)
     try:
         yield (keys,)
     finally:
@@ -114,9 +119,10 @@ def _keys() -> Iterator[tuple[int, ...]]:
 
 def _is_quit(keys: tuple[int, ...]) -> bool:
     """Return whether `q` was pressed, or the terminal is gone."""
-    readable, _, _ = select.select(keys, [], [], 0)
-    pressed = [os.read(key, 1024) for key in readable]
-    return any(not one or b"q" in one.lower() for one in pressed)
+    poll = select.poll()
+    for key in keys:
+        poll.register(key, select.POLLIN)
+    return any(events != select.POLLIN or b"q" in os.read(key, 1024).lower() for key, events in poll.poll(0))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,11 @@
 """`pipeline top` as a process: on a terminal, in a pipe, and while Redis is away."""
 
 import os
+import pty
+import select
 import signal
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -12,6 +16,7 @@ import pytest
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
+from pipeline.top import screen
 from tests.pipeline.conftest import RunHere
 from tests.support.commands import command, command_environment, run_pipeline
 from tests.support.redis_machine import RedisMachine
@@ -90,6 +95,32 @@ def test_keys_and_signals_end_it_and_restore_the_terminal(redis_url: str, ending
             terminal.process.send_signal(ending)
         assert terminal.end() == 0
         check_restored(terminal)
+
+
+def test_keys_that_ctrl_c_takes_back_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal drops them when it turns the key into a signal."""
+    ours, theirs = pty.openpty()
+    try:
+        with open(theirs, closefd=False) as stdin, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stdin)
+            with screen._keys() as keys:
+                os.write(ours, b"xyz")
+                assert select.select(keys, [], [], 60)[0]
+                termios.tcflush(theirs, termios.TCIFLUSH)
+                assert os.read(keys[0], 1024) == b""
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_terminal_that_is_gone_is_noticed() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        assert not screen._is_quit((theirs,))
+        os.close(ours)
+        assert screen._is_quit((theirs,))
+    finally:
+        os.close(theirs)
 
 
 def test_without_colors_nothing_is_colored(queue: Queue, redis_url: str) -> None:
