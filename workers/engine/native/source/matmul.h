@@ -52,10 +52,8 @@ struct packed_matrix {
 
 /* Whether integers are multiplied four at a time (matmul_quads.h): those of 8 bits are stored so, and unsigned where the
    instruction takes them so. */
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define MULTIPLIES_QUADS 1
-enum { QUAD_OFFSET = 128 };
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)) || \
+    (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define MULTIPLIES_QUADS 1
 enum { QUAD_OFFSET = 128 };
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)

@@ -83,7 +83,7 @@ ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, 
 
 #else
 
-/* The same. */
+/* The same by vectors of any width. With AVX-512 whole products take 5 to 7 % longer by it (EPYC, Zen 5). */
 ALWAYS_INLINE float quantize_block(const char *x, int is_bf16, ptrdiff_t count, ptrdiff_t filled, int by_eight,
                                    int8_t *to, int32_t *total) {
     float numbers[BLOCK] __attribute__((aligned(64)));
