@@ -73,10 +73,12 @@ class Follower:
     async def begin(self) -> None:
         """Start to watch before the response's headers are sent, so that no event is missed.
 
-        Raise `QueueUnavailable`.
+        Raise `QueueUnavailable`, or `ApiError` if the batch is gone.
         """
         if not self._record.ended:
             self._first_id = await self._watched()
+            if not self._record.shows_lines:  # it may since before the watch, which reports later changes only
+                await self._look()
 
     async def _watched(self) -> str:
         return await patiently(self._state, lambda: run_in(LIVE, self._watch.begin))

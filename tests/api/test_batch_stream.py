@@ -10,6 +10,7 @@ import httpx
 import pytest
 import redis
 
+from api.routes import batch_stream
 from api.settings import ApiSettings
 from jobs.batch.client import cancel_batch
 from jobs.batch.manifest import load_manifest
@@ -159,6 +160,28 @@ def test_who_has_seen_the_head_of_the_answer_misses_nothing(
     with EventReader(path) as reader:
         scripted(lambda claim: PIECES)
         batch.start()
+        batch.finish()
+        events = reader.wait_ended()
+    assert batch_texts(events) == WHOLE
+    assert ends(events) == COMPLETED
+
+
+def test_who_comes_while_the_plan_is_made_is_shown_what_runs(
+    batch: FollowedBatch, path: str, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Watch.begin
+
+    def after_the_plan(watch: Watch) -> str:
+        monkeypatch.setattr(Watch, "begin", begin)
+        batch.start()
+        return begin(watch)
+
+    monkeypatch.setattr(Watch, "begin", after_the_plan)
+    monkeypatch.setattr(batch_stream, "_SILENCE_SECONDS", 600.0)  # tokens come all the time
+    with EventReader(path) as reader:
+        steps.go_on(1)
+        assert {value["custom_id"] for _, value in reader.wait(LINES)} == set(WHOLE)
+        steps.go_on(3)
         batch.finish()
         events = reader.wait_ended()
     assert batch_texts(events) == WHOLE
