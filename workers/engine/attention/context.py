@@ -38,8 +38,9 @@ class Interruption:
 
 @dataclass(slots=True)
 class StepAttention:
-    """A backend, each layer's cache, scale and pattern, one step's rows, what may end it, and what
-    all layers add to the scores of queries and keys that are not rotated.
+    """A backend, each layer's cache, scale and pattern, one step's rows, what may end it, what all
+    layers add to the scores of queries and keys that are not rotated, and of which tokens the last
+    layer's output is read.
     """
 
     attention: Attention
@@ -49,6 +50,7 @@ class StepAttention:
     patterns: Sequence[AttentionPattern]
     interruption: Interruption | None = None
     bias: Tensor | None = None  # as `Attention.forward` has it
+    needed: Tensor | None = None  # int64, in rising order; None for all
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.check_interruption()

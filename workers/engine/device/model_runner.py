@@ -165,7 +165,7 @@ class ModelRunner(StepRunner):
         with span("inputs"):
             inputs = self.inputs.take(plan)
         with span("forward"):
-            hidden = self._forward(inputs)
+            hidden = self._forward(inputs, None if plan.prompt_scores else inputs.last)
         number, sampled = len(inputs.last), None
         made = None if masks is None else masks()
         with span("sample"):
@@ -175,8 +175,10 @@ class ModelRunner(StepRunner):
                 sampled = self._sample(plan, hidden[inputs.last], made)
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, self._attend(inputs))
+    def _forward(self, inputs: StepInputs, needed: Tensor | None = None) -> Tensor:
+        """Return hidden states, of which those of the tokens `needed` are read; None for all."""
+        attend = self._attend(inputs, needed=needed)
+        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
     def _draws_on_device(self, plan: StepPlan) -> bool:
         return self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples > 0])

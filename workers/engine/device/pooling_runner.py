@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +19,16 @@ from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.pooling import PoolingModel
 from workers.engine.profiling import span
+
+
+@dataclass(slots=True)
+class _EndedRows:
+    """The rows of a step that end in it, R of N."""
+
+    rows: NDArray[np.int64]  # [R]
+    params: list[PoolingParams]
+    counts: Tensor  # int64 [R], their tokens in this step
+    last: Tensor  # int64 [R], the last of them
 
 
 class PoolingRunner(StepRunner):
@@ -50,11 +62,12 @@ class PoolingRunner(StepRunner):
         with span("inputs"):
             inputs = self.inputs.take(plan)
             types = self._token_types(plan)
-        attend = self._attend(inputs, self.model.position_bias)
+            ended = self._ended(plan, inputs.last)
+        attend = self._attend(inputs, self.model.position_bias, self._needed(ended))
         with span("forward"):
             hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, types, attend)
         with span("pool"):
-            parts = self._pool(plan, hidden, inputs.last) if len(inputs.last) else []
+            parts = self._pool(plan, hidden, ended) if len(ended.rows) else []
         copies, done = self._copies.start([part.values for part in parts])
         for part, copy in zip(parts, copies, strict=True):
             part.values = copy
@@ -81,22 +94,30 @@ class PoolingRunner(StepRunner):
         types = (begins[rows] > 0) & (positions >= begins[rows])
         return to_device(types.astype(np.int64), self.device)
 
-    def _pool(self, plan: StepPlan, hidden: Tensor, last: Tensor) -> list[PooledRows]:
+    def _ended(self, plan: StepPlan, last: Tensor) -> _EndedRows:
+        rows = np.flatnonzero(plan.samples)
+        counts = to_device(plan.counts[rows].astype(np.int64), self.device)
+        return _EndedRows(rows, [self._params[slot] for slot in plan.slots[rows].tolist()], counts, last)
+
+    def _needed(self, ended: _EndedRows) -> Tensor | None:
+        """Return the tokens whose hidden states are read; None for all."""
+        if any(params.task == "token_embed" for params in ended.params):
+            return None
+        return self.model.pooler.needed(ended.counts, ended.last)
+
+    def _pool(self, plan: StepPlan, hidden: Tensor, ended: _EndedRows) -> list[PooledRows]:
         """Pool the rows that end, those with equal parameters together."""
-        ended = np.flatnonzero(plan.samples)
-        counts = to_device(plan.counts[ended].astype(np.int64), self.device)
-        asked = [self._params[slot] for slot in plan.slots[ended].tolist()]
-        skipped = np.array([params.unpooled for params in asked], np.int64)
+        skipped = np.array([params.unpooled for params in ended.params], np.int64)
         pooled = self.model.pooler.pool(
-            hidden, counts, last, to_device(skipped, self.device) if skipped.any() else None
+            hidden, ended.counts, ended.last, to_device(skipped, self.device) if skipped.any() else None
         )
         groups: dict[PoolingParams, list[int]] = {}
-        for place, params in enumerate(asked):
+        for place, params in enumerate(ended.params):
             groups.setdefault(params, []).append(place)
         parts = []
         for params, places in groups.items():
             if params.task == "token_embed":
-                parts.append(self._each_token(plan, hidden, params, ended[places], places))
+                parts.append(self._each_token(plan, hidden, params, ended.rows[places], places))
             else:
                 rows = pooled if len(groups) == 1 else pooled[to_device(np.array(places), self.device)]
                 parts.append(PooledRows(places, [1] * len(places), self.model.pooler.finish(rows, params)))

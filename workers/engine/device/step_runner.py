@@ -33,7 +33,8 @@ class StepRunner:
         self.interruption = Interruption() if self.device.type == "cpu" else None
         self._copies = ResultCopies(self.device)
 
-    def _attend(self, inputs: StepInputs, bias: Tensor | None = None) -> StepAttention:
-        """Return a step's attention; `bias` as `Attention.forward` has it."""
+    def _attend(self, inputs: StepInputs, bias: Tensor | None = None, needed: Tensor | None = None) -> StepAttention:
+        """Return a step's attention; `bias` and `needed` as `StepAttention` has them."""
         scales, patterns = self._shape.attention_scales, self._shape.attention_patterns
-        return StepAttention(self.attention, self.caches, inputs.metadata, scales, patterns, self.interruption, bias)
+        rest = self.interruption, bias, needed
+        return StepAttention(self.attention, self.caches, inputs.metadata, scales, patterns, *rest)

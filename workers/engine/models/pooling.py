@@ -58,13 +58,17 @@ class Pooler:
         are whole, of `counts` int64 [R] tokens, of which the first `unpooled` int64 [R] count for
         "cls" alone; None where all do.
         """
-        ends = {"cls": last + 1 - counts, "last": last}
-        modes = self._config.modes
+        ends, modes = _ends(counts, last), self._config.modes
         tokens = None if ends.keys() >= set(modes) else _whole_texts(hidden, counts, unpooled)
         return torch.cat(
             [hidden[ends[mode]].float() if tokens is None or mode in ends else tokens.reduce(mode) for mode in modes],
             -1,
         )
+
+    def needed(self, counts: Tensor, last: Tensor) -> Tensor | None:
+        """Return the tokens whose hidden states `pool` reads, in rising order; None for all."""
+        modes = self._config.modes
+        return _ends(counts, last).get(modes[0]) if len(modes) == 1 else None
 
     def finish(self, pooled: Tensor, params: PoolingParams) -> Tensor:
         """Return what a request with these parameters yields, from its rows of `pool`."""
@@ -79,6 +83,11 @@ class Pooler:
         vectors = vectors[:, : params.dimensions or None].float()
         normalize = self._config.normalize if params.normalize is None else params.normalize
         return F.normalize(vectors, dim=-1) if normalize else vectors
+
+
+def _ends(counts: Tensor, last: Tensor) -> dict[str, Tensor]:
+    """Return the token of each row that a mode reads, for those that read one."""
+    return {"cls": last + 1 - counts, "last": last}
 
 
 @dataclass(slots=True)

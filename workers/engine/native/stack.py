@@ -102,11 +102,14 @@ class NativeStack(LayerStack):
             for pattern in self._patterns
         ]
         turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
+        needed = None if attend.needed is None else attend.needed.contiguous()
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
         failed = self._run(
             self._pointer,
             (ctypes.c_void_p * len(steps))(*steps),
             turns if rotations else None,
+            None if needed is None else needed.data_ptr(),
+            0 if needed is None else len(needed),
             tokens,
             hidden.data_ptr(),
             *self._buffers,
@@ -177,5 +180,5 @@ def _c_layer(layer: DecoderLayer) -> _Layer:
 @functools.cache
 def _run_stack() -> ctypes._FuncPointer:
     function, pointer = load().run_stack, ctypes.c_void_p
-    function.argtypes = (pointer, pointer, pointer, ctypes.c_ssize_t, pointer, pointer, pointer, pointer)
+    function.argtypes = (*(pointer,) * 4, *(ctypes.c_ssize_t,) * 2, *(pointer,) * 4)
     return function

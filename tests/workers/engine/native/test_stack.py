@@ -1,7 +1,8 @@
 """A decoder's layers in one call against the same kernels called one by one: the same bits."""
 
 import functools
-from itertools import count
+from collections.abc import Sequence
+from itertools import count, zip_longest
 
 import numpy as np
 import pytest
@@ -96,15 +97,15 @@ class Model:
             1e-5,
         )  # type: ignore[misc]
 
-    def run(self, one_call: bool, moves: bool = False) -> list[Tensor]:
-        """What comes of each of the family's steps.
+    def run(self, one_call: bool, moves: bool = False, needed: Sequence[Tensor | None] = ()) -> list[Tensor]:
+        """What comes of each of the family's steps, for all tokens where not told which are needed.
 
         If it `moves`, the cache is at another place in each, and its old place is overwritten.
         """
         caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
         torch.manual_seed(8)
         results = []
-        for rows in self.steps:
+        for rows, tokens in zip_longest(self.steps, needed):
             if moves:
                 before, caches = caches, [cache.clone() for cache in caches]
                 for cache in before:
@@ -112,7 +113,9 @@ class Model:
             metadata, positions = step_of(rows)
             count = self.rotary + self.encodes if self.rotary else 0
             rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in self.ropes[:count]]
-            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns, bias=self.bias)
+            attend = StepAttention(
+                self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns, bias=self.bias, needed=tokens
+            )
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
             results.append(run(self.random(len(positions), HIDDEN), rotations, attend).clone())
         return results
@@ -139,6 +142,26 @@ def test_one_call_gives_the_same_bits(family: str, threads: int, dtype: torch.dt
     for one, by_one in zip(model.run(one_call=True), model.run(one_call=False), strict=True):
         assert one.isfinite().all()
         assert one.equal(by_one)
+
+
+@pytest.mark.parametrize("which", ["the last", "the first", "none", "all", "any"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_needed_tokens_have_the_same_bits(family: str, which: str, dtype: torch.dtype) -> None:
+    """Also in later steps, which read the keys and values of the others."""
+    model = Model(family, dtype)
+    needed = [needed_of(rows, which) for rows in model.steps]
+    for one, by_one, tokens in zip(
+        model.run(one_call=True, needed=needed), model.run(one_call=False), needed, strict=True
+    ):
+        assert one[tokens].equal(by_one[tokens])
+
+
+def needed_of(rows: list[tuple[int, int]], which: str) -> Tensor:
+    counts = torch.tensor([number for _, number in rows])
+    ends, total = counts.cumsum(0), int(counts.sum())
+    some = torch.randperm(total, generator=torch.Generator().manual_seed(total))[: total // 3].sort()[0]
+    choices = {"the last": ends - 1, "the first": ends - counts, "none": ends[:0], "all": torch.arange(total)}
+    return choices.get(which, some).repeat_interleave(2)[::2]  # a step's own are not contiguous, either
 
 
 def test_buffers_grow_seldom(dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
    nothing but buffers between them. Activations, norms and rotations are all in bf16, or all in float; matrices and the
    cache may be in 16 bits under float. */
 
+#include <string.h>
 #include <time.h>
 
 #include "kernels.h"
@@ -36,14 +37,16 @@ typedef struct {
 typedef struct {
     const attention_step *const *steps;
     const head_rotation *rotations; /* NULL for none */
-    ptrdiff_t tokens;
-    char *x, *y, *narrow, *wide; /* as run_stack has them */
+    const int64_t *needed;          /* this and the rest: as run_stack has them */
+    ptrdiff_t num_needed, tokens;
+    char *x, *y, *narrow, *wide;
     double since;
     int failed; /* whether there was no memory for a product */
 } stack_pass;
 
 int run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
-              ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide);
+              const int64_t *needed, ptrdiff_t num_needed, ptrdiff_t tokens, void *x, void *y, void *narrow,
+              void *wide);
 
 /* Bytes of `count` numbers. */
 static ptrdiff_t bytes(const decoder_stack *stack, ptrdiff_t count) {
@@ -69,7 +72,27 @@ static void add_norm(decoder_stack *stack, stack_pass *pass, const norm *norm, c
     count(stack, pass, NORMS);
 }
 
-/* Of x into y. What is between goes through `wide` and `narrow`. */
+static int is_last(const decoder_stack *stack, const decoder_layer *layer) {
+    return layer == stack->layers + stack->num_layers - 1;
+}
+
+/* Keep the rows of needed tokens alone, `count` numbers each: side by side from the first on. */
+static void gather_needed(const decoder_stack *stack, const stack_pass *pass, char *rows, ptrdiff_t count) {
+    ptrdiff_t size = bytes(stack, count);
+    for (ptrdiff_t i = 0; i < pass->num_needed; i++)
+        memmove(rows + i * size, rows + pass->needed[i] * size, (size_t)size);
+}
+
+/* The result's rows back to the places of their tokens. */
+static void scatter_needed(const decoder_stack *stack, const stack_pass *pass) {
+    ptrdiff_t size = bytes(stack, stack->hidden);
+    if (pass->needed)
+        for (ptrdiff_t i = pass->num_needed - 1; i >= 0; i--)
+            memmove(pass->narrow + pass->needed[i] * size, pass->narrow + i * size, (size_t)size);
+}
+
+/* Of x into y. What is between goes through `wide` and `narrow`. Behind the last layer's attention no token reads
+   another one's: the pass goes on with the needed ones. */
 static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const char *x, char *y) {
     char *keys = pass->wide + bytes(stack, stack->queries), *values = keys + bytes(stack, stack->keys);
     pass->failed |= packed_matmul(layer->qkv, x, pass->tokens, pass->wide);
@@ -77,6 +100,11 @@ static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
                  pass->wide, keys, values, pass->narrow, layer->query_norm, layer->key_norm, layer->head_eps,
                  layer->scale);
+    if (pass->needed && is_last(stack, layer)) {
+        gather_needed(stack, pass, pass->narrow, stack->queries);
+        gather_needed(stack, pass, pass->x, stack->hidden);
+        pass->tokens = pass->num_needed;
+    }
     count(stack, pass, ATTENTION);
     pass->failed |= packed_matmul(layer->output, pass->narrow, pass->tokens, y);
     count(stack, pass, MATRIX);
@@ -113,23 +141,25 @@ static void run_pre_norm(decoder_stack *stack, stack_pass *pass) {
 }
 
 static void run_post_norm(decoder_stack *stack, stack_pass *pass) {
-    const decoder_layer *last = stack->layers + stack->num_layers - 1;
-    for (const decoder_layer *layer = stack->layers; layer <= last; layer++) {
+    for (const decoder_layer *layer = stack->layers; layer < stack->layers + stack->num_layers; layer++) {
         if (has_ended(stack, pass))
             return;
         run_attention(stack, pass, layer, pass->x, pass->y);
         add_norm(stack, pass, &layer->attention_norm, pass->y, pass->x, pass->x);
         run_mlp(stack, pass, layer, pass->x, pass->y);
-        add_norm(stack, pass, &layer->mlp_norm, pass->y, pass->x, layer == last ? pass->narrow : pass->x);
+        add_norm(stack, pass, &layer->mlp_norm, pass->y, pass->x, is_last(stack, layer) ? pass->narrow : pass->x);
     }
 }
 
 /* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]:
-   the result, [hidden] for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is
-   more. Of an interrupted step there is no result. Returns whether there was no memory for it. */
+   the result, [hidden] for each token; of which only those of the tokens `needed` [num_needed], in rising order, have a
+   meaning, unless it is NULL. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is more. Of an
+   interrupted step there is no result. Returns whether there was no memory for it. */
 int run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
-              ptrdiff_t tokens, void *x, void *y, void *narrow, void *wide) {
-    stack_pass pass = {steps, rotations, tokens, x, y, narrow, wide, now(), 0};
+              const int64_t *needed, ptrdiff_t num_needed, ptrdiff_t tokens, void *x, void *y, void *narrow,
+              void *wide) {
+    stack_pass pass = {steps, rotations, needed, num_needed, tokens, x, y, narrow, wide, now(), 0};
     (stack->post_norm ? run_post_norm : run_pre_norm)(stack, &pass);
+    scatter_needed(stack, &pass);
     return pass.failed;
 }
