@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 _ADMISSION_BATCHES = 16
 # Of the steps' time, what abandoned ones may lose, and how many seconds of that are saved up
 _LOST_SHARE, _MOST_LOST_SECONDS = 0.05, 5.0
+_IDLE_SECONDS = 0.5  # without a message, until memory is prepared
+_POPULATE_PAUSE = 0.002  # seconds between two pieces of it
 _SINGLE_TOKEN_TRIES = 3
 _SINGLE_TOKEN_PAUSE = 0.2  # seconds
 
@@ -319,7 +321,7 @@ class EngineCore:
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
         """Handle all queued messages, and wait for one when idle; return False after `Shutdown`."""
-        if not self._has_steps and not self._handle(inbox.get()):
+        if not self._has_steps and not self._handle(self._wait_for_message(inbox)):
             return False
         while True:
             try:
@@ -328,6 +330,17 @@ class EngineCore:
                 return True
             if not self._handle(message):
                 return False
+
+    def _wait_for_message(self, inbox: SimpleQueue[ToCore]) -> ToCore:
+        """Wait for the next message. Where none comes for a while, get memory for the cache."""
+        memory, pause = self._executor.cache_memory, _IDLE_SECONDS
+        while memory is not None and memory.wanting:
+            try:
+                return inbox.get(timeout=pause)
+            except Empty:
+                memory.populate()
+            pause = _POPULATE_PAUSE
+        return inbox.get()
 
     def _handle(self, message: ToCore) -> bool:
         match message:

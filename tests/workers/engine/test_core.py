@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from tests.support.waiting import wait_until
 from tests.workers.engine.models.tiny_models import NEW_TOKENS, VOCAB, folder, reference
-from tests.workers.engine.places import CPU, Place, at
+from tests.workers.engine.places import CPU, TORCH, Place, at
 from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.core import EngineCore
 from workers.engine.cuda.out_of_memory import is_out_of_memory
@@ -223,6 +224,28 @@ def test_a_step_of_batch_requests_alone_is_abandoned_for_a_live_one(depth: int, 
     assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens
     if live:
         assert outputs[0].request_ids[0] == first.request_id
+
+
+@pytest.mark.parametrize("place", [CPU, TORCH], ids=str)
+def test_memory_for_the_cache_is_prepared_while_no_message_comes(place: Place) -> None:
+    """Requests in between are answered as ever."""
+    core, inbox, outputs = make_core(place=place), SimpleQueue[ToCore](), list[StepOutput]()
+    memory = core._executor.cache_memory
+    thread = threading.Thread(target=core.run, args=(inbox, outputs.append))
+    thread.start()
+    for number in range(2):
+        added = requests()
+        for request in added:
+            request.request_id += 100 * number
+        expected = len(finishes(outputs)) + len(added)
+        inbox.put(AddRequests(added))
+        wait_until(partial(lambda count: len(finishes(outputs)) == count, expected), 60, "the answers")
+        if memory is not None:
+            wait_until(lambda: not memory.wanting, 60, "memory for more blocks")
+    inbox.put(Shutdown())
+    thread.join(60)
+    assert (memory is None) is (place == TORCH)
+    assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens * 2
 
 
 def test_live_requests_that_end_at_once_do_not_stop_a_batch() -> None:

@@ -18,6 +18,7 @@ from workers.engine.device.ranks import OnDeath, Ranks, end_likewise
 from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.step import MakeMasks, StepPlan, StepResult
+from workers.engine.native.cache_memory import CacheMemory
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,11 @@ class Executor:
         return self.runner.interruption if self.config.tensor_parallel_size == 1 else None
 
     @property
+    def cache_memory(self) -> CacheMemory | None:
+        """What gets memory for the cache ahead of its use; None but for the CPU kernels."""
+        return self.runner.cache_memory
+
+    @property
     def gpus(self) -> list[str]:
         """The host's names of the GPUs that the replica took; none on a CPU."""
         return self._gpus.names
@@ -81,6 +87,8 @@ class Executor:
 
         A step with guided samples calls `masks` between the model and the draw.
         """
+        if self.cache_memory is not None:
+            self.cache_memory.use(plan)
         with self._ranks.heard_first():
             self._ranks.send(plan)
             return self._rank.launch(plan, self._ranks.shared(masks))
