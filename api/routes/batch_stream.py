@@ -77,8 +77,8 @@ class Follower:
         """
         if not self._record.ended:
             self._first_id = await self._watched()
-            if not self._record.shows_lines:  # it may since before the watch, which reports later changes only
-                await self._look()
+            if not self._record.shows_lines:
+                await self._look()  # the plan may be older than the watch, which reports later changes only
 
     async def _watched(self) -> str:
         return await patiently(self._state, lambda: run_in(LIVE, self._watch.begin))
@@ -121,6 +121,8 @@ class Follower:
         while not (self._record.shows_lines or self._record.ended):
             if self._watch.due:
                 await self._watched()
+                await self._look()  # it may have lapsed
+                continue
             entries = await next_entries(self._state, keys.batch_tokens(self._batch), seen, 1000, _SILENCE_SECONDS)
             if entries:
                 seen = entries[-1][0]

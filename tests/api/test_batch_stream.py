@@ -12,6 +12,7 @@ import redis
 
 from api.routes import batch_stream
 from api.settings import ApiSettings
+from api.token_events import next_entries
 from jobs.batch.client import cancel_batch
 from jobs.batch.manifest import load_manifest
 from jobs.control.advance import request_of
@@ -166,6 +167,13 @@ def test_who_has_seen_the_head_of_the_answer_misses_nothing(
     assert ends(events) == COMPLETED
 
 
+async def without_silence(*args: Any) -> list[Any]:
+    """As `next_entries`, and as if tokens came without a pause."""
+    while not (entries := await next_entries(*args)):
+        pass
+    return entries
+
+
 def test_who_comes_while_the_plan_is_made_is_shown_what_runs(
     batch: FollowedBatch, path: str, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +185,7 @@ def test_who_comes_while_the_plan_is_made_is_shown_what_runs(
         return begin(watch)
 
     monkeypatch.setattr(Watch, "begin", after_the_plan)
-    monkeypatch.setattr(batch_stream, "_SILENCE_SECONDS", 600.0)  # tokens come all the time
+    monkeypatch.setattr(batch_stream, "next_entries", without_silence)
     with EventReader(path) as reader:
         steps.go_on(1)
         assert {value["custom_id"] for _, value in reader.wait(LINES)} == set(WHOLE)

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 _ADMISSION_BATCHES = 16
 # Of the steps' time, what abandoned ones may lose, and how many seconds of that are saved up
 _LOST_SHARE, _MOST_LOST_SECONDS = 0.05, 5.0
-_IDLE_SECONDS = 0.5  # without a message, until memory is prepared
-_POPULATE_PAUSE = 0.002  # seconds between two pieces of it
+_IDLE_SECONDS = 0.5  # without a message, until blocks of the cache are populated
+_POPULATE_PAUSE = 0.002  # seconds, after each of their pieces
 _SINGLE_TOKEN_TRIES = 3
 _SINGLE_TOKEN_PAUSE = 0.2  # seconds
 
@@ -332,9 +332,9 @@ class EngineCore:
                 return False
 
     def _wait_for_message(self, inbox: SimpleQueue[ToCore]) -> ToCore:
-        """Wait for the next message. Where none comes for a while, get memory for the cache."""
+        """Wait for the next message. If none comes for a while, populate blocks of the cache."""
         memory, pause = self._executor.cache_memory, _IDLE_SECONDS
-        while memory is not None and memory.wanting:
+        while memory is not None and memory.is_behind:
             try:
                 return inbox.get(timeout=pause)
             except Empty:

@@ -226,12 +226,12 @@ def test_a_step_of_batch_requests_alone_is_abandoned_for_a_live_one(depth: int, 
         assert outputs[0].request_ids[0] == first.request_id
 
 
-@pytest.mark.parametrize("place", [CPU, TORCH], ids=str)
-def test_memory_for_the_cache_is_prepared_while_no_message_comes(place: Place) -> None:
+@pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), pytest.param(TORCH, id="torch")])
+def test_blocks_of_the_cache_are_populated_while_no_message_comes(place: Place) -> None:
     """Requests in between are answered as ever."""
     core, inbox, outputs = make_core(place=place), SimpleQueue[ToCore](), list[StepOutput]()
     memory = core._executor.cache_memory
-    thread = threading.Thread(target=core.run, args=(inbox, outputs.append))
+    thread = threading.Thread(target=core.run, args=(inbox, outputs.append), daemon=True)
     thread.start()
     for number in range(2):
         added = requests()
@@ -241,9 +241,10 @@ def test_memory_for_the_cache_is_prepared_while_no_message_comes(place: Place) -
         inbox.put(AddRequests(added))
         wait_until(partial(lambda count: len(finishes(outputs)) == count, expected), 60, "the answers")
         if memory is not None:
-            wait_until(lambda: not memory.wanting, 60, "memory for more blocks")
+            wait_until(lambda: not memory.is_behind, 60, "memory for more blocks")
     inbox.put(Shutdown())
     thread.join(60)
+    assert not thread.is_alive()
     assert (memory is None) is (place == TORCH)
     assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens * 2
 

@@ -85,6 +85,9 @@ class Attention(Protocol):
     DeviceMetadata.
     """
 
+    lazy_cache: bool
+    """Whether a new cache is [num_blocks, …], and gets its memory as it is touched."""
+
     def new_cache(self, num_layers: int) -> list[Tensor]:
         """Zeroed caches, one per layer, in the backend's own layout."""
         ...

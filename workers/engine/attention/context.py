@@ -38,9 +38,8 @@ class Interruption:
 
 @dataclass(slots=True)
 class StepAttention:
-    """A backend, each layer's cache, scale and pattern, one step's rows, what may end it, what all
-    layers add to the scores of queries and keys that are not rotated, and of which tokens the last
-    layer's output is read.
+    """A backend, each layer's cache, scale and pattern, one step's rows, what may end it, and what
+    all layers add to the scores of queries and keys that are not rotated.
     """
 
     attention: Attention
@@ -50,7 +49,9 @@ class StepAttention:
     patterns: Sequence[AttentionPattern]
     interruption: Interruption | None = None
     bias: Tensor | None = None  # as `Attention.forward` has it
-    needed: Tensor | None = None  # int64, in rising order; None for all
+    # The tokens whose hidden states are read, int64 in rising order; None for all. Those of others
+    # may be undefined.
+    needed: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.check_interruption()

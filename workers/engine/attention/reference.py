@@ -65,6 +65,8 @@ class Groups:
 
 
 class TorchAttention:
+    lazy_cache = False
+
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._heads = num_heads

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from workers.engine.attention.context import Interruption
 from workers.engine.device.device import take_devices
+from workers.engine.device.memory import available_memory
 from workers.engine.device.model_digest import digest_of
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.pooling_runner import PoolingRunner
@@ -52,6 +53,7 @@ class Executor:
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds
         self.model_digest = digest_of(checkpoint.folder)
+        self.cache_memory = self._cache_memory()
 
     @property
     def runner(self) -> ModelRunner | PoolingRunner:
@@ -61,11 +63,6 @@ class Executor:
     def interruption(self) -> Interruption | None:
         """What abandons a step; None on a GPU, and where other ranks run the step too."""
         return self.runner.interruption if self.config.tensor_parallel_size == 1 else None
-
-    @property
-    def cache_memory(self) -> CacheMemory | None:
-        """What gets memory for the cache ahead of its use; None but for the CPU kernels."""
-        return self.runner.cache_memory
 
     @property
     def gpus(self) -> list[str]:
@@ -79,6 +76,15 @@ class Executor:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.model_config.eos_token_ids
+
+    def _cache_memory(self) -> CacheMemory | None:
+        """Return what populates blocks of the cache ahead of their use; None where they have their
+        memory, where freed blocks are reused first, and where other ranks would still wait.
+        """
+        lazy = self.runner.attention.lazy_cache
+        if not (lazy and self.config.enable_prefix_caching and self.config.tensor_parallel_size == 1):
+            return None
+        return CacheMemory(self.runner.caches, available_memory)
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
         """Raise StepAbandoned or StepOutOfMemory, after which the cache holds what it held before

@@ -15,14 +15,10 @@ from workers.engine.inputs.base import StepInputs
 from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.pooling import PoolingModel
-from workers.engine.native.attention import CpuAttention
-from workers.engine.native.cache_memory import CacheMemory
 
 
 class StepRunner:
-    """`interruption` abandons a step; it is None on a GPU. `cache_memory` is None but for the caches
-    of the CPU kernels.
-    """
+    """`interruption` abandons a step; it is None on a GPU."""
 
     def __init__(
         self, config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_blocks: int
@@ -33,7 +29,6 @@ class StepRunner:
         shape = CacheShape(num_blocks, config.block_size, self._shape.num_kv_heads, self._shape.head_dim, cache_dtype)
         self.attention = backend.attention(shape, self._shape.num_heads, model.dtype, self.device)
         self.caches = self.attention.new_cache(self._shape.num_layers)
-        self.cache_memory = CacheMemory(self.caches) if isinstance(self.attention, CpuAttention) else None
         self.inputs = backend.inputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
         self.interruption = Interruption() if self.device.type == "cpu" else None
         self._copies = ResultCopies(self.device)

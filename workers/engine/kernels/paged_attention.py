@@ -42,6 +42,8 @@ class Pieces:
 
 
 class TritonAttention:
+    lazy_cache = False
+
     def __init__(
         self,
         shape: CacheShape,

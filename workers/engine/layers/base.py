@@ -114,7 +114,8 @@ class DecoderLayer:
 
 
 Stack = Callable[[Tensor, Sequence[Rotation], AttentionContext], Tensor]
-"""Embeddings [T, hidden], which are used up, -> [T, hidden], which the next call may use up.
+"""Embeddings [T, hidden], which are used up, -> [T, hidden], which the next call may use up; those
+of tokens that are not `StepAttention.needed` may be undefined.
 
 Without rotations, queries and keys attend as they are.
 """

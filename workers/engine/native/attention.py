@@ -97,6 +97,8 @@ class PreparedStep:
 
 
 class CpuAttention:
+    lazy_cache = True
+
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype) -> None:
         """Raise NativeUnavailable."""
         self._shape, self._heads, self._dtype = shape, num_heads, dtype

@@ -1,13 +1,13 @@
 """Memory for blocks of the KV cache before a step writes them.
 
-The system gives memory as it is touched, which takes a tenth of a millisecond for 2 MiB, and
-several milliseconds in a virtual machine whose host has to find it first. Where the engine is idle
-it asks for what the next burst of requests will write, so that their steps need not wait.
+The system provides pages as they are touched, which takes a tenth of a millisecond for 2 MiB, and
+several milliseconds in a virtual machine whose host has to find the memory first. While the engine
+is idle, pages are populated that the next burst of requests will write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -17,17 +17,21 @@ from workers.engine.native.memory import populate
 # At once, of one layer, so that a request that arrives meanwhile waits for milliseconds at most
 _PIECE_BYTES = 2 << 20
 _MOST_BYTES = 1 << 30
+_SPARED_BYTES = 2 << 30  # of the machine's memory, or the container's
 
 
 class CacheMemory:
-    """Has memory for the blocks that were ever used, and for as many more, up to 1 GiB.
+    """Populates as many blocks as were ever used beyond those, up to 1 GiB.
 
-    Blocks are used in rising order as long as there are unused ones. `caches` are one per layer,
-    [num_blocks, …].
+    Blocks are used in rising order as long as there are unused ones. It ends for good where the
+    system cannot populate, or has little memory left.
     """
 
-    def __init__(self, caches: Sequence[Tensor]) -> None:
-        self._caches = caches
+    def __init__(self, caches: Sequence[Tensor], available: Callable[[], int | None]) -> None:
+        """`caches` are one per layer, [num_blocks, …]; `available` returns the bytes that are left,
+        None if unknown.
+        """
+        self._caches, self._available = caches, available
         self._num_blocks = len(caches[0])
         block_bytes = caches[0].nbytes // self._num_blocks
         self._piece = -(-_PIECE_BYTES // block_bytes)
@@ -35,20 +39,24 @@ class CacheMemory:
         self._used = self._populated = self._layer = 0
 
     def use(self, plan: StepPlan) -> None:
-        """Note the blocks that a step is about to write."""
+        """Record the blocks that a step is about to write."""
         for new in plan.new_blocks:
             self._used = max(self._used, 1 + max(new.block_ids))
 
     @property
-    def wanting(self) -> bool:
+    def is_behind(self) -> bool:
         """Return whether `populate` has something to do."""
         return self._populated < min(self._num_blocks, self._used + min(self._used, self._most_ahead))
 
     def populate(self) -> None:
-        """Get the memory of some more blocks of one layer."""
+        """Populate some more blocks of one layer."""
         if not self._layer:
             self._populated = max(self._populated, self._used)
-        populate(self._caches[self._layer][self._populated : self._populated + self._piece])
+        available = self._available()
+        scarce = available is not None and available < _SPARED_BYTES
+        if scarce or not populate(self._caches[self._layer][self._populated : self._populated + self._piece]):
+            self._populated = self._num_blocks
+            return
         self._layer = (self._layer + 1) % len(self._caches)
         if not self._layer:
             self._populated += self._piece

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 from collections.abc import Sequence
@@ -70,11 +71,19 @@ def zeros_together(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     return [_taken(mapping, length).view(dtype) for length in lengths]
 
 
-def populate(tensor: Tensor) -> None:
-    """Touch all pages of a contiguous tensor without changing it, where the system can do that."""
+def populate(tensor: Tensor) -> bool:
+    """Touch all pages of a contiguous tensor without changing it.
+
+    Returns whether the system could.
+    """
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start)
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE)
+    return bool(_libc().madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) == 0)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _own(size: int) -> Tensor:

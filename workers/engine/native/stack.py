@@ -103,13 +103,14 @@ class NativeStack(LayerStack):
         ]
         turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
         needed = None if attend.needed is None else attend.needed.contiguous()
+        assert needed is None or needed.dtype == torch.int64
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
         failed = self._run(
             self._pointer,
             (ctypes.c_void_p * len(steps))(*steps),
             turns if rotations else None,
             None if needed is None else needed.data_ptr(),
-            0 if needed is None else len(needed),
+            -1 if needed is None else len(needed),
             tokens,
             hidden.data_ptr(),
             *self._buffers,

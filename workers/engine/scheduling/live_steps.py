@@ -9,7 +9,9 @@ longer only where its decode rows do, or for live prompts:
   loses no time, since batch requests give way to it. Live prompts are computed one after the other.
 - Where several live prompts wait and no batch request does, a step may take up to 3 times that, as
   long as its decode rows take more than 8 % of it. All prompts wait for these rows in each step.
-- Batch requests have a share of each step, so that endless live requests do not stop them.
+- Batch requests have a share of each step, so that endless live requests do not stop them. Beyond
+  that they fill a step with live prompts up to half of its time only, since first tokens come at
+  its end.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,6 +34,8 @@ _FURTHER_PROMPT = 0.2
 _MOST_PROMPTS = 3.0
 # The share of such a longer step that its decode rows take at least
 _DECODING_SHARE = 0.08
+# Of a step's time, with live prompts in it: how far batch requests fill it
+_FILLED_BESIDE_PROMPTS = 0.5
 # Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
 # prompts that is far too high
 _LEAST_TOKENS = 4
@@ -58,10 +62,11 @@ class LiveStepTime:
         if not has_batch:
             live_prompts = max(live_prompts, min(live_steps_for(prompts) * limit, live / _DECODING_SHARE))
         limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
-        self._beyond = max(0.0, live_prompts - limit)  # for live prompts alone
+        filled = _FILLED_BESIDE_PROMPTS if prompts else 1.0
+        self._for_prompts = max(limit, live_prompts) - filled * limit  # for live prompts alone
         share = BATCH_SHARE if has_batch else 0.0
         self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
-        self.seconds = limit + self._beyond - live
+        self.seconds = max(limit, live_prompts) - live
 
     def keep_for_batch(self, step: StepBuilder) -> None:
         """Take the share of the batch requests from the step's seconds and tokens."""
@@ -70,7 +75,7 @@ class LiveStepTime:
 
     def open_to_batch(self, step: StepBuilder) -> None:
         """Give batch requests what was kept for them, less the time that only live prompts have."""
-        self.seconds = max(0.0, self.seconds - self._beyond) + self._kept_seconds
+        self.seconds = max(0.0, self.seconds - self._for_prompts) + self._kept_seconds
         step.budget += self._kept_tokens
 
     def rows(self) -> int:

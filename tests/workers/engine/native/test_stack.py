@@ -147,13 +147,16 @@ def test_one_call_gives_the_same_bits(family: str, threads: int, dtype: torch.dt
 @pytest.mark.parametrize("which", ["the last", "the first", "none", "all", "any"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_needed_tokens_have_the_same_bits(family: str, which: str, dtype: torch.dtype) -> None:
-    """Also in later steps, which read the keys and values of the others."""
+    """Also in later steps, which read the keys and values of the others; their own hidden states
+    are not computed.
+    """
     model = Model(family, dtype)
     needed = [needed_of(rows, which) for rows in model.steps]
     for one, by_one, tokens in zip(
         model.run(one_call=True, needed=needed), model.run(one_call=False), needed, strict=True
     ):
         assert one[tokens].equal(by_one[tokens])
+        assert one.equal(by_one) is (len(tokens) == len(one))
 
 
 def needed_of(rows: list[tuple[int, int]], which: str) -> Tensor:

@@ -37,7 +37,7 @@ typedef struct {
 typedef struct {
     const attention_step *const *steps;
     const head_rotation *rotations; /* NULL for none */
-    const int64_t *needed;          /* this and the rest: as run_stack has them */
+    const int64_t *needed; /* this and the rest: as run_stack has them */
     ptrdiff_t num_needed, tokens;
     char *x, *y, *narrow, *wide;
     double since;
@@ -86,13 +86,12 @@ static void gather_needed(const decoder_stack *stack, const stack_pass *pass, ch
 /* The result's rows back to the places of their tokens. */
 static void scatter_needed(const decoder_stack *stack, const stack_pass *pass) {
     ptrdiff_t size = bytes(stack, stack->hidden);
-    if (pass->needed)
-        for (ptrdiff_t i = pass->num_needed - 1; i >= 0; i--)
-            memmove(pass->narrow + pass->needed[i] * size, pass->narrow + i * size, (size_t)size);
+    for (ptrdiff_t i = pass->num_needed - 1; i >= 0; i--)
+        memmove(pass->narrow + pass->needed[i] * size, pass->narrow + i * size, (size_t)size);
 }
 
-/* Of x into y. What is between goes through `wide` and `narrow`. Behind the last layer's attention no token reads
-   another one's: the pass goes on with the needed ones. */
+/* Of x into y. What is between goes through `wide` and `narrow`. After the last layer's attention tokens are
+   independent: the pass goes on with the needed ones. */
 static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const char *x, char *y) {
     char *keys = pass->wide + bytes(stack, stack->queries), *values = keys + bytes(stack, stack->keys);
     pass->failed |= packed_matmul(layer->qkv, x, pass->tokens, pass->wide);
@@ -100,7 +99,7 @@ static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
                  pass->wide, keys, values, pass->narrow, layer->query_norm, layer->key_norm, layer->head_eps,
                  layer->scale);
-    if (pass->needed && is_last(stack, layer)) {
+    if (pass->num_needed >= 0 && is_last(stack, layer)) {
         gather_needed(stack, pass, pass->narrow, stack->queries);
         gather_needed(stack, pass, pass->x, stack->hidden);
         pass->tokens = pass->num_needed;
@@ -153,7 +152,7 @@ static void run_post_norm(decoder_stack *stack, stack_pass *pass) {
 
 /* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]:
    the result, [hidden] for each token; of which only those of the tokens `needed` [num_needed], in rising order, have a
-   meaning, unless it is NULL. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is more. Of an
+   meaning, unless there are fewer than 0. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is more. Of an
    interrupted step there is no result. Returns whether there was no memory for it. */
 int run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
               const int64_t *needed, ptrdiff_t num_needed, ptrdiff_t tokens, void *x, void *y, void *narrow,
