@@ -121,7 +121,7 @@ class Follower:
         while not (self._record.shows_lines or self._record.ended):
             if self._watch.due:
                 await self._watched()
-                await self._look()  # it may have lapsed
+                await self._look()  # the watch may have lapsed, and a change of the state with it
                 continue
             entries = await next_entries(self._state, keys.batch_tokens(self._batch), seen, 1000, _SILENCE_SECONDS)
             if entries:

@@ -45,7 +45,7 @@ _ADMISSION_BATCHES = 16
 # Of the steps' time, what abandoned ones may lose, and how many seconds of that are saved up
 _LOST_SHARE, _MOST_LOST_SECONDS = 0.05, 5.0
 _IDLE_SECONDS = 0.5  # without a message, until blocks of the cache are populated
-_POPULATE_PAUSE = 0.002  # seconds, after each of their pieces
+_POPULATE_PAUSE = 0.002  # seconds between two pieces, unless a message comes
 _SINGLE_TOKEN_TRIES = 3
 _SINGLE_TOKEN_PAUSE = 0.2  # seconds
 

@@ -81,7 +81,7 @@ def cpu_cache_bytes(
 
     In whole GiB, since replicas that start one after the other should have equal limits.
 
-    Pages are taken from the system when they are first written, or up to 1 GiB earlier
+    Pages are taken from the system when they are first written, and up to 1 GiB ahead of that
     (`native/cache_memory.py`): an unused cache takes none.
     Replicas that divide the CPUs divide the memory. Raises ModelLoadError where `weights` bytes and
     the cache are more than the `available` ones.

@@ -78,8 +78,10 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def _cache_memory(self) -> CacheMemory | None:
-        """Return what populates blocks of the cache ahead of their use; None where they have their
-        memory, where freed blocks are reused first, and where other ranks would still wait.
+        """Return what populates blocks ahead of their use.
+
+        None where the cache has its memory from the start, where prefix caching is off, since freed
+        blocks are then reused first, and with several ranks.
         """
         lazy = self.runner.attention.lazy_cache
         if not (lazy and self.config.enable_prefix_caching and self.config.tensor_parallel_size == 1):

@@ -21,10 +21,10 @@ _SPARED_BYTES = 2 << 30  # of the machine's memory, or the container's
 
 
 class CacheMemory:
-    """Populates as many blocks as were ever used beyond those, up to 1 GiB.
+    """Populate, beyond the blocks that were used so far, as many again, up to 1 GiB.
 
-    Blocks are used in rising order as long as there are unused ones. It ends for good where the
-    system cannot populate, or has little memory left.
+    Blocks are used in rising order as long as there are unused ones. Populating ends for good where
+    the system cannot do it, or less than 2 GiB of memory are left.
     """
 
     def __init__(self, caches: Sequence[Tensor], available: Callable[[], int | None]) -> None:

@@ -10,8 +10,8 @@ longer only where its decode rows do, or for live prompts:
 - Where several live prompts wait and no batch request does, a step may take up to 3 times that, as
   long as its decode rows take more than 8 % of it. All prompts wait for these rows in each step.
 - Batch requests have a share of each step, so that endless live requests do not stop them. Beyond
-  that they fill a step with live prompts up to half of its time only, since first tokens come at
-  its end.
+  that share they fill a step that has a live prompt up to half of the time left by the live rows,
+  since its first token comes at the step's end.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ _FURTHER_PROMPT = 0.2
 _MOST_PROMPTS = 3.0
 # The share of such a longer step that its decode rows take at least
 _DECODING_SHARE = 0.08
-# Of a step's time, with live prompts in it: how far batch requests fill it
+# Of the time that live rows leave, up to where batch requests fill a step that has a live prompt
 _FILLED_BESIDE_PROMPTS = 0.5
 # Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
 # prompts that is far too high
@@ -58,15 +58,15 @@ class LiveStepTime:
         contexts = [request.computed for request in decoding(batch.running)]
         self._rows, self._rows_seconds = len(contexts), cost.decode(len(contexts), sum(contexts))
         prompt_limit = 0.0 if step.starts else _WITHOUT_STREAMS * cost.empty
-        live_prompts = ONE_PROMPT * limit
+        with_prompts = ONE_PROMPT * limit
         if not has_batch:
-            live_prompts = max(live_prompts, min(live_steps_for(prompts) * limit, live / _DECODING_SHARE))
+            with_prompts = max(with_prompts, min(live_steps_for(prompts) * limit, live / _DECODING_SHARE))
         limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
-        filled = _FILLED_BESIDE_PROMPTS if prompts else 1.0
-        self._for_prompts = max(limit, live_prompts) - filled * limit  # for live prompts alone
+        self._live_rows, self._left = len(step.starts), limit - live
+        self._beyond = max(0.0, with_prompts - limit)  # for live prompts alone
         share = BATCH_SHARE if has_batch else 0.0
         self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
-        self.seconds = max(limit, live_prompts) - live
+        self.seconds = self._left + self._beyond
 
     def keep_for_batch(self, step: StepBuilder) -> None:
         """Take the share of the batch requests from the step's seconds and tokens."""
@@ -74,8 +74,12 @@ class LiveStepTime:
         step.budget -= self._kept_tokens
 
     def open_to_batch(self, step: StepBuilder) -> None:
-        """Give batch requests what was kept for them, less the time that only live prompts have."""
-        self.seconds = max(0.0, self.seconds - self._for_prompts) + self._kept_seconds
+        """Give batch requests what was kept for them, and what is left of the time for them,
+        or of half of it if the step has a live prompt.
+        """
+        has_prompt = len(step.starts) > self._live_rows
+        unfilled = (1 - _FILLED_BESIDE_PROMPTS) * self._left if has_prompt else 0.0
+        self.seconds = max(0.0, self.seconds - self._beyond - unfilled) + self._kept_seconds
         step.budget += self._kept_tokens
 
     def rows(self) -> int:

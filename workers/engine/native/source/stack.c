@@ -151,9 +151,9 @@ static void run_post_norm(decoder_stack *stack, stack_pass *pass) {
 }
 
 /* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]:
-   the result, [hidden] for each token; of which only those of the tokens `needed` [num_needed], in rising order, have a
-   meaning, unless there are fewer than 0. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is more. Of an
-   interrupted step there is no result. Returns whether there was no memory for it. */
+   the result, [hidden] for each token. With num_needed >= 0 only those of the tokens `needed` [num_needed], distinct
+   and in rising order, are defined. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is more. Of
+   an interrupted step there is no result. Returns whether there was no memory for it. */
 int run_stack(decoder_stack *stack, const attention_step *const *steps, const head_rotation *rotations,
               const int64_t *needed, ptrdiff_t num_needed, ptrdiff_t tokens, void *x, void *y, void *narrow,
               void *wide) {
