@@ -98,7 +98,8 @@ class Model:
         )  # type: ignore[misc]
 
     def run(self, one_call: bool, moves: bool = False, needed: Sequence[Tensor | None] = ()) -> list[Tensor]:
-        """What comes of each of the family's steps, for all tokens where not told which are needed.
+        """Return the hidden states of each of the family's steps; `needed` has the tokens of each
+        step whose hidden states are read, all of them by default.
 
         If it `moves`, the cache is at another place in each, and its old place is overwritten.
         """
