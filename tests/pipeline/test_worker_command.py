@@ -34,6 +34,22 @@ sys.addaudithook(stop_in_import)
 main()
 """
 
+STOPPED_IN_A_CLASS_BODY = """
+import signal, sys
+from pipeline.main import main
+
+class Named:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.Signals[sys.argv.pop()])
+
+def stop_in_import(event, arguments):
+    if event == "import" and arguments[0] == "workers.worker":
+        type("Owner", (), {"name": Named()})
+
+sys.addaudithook(stop_in_import)
+main(["worker"])
+"""
+
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchedCore]:
@@ -116,6 +132,19 @@ def test_a_sigterm_whose_exception_was_lost_is_obeyed(redis_url: str) -> None:
     try:
         worker.wait_for("SIGTERM: stopping", 60)
         assert worker.wait(60) == 0
+        assert "Traceback" not in worker.output
+    finally:
+        worker.stop()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_that_comes_while_a_class_is_imported_is_obeyed(
+    redis_url: str, number: signal.Signals, code: int
+) -> None:
+    environment = command_environment(redis_url, {})
+    worker = RunningCommand([sys.executable, "-c", STOPPED_IN_A_CLASS_BODY, number.name], environment)
+    try:
+        assert worker.wait(60) == code
         assert "Traceback" not in worker.output
     finally:
         worker.stop()
