@@ -36,8 +36,9 @@ _BF16 = _level("avx512-bf16", "-mavx512bf16", "avx512_bf16", _VNNI)
 _AMX = _level("amx", "-mamx-tile -mamx-bf16 -mamx-int8", "amx_tile amx_bf16 amx_int8", _BF16)
 _ARM = _level("armv8.2", "-march=armv8.2-a", "fp asimd asimdrdm atomics crc32")
 _DOT = _level("armv8.2-dotprod", "-march=armv8.2-a+dotprod", "asimddp", _ARM)
+_I8MM = _level("armv8.2-i8mm", "-march=armv8.2-a+dotprod+i8mm", "i8mm", _DOT)
 
-LEVELS = {"x86_64": (_V3, _AVX_VNNI, _V4, _VNNI, _BF16, _AMX), "aarch64": (_ARM, _DOT)}
+LEVELS = {"x86_64": (_V3, _AVX_VNNI, _V4, _VNNI, _BF16, _AMX), "aarch64": (_ARM, _DOT, _I8MM)}
 """By machine, as `platform.machine` names it, the best last."""
 
 THIS_PROCESSOR = ("-march=native", *((_WIDE,) if platform.machine() == "x86_64" else ()))

@@ -32,6 +32,7 @@ ABOVE = {  # what objdump calls that which a level must not contain
     "avx512-bf16": ("tileload", "tdpbf16ps"),
     "amx": (),
 }
+OF_ARM = {"armv8.2": (), "armv8.2-dotprod": ("sdot",), "armv8.2-i8mm": ("sdot", "smmla")}
 PROGRAM = [Path(__file__).with_name(name) for name in ("kernels.c", "attention.c")]
 
 
@@ -67,8 +68,9 @@ def test_the_best_level_that_a_processor_runs_comes_first() -> None:
     assert fitting_levels("x86_64", everything - {"amx_bf16"}) == [*reversed(X86[:-1])]
     assert fitting_levels("x86_64", frozenset()) == fitting_levels("riscv64", X86[0].features) == []
     arm = LEVELS["aarch64"]
-    assert [level.name for level in fitting_levels("aarch64", arm[0].features)] == ["armv8.2"]
-    assert fitting_levels("aarch64", arm[1].features) == [*reversed(arm)]
+    for level in arm:
+        assert fitting_levels("aarch64", level.features)[0] == level
+    assert fitting_levels("aarch64", arm[-1].features) == [*reversed(arm)]
 
 
 @needs_gcc
@@ -143,6 +145,9 @@ def test_the_sources_compile_for_arm_and_run(level: Level, tmp_path: Path) -> No
     compiler = "aarch64-linux-gnu-gcc"
     program = compiled(compiler, level.flags, tmp_path)
     assert (tmp_path / "native.so").read_bytes()[18:20] == b"\xb7\x00"  # EM_AARCH64
+    disassembly = ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", tmp_path / "native.so"]
+    code = subprocess.check_output(disassembly, text=True)
+    assert tuple(name for name in OF_ARM["armv8.2-i8mm"] if name in code) == OF_ARM[level.name]
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         pytest.skip("compiled, and not run: there is no qemu-user")

@@ -7,7 +7,13 @@
 #include "matmul.h"
 
 /* Of a tile whose sums stay in registers. */
-enum { MOST_ROWS = LANES == 16 ? 12 : 3 };
+#if LANES == 16
+enum { MOST_ROWS = 12 };
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+enum { MOST_ROWS = 6 };
+#else
+enum { MOST_ROWS = 3 };
+#endif
 
 /* What a tile prefetches while it computes: so many lines of the cache for each part of k, from `at` on. */
 typedef struct {

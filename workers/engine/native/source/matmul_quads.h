@@ -1,5 +1,5 @@
 /* Products with weights of 8 or 4 bits where the processor adds four products at once: AVX512-VNNI, AVX-VNNI, NEON's dot
-   products. Rows of x become int8, each BLOCK of their numbers by a scale of its own. What the zero points of weights add,
+   products, or eight: NEON's products of matrices (I8MM), by which several rows are multiplied. Rows of x become int8, each BLOCK of their numbers by a scale of its own. What the zero points of weights add,
    and QUAD_OFFSET with 8 bits, is taken off each block's sum, which is exact.
 
    Blocks and their order do not depend on the number of rows: what comes of a row does not depend on the rows beside
@@ -156,6 +156,12 @@ ALWAYS_INLINE integers less_zeros(int stored, int32_t total, words zeros) {
     return add_products((integers){0}, zeros & 0xffffu, (words){0} + ((uint32_t)-total & 0xffffu));
 }
 
+/* Adds to a sum, or sets it, what a block's whole numbers are by the scales of x and of the weights. */
+ALWAYS_INLINE void add_block(float *sum, int set, integers whole, float scale, const float *scales) {
+    lanes scaled = __builtin_convertvector(whole, lanes) * scale;
+    store(sum, fused(set ? all(0.0f) : load(sum), scaled, load(scales)));
+}
+
 /* To sums [rows][PANEL] the products of rows of x with a panel, whose groups are in words. */
 ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows x, const packed_panel *panel,
                                   prefetching next, float *sums) {
@@ -197,37 +203,123 @@ ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows 
             }
         }
 #pragma GCC unroll 8
-        for (int v = 0; v < QUAD_VECTORS; v++) {
-            lanes scales = load(panel->scales + line + v * LANES);
+        for (int v = 0; v < QUAD_VECTORS; v++)
 #pragma GCC unroll 12
+            for (int i = 0; i < rows; i++)
+                add_block(sums + i * PANEL + v * LANES, first == 0, whole[i][v], x.scales[i * x.blocks + block],
+                          panel->scales + line + v * LANES);
+    }
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define MULTIPLIES_MATRICES 1
+
+enum { HALF_VECTORS = HALF / LANES };
+
+/* Products of two rows with two columns: of pairs of rows, vectors of four columns, and their halves. */
+typedef int32x4_t squares[(MOST_ROWS + 1) / 2][HALF_VECTORS][2];
+
+/* Adds the products of eight numbers along k, or of four, which `count` says. */
+ALWAYS_INLINE void add_matrices(int stored, int rows, int count, const char *x, ptrdiff_t stride, const char *weights,
+                                squares sums) {
+    int8x16_t pairs[(MOST_ROWS + 1) / 2];
+#pragma GCC unroll 3
+    for (int i = 0; i < rows; i += 2) {
+        uint64_t numbers[2] = {0};
+        memcpy(numbers, x + i * stride, (size_t)count);
+        memcpy(numbers + 1, x + (i + 1 < rows ? i + 1 : i) * stride, (size_t)count);
+        pairs[i / 2] = (int8x16_t)vcombine_u64(vcreate_u64(numbers[0]), vcreate_u64(numbers[1]));
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < HALF_VECTORS; v++) {
+        words first = load_words(weights + 4 * LANES * v), second = {0};
+        if (stored == STORED_INT4)
+            second = unpacked_quads(first, 1), first = unpacked_quads(first, 0);
+        else if (count == 8)
+            second = load_words(weights + 4 * (PANEL + LANES * v));
+        int8x16_t low = (int8x16_t)vzip1q_s32((int32x4_t)first, (int32x4_t)second),
+                  high = (int8x16_t)vzip2q_s32((int32x4_t)first, (int32x4_t)second);
+#pragma GCC unroll 3
+        for (int i = 0; i < (rows + 1) / 2; i++) {
+            sums[i][v][0] = vmmlaq_s32(sums[i][v][0], pairs[i], low);
+            sums[i][v][1] = vmmlaq_s32(sums[i][v][1], pairs[i], high);
+        }
+        __asm__ volatile("" ::: "memory"); /* what is read early takes registers from sums */
+    }
+}
+
+/* As `multiply_quads`, of half of a panel's columns. `x` is not gathered. */
+ALWAYS_INLINE void multiply_matrices(int stored, int rows, quad_rows x, const packed_panel *panel, ptrdiff_t column,
+                                     prefetching next, float *sums) {
+    ptrdiff_t group = 2 * panel->group, line_bytes = PANEL * stored_bits(stored);
+    const char *from = panel->weights + 4 * column;
+    for (ptrdiff_t first = 0, block = 0, count; first < x.end; first += count, block++) {
+        ptrdiff_t line = first / group * PANEL + column, j = first;
+        squares whole = {0};
+        for (int i = 0; i < next.lines; i++, next.at += 64)
+            __builtin_prefetch(next.at, 0, 2);
+        count = block_numbers(group, first, x.end);
+        for (; j + 8 <= first + count; j += 8, from += line_bytes)
+            add_matrices(stored, rows, 8, x.numbers + j, x.end, from, whole);
+        if (j < first + count)
+            add_matrices(stored, rows, 4, x.numbers + j, x.end, from, whole), from += line_bytes / 2;
+#pragma GCC unroll 4
+        for (int v = 0; v < HALF_VECTORS; v++) {
+            words zeros = stored == STORED_INT4 ? load_octets(panel->zeros + line + v * LANES) : (words){0};
+#pragma GCC unroll 6
             for (int i = 0; i < rows; i++) {
-                float *sum = sums + i * PANEL + v * LANES;
-                lanes scaled = __builtin_convertvector(whole[i][v], lanes) * x.scales[i * x.blocks + block];
-                store(sum, fused(first ? load(sum) : all(0.0f), scaled, scales));
+                int64x2_t left = (int64x2_t)whole[i / 2][v][0], right = (int64x2_t)whole[i / 2][v][1];
+                integers sum = (integers)(i % 2 ? vzip2q_s64(left, right) : vzip1q_s64(left, right));
+                add_block(sums + i * PANEL + column + v * LANES, first == 0,
+                          sum + less_zeros(stored, x.totals[i * x.blocks + block], zeros),
+                          x.scales[i * x.blocks + block], panel->scales + line + v * LANES);
             }
         }
     }
+}
+
+#else
+#define MULTIPLIES_MATRICES 0
+
+ALWAYS_INLINE void multiply_matrices(int stored, int rows, quad_rows x, const packed_panel *panel, ptrdiff_t column,
+                                     prefetching next, float *sums) {
+    (void)stored, (void)rows, (void)x, (void)panel, (void)column, (void)next, (void)sums;
+}
+
+#endif
+
+/* One row is multiplied by quads: as many instructions, and none that order the weights. */
+ALWAYS_INLINE void multiply_tile(int stored, int gathered, int rows, quad_rows x, const packed_panel *panel,
+                                 prefetching next, float *sums) {
+    if (!MULTIPLIES_MATRICES || rows == 1) {
+        multiply_quads(stored, gathered, rows, x, panel, next, sums);
+        return;
+    }
+    multiply_matrices(stored, rows, x, panel, 0, next, sums);
+    multiply_matrices(stored, rows, x, panel, HALF, (prefetching){NULL, 0}, sums);
 }
 
 #define QUAD_TILE(rows)                                                                                                \
     NEVER_INLINE void quads_##rows(int stored, int gathered, quad_rows x, const packed_panel *panel, prefetching next,  \
                                    float *sums) {                                                                      \
         if (stored == STORED_INT8 && gathered)                                                                         \
-            multiply_quads(STORED_INT8, 1, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT8, 1, rows, x, panel, next, sums);                                                \
         else if (stored == STORED_INT8)                                                                                \
-            multiply_quads(STORED_INT8, 0, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT8, 0, rows, x, panel, next, sums);                                                \
         else if (gathered)                                                                                             \
-            multiply_quads(STORED_INT4, 1, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT4, 1, rows, x, panel, next, sums);                                                \
         else                                                                                                           \
-            multiply_quads(STORED_INT4, 0, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT4, 0, rows, x, panel, next, sums);                                                \
     }
 QUAD_TILE(1)
 QUAD_TILE(2)
 QUAD_TILE(3)
-#if LANES == 16
+#if LANES == 16 || MULTIPLIES_MATRICES
 QUAD_TILE(4)
 QUAD_TILE(5)
 QUAD_TILE(6)
+#endif
+#if LANES == 16
 QUAD_TILE(7)
 QUAD_TILE(8)
 QUAD_TILE(9)
@@ -237,6 +329,8 @@ QUAD_TILE(12)
 
 #define QUAD_TILES \
     { quads_1, quads_2, quads_3, quads_4, quads_5, quads_6, quads_7, quads_8, quads_9, quads_10, quads_11, quads_12 }
+#elif MULTIPLIES_MATRICES
+#define QUAD_TILES { quads_1, quads_2, quads_3, quads_4, quads_5, quads_6 }
 #else
 #define QUAD_TILES { quads_1, quads_2, quads_3 }
 #endif
