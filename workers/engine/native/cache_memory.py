@@ -7,12 +7,15 @@ is idle, pages are populated that the next burst of requests will write.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from workers.engine.messages.step import StepPlan
 from workers.engine.native.memory import populate
+
+logger = logging.getLogger(__name__)
 
 # At once, of one layer, so that a request that arrives meanwhile waits for milliseconds at most
 _PIECE_BYTES = 2 << 20
@@ -53,10 +56,14 @@ class CacheMemory:
         if not self._layer:
             self._populated = max(self._populated, self._used)
         available = self._available()
-        scarce = available is not None and available < _SPARED_BYTES
-        if scarce or not populate(self._caches[self._layer][self._populated : self._populated + self._piece]):
-            self._populated = self._num_blocks
-            return
-        self._layer = (self._layer + 1) % len(self._caches)
-        if not self._layer:
-            self._populated += self._piece
+        if available is not None and available < _SPARED_BYTES:
+            self._end("less than 2 GiB are left")
+        elif not populate(self._caches[self._layer][self._populated : self._populated + self._piece]):
+            self._end("the system cannot do it (Linux before 5.14 lacks it)")
+        else:
+            self._layer = (self._layer + 1) % len(self._caches)
+            self._populated += 0 if self._layer else self._piece
+
+    def _end(self, reason: str) -> None:
+        logger.info("memory for the KV cache is no longer populated while the engine is idle: %s", reason)
+        self._populated = self._num_blocks

@@ -1,6 +1,7 @@
 """Memory for blocks of the cache before they are used: as many as were used; content is kept."""
 
 import ctypes
+import logging
 import mmap
 
 import numpy as np
@@ -14,6 +15,7 @@ from workers.engine.native.memory import huge_zeros, populate
 
 # As the kernel of an image for other processors, or a sandbox, may not be able to
 pytestmark = pytest.mark.skipif(not populate(huge_zeros((1, 1), torch.float32)), reason="the system cannot populate")
+NO_LONGER = "memory for the KV cache is no longer populated while the engine is idle"
 LAYERS, BLOCKS, BLOCK_NUMBERS = 3, 400, 1 << 17  # a block of a layer has 512 KiB, four are a piece
 
 
@@ -94,7 +96,8 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [populated(layer) for layer in layers] == [list(range(100, 116))] * LAYERS
 
 
-def test_it_ends_where_memory_is_scarce() -> None:
+def test_it_ends_where_memory_is_scarce(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     layers, left = caches(), iter([4 << 30, 1 << 30, 4 << 30])
     memory = CacheMemory(layers, lambda: next(left))
     memory.use(plan([99]))
@@ -102,11 +105,16 @@ def test_it_ends_where_memory_is_scarce() -> None:
     memory.use(plan([199]))
     assert not memory.is_behind
     assert [len(populated(layer)) for layer in layers] == [4, 0, 0]
+    assert caplog.messages == [f"{NO_LONGER}: less than 2 GiB are left"]
 
 
-def test_it_ends_where_the_system_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_where_the_system_cannot_populate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr("workers.engine.native.memory._MADV_POPULATE_WRITE", 9999)
     memory = CacheMemory(caches(), lambda: None)
     memory.use(plan([99]))
     assert run(memory) == 1
     assert not memory.is_behind
+    assert caplog.messages == [f"{NO_LONGER}: the system cannot do it (Linux before 5.14 lacks it)"]
