@@ -10,6 +10,7 @@ from typing import Any
 
 from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_ENCODER_SEQUENCES, CPU_SEQUENCES, EngineConfig
 from workers.engine.native.levels import processor_features
+from workers.text.sentence_files import transformer_folder
 
 _CPU_STEP_TOKENS, _BLOCK_SIZE = 1024, 16  # the engine's defaults
 _GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
@@ -81,7 +82,7 @@ def _folder(model: str) -> Path | None:
     """Return where a model's files are, None where they are not on this machine."""
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return folder
+        return transformer_folder(folder)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

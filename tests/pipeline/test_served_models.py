@@ -169,6 +169,14 @@ def test_a_model_is_weighed_in_the_type_that_it_is_computed_in(
     assert weights("float16") == weights("float32") == 4
 
 
+def test_a_model_in_a_folder_of_its_own_is_weighed(tmp_path: Path) -> None:
+    modules = [{"path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "0_Transformer").symlink_to(DEMO_MODEL)
+    inside, plain = (needs_of(EngineConfig(model=str(model), device="cpu"), 1) for model in (tmp_path, DEMO_MODEL))
+    assert inside == plain
+
+
 def test_a_quantized_model_needs_what_its_weights_become(tmp_path: Path) -> None:
     def memory(name: str, settings: dict[str, object], **tensors: torch.Tensor) -> int:
         config = json.loads((Path(DEMO_MODEL) / "config.json").read_text())

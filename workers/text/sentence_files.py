@@ -12,6 +12,9 @@ from workers.text.errors import TokenizerError
 
 SENTENCE_FILES = (
     "modules.json",
+    "0_Transformer/*.json",
+    "0_Transformer/*.txt",
+    "0_Transformer/*.model",
     "1_Pooling/config.json",
     "config_sentence_transformers.json",
     "*sentence_*_config.json",
@@ -57,9 +60,16 @@ class SentenceFiles:
         return "" if name is None else self.prompts.get(name)
 
 
+def transformer_folder(folder: Path) -> Path:
+    """Return where the files of the first module are, which is the model itself.
+
+    Raises TokenizerError.
+    """
+    return folder / _module_path(folder, 0)
+
+
 def _transformer_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the first module, which is the model itself."""
-    found = sorted((folder / _module_path(folder, 0)).glob("sentence_*_config.json"))
+    found = sorted(transformer_folder(folder).glob("sentence_*_config.json"))
     return _json(found[0]) if found else {}
 
 

@@ -24,7 +24,7 @@ from workers.text.chat_template import ChatTemplate, Message, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
 from workers.text.errors import TokenizerError, is_panic
 from workers.text.inputs import InputEncoder, encode_batch
-from workers.text.sentence_files import SENTENCE_FILES
+from workers.text.sentence_files import SENTENCE_FILES, transformer_folder
 from workers.text.vocabulary import longest_token
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class TextTokenizer:
 
         Raises TokenizerError, one sentence, when there is nothing that can be used.
         """
-        files = _Files(locate(source))
+        files = _Files(transformer_folder(locate(source)))
         config = {**files.json("special_tokens_map.json"), **files.json("tokenizer_config.json")}
         tokenizer = _read_tokenizer(source, files)
         _complete(tokenizer, config)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jobs.protocol.pooling_parameters import EMBEDDINGS, SCORE
 from tests.support.small_tokenizers import bert, write_folder
-from tests.workers.engine.models.tiny_pooling_models import EMBEDDERS, pooling_folder, save_modules
+from tests.workers.engine.models.tiny_pooling_models import EMBEDDERS, model_moved, pooling_folder, save_modules
 from tests.workers.engine.places import CPU
 from tests.workers.engine.pooling import run_pooling, start
 from tests.workers.replica.test_pooling import claim_of
@@ -102,6 +102,13 @@ def test_ways_of_pooling_with_a_prompt_and_a_projection(mode: str, tmp_path: Pat
     expected = sentence_transformer(folder).encode(TEXTS, prompt_name="query", convert_to_tensor=True)
     got = numbers(folder, EMBEDDINGS, input=TEXTS, prompt_name="query", truncate_prompt_tokens=-1)
     assert_equal(got, expected)
+
+
+def test_a_folder_with_the_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """As sentence-transformers saved them up to version 2."""
+    folder = model_moved(folder_of("bert", tmp_path / "model", "mean"))
+    expected = sentence_transformer(folder).encode(TEXTS, prompt_name="query", convert_to_tensor=True)
+    assert_equal(numbers(folder, EMBEDDINGS, input=TEXTS, prompt_name="query", truncate_prompt_tokens=-1), expected)
 
 
 @pytest.mark.parametrize("name", ["bert-pair", "xlm-roberta-score"])

@@ -35,7 +35,7 @@ from workers.engine.models.registry import (
     find_task,
     pooling_code,
 )
-from workers.engine.models.sentence_folder import MODULES, embedding_config
+from workers.engine.models.sentence_folder import MODULES, embedding_config, transformer_folder
 
 if TYPE_CHECKING:  # importing it takes seconds
     from workers.engine.models.padded_model import PaddedClass
@@ -75,7 +75,8 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
 
     Raises ModelLoadError.
     """
-    folder = find_folder(name)
+    whole = find_folder(name)
+    folder = transformer_folder(whole)
     raw = read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
@@ -84,7 +85,7 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
         raise ModelLoadError(
             f"the model {name} is quantized by ModelOpt ({_MODELOPT}), which cannot be read; {PLAIN_VERSION}"
         )
-    task = find_task(raw, task, (folder / MODULES).is_file())
+    task = find_task(raw, task, (whole / MODULES).is_file())
     own = find_family(raw, model_impl) if task == "generate" else find_pooling_family(raw, model_impl)
     if quantized is not None:
         _require_own_code(name, raw, own)
@@ -95,7 +96,7 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
     else:
         family = own or _padded_class(folder, raw, task)
         config = family.config(raw) if isinstance(family, Family) else family.config
-        config = _pooling(folder, raw, task, family, config)
+        config = _pooling(whole, raw, task, family, config)
     stored = raw.get("dtype") or raw.get("torch_dtype")
     config = replace(
         config,
@@ -292,7 +293,7 @@ def find_folder(name: str) -> Path:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (transformer_folder(path) / "config.json").is_file():
             raise ModelLoadError(f"the model folder {name} has no config.json")
         return path
     if path.exists():

@@ -38,6 +38,15 @@ def embedding_config(folder: Path, raw: Json, bidirectional: bool) -> PoolingCon
     return replace(config, sizes=tuple(map(int, sizes)), any_size=bool(raw.get("is_matryoshka")) and not sizes)
 
 
+def transformer_folder(folder: Path) -> Path:
+    """Return where the files of the model itself are: `folder`, or what `modules.json` names in it.
+
+    Raises ModelLoadError.
+    """
+    modules = read_json_list(folder / MODULES) if (folder / MODULES).is_file() else []
+    return folder / str(modules[0].get("path", "")) if modules else folder
+
+
 def read_modules(folder: Path) -> PoolingConfig:
     """Return what the modules of a folder do behind the model.
 
@@ -61,8 +70,6 @@ def read_modules(folder: Path) -> PoolingConfig:
             f"{folder / MODULES} lists the modules {', '.join(kinds) or 'none'}; the engine runs Transformer, Pooling,"
             " any number of Dense and perhaps Normalize, in this order"
         )
-    if paths[0] not in ("", "."):
-        raise ModelLoadError(f"{folder / MODULES} has the model itself in {paths[0]}; move its files one folder up")
     return PoolingConfig(
         modes=_pooling_modes(folder / paths[1] / "config.json"),
         normalize=normalize,

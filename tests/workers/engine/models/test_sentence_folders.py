@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.models.tiny_pooling_models import (
     hidden_states,
+    model_moved,
     normalized,
     pooled,
     pooling_folder,
@@ -45,6 +46,14 @@ def test_modules_of_a_folder_are_applied_in_order(settings: dict[str, Any], tmp_
         expected = [normalized(torch.tanh(dense(pooled(hidden, "cls")))) for hidden in hidden_states("bert")]
     assert_close(run_pooling(core, pooling_requests(EMBED)), expected)
     assert (core.ready.tasks, core.ready.embedding_size, core.ready.matryoshka) == (["embed"], 24, [24])
+
+
+def test_the_model_may_lie_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    path = model_moved(sentence_folder(tmp_path / "model", CLS))
+    core = start(path, CPU)
+    assert_close(run_pooling(core, pooling_requests(EMBED)), [pooled(one, "cls") for one in hidden_states("bert")])
+    (path / "0_Transformer" / "config.json").unlink()
+    assert refused(path) == f"the model folder {path} has no config.json"
 
 
 @pytest.mark.parametrize("mode", ["weightedmean", "lasttoken", "mean_sqrt_len_tokens"])

@@ -16,6 +16,7 @@ from torch import Tensor
 torch.set_num_threads(1)
 
 VOCAB = 160
+_OF_THE_FOLDER = ("modules.json", "config_sentence_transformers.json")
 TEXT_LENGTHS = (1, 150, 3, 97, 17, 40, 64, 2)
 
 _SHAPE: dict[str, Any] = {
@@ -228,6 +229,18 @@ def save_modules(path: Path, pooling: dict[str, Any], dense: torch.nn.Linear | N
         (path / "2_Dense" / "config.json").write_text(json.dumps(settings))
         tensors = {f"linear.{name}": tensor.detach() for name, tensor in dense.named_parameters()}
         save_file(tensors, path / "2_Dense" / "model.safetensors")
+
+
+def model_moved(path: Path) -> Path:
+    """Move the model's own files into `0_Transformer`, and return the whole folder."""
+    own = [file for file in path.iterdir() if file.is_file() and file.name not in _OF_THE_FOLDER]
+    (path / "0_Transformer").mkdir()
+    for file in own:
+        file.rename(path / "0_Transformer" / file.name)
+    modules = json.loads((path / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (path / "modules.json").write_text(json.dumps(modules))
+    return path
 
 
 def normalized(vector: Tensor) -> Tensor:
