@@ -6,7 +6,8 @@ when each of its chunks came.
 The plan is one JSON object: `host`, `port`, `concurrency` (most calls at once; null: no limit) and
 `calls`, each with `at` (seconds after the start at which it is sent) and `body`. One JSON object is
 printed: `calls` in the order of the plan and `cpu_seconds`, the processor time of this process
-while it sent and read. Chunks are parsed only after the last call has ended.
+while it sent and read. It has little of the processors that it measures: what comes is only kept,
+and parsed after the last call has ended.
 """
 
 import asyncio
@@ -14,13 +15,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-_EVENT = b"data: "
+import uvloop
+
+_EVENT = "data: "
 _SECONDS_TO_CONNECT = 60.0
 
 
@@ -61,7 +64,7 @@ class LiveLoad:
 
 
 def main() -> None:
-    json.dump(asyncio.run(_run(json.load(sys.stdin))), sys.stdout)
+    json.dump(uvloop.run(_run(json.load(sys.stdin))), sys.stdout)
 
 
 def start_load(
@@ -100,30 +103,60 @@ async def _run(plan: dict[str, Any]) -> dict[str, Any]:
     limit = asyncio.Semaphore(plan["concurrency"]) if plan["concurrency"] else nullcontext()
     began, used = time.perf_counter(), time.process_time()
 
-    async def send(call: dict[str, Any]) -> dict[str, Any]:
+    async def send(call: dict[str, Any]) -> "_Stream":
         await asyncio.sleep(call["at"] - (time.perf_counter() - began))
         async with limit:
             return await _stream(plan["host"], plan["port"], call["body"])
 
-    calls = await asyncio.gather(*map(send, plan["calls"]))
-    return {"calls": calls, "cpu_seconds": round(time.process_time() - used, 3)}
+    streams = await asyncio.gather(*map(send, plan["calls"]))
+    used = time.process_time() - used
+    return {"calls": [_events(stream) for stream in streams], "cpu_seconds": round(used, 3)}
 
 
-async def _stream(host: str, port: int, body: dict[str, Any]) -> dict[str, Any]:
-    """POST a body and keep each event with the time at which it was read."""
+async def _stream(host: str, port: int, body: dict[str, Any]) -> "_Stream":
+    """POST a body and read to the end."""
     content = json.dumps(body).encode()
-    sent = time.time()
-    reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _SECONDS_TO_CONNECT)
-    writer.write(_head(host, port, len(content)) + content)
-    accepted = b" 200 " in await reader.readline()
-    events, refusal = [], []
-    async for line in reader:
-        if line.startswith(_EVENT):
-            events.append((time.time(), line[len(_EVENT) :].decode().rstrip()))
-        elif not accepted:
-            refusal.append(line.decode(errors="replace").strip())
-    writer.close()
-    return {"sent": sent, "events": events, "refusal": refusal[-1:]}
+    stream = _Stream(_head(host, port, len(content)) + content)
+    connecting = asyncio.get_running_loop().create_connection(lambda: stream, host, port)
+    await asyncio.wait_for(connecting, _SECONDS_TO_CONNECT)
+    await stream.ended
+    return stream
+
+
+class _Stream(asyncio.Protocol):
+    """What came of one call, piece by piece, with the times at which it was read."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.sent = time.time()
+        self.pieces: list[tuple[float, bytes]] = []
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.time(), data))
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.ended.set_result(None)
+
+    def lines(self) -> Iterator[tuple[float, bytes]]:
+        """Yield each line with the time at which its end came."""
+        when, rest = self.sent, b""
+        for when, piece in self.pieces:
+            *lines, rest = (rest + piece).split(b"\n")
+            yield from ((when, line) for line in lines)
+        yield when, rest
+
+
+def _events(stream: _Stream) -> dict[str, Any]:
+    lines = [(when, line.decode(errors="replace").strip()) for when, line in stream.lines()]
+    events = [(when, line.removeprefix(_EVENT)) for when, line in lines if line.startswith(_EVENT)]
+    accepted = " 200 " in lines[0][1]
+    refusal = [] if accepted else [line for _, line in lines if line]
+    return {"sent": stream.sent, "events": events, "refusal": refusal[-1:]}
 
 
 def _head(host: str, port: int, length: int) -> bytes:
