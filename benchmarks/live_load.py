@@ -6,8 +6,8 @@ when each of its chunks came.
 The plan is one JSON object: `host`, `port`, `concurrency` (most calls at once; null: no limit) and
 `calls`, each with `at` (seconds after the start at which it is sent) and `body`. One JSON object is
 printed: `calls` in the order of the plan and `cpu_seconds`, the processor time of this process
-while it sent and read. It has little of the processors that it measures: what comes is only kept,
-and parsed after the last call has ended.
+while it sent and read. To leave the processors to the server, it only stores what it reads, and
+parses it after the last call has ended.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
@@ -133,8 +133,7 @@ class _Stream(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
+        cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append((time.time(), data))

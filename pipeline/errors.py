@@ -66,8 +66,8 @@ def exit_code_of(error: BaseException) -> int:
 
     Raises an unexpected error again.
     """
-    if isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)):
-        error = error.__cause__  # of a signal in a `__set_name__`, which Python 3.11 wraps in a RuntimeError
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)):
+        error = error.__cause__  # of a signal in a `__set_name__`, which Python 3.11 wraps
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, click.exceptions.Exit):

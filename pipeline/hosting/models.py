@@ -13,9 +13,10 @@ from pipeline.errors import Refused
 from pipeline.hosting.needs import cache_bytes_of, uses_gpus
 from pipeline.options import all_of, check_model_flags, model_arguments, model_options, replicas_option
 from pipeline.worker_settings import check_model_folder, unchecked_settings
+from workers.model_folder import MODULES
 from workers.settings import WorkerSettings
 
-_MARKS = ("config.json", "modules.json")
+_MARKS = ("config.json", MODULES)
 """Files of which a model's folder has one."""
 
 _NAME_OF_FLAGS = "--model-flags"

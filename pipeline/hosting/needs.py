@@ -10,7 +10,7 @@ from typing import Any
 
 from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_ENCODER_SEQUENCES, CPU_SEQUENCES, EngineConfig
 from workers.engine.native.levels import processor_features
-from workers.text.sentence_files import transformer_folder
+from workers.model_folder import MODULES, transformer_folder
 
 _CPU_STEP_TOKENS, _BLOCK_SIZE = 1024, 16  # the engine's defaults
 _GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
@@ -87,10 +87,11 @@ def _folder(model: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        files = [try_to_load_from_cache(model, name) for name in (MODULES, "config.json")]
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    found = next((file for file in files if isinstance(file, str)), None)
+    return None if found is None else transformer_folder(Path(found).parent)
 
 
 def _weight_bytes(folder: Path, engine: EngineConfig, config: Mapping[str, Any]) -> int:

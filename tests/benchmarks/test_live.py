@@ -130,7 +130,7 @@ def test_work_is_weighed_by_what_it_costs_the_batch_alone() -> None:
 @pytest.mark.proof
 def test_every_part_runs_on_a_tiny_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.live", "--model", "tiny", "--out", str(tmp_path), "--scale", "0.02"]
-    command += ["--every", "0.5", "--lines", "5000", "--concurrency", "4", "--requests", "8", "--turns", "1"]
+    command += ["--every", "0.5", "--lines", "15000", "--concurrency", "4", "--requests", "8", "--turns", "1"]
     subprocess.run(command, env={**os.environ, "BENCHMARK_CACHE": str(tmp_path / "cache")}, check=True, timeout=290)
     figures = json.loads(next(tmp_path.glob("*/live-tiny.json")).read_text())["figures"]
     assert figures["beside"]["beside"]["calls"] > 0

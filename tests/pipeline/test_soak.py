@@ -24,6 +24,7 @@ from tests.support.processes import command_line, descendants
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", 25_000))
 BATCH_LINES = 5000
 BATCHES_AT_ONCE = 2
+MAX_NUM_SEQS, CACHE_BYTES = 256, 13 << 20  # 277 blocks: they are all in use before the middle of the run
 END_SECONDS = 900
 # How much more the last fifth may take than the third fifth of the run, beside GROWTH_BYTES
 GROWTH = 1.03
@@ -33,7 +34,9 @@ GROWTH_BYTES = 4 << 20
 @pytest.mark.proof
 @pytest.mark.timeout(END_SECONDS + 60)
 def test_memory_stays_where_it_is_over_many_requests() -> None:
-    with running_fleet(workers=1, lease_seconds=10, stream_interval=1.0, max_num_seqs=256, api=True) as fleet:
+    with running_fleet(
+        workers=1, lease_seconds=10, stream_interval=1.0, max_num_seqs=MAX_NUM_SEQS, api=True, cache_bytes=CACHE_BYTES
+    ) as fleet:
         memory = Memory(fleet)
         began = time.monotonic()
         with LiveCalls(fleet) as live:

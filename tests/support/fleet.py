@@ -132,6 +132,7 @@ class LocalFleet:
         max_num_seqs: int,
         api: bool,
         embedder: Path | None,
+        cache_bytes: int | None,
     ) -> None:
         self.folder = folder
         self.lease_seconds = lease_seconds
@@ -157,6 +158,7 @@ class LocalFleet:
             self._add("api", url, "api", "--port", port, *store_flags)
             self.api_url = f"http://127.0.0.1:{port}"
         flags = ("--dtype", "float32", "--max-num-seqs", max_num_seqs, "--shutdown-timeout", 2, *queue_flags)
+        flags += ("--kv-cache-memory-bytes", cache_bytes) if cache_bytes else ()
         models = [()] * workers + ([("--model", embedder, "--served-model-name", "embed")] if embedder else [])
         for number, (worker_url, model) in enumerate(zip(self.worker_urls(url, len(models)), models, strict=True)):
             self._add(f"worker-{number}", worker_url, "worker", *model, *flags)
@@ -281,6 +283,7 @@ def running_fleet(
     max_num_seqs: int = 16,
     api: bool = False,
     embedder: Path | None = None,
+    cache_bytes: int | None = None,
     kind: type[Fleet] = LocalFleet,  # type: ignore[assignment]
 ) -> Iterator[Fleet]:
     """A fleet whose workers are ready; one more has the model in the folder `embedder`.
@@ -298,6 +301,7 @@ def running_fleet(
             max_num_seqs=max_num_seqs,
             api=api,
             embedder=embedder,
+            cache_bytes=cache_bytes,
         )
         fleet.wait_ready()
         yield fleet

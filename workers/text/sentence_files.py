@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workers.model_folder import MODULES, transformer_folder
 from workers.text.errors import TokenizerError
 
 SENTENCE_FILES = (
-    "modules.json",
-    "0_Transformer/*.json",
-    "0_Transformer/*.txt",
-    "0_Transformer/*.model",
+    MODULES,
+    *("0_*/*.json", "0_*/*.txt", "0_*/*.model"),
     "1_Pooling/config.json",
     "config_sentence_transformers.json",
     "*sentence_*_config.json",
@@ -60,29 +59,17 @@ class SentenceFiles:
         return "" if name is None else self.prompts.get(name)
 
 
-def transformer_folder(folder: Path) -> Path:
-    """Return where the files of the first module are, which is the model itself.
-
-    Raises TokenizerError.
-    """
-    return folder / _module_path(folder, 0)
-
-
 def _transformer_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the first module, which is the model itself."""
     found = sorted(transformer_folder(folder).glob("sentence_*_config.json"))
     return _json(found[0]) if found else {}
 
 
 def _pooling_config(folder: Path) -> dict[str, Any]:
     """Return the configuration of the second module, which pools."""
-    path = _module_path(folder, 1)
-    return _json(folder / path / "config.json") if path else {}
-
-
-def _module_path(folder: Path, index: int) -> str:
-    """Return where the files of a module are, "" where the folder does not say."""
-    modules = _json(folder / "modules.json", kind=list)[index:]
-    return str(modules[0].get("path", "")) if modules and isinstance(modules[0], dict) else ""
+    modules = _json(folder / MODULES, kind=list)[1:]
+    path = modules[0].get("path") if modules and isinstance(modules[0], dict) else None
+    return _json(folder / str(path) / "config.json") if path else {}
 
 
 def _json(path: Path, kind: type = dict) -> Any:

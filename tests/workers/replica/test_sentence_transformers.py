@@ -105,7 +105,7 @@ def test_ways_of_pooling_with_a_prompt_and_a_projection(mode: str, tmp_path: Pat
 
 
 def test_a_folder_with_the_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    """As sentence-transformers saved them up to version 2."""
+    """As sentence-transformers saved them before version 2."""
     folder = model_moved(folder_of("bert", tmp_path / "model", "mean"))
     expected = sentence_transformer(folder).encode(TEXTS, prompt_name="query", convert_to_tensor=True)
     assert_equal(numbers(folder, EMBEDDINGS, input=TEXTS, prompt_name="query", truncate_prompt_tokens=-1), expected)

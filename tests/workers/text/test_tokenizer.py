@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizers import byte_fallback, byte_level, panicking, write_folder
 from workers.text.errors import EncodingError, TokenizerError
-from workers.text.tokenizer import TextTokenizer
+from workers.text.tokenizer import _HUB_FILES, TextTokenizer
 
 NAMED = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 TEXTS = ["The quick brown fox", "", "Naïve 🙂", "<|user|>hello<|end|>"]
@@ -130,3 +131,9 @@ def test_a_vocabulary_has_the_bytes_of_special_tokens_that_are_shown(tmp_path: P
     shown = tokenizer.vocabulary(["<|end|>", "no token of it"])
     assert (shown[begin], shown[end]) == (b"", b"<|end|>")
     assert tokenizer.vocabulary()[end] == b""
+
+
+def test_of_a_repository_no_weights_are_fetched() -> None:
+    needed = ["tokenizer.json", "1_Pooling/config.json", "0_Transformer/config.json", "0_Transformer/vocab.txt"]
+    weights = ["model.safetensors", "0_Transformer/model.safetensors", "0_Transformer/pytorch_model.bin"]
+    assert list(filter_repo_objects([*needed, *weights], allow_patterns=_HUB_FILES)) == needed

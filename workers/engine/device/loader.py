@@ -35,7 +35,8 @@ from workers.engine.models.registry import (
     find_task,
     pooling_code,
 )
-from workers.engine.models.sentence_folder import MODULES, embedding_config, transformer_folder
+from workers.engine.models.sentence_folder import embedding_config
+from workers.model_folder import MODULES, transformer_folder
 
 if TYPE_CHECKING:  # importing it takes seconds
     from workers.engine.models.padded_model import PaddedClass

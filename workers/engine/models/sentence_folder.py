@@ -9,8 +9,8 @@ from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json
 from workers.engine.models.json_file import read_json, read_json_list
 from workers.engine.models.pooling_config import MODES, DenseConfig, PoolingConfig
+from workers.model_folder import MODULES
 
-MODULES = "modules.json"
 _PACKAGE = "sentence_transformers."
 _FLAGS = {
     "cls": "pooling_mode_cls_token",
@@ -36,15 +36,6 @@ def embedding_config(folder: Path, raw: Json, bidirectional: bool) -> PoolingCon
     config = read_modules(folder) if (folder / MODULES).is_file() else plain
     sizes = raw.get("matryoshka_dimensions") or ()
     return replace(config, sizes=tuple(map(int, sizes)), any_size=bool(raw.get("is_matryoshka")) and not sizes)
-
-
-def transformer_folder(folder: Path) -> Path:
-    """Return where the files of the model itself are: `folder`, or what `modules.json` names in it.
-
-    Raises ModelLoadError.
-    """
-    modules = read_json_list(folder / MODULES) if (folder / MODULES).is_file() else []
-    return folder / str(modules[0].get("path", "")) if modules else folder
 
 
 def read_modules(folder: Path) -> PoolingConfig:

@@ -57,13 +57,13 @@ class CacheMemory:
             self._populated = max(self._populated, self._used)
         available = self._available()
         if available is not None and available < _SPARED_BYTES:
-            self._end("less than 2 GiB are left")
+            self._end(f"less than {_SPARED_BYTES >> 30} GiB are left")
         elif not populate(self._caches[self._layer][self._populated : self._populated + self._piece]):
-            self._end("the system cannot do it (Linux before 5.14 lacks it)")
+            self._end("the system does not populate memory")
         else:
             self._layer = (self._layer + 1) % len(self._caches)
             self._populated += 0 if self._layer else self._piece
 
     def _end(self, reason: str) -> None:
-        logger.info("memory for the KV cache is no longer populated while the engine is idle: %s", reason)
+        logger.info("the KV cache is no longer populated while the engine is idle; bursts may take longer: %s", reason)
         self._populated = self._num_blocks

@@ -56,6 +56,13 @@ def test_the_model_may_lie_in_a_folder_of_its_own(tmp_path: Path) -> None:
     assert refused(path) == f"the model folder {path} has no config.json"
 
 
+@pytest.mark.parametrize("modules", ["{}", "[]", "no JSON", '[{"path": null}]', '[{"path": "0_Missing"}]'])
+def test_a_model_that_generates_needs_no_modules(modules: str, tmp_path: Path) -> None:
+    path = copytree(folder("llama"), tmp_path / "model")
+    (path / "modules.json").write_text(modules)
+    assert start(path, CPU, task="generate").ready.tasks == ["generate"]
+
+
 @pytest.mark.parametrize("mode", ["weightedmean", "lasttoken", "mean_sqrt_len_tokens"])
 def test_other_ways_of_pooling_equal_sentence_transformers(mode: str, tmp_path: Path) -> None:
     core = start(sentence_folder(tmp_path / "model", {"pooling_mode": mode}), CPU)

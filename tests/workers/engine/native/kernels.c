@@ -10,25 +10,35 @@
 #include "matmul.h"
 
 enum { ROWS = 101, FEW = 3, OUTPUTS = 70, INPUTS = 1026 };
-enum { PANELS = 3, GROUP = 64, GROUPS = (INPUTS + GROUP - 1) / GROUP };
+enum { PANELS = 3, INT8_GROUP = 36, INT4_GROUP = 64, MOST_GROUPS = (INPUTS + INT8_GROUP - 1) / INT8_GROUP };
 
 const char *wrong_attention(void);
 int multiplies_quads(void);
 int narrowest(const float *w, ptrdiff_t count);
 void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
 
-static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[PANELS * PANEL], scales[PANELS][GROUPS][PANEL];
+static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[PANELS * PANEL], scales[PANELS * MOST_GROUPS * PANEL];
 static float y[ROWS][OUTPUTS], alone[OUTPUTS], few[FEW][OUTPUTS];
 static uint16_t narrow[OUTPUTS][INPUTS];
 static int8_t bytes[OUTPUTS][INPUTS];
-static uint8_t zeros[PANELS][GROUPS][PANEL];
+static uint8_t zeros[PANELS * MOST_GROUPS * PANEL];
 static _Alignas(64) char panels[PANELS * PANEL * (INPUTS + 2) * 4];
+
+static int group_of(int stored) {
+    return stored == STORED_INT4 ? INT4_GROUP : stored == STORED_INT8 ? INT8_GROUP : INPUTS;
+}
+
+/* Which of `scales` and `zeros` belong to a weight. */
+static int line_of(int stored, int output, int input) {
+    int group = group_of(stored), groups = (INPUTS + group - 1) / group;
+    return (output / PANEL * groups + input / group) * PANEL + output % PANEL;
+}
 
 /* Weights that are stored so. */
 static void draw(int stored) {
-    for (int i = 0; i < PANELS * GROUPS * PANEL; i++) {
-        zeros[0][0][i] = (uint8_t)(rand() % 16);
-        scales[0][0][i] = 1.0f / 64.0f;
+    for (int i = 0; i < PANELS * MOST_GROUPS * PANEL; i++) {
+        zeros[i] = (uint8_t)(rand() % 16);
+        scales[i] = (float)(1 + rand() % 4) / 128.0f;
     }
     for (int i = 0; i < ROWS * INPUTS; i++)
         x[0][i] = (float)(rand() % 2001 - 1000) / 1000.0f;
@@ -38,13 +48,13 @@ static void draw(int stored) {
         w[0][i] = stored == STORED_F32 ? (float)number / 7.0f : stored == STORED_F16 ? 1.0f + 0x1p-10f : (float)number;
         uint32_t bits = bits_of_float(w[0][i]);
         narrow[0][i] = stored == STORED_F16 ? 0x3c01 : (uint16_t)(bits >> 16);
+        int line = line_of(stored, i / INPUTS, i % INPUTS);
         if (stored == STORED_INT8) {
             bytes[0][i] = (int8_t)number;
-            w[0][i] = (float)number / 64.0f;
+            w[0][i] = (float)number * scales[line];
         } else if (stored == STORED_INT4) {
-            int output = i / INPUTS, input = i % INPUTS;
             bytes[0][i] = (int8_t)(rand() % 16);
-            w[0][i] = (float)(bytes[0][i] - zeros[output / PANEL][input / GROUP][output % PANEL]) / 64.0f;
+            w[0][i] = (float)(bytes[0][i] - zeros[line]) * scales[line];
         }
     }
     for (int i = 0; i < OUTPUTS; i++)
@@ -62,8 +72,8 @@ static int product_is_right(int stored) {
     memset(panels, 0, sizeof panels);
     pack_rows(weights(stored), OUTPUTS, INPUTS, stored, 0, panels);
     packed_matrix matrix = {
-        .panels = panels, .scales = scales[0][0], .zeros = zeros[0][0], .bias = bias, .n = OUTPUTS, .k = INPUTS,
-        .group = stored == STORED_INT4 ? GROUP : INPUTS, .stored = stored, .floats = 1,
+        .panels = panels, .scales = scales, .zeros = zeros, .bias = bias, .n = OUTPUTS, .k = INPUTS,
+        .group = group_of(stored), .stored = stored, .floats = 1,
     };
     packed_matmul(&matrix, x, ROWS, y);
     packed_matmul(&matrix, x, FEW, few);

@@ -1,6 +1,7 @@
-/* Products with weights of 8 or 4 bits where the processor adds four products at once: AVX512-VNNI, AVX-VNNI, NEON's dot
-   products, or eight: NEON's products of matrices (I8MM), by which several rows are multiplied. Rows of x become int8, each BLOCK of their numbers by a scale of its own. What the zero points of weights add,
-   and QUAD_OFFSET with 8 bits, is taken off each block's sum, which is exact.
+/* Products with weights of 8 or 4 bits where the processor adds four products at once (AVX512-VNNI, AVX-VNNI, NEON's dot
+   products) or, of two rows and two columns, eight (NEON's products of matrices, I8MM). Rows of x become int8, each
+   BLOCK of their numbers by a scale of its own. What the zero points of weights add, and QUAD_OFFSET with 8 bits, is
+   taken off each block's sum, which is exact.
 
    Blocks and their order do not depend on the number of rows: what comes of a row does not depend on the rows beside
    it. */
