@@ -9,7 +9,7 @@ from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import Json
 from workers.engine.models.json_file import read_json, read_json_list
 from workers.engine.models.pooling_config import MODES, DenseConfig, PoolingConfig
-from workers.model_folder import MODULES
+from workers.model_folder import MODULES, transformer_folder
 
 _PACKAGE = "sentence_transformers."
 _FLAGS = {
@@ -61,6 +61,8 @@ def read_modules(folder: Path) -> PoolingConfig:
             f"{folder / MODULES} lists the modules {', '.join(kinds) or 'none'}; the engine runs Transformer, Pooling,"
             " any number of Dense and perhaps Normalize, in this order"
         )
+    if transformer_folder(folder) != folder / paths[0]:
+        raise ModelLoadError(f"{folder / MODULES} has the model itself in {paths[0]}, where no config.json is")
     return PoolingConfig(
         modes=_pooling_modes(folder / paths[1] / "config.json"),
         normalize=normalize,

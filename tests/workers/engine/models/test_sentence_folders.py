@@ -52,7 +52,10 @@ def test_the_model_may_lie_in_a_folder_of_its_own(tmp_path: Path) -> None:
     path = model_moved(sentence_folder(tmp_path / "model", CLS))
     core = start(path, CPU)
     assert_close(run_pooling(core, pooling_requests(EMBED)), [pooled(one, "cls") for one in hidden_states("bert")])
-    (path / "0_Transformer" / "config.json").unlink()
+    (path / "0_Transformer" / "config.json").rename(path / "config.json")
+    where = f"{path / 'modules.json'} has the model itself in 0_Transformer, where no config.json is"
+    assert refused(path) == where
+    (path / "config.json").unlink()
     assert refused(path) == f"the model folder {path} has no config.json"
 
 

@@ -64,6 +64,13 @@ enum { QUAD_OFFSET = 0 };
 enum { QUAD_OFFSET = 0 };
 #endif
 
+/* Whether two rows and two columns of quads are multiplied at once. */
+#if MULTIPLIES_QUADS && defined(__ARM_FEATURE_MATMUL_INT8)
+#define MULTIPLIES_MATRICES 1
+#else
+#define MULTIPLIES_MATRICES 0
+#endif
+
 /* Whether x is multiplied as integers, too. */
 static inline int is_integer(int stored) {
     return stored == STORED_INT8 || stored == STORED_INT4;

@@ -7,13 +7,7 @@
 #include "matmul.h"
 
 /* Of a tile whose sums stay in registers. */
-#if LANES == 16
-enum { MOST_ROWS = 12 };
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-enum { MOST_ROWS = 6 };
-#else
-enum { MOST_ROWS = 3 };
-#endif
+enum { MOST_ROWS = LANES == 16 ? 12 : MULTIPLIES_MATRICES ? 6 : 3 };
 
 /* What a tile prefetches while it computes: so many lines of the cache for each part of k, from `at` on. */
 typedef struct {

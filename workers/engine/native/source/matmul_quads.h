@@ -158,9 +158,9 @@ ALWAYS_INLINE integers less_zeros(int stored, int32_t total, words zeros) {
 }
 
 /* Adds to a sum, or sets it, what a block's whole numbers are by the scales of x and of the weights. */
-ALWAYS_INLINE void add_block(float *sum, int set, integers whole, float scale, const float *scales) {
+ALWAYS_INLINE void add_block(float *sum, int set, integers whole, float scale, lanes scales) {
     lanes scaled = __builtin_convertvector(whole, lanes) * scale;
-    store(sum, fused(set ? all(0.0f) : load(sum), scaled, load(scales)));
+    store(sum, fused(set ? all(0.0f) : load(sum), scaled, scales));
 }
 
 /* To sums [rows][PANEL] the products of rows of x with a panel, whose groups are in words. */
@@ -204,16 +204,17 @@ ALWAYS_INLINE void multiply_quads(int stored, int gathered, int rows, quad_rows 
             }
         }
 #pragma GCC unroll 8
-        for (int v = 0; v < QUAD_VECTORS; v++)
+        for (int v = 0; v < QUAD_VECTORS; v++) {
+            lanes scales = load(panel->scales + line + v * LANES);
 #pragma GCC unroll 12
             for (int i = 0; i < rows; i++)
                 add_block(sums + i * PANEL + v * LANES, first == 0, whole[i][v], x.scales[i * x.blocks + block],
-                          panel->scales + line + v * LANES);
+                          scales);
+        }
     }
 }
 
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-#define MULTIPLIES_MATRICES 1
+#if MULTIPLIES_MATRICES
 
 enum { HALF_VECTORS = HALF / LANES };
 
@@ -266,6 +267,7 @@ ALWAYS_INLINE void multiply_matrices(int stored, int rows, quad_rows x, const pa
             add_matrices(stored, rows, 4, x.numbers + j, x.end, from, whole), from += line_bytes / 2;
 #pragma GCC unroll 4
         for (int v = 0; v < HALF_VECTORS; v++) {
+            lanes scales = load(panel->scales + line + v * LANES);
             words zeros = stored == STORED_INT4 ? load_octets(panel->zeros + line + v * LANES) : (words){0};
 #pragma GCC unroll 6
             for (int i = 0; i < rows; i++) {
@@ -273,14 +275,13 @@ ALWAYS_INLINE void multiply_matrices(int stored, int rows, quad_rows x, const pa
                 integers sum = (integers)(i % 2 ? vzip2q_s64(left, right) : vzip1q_s64(left, right));
                 add_block(sums + i * PANEL + column + v * LANES, first == 0,
                           sum + less_zeros(stored, x.totals[i * x.blocks + block], zeros),
-                          x.scales[i * x.blocks + block], panel->scales + line + v * LANES);
+                          x.scales[i * x.blocks + block], scales);
             }
         }
     }
 }
 
 #else
-#define MULTIPLIES_MATRICES 0
 
 ALWAYS_INLINE void multiply_matrices(int stored, int rows, quad_rows x, const packed_panel *panel, ptrdiff_t column,
                                      prefetching next, float *sums) {
@@ -304,13 +305,13 @@ ALWAYS_INLINE void multiply_tile(int stored, int gathered, int rows, quad_rows x
     NEVER_INLINE void quads_##rows(int stored, int gathered, quad_rows x, const packed_panel *panel, prefetching next,  \
                                    float *sums) {                                                                      \
         if (stored == STORED_INT8 && gathered)                                                                         \
-            multiply_tile(STORED_INT8, 1, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT8, 1, rows, x, panel, next, sums);                                                 \
         else if (stored == STORED_INT8)                                                                                \
-            multiply_tile(STORED_INT8, 0, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT8, 0, rows, x, panel, next, sums);                                                 \
         else if (gathered)                                                                                             \
-            multiply_tile(STORED_INT4, 1, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT4, 1, rows, x, panel, next, sums);                                                 \
         else                                                                                                           \
-            multiply_tile(STORED_INT4, 0, rows, x, panel, next, sums);                                                \
+            multiply_tile(STORED_INT4, 0, rows, x, panel, next, sums);                                                 \
     }
 QUAD_TILE(1)
 QUAD_TILE(2)
