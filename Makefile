@@ -38,7 +38,10 @@ API_TESTS := tests/api
 PIPELINE_TESTS := tests/pipeline
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test again proof $(LANES:%=test-%) test-lint $(LANES:%=proof-%) chaos faults matrix coverage docs helm lint bench bench-full bench-gpu clean
+.PHONY: help demo test smoke again touched proof chaos faults matrix coverage docs helm lint bench bench-full bench-gpu clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -54,11 +57,11 @@ busy = $(if $(filter 1,$(BUSY)),(while :; do :; done) & trap "kill $$!" EXIT; tr
 lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j4 --output-sync=target $(2:%=$(1)-%); \
   status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
-model_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(MODEL_TESTS)
+models_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(MODEL_TESTS)
 engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS) $(MODEL_TESTS:%=--ignore=%)
 queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS) $(CONTROL_TESTS:%=--ignore=%)
 control_tests = $(BIN)/pytest -q $(1) $(CONTROL_TESTS)
-worker_tests = $(BIN)/pytest -q $(1) $(WORKER_TESTS) $(ENGINE_TESTS:%=--ignore=%)
+workers_tests = $(BIN)/pytest -q $(1) $(WORKER_TESTS) $(ENGINE_TESTS:%=--ignore=%)
 api_tests = $(BIN)/pytest -q $(1) $(API_TESTS)
 contract_tests = $(BIN)/pytest -q $(1) $(CONTRACT_TESTS)
 pipeline_tests = $(BIN)/pytest -q $(1) $(PIPELINE_TESTS)
@@ -67,68 +70,26 @@ system_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(MODEL_TESTS) $(QU
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in lanes (under 6 minutes on two slow cores)
 	+@$(call lanes,test,$(LANES) lint)
 
-test-engine:
-	@$(call lane,$@,$(call engine_tests))
-
-test-queue:
-	@$(call lane,$@,$(call queue_tests))
-
-test-workers:
-	@$(call lane,$@,$(call worker_tests))
-
-test-api:
-	@$(call lane,$@,$(call api_tests))
-
-test-models:
-	@$(call lane,$@,$(call model_tests))
-
-test-pipeline:
-	@$(call lane,$@,$(call pipeline_tests))
-
-test-control:
-	@$(call lane,$@,$(call control_tests))
-
-test-contract:
-	@$(call lane,$@,$(call contract_tests))
-
-test-system:
-	@$(call lane,$@,$(call system_tests))
-
 test-lint:
 	@$(call lane,$@,$(MAKE) --no-print-directory lint)
+
+test-%:
+	@$(call lane,$@,$(call $*_tests))
+
+smoke: $(VENV)/.installed-test  ## whether the install works, in under a minute: a batch file, the Batch API, live calls, the engine against transformers
+	$(BIN)/pytest -q $(SMOKE_TESTS)
 
 again:  ## one test, alone, whose id is TEST in the environment
 	@$(BIN)/pytest -q "$$TEST"
 
-proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in lanes (under 35 minutes on two slow cores)
+touched: $(VENV)/.installed-test  ## the proofs of what changed since all of them passed, in at most ten minutes; BASE=commit compares with another
+	@$(busy) $(BIN)/python -m tests.touched_proofs
+
+proof: $(VENV)/.installed-test  ## all kill rounds, fuzzing and wide grids, in lanes (under 35 minutes on two slow cores)
 	+@$(call lanes,proof,$(LANES))
 
-proof-engine:
-	@$(call lane,$@,$(call engine_tests,-m proof))
-
-proof-queue:
-	@$(call lane,$@,$(call queue_tests,-m proof))
-
-proof-workers:
-	@$(call lane,$@,$(call worker_tests,-m proof))
-
-proof-api:
-	@$(call lane,$@,$(call api_tests,-m proof))
-
-proof-models:
-	@$(call lane,$@,$(call model_tests,-m proof))
-
-proof-pipeline:
-	@$(call lane,$@,$(call pipeline_tests,-m proof))
-
-proof-control:
-	@$(call lane,$@,$(call control_tests,-m proof))
-
-proof-contract:
-	@$(call lane,$@,$(call contract_tests,-m proof))
-
-proof-system:
-	@$(call lane,$@,$(call system_tests,-m proof))
+proof-%:
+	@$(call lane,$@,$(call $*_tests,-m proof))
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))

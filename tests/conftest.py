@@ -12,9 +12,10 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.server import PrivateServer
 from tests.support.logs import kept_log
+from tests.support.proof_table import read_table
 from tests.support.redis_server import running_server
 
-pytest_plugins = ["tests.support.time_limits"]
+pytest_plugins = ["tests.support.time_limits", "tests.support.proof_budget"]
 
 # How long an example takes says more of the machine than of what is tested; and the examples are
 # the same each time unless others are asked for (`HYPOTHESIS_PROFILE=others pytest`).
@@ -37,6 +38,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA GPU")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a proof that no row of `tests/proofs.toml` has: no change would ever run it."""
+    files = {item.nodeid.partition("::")[0] for item in items if item.get_closest_marker("proof")}
+    if unknown := sorted(files - read_table().seconds.keys()):
+        raise pytest.UsageError(f"tests/proofs.toml lacks {', '.join(unknown)}: add each to the row of what it proves")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""`.ci/run` in a repository of its own: which failures it repeats, and which end it."""
+"""What a change has to pass: `.ci/run` in a repository of its own, and the table of proofs."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ test:
 	.venv/bin/pytest -q
 again:
 	.venv/bin/pytest -q "$$TEST"
-proof:
+touched:
 	@echo proofs ran
 	.venv/bin/pytest -q -m proof proofs.py || test $$? = 5
 """
@@ -105,11 +105,10 @@ def test_a_second_time_limit_ends_the_run(repository: Path) -> None:
     ("body", "decorator", "arguments"),
     [
         ("assert not is_first()", "", ""),
-        pytest.param(f"is_first(); {WAIT}", "@pytest.mark.proof", "", marks=pytest.mark.proof),
         pytest.param(f"is_first(); {WAIT}", PROPERTY, "number", marks=pytest.mark.proof),
         pytest.param(f"is_first(); {WAIT}", "@pytest.mark.parametrize('seed', [1])", "seed", marks=pytest.mark.proof),
     ],
-    ids=["assertion", "proof", "hypothesis", "seed"],
+    ids=["assertion", "hypothesis", "seed"],
 )
 def test_any_other_failure_ends_the_run_without_a_repeat(
     repository: Path, body: str, decorator: str, arguments: str
@@ -122,19 +121,24 @@ def test_any_other_failure_ends_the_run_without_a_repeat(
     assert "proofs ran" not in done.stdout
 
 
-def test_a_proof_that_fails_ends_the_run_and_the_other_lanes(repository: Path) -> None:
+@pytest.mark.proof
+def test_a_proof_that_fails_fails_the_run_without_a_repeat(repository: Path) -> None:
     (repository / "test_suite.py").write_text(TESTS)
     (repository / "proofs.py").write_text(f"{TESTS}\n@pytest.mark.proof\ndef test_it():\n    {WAIT}\n")
     done = run(repository, repository / ".ci" / "run")
     assert done.returncode != 0
     assert "FAILED proofs.py::test_it" in done.stdout
     assert "Repeated" not in done.stdout
+
+
+def test_a_lane_that_fails_ends_the_others(repository: Path) -> None:
+    (repository / "test_suite.py").write_text(TESTS)
     lane = run(repository, "make", "test", TIMED_OUT_TESTS=repository / "timed_out")
     assert lane.returncode == 0, lane.stdout
-    (repository / REFUSED).write_text("proofs.py::test_it")
+    (repository / REFUSED).write_text("other.py::test_it")
     lane = run(repository, "make", "test", TIMED_OUT_TESTS=repository / "timed_out")
     assert lane.returncode != 0
-    assert "another lane failed: proofs.py::test_it" in lane.stdout
+    assert "another lane failed: other.py::test_it" in lane.stdout
 
 
 def test_without_the_variable_a_time_limit_fails_the_suite(repository: Path) -> None:

@@ -67,11 +67,11 @@ def is_time_limit(error: BaseException) -> bool:
 
 
 def may_be_repeated(item: pytest.Item) -> bool:
-    """Return whether a second try may count: not for proofs, chaos and properties, whose
-    failures are rare by nature.
+    """Return whether a second try may count: not for chaos and properties, whose failures are
+    rare by nature.
     """
     is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False) or "seed" in item.fixturenames
-    return item.get_closest_marker("proof") is None and CHAOS not in item.path.parents and not is_property
+    return CHAOS not in item.path.parents and not is_property
 
 
 def pytest_configure(config: pytest.Config) -> None:

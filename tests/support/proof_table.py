@@ -1,0 +1,73 @@
+"""The table `tests/proofs.toml`: which proofs a change of which files asks for."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.support.commands import REPOSITORY
+
+TABLE = REPOSITORY / "tests" / "proofs.toml"
+_IMPORT = re.compile(r"^(?:from|import) (tests(?:\.\w+)+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ProofRow:
+    """Files or folders of the repository, and the proofs that show what they do."""
+
+    name: str
+    sources: tuple[str, ...]
+    proofs: dict[str, int]  # a test file -> the seconds that its proofs took in the last full run
+
+    def has(self, path: str) -> bool:
+        """Return whether the file at this path of the repository is one of the sources."""
+        return any(path == source or path.startswith(f"{source}/") for source in self.sources)
+
+
+@dataclass(frozen=True)
+class ProofTable:
+    core_sources: tuple[str, ...]  # the build, what goes over the wire or to disk, the Lua
+    core: tuple[str, ...]  # ids of the proofs that a change of these runs first
+    rows: tuple[ProofRow, ...]
+
+    @property
+    def seconds(self) -> dict[str, int]:
+        """Return the seconds of each file that has proofs."""
+        return {file: seconds for row in self.rows for file, seconds in row.proofs.items()}
+
+    def touches_core(self, changed: set[str]) -> bool:
+        """Return whether one of the changed files is of the build, a wire or disk format or Lua."""
+        return any(ProofRow("core", self.core_sources, {}).has(path) for path in changed)
+
+    def touched(self, changed: set[str]) -> list[str]:
+        """Return the files with proofs that the changed files touch, in the table's order."""
+        rows = [row for row in self.rows if any(row.has(path) for path in changed)]
+        files = {file for row in rows for file in row.proofs}
+        return [file for file in self.seconds if file in files or changed & test_modules(file)]
+
+
+@cache
+def read_table(path: Path = TABLE) -> ProofTable:
+    """Read the table; a file that two rows name is an error."""
+    document = tomllib.loads(path.read_text())
+    rows = tuple(ProofRow(row["name"], tuple(row["sources"]), row["proofs"]) for row in document["rows"])
+    files = [file for row in rows for file in row.proofs]
+    if twice := sorted({file for file in files if files.count(file) > 1}):
+        raise ValueError(f"{path.name}: {', '.join(twice)} in two rows; name each file of proofs once")
+    return ProofTable(tuple(document["core"]["sources"]), tuple(document["core"]["proofs"]), rows)
+
+
+@cache
+def test_modules(file: str) -> frozenset[str]:
+    """Return the files below `tests/` that a test file imports, itself included."""
+    found: set[str] = set()
+    new = [file]
+    while new:
+        path = new.pop()
+        if path in found or not (REPOSITORY / path).is_file():
+            continue
+        found.add(path)
+        modules = _IMPORT.findall((REPOSITORY / path).read_text())
+        new += [f"{module.replace('.', '/')}{end}" for module in modules for end in (".py", "/__init__.py")]
+    return frozenset(found)
