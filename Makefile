@@ -37,6 +37,11 @@ WORKER_TESTS := tests/workers
 API_TESTS := tests/api
 PIPELINE_TESTS := tests/pipeline
 MATRIX_TESTS ?= tests/jobs tests/api
+SMOKE_TESTS := tests/pipeline/test_run_batch.py::test_every_line_is_answered_rightly_in_input_order \
+  tests/pipeline/test_serve.py::test_the_official_client_streams_the_right_tokens \
+  tests/pipeline/test_serve.py::test_streamed_and_whole_answers_are_the_same \
+  tests/pipeline/test_embeddings.py::test_a_batch_of_the_api_has_embeddings \
+  tests/workers/engine/models/test_parity.py::test_same_as_transformers[llama-cached-preempted-ahead-cpu]
 
 .PHONY: help demo test smoke again touched proof chaos faults matrix coverage docs helm lint bench bench-full bench-gpu clean
 
