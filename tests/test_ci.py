@@ -81,6 +81,7 @@ def run(repository: Path, *command: object, **variables: object) -> subprocess.C
     )
 
 
+@pytest.mark.proof
 def test_tests_that_ended_by_a_time_limit_are_repeated_once_and_listed(repository: Path) -> None:
     (repository / "test_suite.py").write_text(TESTS + TIME_LIMITS)
     done = run(repository, repository / ".ci" / "run")

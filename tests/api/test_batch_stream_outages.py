@@ -18,6 +18,8 @@ from tests.support.event_reader import EventReader, batch_texts
 from tests.support.redis_machine import RedisMachine, running_redis_machine
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.fixture
 def machine() -> Iterator[RedisMachine]:

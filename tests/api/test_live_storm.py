@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import redis
 
 from api.settings import ApiSettings
@@ -26,6 +27,8 @@ from tests.support.api_server import running_api
 from tests.support.integrity import faults
 from tests.support.storm import Storm, StormQuestion
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.proof
 
 STREAMS = 64
 KEPT = {"stream_keep_seconds": 1}  # of ended calls

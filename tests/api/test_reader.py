@@ -165,6 +165,7 @@ def test_silence_ends_a_wait_and_not_the_call(queue: Queue, claim: Claim) -> Non
     assert [one and one.entry_id for one in received] == [None, None, "1-0", "2-0", "3-0", None]
 
 
+@pytest.mark.proof
 def test_a_reader_finds_the_new_server_after_a_failover() -> None:
     """Its connection, which it keeps, was to the old one."""
 

@@ -35,6 +35,8 @@ from tests.support.api_server import official_client, plain_client, running_api
 from tests.support.redis_machine import RedisMachine, running_redis_machine
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 PERIOD = 5.0  # for which the API waits: longer than a busy machine holds up a process
 CALLS = 64
 LONGEST = 45.0  # for them together; one after the other they take PERIOD * CALLS
@@ -122,9 +124,9 @@ def test_a_stream_that_has_begun_ends_with_an_error(
     ("away", "known"),
     [
         pytest.param(killed, False, id="killed, unread"),
-        pytest.param(killed, True, id="killed, read before", marks=pytest.mark.proof),
-        pytest.param(hung, False, id="hung, unread", marks=pytest.mark.proof),
-        pytest.param(hung, True, id="hung, read before", marks=pytest.mark.proof),
+        pytest.param(killed, True, id="killed, read before"),
+        pytest.param(hung, False, id="hung, unread"),
+        pytest.param(hung, True, id="hung, read before"),
     ],
 )
 def test_calls_that_come_together_are_refused_together(
@@ -283,7 +285,6 @@ def test_calls_that_are_refused_keep_their_threads(machine: RedisMachine, tmp_pa
         wait_until(lambda: http.get(content).status_code == 200, 60, "a thread to be free again")
 
 
-@pytest.mark.proof
 def test_calls_during_a_long_outage_wait_for_one_reading(machine: RedisMachine, tmp_path: Path) -> None:
     patience = 20.0
     settings = ApiSettings(redis_url=machine.url, file_store=str(tmp_path), redis_retry_seconds=patience)

@@ -12,6 +12,8 @@ import pytest
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 BLOCKED = 12  # more than the threads that asyncio has by default on a small machine
 
 

@@ -17,6 +17,8 @@ from tests.support.commands import run_pipeline
 from tests.support.control_plane import chat_line
 from tests.support.store_batches import serve
 
+pytestmark = pytest.mark.proof
+
 AWAY = "The file store is not mounted at the moment, so nothing can be said of its files; try again."
 BODY = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 

@@ -95,6 +95,7 @@ def test_without_llama_cpp_one_sentence_says_so(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("engine", "peer", "llama_cpp"), [("float32", "float32", "float16"), ("bfloat16", "bfloat16", "bfloat16")]
 )

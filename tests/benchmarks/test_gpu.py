@@ -156,6 +156,7 @@ def test_a_pass_counts_tokens_per_second() -> None:
     assert GpuPass(2.0, 10, 0.5).tokens_per_second == 5.0
 
 
+@pytest.mark.proof
 def test_a_row_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(bench.RESULTS.iterdir())
     assert bench.main(["--device", "cpu", "--rows", "idle", "--out", str(tmp_path)]) == 1

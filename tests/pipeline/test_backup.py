@@ -266,6 +266,7 @@ def test_a_copy_that_fails_is_noticed(small_store: Path, tmp_path: Path, folder:
     assert shell(f"ulimit -f 64\n{copy}", refused=True, STORE=small_store, BACKUP=tmp_path / "backup") == ""
 
 
+@pytest.mark.proof
 @needs_aws
 def test_a_bucket_is_copied_and_restored_with_an_empty_redis(redis_client: redis.Redis) -> None:
     copy, restore = blocks("A bucket")

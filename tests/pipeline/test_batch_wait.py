@@ -27,6 +27,7 @@ def batch(redis_client: redis.Redis, tmp_path: Path) -> BatchRecord:
     return create_batch(redis_client, spec)
 
 
+@pytest.mark.proof
 def test_a_batch_that_redis_lost_is_waited_for(
     batch: BatchRecord, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +45,7 @@ def test_a_batch_that_redis_lost_is_waited_for(
     assert answers == []
 
 
+@pytest.mark.proof
 def test_an_order_to_stop_is_obeyed_while_redis_is_away(
     batch: BatchRecord, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,7 @@ def test_a_bucket_needs_a_redis_that_all_share(run_here: RunHere) -> None:
     assert "is a bucket, which no lock keeps from others: set REDIS_URL" in done.err
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("command", ["api", "jobs", "serve"])
 def test_a_bucket_of_a_fleet_with_another_redis_is_refused(run_here: RunHere, command: str) -> None:
     with (

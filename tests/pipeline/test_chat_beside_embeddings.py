@@ -15,6 +15,8 @@ from tests.support.pooling_models import embedding, save_cross_encoder, save_emb
 from tests.support.small_tokenizers import bert
 from workers.settings import DEMO_MODEL
 
+pytestmark = pytest.mark.proof
+
 QUERY, DOCUMENTS = "The quick brown fox", ["jumps over the lazy dog", "add 1 2 and 3 0"]
 
 

@@ -18,6 +18,8 @@ from pipeline.private_folder import private_folder, remove_abandoned
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
 Make = Callable[..., Child]
 

@@ -43,6 +43,7 @@ def wait_for_leader(redis_url: str) -> None:
         wait_until(lambda: client.exists(keys.LEADER), 60, "a ticker that leads")
 
 
+@pytest.mark.proof
 def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path, run_here: RunHere) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 6), tmp_path / "out.jsonl"
     done = run_here("run-batch", source, "-o", output, REDIS_URL=fleet)
@@ -69,6 +70,7 @@ def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path, run
     assert "no worker serves other; served are: demo" in refused.err
 
 
+@pytest.mark.proof
 def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path, run_here: RunHere) -> None:
     """Stop the worker until a client watches, so that all tokens are seen."""
     client = connect(fleet)
@@ -168,6 +170,7 @@ def test_a_fleet_without_a_control_plane_is_named(redis_url: str, tmp_path: Path
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.proof
 def test_results_stay_where_a_run_is_refused_late(tmp_path: Path) -> None:
     """Redis came back empty, and the input has changed meanwhile."""
     source, output = write_input(tmp_path / "in.jsonl", 3000), tmp_path / "out.jsonl"

@@ -17,6 +17,8 @@ from tests.support.processes import command_line, descendants
 from tests.support.redis_server import keep_all_that_is_said
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 
 def kill_server(directory: Path) -> None:
     pid = next(pid for pid in descendants(os.getpid()) if str(directory) in command_line(pid))

@@ -17,6 +17,8 @@ from tests.support.commands import REPOSITORY, command_environment
 from tests.support.processes import command_line, descendants
 from tests.support.waiting import wait_for_value, wait_until
 
+pytestmark = pytest.mark.proof
+
 CHATTY = """
 import sys
 for _ in range(10_000):

@@ -26,6 +26,8 @@ from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.integrity import faults
 from tests.support.processes import cpu_seconds, descendants, send_all
 
+pytestmark = pytest.mark.proof
+
 LINES = 8
 TOKENS = 250
 # A busy machine may hold a worker up for most of it, and then nothing must have run out
@@ -258,12 +260,12 @@ def refuses_writes(fleet: LocalFleet) -> bool:
 
 OUTAGES = [
     pytest.param(killed, 0.0, id="killed and started again"),
-    pytest.param(killed, LONGER_THAN_A_LEASE, id="gone for longer than a lease", marks=pytest.mark.proof),
-    pytest.param(stopped, LONGER_THAN_A_LEASE, id="stopped for longer than a lease", marks=pytest.mark.proof),
-    pytest.param(disk_full, LONGER_THAN_A_LEASE, id="disk full for longer than a lease", marks=pytest.mark.proof),
-    pytest.param(read_only, LONGER_THAN_A_LEASE, id="read-only for longer than a lease", marks=pytest.mark.proof),
-    pytest.param(loading, LONGER_THAN_A_LEASE, id="loading for longer than a lease", marks=pytest.mark.proof),
-    pytest.param(stopped, 30.0, id="stopped for 30 s", marks=pytest.mark.proof),
+    pytest.param(killed, LONGER_THAN_A_LEASE, id="gone for longer than a lease"),
+    pytest.param(stopped, LONGER_THAN_A_LEASE, id="stopped for longer than a lease"),
+    pytest.param(disk_full, LONGER_THAN_A_LEASE, id="disk full for longer than a lease"),
+    pytest.param(read_only, LONGER_THAN_A_LEASE, id="read-only for longer than a lease"),
+    pytest.param(loading, LONGER_THAN_A_LEASE, id="loading for longer than a lease"),
+    pytest.param(stopped, 30.0, id="stopped for 30 s"),
 ]
 
 
@@ -277,7 +279,7 @@ def test_an_outage_of_redis_makes_nothing_run_again(
     assert work.claims == LINES + 1
 
 
-@pytest.mark.parametrize("whose", ["redis", pytest.param("workers", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("whose", ["redis", "workers"])
 @pytest.mark.parametrize("seconds", [60.0, -60.0])
 def test_a_clock_that_is_set_makes_nothing_run_again(
     fleet: LocalFleet, undisturbed: list[str], whose: str, seconds: float
@@ -290,7 +292,6 @@ def test_a_clock_that_is_set_makes_nothing_run_again(
     assert work.claims == LINES + 1
 
 
-@pytest.mark.proof
 def test_a_full_memory_lets_results_through_which_make_room(fleet: LocalFleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     fleet.client.config_set("maxmemory", 1)
@@ -305,7 +306,6 @@ def test_a_full_memory_lets_results_through_which_make_room(fleet: LocalFleet, u
     assert work.claims == LINES + 1
 
 
-@pytest.mark.proof
 def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: LocalFleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     fleet.redis.lose_everything()
@@ -313,7 +313,6 @@ def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: LocalFleet,
     work.check_end(undisturbed)
 
 
-@pytest.mark.proof
 def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: LocalFleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     on_disk = fleet.redis.on_disk()
@@ -323,7 +322,6 @@ def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: LocalFleet, 
     work.check_end(undisturbed)
 
 
-@pytest.mark.proof
 def test_a_checkpoint_with_a_hole_is_never_used(fleet: LocalFleet, undisturbed: list[str]) -> None:
     """Tokens were published, the server forgot them, and the worker that knows them goes on and
     dies.
@@ -371,7 +369,6 @@ def stopped_worker(fleet: LocalFleet, number: int) -> Iterator[list[int]]:
         send_all([worker.pid], signal.SIGCONT)
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("absence", [cut_off, stopped_worker])
 def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
     fleet: LocalFleet,
@@ -402,7 +399,6 @@ def holder(fleet: LocalFleet) -> int:
     return max(range(len(fleet.workers)), key=lambda number: held.get(fleet.workers[number].pid, 0))
 
 
-@pytest.mark.proof
 def test_workers_go_on_decoding_while_redis_is_away(fleet: LocalFleet, undisturbed: list[str]) -> None:
     """None of the work is done before Redis is gone, and then at least half of what it costs
     otherwise.
@@ -428,7 +424,6 @@ def spent(work: Work) -> float:
     return sum(map(cpu_seconds, work.cores))
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("how", ["lose", "swallow"])
 def test_lost_replies_make_nothing_run_again(fleet: LocalFleet, undisturbed: list[str], how: str) -> None:
     """A swallowed reply holds its caller up for longer than so short a lease: then what it held

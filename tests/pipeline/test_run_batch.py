@@ -176,6 +176,7 @@ def test_parquet_in_gives_parquet_out(tmp_path: Path) -> None:
     assert all(row["status_code"] == 200 and row["text"] is not None for row in table)
 
 
+@pytest.mark.proof
 def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path) -> None:
     """Short and long answers, two at a time and slowly: some are finished soon, and not all for
     half a minute.
@@ -287,6 +288,7 @@ def write_large(source: Path, end: bytes = b"") -> int:
     return len(lines)
 
 
+@pytest.mark.proof
 def test_the_worker_of_a_large_input_starts_while_that_is_checked(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     count = write_large(source)

@@ -32,6 +32,8 @@ from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.processes import descendants, is_running
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 _PIPE_BYTES = 1 << 16
 
 
@@ -141,7 +143,6 @@ def test_answers_leave_as_they_finish(tmp_path: Path) -> None:
         assert ids(run.finish()) == ["first"]
 
 
-@pytest.mark.proof
 def test_ordered_answers_leave_in_input_order(tmp_path: Path) -> None:
     environment = poisoned_environment(Poison("wait", "slow"))
     with piped(tmp_path, "--ordered", **environment) as run:
@@ -150,7 +151,7 @@ def test_ordered_answers_leave_in_input_order(tmp_path: Path) -> None:
         assert ids(run.finish()) == ["first", "0", "1", None, "2", "3", "4"]
 
 
-@pytest.mark.parametrize("order", [pytest.param(signal.SIGINT, marks=pytest.mark.proof), signal.SIGKILL])
+@pytest.mark.parametrize("order", [pytest.param(signal.SIGINT), signal.SIGKILL])
 def test_the_same_command_goes_on_with_its_file(tmp_path: Path, order: signal.Signals) -> None:
     """Half of the lines are slow; the input is sent again from its beginning."""
     output = tmp_path / "out.jsonl"
@@ -203,7 +204,6 @@ def test_ctrl_c_writes_what_has_finished(tmp_path: Path) -> None:
         assert run.stderr.splitlines()[-1] == "Interrupted: 2 lines read, 1 answered, 0 failed."
 
 
-@pytest.mark.proof
 def test_a_closed_stdout_ends_it_quietly(tmp_path: Path) -> None:
     with piped(tmp_path) as run:
         run.write(request("a"))
@@ -262,7 +262,6 @@ def _bytes_in(pipe: IO[bytes]) -> int:
     return int.from_bytes(fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-@pytest.mark.proof
 def test_errors_of_duplicates_are_written_once_by_the_run_that_first_has_them(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     lines = [request("a"), request("a"), b"broken\n", request("a", "Else"), request("b")]
@@ -275,7 +274,6 @@ def test_errors_of_duplicates_are_written_once_by_the_run_that_first_has_them(tm
     assert sorted(answers) == [("None", 400), ("a", 200), ("a", 400), ("a", 400), ("b", 200)]
 
 
-@pytest.mark.proof
 def test_an_emptied_output_gets_all_answers_again(tmp_path: Path) -> None:
     """More of them than may be outstanding."""
     output, total = tmp_path / "out.jsonl", MOST_LINES + 500
@@ -292,7 +290,6 @@ def test_an_emptied_output_gets_all_answers_again(tmp_path: Path) -> None:
     assert sorted(line["id"] for line in before) == sorted(line["id"] for line in after)
 
 
-@pytest.mark.proof
 def test_a_damaged_part_ends_the_run_and_the_next_one_mends_it(tmp_path: Path) -> None:
     """Answers wait on disk for that of the first line, and are damaged there meanwhile."""
     output, hold = tmp_path / "out.jsonl", tmp_path / "hold"
@@ -326,7 +323,6 @@ def _drained(run: PipedCommand, output: Path) -> int:
     return sum(part.lines for part in manifest.parts) - undrained
 
 
-@pytest.mark.proof
 def test_a_line_with_an_error_of_the_server_gets_a_new_answer(tmp_path: Path) -> None:
     output, lines = tmp_path / "out.jsonl", [request("good"), request("bad", "Please wait")]
     with piped(tmp_path, "-o", output, **poisoned_environment(Poison("wait", "exit"))) as run:
@@ -432,7 +428,6 @@ def test_another_kind_of_input_is_refused_before_any_result_is_on_disk(
     assert {path.name for path in root.iterdir()} - {RUN_LOCK, ".lock"} == {NAME}
 
 
-@pytest.mark.proof
 def test_the_folder_of_a_file_is_not_taken_for_that_of_a_pipe(run_here: RunHere, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(request("of the file"))

@@ -188,6 +188,7 @@ def test_models_are_listed_as_soon_as_it_listens(served: tuple[RunningCommand, s
     assert {model["status"] for model in LISTED_AT_FIRST} <= {"loading", "ready"}
 
 
+@pytest.mark.proof
 def test_a_client_that_leaves_frees_its_place(served: tuple[RunningCommand, str], client: openai.OpenAI) -> None:
     with endless(client) as stream:
         next(iter(stream))
@@ -219,6 +220,7 @@ def sequences(notes: Path) -> set[tuple[int, int]]:
     return {(step.core_pid, one) for step in noted_steps(notes) for one in step.request_ids}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain call"])
 def test_the_engine_stops_within_a_second_of_a_client_that_leaves(
     served: tuple[RunningCommand, str], notes: Path, stream: bool
@@ -244,6 +246,7 @@ def test_the_engine_stops_within_a_second_of_a_client_that_leaves(
     check_time(stopped - left, LEAVING_SECONDS, "stopping the engine")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain call"])
 def test_a_call_that_waits_leaves_the_queue_within_a_second_of_its_client(
     served: tuple[RunningCommand, str], client: openai.OpenAI, notes: Path, stream: bool
@@ -275,6 +278,7 @@ def waiting_calls(queue: redis.Redis) -> list[bytes]:
     return [key for name in lists for key in queue.lrange(name, 0, -1)]  # type: ignore[union-attr]
 
 
+@pytest.mark.proof
 def test_clients_that_leave_together_end_their_calls_wherever_they_are(served: tuple[RunningCommand, str]) -> None:
     """Half of them are streams; 64 run, some wait in the engine and some in the queue."""
     url = served[1]
@@ -288,9 +292,8 @@ def test_clients_that_leave_together_end_their_calls_wherever_they_are(served: t
     print(f"gone, and seen to be, after {time.monotonic() - began:.2f} s")
 
 
-@pytest.mark.parametrize(
-    "victim", ["pipeline worker", pytest.param("workers.engine.core_process", marks=pytest.mark.proof)]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("victim", ["pipeline worker", "workers.engine.core_process"])
 def test_a_stream_goes_on_where_it_was_after_a_kill(
     served: tuple[RunningCommand, str], client: openai.OpenAI, victim: str
 ) -> None:
@@ -338,6 +341,7 @@ def test_status_shows_workers_models_and_batches(redis_url: str, run_here: RunHe
     assert all(title in done.out for title in ("Workers", "Models", "Batches"))
 
 
+@pytest.mark.proof
 def test_a_second_server_keeps_off_the_file_store_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with exclusive(str(tmp_path), 1):
         monkeypatch.setattr("pipeline.commands.serve._PATIENCE_SECONDS", 0.0)

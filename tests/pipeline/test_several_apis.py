@@ -23,6 +23,8 @@ from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import command_line, descendants
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 STREAMS = 8
 BODY = {"model": "demo", "prompt": "a tortoise", "max_tokens": 1900, "stream": True, "ignore_eos": True}
 

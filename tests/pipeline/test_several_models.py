@@ -87,6 +87,7 @@ def hosting(folder: Path, store: Path, redis_url: str, *flags: object, **environ
         yield served
 
 
+@pytest.mark.proof
 def test_each_model_is_loaded_for_the_first_call_and_a_batch_may_name_both(
     folder: Path, tmp_path: Path, redis_url: str
 ) -> None:

@@ -12,6 +12,8 @@ from tests.support.commands import RunningCommand, command, command_environment
 from tests.support.processes import catches, command_line, descendants
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 
 def test_a_lost_terminal_is_one_order_however_often_it_is_reported() -> None:
     with Signals() as signals:

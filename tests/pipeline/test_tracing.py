@@ -74,6 +74,7 @@ def chat(**parameters: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": messages, "max_tokens": 8, "ignore_eos": True, **parameters}
 
 
+@pytest.mark.proof
 def test_a_streamed_call_is_one_trace_from_http_to_the_engines_steps(stack: TracedStack) -> None:
     trace_id, headers = context(1)
     body = chat(stream=True, temperature=0.5, top_p=0.9)

@@ -105,6 +105,7 @@ def uploads(s3: S3Server) -> int:
     return sum(call.startswith("POST") and "uploadId" in call for call in s3.calls)
 
 
+@pytest.mark.proof
 def test_a_run_from_a_bucket_to_another(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
     in_s3.put("data/in/two words.jsonl.gz", gzip.compress(lines("z")))
     command = ["run-batch", "s3://data/in/two%20words.jsonl.gz", "-o", OUTPUT]
@@ -217,6 +218,7 @@ def test_a_run_that_is_interrupted_while_it_fetches_ends_at_once(
         assert "Interrupted: run the same command again to go on." in run.output
 
 
+@pytest.mark.proof
 def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, here: Path) -> None:
     path = here / "answers.jsonl"
     path.write_bytes(bytes(24 << 20))
@@ -539,6 +541,7 @@ def words_by_year(names: list[str]) -> list[str]:
     return sorted(name.partition("/finish_reason=")[0] for name in names if name.endswith("-0.parquet"))
 
 
+@pytest.mark.proof
 def test_results_are_written_by_columns_into_a_folder(here: Path, run_here: RunHere) -> None:
     write_dataset(here / "words")
     command = ["run-batch", "words", *PARTITIONED, "--body", '{"max_tokens": 4}', "-o", "answers/"]

@@ -29,6 +29,8 @@ from tests.support.waiting import wait_until
 from tests.support.worker_process import running_worker
 from tests.workers.test_worker import CHAT, answer, endless, question, run_batch, submit_batch, text_of
 
+pytestmark = pytest.mark.proof
+
 FLAGS = ("--lease-seconds", "30", "--stream-interval", "0.05", "--max-num-seqs", "4")
 TOKENS = 60
 COPIES = 40  # ten times the engine's slots
@@ -125,9 +127,7 @@ def test_tenants_get_no_answers_of_each_other(queue: Queue, redis_url: str) -> N
         assert [copies(results_of(queue, f"batch_of_{tenant}", 4)) for tenant in ("one", "other")] == [3, 3]
 
 
-@pytest.mark.parametrize(
-    "how", ["worker killed", *(pytest.param(how, marks=pytest.mark.proof) for how in ("core killed", "worker stopped"))]
-)
+@pytest.mark.parametrize("how", ["worker killed", *(pytest.param(how) for how in ("core killed", "worker stopped"))])
 def test_copies_go_on_when_what_runs_their_original_ends(
     queue: Queue, redis_url: str, tmp_path: Path, how: str
 ) -> None:
@@ -175,7 +175,6 @@ def test_each_copy_of_a_line_that_fails_has_its_own_error(shared: tuple[Queue, P
     assert copies([results[1], results[3]]) == 1
 
 
-@pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_copies_of_a_line_that_kills_the_core_are_found(queue: Queue, redis_url: str) -> None:
     """None is in flight while it waits, and none hides behind another: each has its own error. Once

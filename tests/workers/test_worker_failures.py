@@ -29,6 +29,8 @@ from tests.workers.test_worker import endless, follow, question, run_batch, subm
 from workers.settings import DEMO_MODEL
 from workers.worker import MAX_ENGINE_RESTARTS, Deaths
 
+pytestmark = pytest.mark.proof
+
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
 TOKENS = 400
 # A word of `endless`: its requests get 20 tokens a second at most
@@ -70,7 +72,6 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(queue: Queue, redis_url:
     assert greedy.usage.completion_tokens == TOKENS
 
 
-@pytest.mark.proof
 def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         key, api = submit_live(queue, endless(TOKENS))
@@ -108,7 +109,6 @@ def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, red
         assert worker.stop() == 0
 
 
-@pytest.mark.proof
 def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, redis_url: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.symlink_to(DEMO_MODEL)
@@ -122,7 +122,6 @@ def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, 
         assert worker.stop() == 0
 
 
-@pytest.mark.proof
 def test_a_core_that_refuses_the_workers_own_request_is_replaced(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "memory"))) as worker:
         wait_until(lambda: "starting another engine core in 1 s" in worker.log(), 120, "two cores that fail")
@@ -131,7 +130,6 @@ def test_a_core_that_refuses_the_workers_own_request_is_replaced(queue: Queue, r
         assert "Traceback" not in worker.log()
 
 
-@pytest.mark.proof
 def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         batch = submit_batch(queue, [endless(1900)])
@@ -168,7 +166,6 @@ def test_crashes_in_isolation_that_released_none_make_pauses_but_end_no_worker()
     assert deaths.in_a_row == 1
 
 
-@pytest.mark.proof
 def test_an_answer_between_two_deaths_makes_them_no_row(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
         record = None
@@ -197,7 +194,6 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
     assert all(claim.checkpoint is not None and len(claim.checkpoint.choices[0].token_ids) >= 1 for claim in begun)
 
 
-@pytest.mark.proof
 def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, redis_url: str) -> None:
     bodies = [endless(150, temperature=1.0, seed=number) for number in range(16)]
     with contextlib.ExitStack() as stack:
@@ -226,7 +222,6 @@ def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, 
     assert 0 <= totals.generated - totals.delivered <= 16 * len(bodies)
 
 
-@pytest.mark.proof
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(60)], watched=True)
@@ -235,7 +230,6 @@ def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> Non
     assert len(queue.results(batch)) == 1
 
 
-@pytest.mark.proof
 def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redis_url: str) -> None:
     crawling = poisoned_environment(Poison("three", "crawl"))
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60", **crawling) as worker:
@@ -246,7 +240,6 @@ def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redi
     assert len(queue.results(batch)) == 1
 
 
-@pytest.mark.proof
 def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS, seed=line) for line in range(2)])
@@ -259,7 +252,6 @@ def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_
         assert worker.process.wait(60) == 0
 
 
-@pytest.mark.proof
 def test_a_stopping_worker_starts_no_other_core(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS)])
@@ -292,7 +284,6 @@ def test_sigterm_does_not_wait_for_a_tokenizer_that_cannot_be_read(
         assert worker.stop() == 0
 
 
-@pytest.mark.proof
 def test_a_second_sigterm_ends_at_once(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS)])
@@ -304,7 +295,6 @@ def test_a_second_sigterm_ends_at_once(queue: Queue, redis_url: str) -> None:
         wait_until(lambda: not is_running(core), 60, "its core to be gone")
 
 
-@pytest.mark.proof
 def test_a_worker_outlives_redis(tmp_path: Path) -> None:
     with PrivateServer(tmp_path) as server:
         queue = Queue(connect(server.url), QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0))
@@ -318,7 +308,6 @@ def test_a_worker_outlives_redis(tmp_path: Path) -> None:
             assert worker.stop() == 0
 
 
-@pytest.mark.proof
 def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS)])
@@ -337,14 +326,13 @@ def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) ->
     [
         (("--model", "/proc/self", "--tokenizer", DEMO_MODEL), 2, "has no config.json"),
         (("--redis-url", "unix:///nowhere/redis.sock"), 1, "Redis cannot be used"),
-        pytest.param(("--chat-template", "{% for %}"), 2, "not valid Jinja", marks=pytest.mark.proof),
-        pytest.param(
+        (("--chat-template", "{% for %}"), 2, "not valid Jinja"),
+        (
             ("--chat-template", 25 * "{% for a in messages %}" + 25 * "{% endfor %}"),
             2,
             "too many statically nested blocks",
-            marks=pytest.mark.proof,
         ),
-        pytest.param(("--kv-cache-memory-bytes", "999999G"), 2, "do not fit into the", marks=pytest.mark.proof),
+        (("--kv-cache-memory-bytes", "999999G"), 2, "do not fit into the"),
     ],
 )
 def test_a_worker_that_cannot_start_says_why_in_one_sentence(

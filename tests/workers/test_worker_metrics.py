@@ -138,6 +138,7 @@ def ended(requests: int, errors: int) -> Callable[[Scraped], bool]:
     )
 
 
+@pytest.mark.proof
 def test_every_declared_metric_is_reported_by_both_workers(fleet: TwoWorkers, story: Story) -> None:
     ids = {worker.wait_ready().id for worker in fleet.workers}
     for declared in declared_metrics():

@@ -337,6 +337,7 @@ def test_a_packed_input_that_cannot_be_read_any_more_is_refused(redis_client: re
     assert stored(folder) == sorted(one.id for one in listed(redis_client, folder))
 
 
+@pytest.mark.proof
 @BUCKET_IN_PROOF
 def test_a_retry_that_is_killed_at_any_step_leaves_no_half_file_and_no_batch_without_its_file(
     redis_client: redis.Redis, redis_url: str, folder: PurePath
@@ -367,6 +368,7 @@ def test_a_retry_that_is_killed_at_any_step_leaves_no_half_file_and_no_batch_wit
     assert get_batch(redis_client, made[0].id).ended
 
 
+@pytest.mark.proof
 @LOCAL  # a bucket's server is of this process
 def test_a_retry_holds_little_of_a_large_file(redis_client: redis.Redis, folder: PurePath) -> None:
     record = run_to_end(redis_client, submit(redis_client, folder, lines_of(3)).id, failing(2))

@@ -170,6 +170,7 @@ def test_a_redis_that_fills_up_while_a_batch_is_made(
     assert redis_client.smembers(keys.ACTIVE) == set()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "point", ["open_batch", "mkdir", "link", "save_manifest", "announce", "transition", "hand_out"]
 )

@@ -81,11 +81,12 @@ def test_results_expire(redis_client: redis.Redis, folder: PurePath, seconds: in
         assert abs(found.created_at - ended.timestamps["completed"]) < 30
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "point", ["open_output", "write_outputs", "commit", "put", "drop", "save_manifest", "transition", "tidy"]
 )
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("emptied", [False, pytest.param(True, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("emptied", [False, True])
 def test_finalize_killed_anywhere_writes_the_same(
     redis_client: redis.Redis,
     folder: PurePath,
@@ -147,6 +148,7 @@ def test_cancelled_while_it_runs(redis_client: redis.Redis, folder: PurePath) ->
     assert cancel_batch(redis_client, record.id) == ended
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("outcome", ["completed", "expired"])
 @pytest.mark.parametrize("point", ["write_outputs", "publish_result_files", "note", "move"])
 def test_cancelled_while_its_results_are_written(
@@ -221,6 +223,7 @@ def test_cancelled_at_the_moment_in_which_validation_ends(
         check_every_line_once(redis_client, folder, ended, 5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing", "cancelling", "completed", "failed"])
 def test_an_emptied_redis_gets_everything_back(redis_client: redis.Redis, folder: PurePath, state: str) -> None:
     if state == "failed":

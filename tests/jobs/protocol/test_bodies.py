@@ -255,6 +255,7 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
     assert offsets.of(tokens(b"g", b"h"), "defgh") == [7, 8]
 
 
+@pytest.mark.proof
 @given(
     st.text(st.characters(codec="utf-8"), max_size=12),
     st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12),

@@ -189,6 +189,7 @@ def test_a_schema_may_be_text_that_looks_like_an_object(text: str) -> None:
             assert is_taken(endpoint, good(endpoint) | body) == is_valid(endpoint, good(endpoint) | body)
 
 
+@pytest.mark.proof
 def test_messages_are_taken_where_the_schema_takes_them() -> None:
     count = 0
     names = ({}, {"name": "x"}, {"name": 5}, {"tool_call_id": "x"}, {"reasoning": "x"}, {"reasoning_content": 5})

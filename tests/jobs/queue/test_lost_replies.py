@@ -40,6 +40,7 @@ def impatient(url: str) -> redis.Redis:
     return client
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("lose", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_whose_reply_was_lost(
@@ -141,7 +142,7 @@ def proxied_jobs(redis_url: str) -> Iterator[tuple[LossyProxy, Queue]]:
         yield proxy, Queue(client, QueueSettings(redis_retry_seconds=5))
 
 
-@pytest.mark.parametrize("lose", [WAYS[0], pytest.param(LossyProxy.swallow, id="swallowed", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("lose", [WAYS[0], pytest.param(LossyProxy.swallow, id="swallowed")])
 def test_whatever_the_control_plane_does(
     redis_client: redis.Redis,
     proxied_jobs: tuple[LossyProxy, Queue],

@@ -561,6 +561,7 @@ def run(client: redis.Redis, seed: int, examples: int, steps: int) -> None:
     run_state_machine_as_test(seeded(seed)(machine), settings=options)
 
 
+@pytest.mark.proof
 def test_queue_does_what_the_model_does(redis_client: redis.Redis, seed: int) -> None:
     run(redis_client, seed, examples=30, steps=25)
 

@@ -23,6 +23,8 @@ from tests.support.requests import MODEL, start_batch
 from tests.support.sentinels import START_SECONDS, SentinelSet, ServerProcess, running_sentinels
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 MASTER = {
     "ip": "1.1.1.1",
     "port": 1,

@@ -30,6 +30,7 @@ def remote(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield uri
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("remote", "rounds", "at_once"), RACES, indirect=["remote"])
 def test_one_of_many_makes_a_file(remote: str, rounds: int, at_once: int) -> None:
     def check(number: int) -> None:
@@ -40,6 +41,7 @@ def test_one_of_many_makes_a_file(remote: str, rounds: int, at_once: int) -> Non
     side_by_side(check, rounds, at_once)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("remote", "rounds", "at_once"), RACES, indirect=["remote"])
 def test_one_of_many_replaces_a_version(remote: str, rounds: int, at_once: int) -> None:
     def check(number: int) -> None:

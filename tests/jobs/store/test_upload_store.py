@@ -310,6 +310,7 @@ def test_kills_between_any_two_steps_of_a_part_leave_a_whole_one_or_none(redis_u
     assert number > 5
 
 
+@pytest.mark.proof
 @LOCAL
 @pytest.mark.parametrize("swept", [False, True])
 def test_kills_between_any_two_steps_of_a_completion_make_one_file(

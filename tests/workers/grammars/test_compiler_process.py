@@ -98,6 +98,7 @@ def test_a_grammar_that_overflows_the_stack_is_given_up_and_the_others_are_compi
     run(work)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "wanted",
     [

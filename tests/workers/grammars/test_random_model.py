@@ -65,7 +65,8 @@ def request_for(number: int, grammar: str) -> EngineRequest:
     return EngineRequest(number, [number % len(TOKENS), 7], [], sampling, guide=OutputGuide(grammar))
 
 
-@pytest.mark.parametrize(("count", "least"), [(20, 14), pytest.param(250, 225, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize(("count", "least"), [(20, 14), (250, 225)])
 def test_what_a_random_model_ends_meets_its_schema(core: EngineCore, count: int, least: int) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)

@@ -12,6 +12,8 @@ import pytest
 from tests.support.thread_starts import no_thread_starts
 from workers.text.time_limit import TimeLimit, TimeLimitError
 
+pytestmark = pytest.mark.proof
+
 LIMIT = 0.2  # seconds
 
 

@@ -183,6 +183,7 @@ async def is_idle(engine: AsyncEngine) -> None:
     await asyncio.to_thread(wait_for_rest, [os.getpid(), engine.pid], 0.01, 2.0)
 
 
+@pytest.mark.proof
 def test_the_death_of_the_core_shows_within_a_second() -> None:
     """Or on a busy machine at the second or third try, since other processes may delay the
     measuring.
@@ -208,6 +209,7 @@ def test_the_death_of_the_core_shows_within_a_second() -> None:
     assert min(took) < 1
 
 
+@pytest.mark.proof
 def test_a_core_that_hangs_is_killed_and_said_to_have_hung() -> None:
     async def scenario() -> None:
         async with started(replace(config(), step_timeout=1.0)) as engine:
@@ -266,14 +268,15 @@ def test_the_watchdog_timeout_follows_the_estimate_within_its_bounds() -> None:
     assert configured.seconds == 7.0
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("number", "by_itself"),
     [
         (signal.SIGSEGV, True),
-        pytest.param(signal.SIGABRT, True, marks=pytest.mark.proof),
-        pytest.param(signal.SIGBUS, True, marks=pytest.mark.proof),
-        pytest.param(signal.SIGUSR1, False, marks=pytest.mark.proof),
-        pytest.param(signal.SIGXCPU, False, marks=pytest.mark.proof),
+        (signal.SIGABRT, True),
+        (signal.SIGBUS, True),
+        (signal.SIGUSR1, False),
+        (signal.SIGXCPU, False),
     ],
 )
 def test_a_crash_is_distinguished_from_an_end_from_outside(number: signal.Signals, by_itself: bool) -> None:
@@ -367,6 +370,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run(scenario)
 
 
+@pytest.mark.proof
 def test_a_start_that_takes_too_long_says_so() -> None:
     async def scenario() -> None:
         engine = AsyncEngine(config())
@@ -380,6 +384,7 @@ def test_a_start_that_takes_too_long_says_so() -> None:
     run(scenario)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("late_seconds", [0.0, 1.0])
 def test_a_core_that_dies_while_it_loads_is_noticed(monkeypatch: pytest.MonkeyPatch, late_seconds: float) -> None:
     """Its connection may end some time before it does."""
@@ -400,6 +405,7 @@ def test_a_core_that_dies_while_it_loads_is_noticed(monkeypatch: pytest.MonkeyPa
     run(scenario)
 
 
+@pytest.mark.proof
 def test_a_start_that_is_given_up_leaves_no_core() -> None:
     async def scenario() -> None:
         engine = AsyncEngine(config())
@@ -434,7 +440,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("when", [pytest.param("ready", marks=pytest.mark.proof), "loading"])
+@pytest.mark.proof
+@pytest.mark.parametrize("when", ["ready", "loading"])
 def test_the_core_dies_with_its_client(when: str) -> None:
     client = subprocess.Popen(
         [sys.executable, "-c", _FRONT, str(folder(MODEL)), when], stdout=subprocess.PIPE, text=True
@@ -465,6 +472,7 @@ def test_a_core_that_was_launched_before_is_used() -> None:
     run(scenario)
 
 
+@pytest.mark.proof
 def test_a_launched_core_that_is_not_wanted_ends_with_its_engine() -> None:
     launched = launch_core(config())
     run(AsyncEngine(config(), launched=launched).stop)
@@ -474,6 +482,7 @@ def test_a_launched_core_that_is_not_wanted_ends_with_its_engine() -> None:
     assert launched.process.stderr.closed
 
 
+@pytest.mark.proof
 def test_the_last_words_of_a_core_that_writes_on_can_be_told() -> None:
     lines: deque[str] = deque(maxlen=9)
 
@@ -488,6 +497,7 @@ def test_the_last_words_of_a_core_that_writes_on_can_be_told() -> None:
     assert core.last_words() == "; the last it wrote: one | two"
 
 
+@pytest.mark.proof
 def test_a_launched_core_that_has_ended_is_reported_at_the_start() -> None:
     launched = launch_core(config())
     launched.process.kill()

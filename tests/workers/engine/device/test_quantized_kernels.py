@@ -87,10 +87,9 @@ def test_each_kind_of_matrix_gets_its_product(name: str, tmp_path: Path) -> None
     assert (logits(model) - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.proof
 @needs_interpreter
-@pytest.mark.parametrize(
-    "name", ["packed-4-32-asymmetric", "float-channel", pytest.param("float-block", marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("name", ["packed-4-32-asymmetric", "float-channel", "float-block"])
 def test_ranks_take_their_parts(name: str, tmp_path: Path) -> None:
     quantized, _ = write(CASES[name], tmp_path)
     found = []

@@ -168,9 +168,8 @@ LIMITS: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "all limits" else pytest.mark.proof) for name in LIMITS]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("name", LIMITS)
 def test_frequencies_follow_the_distribution(name: str) -> None:
     """Chi-square over 20,000 draws, which differ in the seed alone."""
     draws, vocab, first_seed = 20_000, 24, 100_000

@@ -53,7 +53,8 @@ def test_no_policy_costs_a_hundredth_less(kind: str) -> None:
         assert figures["forecast"] <= 1.01, (machine, figures)
 
 
-@pytest.mark.parametrize("kind", ["lognormal", pytest.param("equal", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["lognormal", "equal"])
 def test_no_policy_costs_a_hundredth_less_in_a_short_run(kind: str) -> None:
     for machine, figures in figures_of(kind, range(1, 3), 300).items():
         assert figures["forecast"] <= 1.01, (machine, figures)
@@ -79,6 +80,7 @@ def test_lengths_are_forecast_where_not_every_slot_has_room_for_the_longest(bloc
     assert isinstance(policy, PlainAdmission) == plain
 
 
+@pytest.mark.proof
 def test_many_come_in_at_a_step_where_many_run() -> None:
     """Two for each three steps or so: a pace of whole steps would let in half as many."""
     draw = random.Random(4)

@@ -65,6 +65,7 @@ _json = st.recursive(
 )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", _PARSERS)
 @given(text=_texts, data=st.data())
 def test_cuts_do_not_matter_and_nothing_is_lost(name: str, text: str, data: st.DataObject) -> None:
