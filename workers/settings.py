@@ -58,6 +58,9 @@ class WorkerSettings(QueueSettings):
         f" file.py:Class, or {NO_PARSER}. [default: the one that fits the chat template]",
         check=_check_tool_parser,
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "Accepted as in vLLM's commands, without effect: a parser of tool calls is enough."
+    )
     reasoning_parser: str | None = setting(
         None,
         f"How the model marks its reasoning: {', '.join(REASONING_FORMATS)}, the tags around it as"
