@@ -228,6 +228,7 @@ class ChatCompletionMessage(AnswerObject):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ChatCompletionToolCall] | UnsetType = UNSET
 

@@ -131,7 +131,7 @@ def test_a_class_name_exists_once() -> None:
 
 
 def test_a_worker_loads_what_answers_with_structure_need_once_they_are_asked_for() -> None:
-    assert not loaded_by(import_of("workers.worker"), "llguidance", "jsonschema", "workers.text.parsers.registry")
+    assert not loaded_by(import_of("workers.worker"), "llguidance", "jsonschema", "workers.text.parsers.hermes")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,9 @@ from pathlib import Path
 from jobs.queue.settings import QueueSettings
 from jobs.settings import setting
 from workers.engine.messages.config import EngineConfig
+from workers.text.errors import ParserError
+from workers.text.parsers.reasoning_formats import REASONING_FORMATS
+from workers.text.parsers.registry import NO_PARSER, TOOL_PARSERS, find_reasoning_format, find_tool_parser
 
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 """The small model that ships with the package and answers when no other is named."""
@@ -23,22 +26,16 @@ def _check_name(name: str) -> None:
 
 
 def _check_tool_parser(name: str | None) -> None:
-    if name is not None:
-        from workers.text.parsers.registry import find_tool_parser
-
-        _check_found(find_tool_parser, name)
+    _check_found(find_tool_parser, name)
 
 
 def _check_reasoning_parser(name: str | None) -> None:
-    if name is not None:
-        from workers.text.parsers.registry import find_reasoning_format
-
-        _check_found(find_reasoning_format, name)
+    _check_found(find_reasoning_format, name)
 
 
-def _check_found(find: Callable[[str], object], name: str) -> None:
-    from workers.text.errors import ParserError
-
+def _check_found(find: Callable[[str], object], name: str | None) -> None:
+    if name is None or name == NO_PARSER:
+        return
     try:
         find(name)
     except ParserError as error:
@@ -57,14 +54,17 @@ class WorkerSettings(QueueSettings):
     chat_template: str | None = setting(None, "Jinja file, or the template itself. [default: the tokenizer's]")
     tool_call_parser: str | None = setting(
         None,
-        "How the model writes calls of tools: hermes, llama3_json, mistral, pythonic, qwen3, qwen3_coder, or a class of"
-        " your own as module:Class or file.py:Class. [default: none, so that no call can be left to the model]",
+        f"How the model writes calls of tools: {', '.join(TOOL_PARSERS)}, a class of your own as module:Class or"
+        f" file.py:Class, or {NO_PARSER}. [default: the one that fits the chat template]",
         check=_check_tool_parser,
+    )
+    enable_auto_tool_choice: bool = setting(
+        False, "Accepted as in vLLM's commands, without effect: a parser of tool calls is enough."
     )
     reasoning_parser: str | None = setting(
         None,
-        "How the model marks its reasoning: deepseek_r1, qwen3, or the tags around it as tags:<think>,</think>."
-        " [default: none is looked for]",
+        f"How the model marks its reasoning: {', '.join(REASONING_FORMATS)}, the tags around it as"
+        f" tags:<think>,</think>, or {NO_PARSER}. [default: the one that fits the chat template]",
         check=_check_reasoning_parser,
     )
     retry_on_invalid: int = setting(

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from jobs.protocol.requests import ParsedDelta
 
 
+REASONING = ("reasoning", "reasoning_content")
+"""Members of a message that hold its reasoning: vLLM's name, and its older one."""
+
+
 class _Piece(msgspec.Struct, frozen=True):
-    kind: Literal["reasoning_content", "content", "call", "arguments"]
+    kind: Literal["reasoning", "content", "call", "arguments"]
     call: int  # its index; -1 for text
     text: str
     id: str | None = None
@@ -33,7 +37,7 @@ def message_of(choice: Choice) -> dict[str, Any]:
     found = choice.message
     message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
     if found.reasoning:
-        message["reasoning_content"] = found.reasoning
+        message |= dict.fromkeys(REASONING, found.reasoning)
     if found.tool_calls:
         message["tool_calls"] = [_tool_call(call) for call in found.tool_calls]
     return message
@@ -54,13 +58,13 @@ def _delta(pieces: list[_Piece]) -> dict[str, Any]:
         return {"tool_calls": [{"index": first.call, "id": first.id, "type": "function", "function": function}]}
     if first.kind == "arguments":
         return {"tool_calls": [{"index": first.call, "function": {"arguments": text}}]}
-    return {first.kind: text}
+    return dict.fromkeys(REASONING, text) if first.kind == "reasoning" else {first.kind: text}
 
 
 def _pieces(parsed: Sequence[ParsedDelta]) -> Iterator[_Piece]:
     for delta in parsed:
         if delta.reasoning:
-            yield _Piece("reasoning_content", -1, delta.reasoning)
+            yield _Piece("reasoning", -1, delta.reasoning)
         if delta.content:
             yield _Piece("content", -1, delta.content)
         for call in delta.tool_calls:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jobs.protocol import fields
+from jobs.protocol.messages import REASONING
 from jobs.protocol.output_format import canonical_json
 from jobs.protocol.text_or_tokens import TOKEN_IDS, read_text_or_tokens, read_token_ids
 from jobs.protocol.value_types import Schema
@@ -13,8 +14,7 @@ MOST_SEQUENCES = 512
 """What one request may make the engine generate: prompts times the larger of `n` and `best_of`."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_REASONING = ("reasoning_content", "reasoning")  # vLLM's older and newer name
-_TEXTS = ("name", "tool_call_id", *_REASONING)  # that a message may have
+_TEXTS = ("name", "tool_call_id", *REASONING)  # that a message may have
 
 _TEXT: Schema = {"type": "string"}
 _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
@@ -55,7 +55,7 @@ _MESSAGE: Schema = {
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"required": ["tool_calls"], "properties": _BY_ASSISTANT | {"tool_calls": {"type": "array", "minItems": 1}}},
-        *({"required": [name], "properties": _BY_ASSISTANT | {name: _TEXT}} for name in _REASONING),
+        *({"required": [name], "properties": _BY_ASSISTANT | {name: _TEXT}} for name in REASONING),
     ],
 }
 MESSAGES: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE}
@@ -152,7 +152,7 @@ def _content(message: dict[str, Any], role: str, param: str) -> str:
 
 
 def _has_reasoning(message: dict[str, Any]) -> bool:
-    return any(message.get(name) is not None for name in _REASONING)
+    return any(message.get(name) is not None for name in REASONING)
 
 
 def _text_part(value: Any, param: str) -> str:

@@ -80,6 +80,7 @@ BEYOND: dict[type[AnswerObject], set[str]] = {
     UploadPart: set(),
     Batch: {"errors.object: 'list'", "input", "last_append_at", "open", "priority", "risk", "usage.device_seconds"},
     ChatCompletion: {
+        "choices[].message.reasoning",
         "choices[].message.reasoning_content",
         "choices[].stop_reason",
         "choices[].token_ids",

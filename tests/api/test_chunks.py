@@ -119,7 +119,7 @@ def test_deltas_of_a_text_that_was_parsed_take_its_place() -> None:
     )
     first, second = ({"type": "function", "id": name} for name in ("call_1", "call_2"))
     assert deltas_in(found[1:]) == [
-        {"reasoning_content": "I think"},
+        {"reasoning": "I think", "reasoning_content": "I think"},
         {"content": "Let me see. "},
         {"tool_calls": [{"index": 0, **first, "function": {"name": "f", "arguments": ""}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
@@ -137,7 +137,7 @@ def test_text_that_a_parser_holds_back_is_not_shown_but_its_logprobs_are() -> No
     deltas = [parsed(2, "", "a"), parsed(3, "b")]
     shown = TokenChunk(0, 1, [1, 1], "x", 5, [position(b"x"), position(b"y")], parsed=deltas)
     found = chunks_of(CHAT, entry(held), entry(shown), logprobs=True, top_logprobs=1)
-    assert deltas_in(found[1:]) == [{}, {"reasoning_content": "a"}, {"content": "b"}]
+    assert deltas_in(found[1:]) == [{}, {"reasoning": "a", "reasoning_content": "a"}, {"content": "b"}]
     contents = [(chunk["choices"][0]["logprobs"] or {}).get("content") or [] for chunk in found[1:]]
     assert [[token.token for token in content] for content in contents] == [["<tool"], ["x", "y"], []]
     assert deltas_in(chunks_of(CHAT, entry(TokenChunk(0, 0, [1], "<tool", 0, parsed=[])))[1:]) == []

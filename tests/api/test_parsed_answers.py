@@ -51,7 +51,7 @@ def test_an_answer_calls_tools(client: openai.OpenAI, scripted: Scripted) -> Non
     answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, tools=TOOLS)
     [choice] = answer.choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me compute.")
-    assert choice.message.model_extra == {"reasoning_content": "I add them."}
+    assert choice.message.model_extra == dict.fromkeys(("reasoning", "reasoning_content"), "I add them.")
     calls = choice.message.tool_calls or []
     assert [(call.id, call.type, call.function.parsed_arguments) for call in calls] == [
         ("call_1", "function", Add(a=2, b=3)),

@@ -22,6 +22,7 @@ from tests.docker import monitoring
 from tests.docker.composition import FOLDER
 from tests.support import http_calls
 from tests.support.api_server import official_client, running_api
+from tests.support.commands import REPOSITORY
 from tests.support.ports import reserved_port
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_for_value, wait_until
@@ -46,7 +47,10 @@ def test_a_panel_asks_for_what_is_exported(title: str, query: str) -> None:
 def test_an_alert_asks_for_what_is_exported_and_says_what_to_do(rule: dict[str, Any]) -> None:
     if "up{" not in rule["expr"]:
         _check_selectors(rule["expr"])
-    assert set(rule["annotations"]) == {"summary", "action"}
+    assert set(rule["annotations"]) == {"summary", "description", "action", "runbook_url"}
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert anchor == rule["alert"].lower()
+    assert f"\n### {rule['alert']}\n" in (REPOSITORY / page).read_text()
     assert rule["labels"]["severity"] in ("critical", "warning")
 
 
@@ -112,15 +116,14 @@ def test_the_folders_have_no_file_that_nothing_uses() -> None:
 
 @needs_prometheus
 def test_each_alert_fires_where_it_should_and_nowhere_else(tmp_path: Path) -> None:
-    cases = (Path(__file__).parent / "alerts_test.yml").read_text().replace("RULES", str(monitoring.ALERTS))
-    tested = {
-        case["alertname"]
-        for test in yaml.safe_load(cases)["tests"]
-        for case in test["alert_rule_test"]
-        if case.get("exp_alerts")
-    }
-    assert tested == {rule["alert"] for rule in monitoring.alerts()}
-    (tmp_path / "cases.yml").write_text(cases)
+    cases = yaml.safe_load((Path(__file__).parent / "alerts_test.yml").read_text())
+    annotations = {rule["alert"]: rule["annotations"] for rule in monitoring.alerts()}
+    checks = [check for case in cases["tests"] for check in case["alert_rule_test"] if "exp_alerts" in check]
+    for check in checks:
+        for expected in check["exp_alerts"]:
+            expected["exp_annotations"] = annotations[check["alertname"]] | expected["exp_annotations"]
+    assert {check["alertname"] for check in checks} == set(annotations)
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump(cases | {"rule_files": [str(monitoring.ALERTS)]}))
     done = subprocess.run(
         ["promtool", "test", "rules", str(tmp_path / "cases.yml")], capture_output=True, text=True, timeout=60
     )

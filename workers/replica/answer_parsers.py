@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.results import ApiError
@@ -11,29 +13,37 @@ from jobs.protocol.validation import Call
 from workers.engine.messages.core import OutputGuide
 from workers.replica.prepared import Parsing
 from workers.settings import WorkerSettings
+from workers.text.chat_template import ChatTemplate
 from workers.text.parsers.answer import AnswerParser
 from workers.text.parsers.base import OutputParser, ToolParser
 from workers.text.parsers.enforced import NamedCallParser, RequiredCallsParser
-from workers.text.parsers.reasoning import ReasoningFormat, ReasoningParser
+from workers.text.parsers.reasoning import ReasoningParser
+from workers.text.parsers.reasoning_formats import ReasoningFormat
+from workers.text.parsers.registry import NO_PARSER, find_reasoning_format, find_tool_parser
+
+logger = logging.getLogger(__name__)
+
+Parser = TypeVar("Parser")
 
 _WITHOUT_CALLS = ("json_object", "json_schema", "choice")  # an answer of this form calls no tool
 
 
 class AnswerParsers:
-    """The parsers of a model's answers, if the worker was given any."""
+    """The parsers of a model's answers, if there are any."""
 
     def __init__(self, tools: type[ToolParser] | None = None, reasoning: ReasoningFormat | None = None) -> None:
         self._tools = tools
         self._reasoning = reasoning
         self.call_syntax = None if tools is None else tools.call_syntax
         self.reasoning_markers = () if reasoning is None else reasoning.markers
+        self.names = (None if tools is None else tools.name, None if reasoning is None else reasoning.name)
 
     def check(self, call: Call) -> None:
         """Raise ApiError for a call that needs a parser which is not there."""
         if call.tool_choice == "auto" and self._tools is None:
             message = (
-                '\'tool_choice\' must be "none", "required" or a function: "auto" needs a worker with'
-                " --tool-call-parser, which says how the model writes its calls."
+                '\'tool_choice\' must be "none", "required" or a function: "auto" needs a parser for the'
+                " way in which the model writes its calls: start the worker with --tool-call-parser."
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_value")
         if call.thinking_token_budget is not None and self._reasoning is None:
@@ -88,14 +98,24 @@ class AnswerParsers:
         return None if form is not None and form.kind in _WITHOUT_CALLS else partial(self._tools, call.tools)
 
 
-def find_parsers(settings: WorkerSettings) -> AnswerParsers:
-    """Return the parsers that the worker was given. Raises ParserError."""
-    tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
-    if tools is None and reasoning is None:
-        return AnswerParsers()
-    from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
+def find_parsers(settings: WorkerSettings, template: ChatTemplate) -> AnswerParsers:
+    """Return the parsers that the worker was given; for one that it was not, the one that fits the
+    template, if any. Raises ParserError.
+    """
+    from workers.text.template_parsers import recognize_reasoning, recognize_tool_parser
 
-    return AnswerParsers(
-        None if tools is None else find_tool_parser(tools),
-        None if reasoning is None else find_reasoning_format(reasoning),
-    )
+    given_tools, given_reasoning = settings.tool_call_parser, settings.reasoning_parser
+    tools = _find(given_tools, find_tool_parser, partial(recognize_tool_parser, template))
+    reasoning = _find(given_reasoning, find_reasoning_format, partial(recognize_reasoning, template))
+    found = AnswerParsers(tools, reasoning)
+    flags = zip(("--tool-call-parser", "--reasoning-parser"), (given_tools, given_reasoning), found.names, strict=True)
+    recognized = [f"{flag} {name}" for flag, given, name in flags if given is None and name is not None]
+    if recognized:
+        logger.info("recognized in the chat template: %s; the flag chooses another, or none", ", ".join(recognized))
+    return found
+
+
+def _find(given: str | None, find: Callable[[str], Parser], recognize: Callable[[], Parser | None]) -> Parser | None:
+    if given is None:
+        return recognize()
+    return None if given == NO_PARSER else find(given)

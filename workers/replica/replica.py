@@ -20,7 +20,7 @@ from jobs.tracing import Tracing
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
-from workers.replica.answer_parsers import find_parsers
+from workers.replica.answer_parsers import AnswerParsers, find_parsers
 from workers.replica.duplicates import Digest, prepare_once
 from workers.replica.fingerprint import system_fingerprint
 from workers.replica.grammars import Grammars
@@ -84,7 +84,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         self._registration = Registration(queue, settings.models)
         worker, interval = self._registration.id, settings.stream_interval
-        self._parsers = find_parsers(settings)
+        self._parsers = AnswerParsers()  # until the chat template is known
         self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched, self._vocabulary)
         self._leases = Leases(
             queue,
@@ -157,6 +157,7 @@ class Replica:
         tokenizer = self._tokenizer.result()
         if "generate" in self._engine.info.tasks:
             tokenizer.chat_template.warn_if_missing()
+            self._parsers = await asyncio.to_thread(find_parsers, self._settings, tokenizer.chat_template)
         serving = self._make_serving(tokenizer, files)
         await self._registration.set_state("ready", self._engine.info)
         self.was_ready = True

@@ -52,6 +52,7 @@ class ChatTemplate:
         self._render = _join if source is None else _compile(source, origin)
         self._render_tools = self._render if tool_source is None else _compile(tool_source, origin)
         self._missing_in = origin if source is None else None
+        self._text = f"{source or ''}\n{tool_source or ''}"
 
     def warn_if_missing(self) -> None:
         """Log that messages are joined plainly, where they are."""
@@ -59,6 +60,10 @@ class ChatTemplate:
             logger.warning(
                 "%s has no chat template: messages are joined plainly; --chat-template gives one", self._missing_in
             )
+
+    def mentions(self, text: str) -> bool:
+        """Return whether the template's source has this text."""
+        return text in self._text
 
     def render(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **variables: Any) -> str:
         """Return the prompt's text, which ends where the assistant begins to speak, or with the

@@ -23,7 +23,7 @@ function check(choice) {
 test("an answer calls tools", async () => {
   const { choices: [choice] } = await client.chat.completions.parse({ ...chat, tools });
   check(choice);
-  assert.equal(choice.message.reasoning_content, "I add them.");
+  assert.equal(choice.message.reasoning, "I add them.");
 });
 
 test("the stream helper puts the same answer together", async () => {
@@ -31,7 +31,7 @@ test("the stream helper puts the same answer together", async () => {
   const done = [];
   let reasoning = "";
   stream.on("tool_calls.function.arguments.done", (event) => done.push([event.index, event.name, event.parsed_arguments]));
-  stream.on("chunk", (chunk) => { reasoning += chunk.choices[0]?.delta.reasoning_content ?? ""; });
+  stream.on("chunk", (chunk) => { reasoning += chunk.choices[0]?.delta.reasoning ?? ""; });
   check((await stream.finalChatCompletion()).choices[0]);
   assert.deepEqual(done, [[0, "Add", { a: 2, b: 3 }], [1, "Add", { a: 4, b: 5 }]]);
   assert.equal(reasoning, "I add them.");

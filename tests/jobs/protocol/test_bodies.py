@@ -86,12 +86,12 @@ CALLS_IN_JSON = [
     ("message", "expected"),
     [
         (ParsedMessage("hello"), {"content": "hello"}),
-        (ParsedMessage("", "why"), {"content": "", "reasoning_content": "why"}),
+        (ParsedMessage("", "why"), {"content": "", "reasoning": "why", "reasoning_content": "why"}),
         (ParsedMessage("", ""), {"content": ""}),
         (ParsedMessage(None, None, CALLS), {"content": None, "tool_calls": CALLS_IN_JSON}),
         (
             ParsedMessage("I call", "why", CALLS),
-            {"content": "I call", "reasoning_content": "why", "tool_calls": CALLS_IN_JSON},
+            {"content": "I call", "reasoning": "why", "reasoning_content": "why", "tool_calls": CALLS_IN_JSON},
         ),
     ],
 )

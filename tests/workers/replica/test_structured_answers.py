@@ -29,12 +29,13 @@ from tests.workers.test_worker import SETTINGS, answer, follow, question, run_ba
 
 TEMPLATE = (
     "{%- for message in messages -%}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{%- for call in message.tool_calls or [] -%}{{ call.function.arguments.place }}{%- endfor -%}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "<tool_call>\n{{ call.function | tojson }}\n</tool_call>{%- endfor -%}"
     "{{ '<|im_end|>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}"
     "{%- if enable_thinking -%}{{ '<think>\n' }}{%- else -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{%- endif -%}"
 )
-WORKER = ("--chat-template", TEMPLATE, "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+WORKER = ("--chat-template", TEMPLATE)  # from which the parsers follow: hermes and qwen3
 PARAMETERS = {
     "type": "object",
     "properties": {"place": {"enum": ["Köln", "Bonn"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

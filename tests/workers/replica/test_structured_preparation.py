@@ -16,10 +16,12 @@ from jobs.protocol.requests import Claim, Request, RequestKey
 from tests.support.small_tokenizers import byte_level, word_piece, write_folder
 from workers.engine.messages.core import OutputGuide
 from workers.grammars.formats import grammar_of
-from workers.replica.answer_parsers import AnswerParsers
+from workers.replica.answer_parsers import AnswerParsers, find_parsers
 from workers.replica.preparation import Preparation
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sampling_params import ModelLimits
+from workers.settings import WorkerSettings
+from workers.text.chat_template import ChatTemplate
 from workers.text.parsers.registry import find_reasoning_format, find_tool_parser
 from workers.text.tokenizer import TextTokenizer
 
@@ -128,6 +130,34 @@ def test_a_call_that_needs_a_parser_says_which_flag(tokenizer: TextTokenizer) ->
     param, message = refuse(tokenizer, parsers("hermes"), thinking_token_budget=5)
     assert param == "thinking_token_budget"
     assert "--reasoning-parser" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "logged"),
+    [
+        ((None, None), ("hermes", "qwen3"), "--tool-call-parser hermes, --reasoning-parser qwen3;"),
+        (("mistral", None), ("mistral", "qwen3"), "recognized in the chat template: --reasoning-parser qwen3;"),
+        (("none", "deepseek_r1"), (None, "deepseek_r1"), None),
+        (("none", "none"), (None, None), None),
+    ],
+)
+def test_parsers_that_are_not_given_follow_from_the_template(
+    given: tuple[str | None, str | None],
+    found: tuple[str | None, str | None],
+    logged: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson"
+        " }}</tool_call>{% endfor %}{% endfor %}{% if enable_thinking is false %}<think></think>{% endif %}",
+        {},
+    )
+    settings = WorkerSettings(tool_call_parser=given[0], reasoning_parser=given[1])
+    with caplog.at_level("INFO"):
+        parsers = find_parsers(settings, template)
+    assert parsers.names == found
+    messages = [record.getMessage() for record in caplog.records]
+    assert [logged in message for message in messages] == ([] if logged is None else [True])
 
 
 def schema_of(tokenizer: TextTokenizer, choice: Any, **body: Any) -> dict[str, Any]:

@@ -1,28 +1,35 @@
-"""Parsers by name, as `--tool-call-parser` and `--reasoning-parser` give it."""
+"""Parsers by name, as `--tool-call-parser` and `--reasoning-parser` give it.
+
+The command line's help lists the names, so no parser is imported before it is looked for.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from workers.text.errors import ParserError
-from workers.text.parsers.base import ToolParser
-from workers.text.parsers.hermes import HermesParser
-from workers.text.parsers.llama3_json import Llama3JsonParser
-from workers.text.parsers.mistral import MistralParser
-from workers.text.parsers.plugins import load_plugin
-from workers.text.parsers.pythonic import PythonicParser
-from workers.text.parsers.qwen3_xml import Qwen3XmlParser
-from workers.text.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from workers.text.parsers.reasoning_formats import REASONING_FORMATS, ReasoningFormat
+
+if TYPE_CHECKING:
+    from workers.text.parsers.base import ToolParser
+
+NO_PARSER = "none"
+
+_HERMES = "workers.text.parsers.hermes:HermesParser"
+_QWEN3_XML = "workers.text.parsers.qwen3_xml:Qwen3XmlParser"
+_LLAMA3_JSON = "workers.text.parsers.llama3_json:Llama3JsonParser"
 
 # vLLM's names. Qwen3 writes calls as Hermes does; Qwen3-Coder does not.
-TOOL_PARSERS: dict[str, type[ToolParser]] = {
-    "hermes": HermesParser,
-    "qwen3": HermesParser,
-    "qwen3_json": HermesParser,
-    "qwen3_coder": Qwen3XmlParser,
-    "qwen3_xml": Qwen3XmlParser,
-    "llama3_json": Llama3JsonParser,
-    "llama4_json": Llama3JsonParser,
-    "mistral": MistralParser,
-    "pythonic": PythonicParser,
+TOOL_PARSERS: dict[str, str] = {
+    "hermes": _HERMES,
+    "qwen3": _HERMES,
+    "qwen3_json": _HERMES,
+    "qwen3_coder": _QWEN3_XML,
+    "qwen3_xml": _QWEN3_XML,
+    "llama3_json": _LLAMA3_JSON,
+    "llama4_json": _LLAMA3_JSON,
+    "mistral": "workers.text.parsers.mistral:MistralParser",
+    "pythonic": "workers.text.parsers.pythonic:PythonicParser",
 }
 
 
@@ -31,15 +38,15 @@ def find_tool_parser(name: str) -> type[ToolParser]:
 
     Raises ParserError where there is none.
     """
-    if ":" in name:
-        return load_plugin(name)
-    try:
-        return TOOL_PARSERS[name]
-    except KeyError:
+    path = name if ":" in name else TOOL_PARSERS.get(name)
+    if path is None:
         raise ParserError(
-            f"There is no tool call parser {name!r}. Choose one of {', '.join(TOOL_PARSERS)}, or name a class of "
-            "your own as module:Class or file.py:Class."
-        ) from None
+            f"There is no tool call parser {name!r}. Choose one of {', '.join(TOOL_PARSERS)} or {NO_PARSER}, or name a"
+            " class of your own as module:Class or file.py:Class."
+        )
+    from workers.text.parsers.plugins import load_plugin
+
+    return load_plugin(path)
 
 
 def find_reasoning_format(name: str) -> ReasoningFormat:
@@ -54,6 +61,6 @@ def find_reasoning_format(name: str) -> ReasoningFormat:
     if kind == "tags" and begin and end and begin != end:
         return ReasoningFormat(name, begin, end)
     raise ParserError(
-        f"There is no reasoning parser {name!r}. Choose one of {', '.join(REASONING_FORMATS)}, or give the tags "
-        "around the reasoning as tags:<think>,</think>."
+        f"There is no reasoning parser {name!r}. Choose one of {', '.join(REASONING_FORMATS)} or {NO_PARSER}, or give"
+        " the tags around the reasoning as tags:<think>,</think>."
     )

@@ -165,9 +165,9 @@ def test_reads_the_arguments_of_a_named_function(text: str, content: str, expect
     assert (answer.content, calls(answer)) == (content, expected)
 
 
-@pytest.mark.parametrize("name", [name for name, parser in TOOL_PARSERS.items() if parser.call_syntax])
+@pytest.mark.parametrize("name", [name for name in TOOL_PARSERS if find_tool_parser(name).call_syntax])
 def test_reads_what_its_syntax_writes(name: str) -> None:
-    syntax = TOOL_PARSERS[name].call_syntax
+    syntax = find_tool_parser(name).call_syntax
     assert syntax is not None
     written = [
         f"{syntax.begin(function)}{arguments}{syntax.end}" for function, arguments in (("f", "{}"), ("g", '{"a": 1}'))
