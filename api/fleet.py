@@ -155,9 +155,7 @@ class Fleet:
                 await asyncio.sleep(_FRESH_SECONDS / 2)
 
     async def probe(self) -> Snapshot:
-        """Return what is served, for probes. Raise `QueueUnavailable` after `_PROBE_SECONDS` at
-        most.
-        """
+        """Return what is served, for probes. Raise `QueueUnavailable` after `_PROBE_SECONDS`."""
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 return await self._shared(fresh=False)

@@ -68,9 +68,7 @@ def _context_of(headers: Headers) -> tuple[str | None, str | None]:
 
 
 def _description(scope: Scope) -> tuple[str, dict[str, str | int]]:
-    """Return the name of a call's span and its HTTP attributes; the route is known after the
-    answer.
-    """
+    """Return the name of a call's span and its HTTP attributes, once the call was answered."""
     method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
     route = getattr(scope.get("route"), "path", "")
     attributes: dict[str, str | int] = {

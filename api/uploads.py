@@ -1,6 +1,4 @@
-"""A file on its way from a client into the store: the fields of its form, and the checks of any
-file.
-"""
+"""A file on its way from a client into the store: the fields of its form, and its checks."""
 
 import asyncio
 import hashlib

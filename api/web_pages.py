@@ -60,8 +60,8 @@ class WebPages:
         return None
 
     def _is_known(self, origin: str, called: str) -> bool:
-        """Return whether an origin is allowed, or is this server by the name `called` or one of its
-        own.
+        """Return whether an origin is allowed, has the name `called`, or is one of this server's
+        names.
         """
         return origin in self._origins or _name_of(origin) == called or self._is_own(_name_of(origin))
 
