@@ -311,4 +311,4 @@ ANSWERS: tuple[Any, ...] = (
     ChatCompletion,
     Completion,
 )
-"""What the OpenAPI document describes; parts of these need not be named."""
+"""The objects of the OpenAPI document; their parts need not be named."""

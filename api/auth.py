@@ -27,7 +27,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     429: {"description": "More requests in a minute than the key allows, or more at once than there may be."},
     503: {"description": "The keys or the queue cannot be read at the moment."},
 }
-"""What `authorize` may answer in place of a route."""
+"""The answers of `authorize` in place of a route."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jobs.queue.scripts import QueueUnavailable
 T = TypeVar("T")
 
 _FRESH_SECONDS = 1.0
-"""How long one reading, or its failure, is the answer for all."""
+"""Seconds for which one reading, or its failure, is the answer for all."""
 
 _RETRY_SECONDS = 0.2  # of a reading; a second try serves a connection that Redis has closed
 _PROBE_SECONDS = 2.0  # also of a connection on which nothing arrives any more

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LIVE = ThreadPoolExecutor(32, "live")
-"""Waits for Redis, and computes, for live calls and streams."""
+"""Waits for Redis and computes, for live calls and streams."""
 
 SUBMISSIONS = ThreadPoolExecutor(32, "submit")
 """Submits live calls, which Redis may have no room for while it still has answers."""

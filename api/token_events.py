@@ -27,7 +27,7 @@ LAST_EVENT_ID: dict[str, Any] = {
     "description": "the id of the last event that was seen; the stream goes on behind it",
     "schema": {"type": "string"},
 }
-"""One of the `parameters` of a route that can be gone on with."""
+"""One of the `parameters` of a route whose stream can be resumed."""
 
 _EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # the ids that Redis takes
 _PAUSE_SECONDS = 0.1

@@ -45,7 +45,7 @@ EXPIRY_SCHEMA = {
         "seconds": {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": MAX_EXPIRY_SECONDS},
     },
 }
-"""What `read_expiry` takes."""
+"""JSON Schema of the value that `read_expiry` reads."""
 
 
 class FileWriter:

@@ -24,7 +24,7 @@ _EXPOSED = (
     "x-should-retry",
     "x-stream-id",
 )
-"""Headers that such pages may read."""
+"""Headers that pages of allowed origins may read."""
 
 
 def with_cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:

@@ -15,7 +15,7 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no", "content-typ
 _PING = b": ping\n\n"
 
 BODY_WRITER = "body_writer"
-"""Where the state of a request has the `BodyWriter` of its answer."""
+"""Name of the `BodyWriter` of an answer in the state of its request."""
 
 
 class BodyWriter(Protocol):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from api.http_settings import HttpSettings
 
 INHERITED_VARIABLE = "PIPELINE_LISTENER"
-"""Names the descriptors that a process inherits (socket, counts), and its place in the counts."""
+"""The inherited descriptors of socket and counts, and the place of the process in the counts."""
 
 _BACKLOG = 2048
 _BYTES = 4
