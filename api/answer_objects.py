@@ -1,7 +1,7 @@
-"""The objects that the API answers with, and that its OpenAPI document describes.
+"""Objects of the API's answers, which its OpenAPI document describes.
 
-They are OpenAI's, in the order of its JSON; `tests/api/test_answer_objects.py` says where they
-differ from the types of its package. A member that may be `UNSET` is left out then.
+They are OpenAI's, in the order of its JSON; `tests/api/test_answer_objects.py` lists where they
+differ from the types of its package. A member that may be `UNSET` is left out when it is.
 """
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -18,15 +18,15 @@ from jobs.store.upload_store import UploadStatus
 Item = TypeVar("Item")
 
 _Purpose = Annotated[str, msgspec.Meta(extra_json_schema={"enum": [*PURPOSES, RESULT_PURPOSE]})]
-_ServiceTier = Literal["default", "flex", "priority"]  # what the call's came to
+_ServiceTier = Literal["default", "flex", "priority"]  # what the call's tier came to
 _PromptLogprobs = list[dict[int, PromptToken] | None]
 
 
 class AnswerObject(msgspec.Struct):
-    """What a route answers with, or a part of it."""
+    """An answer of a route, or a part of one."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the object as JSON has it."""
         made: dict[str, Any] = msgspec.to_builtins(self)
         return made
 
@@ -87,7 +87,7 @@ class UploadPart(AnswerObject):
 
 
 class BatchError(AnswerObject):
-    """What is wrong with a line, or with a file of lines."""
+    """An error of a line, or of a file of lines."""
 
     code: str
     line: int | None
@@ -96,14 +96,14 @@ class BatchError(AnswerObject):
 
 
 class Errors(AnswerObject):
-    """Why a batch failed."""
+    """The errors for which a batch failed."""
 
     data: list[BatchError]
     object: Literal["list"]
 
 
 class BatchRequestCounts(AnswerObject):
-    """The lines of a batch, and those of them that have an answer or an error."""
+    """The number of a batch's lines, and of those with an answer or an error."""
 
     completed: int
     failed: int
@@ -111,13 +111,13 @@ class BatchRequestCounts(AnswerObject):
 
 
 class InputTokensDetails(AnswerObject):
-    """Of the tokens of prompts, those that the prefix cache had."""
+    """The tokens of prompts that the prefix cache had."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(AnswerObject):
-    """Of the tokens of answers, those of reasoning."""
+    """The tokens of answers that are reasoning."""
 
     reasoning_tokens: int
 
@@ -167,7 +167,7 @@ class Batch(AnswerObject):
 
 
 class BatchDeleted(AnswerObject):
-    """The answer to the deletion of a batch, in the shape of OpenAI's other ones."""
+    """The answer to the deletion of a batch, in the shape of OpenAI's other deletions."""
 
     id: str
     object: Literal["batch"]
@@ -175,7 +175,7 @@ class BatchDeleted(AnswerObject):
 
 
 class BatchRequests(AnswerObject):
-    """What became of the lines of one call. `errors` are of those that are no part of the batch."""
+    """The outcome of the lines of one call; `errors` are of lines that the batch did not take."""
 
     object: Literal["batch.requests"]
     batch_id: str
@@ -186,19 +186,19 @@ class BatchRequests(AnswerObject):
 
 
 class PromptTokensDetails(AnswerObject):
-    """Of the tokens of a prompt, those that the prefix cache had."""
+    """The tokens of a prompt that the prefix cache had."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(AnswerObject):
-    """Of the tokens of an answer, those of reasoning."""
+    """The tokens of an answer that are reasoning."""
 
     reasoning_tokens: int
 
 
 class CompletionUsage(AnswerObject):
-    """The tokens of a call; those of reasoning where a parser looks for them."""
+    """The tokens of a call; reasoning is counted where the worker has a parser for it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -208,7 +208,7 @@ class CompletionUsage(AnswerObject):
 
 
 class FunctionCall(AnswerObject):
-    """The function that an answer calls; its arguments are JSON, as the model wrote them."""
+    """The function that an answer calls; its arguments are JSON as the model wrote it."""
 
     name: str
     arguments: str
@@ -223,7 +223,7 @@ class ChatCompletionToolCall(AnswerObject):
 
 
 class ChatCompletionMessage(AnswerObject):
-    """The message of an answer, with what a parser found in it."""
+    """The message of an answer, with its reasoning and calls of tools."""
 
     role: Literal["assistant"]
     content: str | None
@@ -241,7 +241,7 @@ class ChatCompletionLogprobs(AnswerObject):
 
 
 class ChatCompletionChoice(AnswerObject):
-    """One answer of those to a conversation."""
+    """One of the answers to a conversation."""
 
     index: int
     message: ChatCompletionMessage
@@ -276,7 +276,7 @@ class CompletionLogprobs(AnswerObject):
 
 
 class CompletionChoice(AnswerObject):
-    """One of the texts that follow a prompt."""
+    """One of the texts generated after a prompt."""
 
     index: int
     text: str
@@ -289,7 +289,7 @@ class CompletionChoice(AnswerObject):
 
 
 class Completion(AnswerObject):
-    """The texts that follow prompts."""
+    """The texts generated after prompts."""
 
     id: str
     object: Literal["text_completion"]
@@ -312,4 +312,4 @@ ANSWERS: tuple[Any, ...] = (
     ChatCompletion,
     Completion,
 )
-"""What the OpenAPI document describes; parts of these need not be named."""
+"""The objects of the OpenAPI document; their parts need not be named."""

@@ -48,7 +48,7 @@ _MOST_FOLLOWERS = 4096  # clients that follow streams at once; each takes a conn
 
 
 def create_app(settings: ApiSettings) -> FastAPI:
-    """An app whose queue is at `settings.redis_url`; connections are made when it starts.
+    """Return an app whose queue is at `settings.redis_url`; it connects when it starts.
 
     Raises `StoreError` for a file store that is no folder, and `SettingsError`.
     """

@@ -1,4 +1,4 @@
-"""Who calls: the key of `Authorization: Bearer`, and what its tenant may see and do."""
+"""Authorization: the key of `Authorization: Bearer`, and what its tenant may see and do."""
 
 import math
 from collections.abc import Callable, Coroutine
@@ -27,14 +27,14 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     429: {"description": "More requests in a minute than the key allows, or more at once than there may be."},
     503: {"description": "The keys or the queue cannot be read at the moment."},
 }
-"""What `authorize` may answer in place of a route."""
+"""The answers of `authorize` in place of a route."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is.
+    """The tenant and the limits of a request's key.
 
-    The tenant "" is that of a server without keys; a limit of None is none.
+    The tenant "" is that of a server without keys; a limit of None is no limit.
     """
 
     tenant: str = ""
@@ -47,7 +47,7 @@ class Caller:
 async def authorize(
     request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)]
 ) -> Caller:
-    """Dependency of every route below /v1, which then finds the caller by `caller_of`.
+    """Authorize a request of a route below /v1; `caller_of` then returns its caller.
 
     Raises `ApiError`, 401 or 429, `KeysUnreadable` and `QueueUnavailable`.
     """
@@ -70,12 +70,13 @@ async def authorize(
 
 
 class AuthorizedRoute(APIRoute):
-    """A route whose function takes the request alone and gives the response, behind `authorize`
-    and no other dependency: the framework need not look up for each call what they take.
+    """A route behind `authorize` alone, whose function takes the request and returns the response.
+
+    The framework need not resolve parameters and dependencies for each call.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
+        """Return the handler of a request."""
 
         async def handle(request: Request) -> Response:
             await authorize(request, await _BEARER(request))
@@ -85,7 +86,7 @@ class AuthorizedRoute(APIRoute):
 
 
 def caller_of(request: Request) -> Caller:
-    """Whom `authorize` let in."""
+    """Return the caller that `authorize` let in."""
     return cast(Caller, request.state.caller)
 
 
@@ -95,7 +96,7 @@ def needs_no_key(found: KnownKeys, settings: ApiSettings) -> bool:
 
 
 def _caller(found: KnownKeys, settings: ApiSettings, secret: str) -> Caller:
-    """Raise `ApiError` for a request that is refused."""
+    """Return the caller of a request. Raise `ApiError` for a missing or wrong key."""
     if needs_no_key(found, settings):
         return Caller()
     if not secret:
@@ -107,7 +108,7 @@ def _caller(found: KnownKeys, settings: ApiSettings, secret: str) -> Caller:
 
 
 def _rate_headers(admission: Admission, limit: int) -> dict[str, str]:
-    """OpenAI's, and for one who is turned away those that its clients obey."""
+    """Return OpenAI's headers on the limit per minute, with `retry-after` for a refused request."""
     headers = rate_limit(limit, admission.left, admission.full_seconds)
     if not admission.admitted:
         headers |= {

@@ -1,4 +1,4 @@
-"""Batches in OpenAI's shape, and how a caller's batch is found."""
+"""Batches in OpenAI's shape, and the lookup of a caller's batch."""
 
 from typing import Any
 
@@ -24,10 +24,10 @@ from jobs.queue.scripts import QueueUnavailable
 
 
 def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
-    """The tenant's batch.
+    """Return the tenant's batch.
 
-    Raises `ApiError` 404, `QueueUnavailable` for one that an emptied Redis does not know again yet,
-    and `StoreAway`.
+    Raises `ApiError` 404, `QueueUnavailable` for a batch that an emptied Redis has not got back
+    yet, and `StoreAway`.
     """
     if is_id(BATCH, batch_id):
         try:
@@ -44,7 +44,7 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
 def batch_object(record: BatchRecord) -> dict[str, Any]:
     """Return a batch as clients read it.
 
-    Counts are of lines on disk, which nothing takes back; so states only move forward.
+    Counts are of lines on disk, which are never removed, so states only move forward.
     """
     spec = record.spec
     times = _times(record)
@@ -83,8 +83,9 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
 
 
 def _times(record: BatchRecord) -> dict[str, int]:
-    """Whole unix seconds by state, none before the batch was made, whatever clocks say; of end
-    states only the one that it is in.
+    """Return whole unix seconds by state, none before the batch was created, whatever clocks say.
+
+    Of the end states only the batch's own has a time.
     """
     made = record.timestamps["created"]
     others = END_STATES - {record.state} | ({"finalizing"} if record.outcome == "expired" else set())

@@ -15,10 +15,10 @@ from jobs.protocol.validation import Call
 
 
 class Chunks:
-    """Turns the entries of one call into the chunks that OpenAI's clients read."""
+    """Convert the stream entries of one call into OpenAI's chunks."""
 
     def __init__(self, call: Call, created: int, system_fingerprint: str | None = None) -> None:
-        """`system_fingerprint` is that of the worker which accepted the call."""
+        """`system_fingerprint` is that of the worker that accepted the call."""
         self._call = call
         self._endpoint = call.endpoint
         new_id = call.endpoint.new_id()
@@ -26,24 +26,22 @@ class Chunks:
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._usage: dict[int, Usage] = {}  # so far, by choice
         counts = call.include_usage and call.continuous_usage_stats
-        self._only_text = not (call.return_token_ids or counts)  # unless a chunk has log probabilities
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # the text, in an event of each choice
+        self._only_text = not (call.return_token_ids or counts)  # for chunks without log probabilities
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # of the text in an event, by choice
 
     def events(self, entries: Iterable[StreamEntry]) -> bytes:
-        """Return the server-sent events of these entries; empty if none has anything to show."""
+        """Return the server-sent events of these entries; empty if they have nothing to show."""
         return b"".join(map(self._events_of, entries))
 
     def openings(self) -> list[dict[str, Any]]:
-        """Return the chunks that carry the role, one for each answer of a chat."""
+        """Return the chunks with the role, one for each choice of a chat."""
         opening = self._endpoint.opening()
         if opening is None:
             return []
         return [self._with_usage(self._endpoint.chunk(self._head, index, opening)) for index in range(self._call.n)]
 
     def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
-        """Return the chunks of one entry: its text; at the end also the finish reasons and, on
-        request, the usage.
-        """
+        """Return the chunks of one entry: its text and, at the end, finish reasons and usage."""
         chunks = [self._with_usage(shown) for chunk in entry.chunks for shown in self._tokens(chunk)]
         if entry.result is not None:
             chunks += map(self._with_usage, self._ending(entry.result))
@@ -59,7 +57,7 @@ class Chunks:
         return b"".join([self._text_event(chunk) for chunk in entry.chunks if chunk.text])
 
     def _text_event(self, chunk: TokenChunk) -> bytes:
-        """Return an event of plain text; those of one choice differ in their text only."""
+        """Return an event of plain text; events of one choice differ in their text only."""
         around = self._around.get(chunk.choice)
         if around is None:
             around = self._around[chunk.choice] = self._event_around_text(chunk.choice)
@@ -85,7 +83,7 @@ class Chunks:
         return self._endpoint.chunk(self._head, choice["index"], self._endpoint.delta(None, ()), end)
 
     def _tokens(self, chunk: TokenChunk) -> list[dict[str, Any]]:
-        """Add the log probabilities of its tokens; an echoed prompt's come before them."""
+        """Return the chunks of new tokens; log probabilities of an echoed prompt come first."""
         self._count(chunk)
         positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
         offsets = self._offsets[chunk.choice]
@@ -105,8 +103,9 @@ class Chunks:
         self._usage[chunk.choice] = Usage(before.prompt_tokens, tokens, before.cached_tokens)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """With include_usage every chunk but the last carries `usage: null`, or with
-        continuous_usage_stats, as in vLLM, the tokens of its choice so far.
+        """Add `usage` to a chunk that has none, with include_usage.
+
+        It is null or, with vLLM's continuous_usage_stats, that of the chunk's choice so far.
         """
         if self._call.include_usage and "error" not in chunk and "usage" not in chunk:
             usage = self._usage.get(chunk["choices"][0]["index"]) if self._call.continuous_usage_stats else None

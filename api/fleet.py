@@ -1,4 +1,4 @@
-"""Which models can be answered now, or soon, as the queue's registry says."""
+"""The models that can be called now or soon, by the queue's registry."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,9 @@ from jobs.queue.scripts import QueueUnavailable
 T = TypeVar("T")
 
 _FRESH_SECONDS = 1.0
-"""How long one reading, or its failure, is the answer for all."""
+"""Seconds for which one reading, or its failure, is the answer for all."""
 
-_RETRY_SECONDS = 0.2  # of a reading: for a connection that Redis has closed
+_RETRY_SECONDS = 0.2  # of a reading; a second try serves a connection that Redis has closed
 _PROBE_SECONDS = 2.0  # also of a connection on which nothing arrives any more
 
 
@@ -40,51 +40,51 @@ class Snapshot:
     models: dict[str, ModelRecord]
     expected: Sequence[str] = ()
     on_demand: Mapping[str, OnDemandModel] = field(default_factory=dict)  # loaded when a call waits
-    # Models of earlier readings, where Redis may have come back empty since
+    # Models of earlier readings, if Redis may have come back empty since
     missed: frozenset[str] = frozenset()
 
     def names(self, *states: str) -> set[str]:
-        """Models of the workers in one of `states`."""
+        """Return the models of workers in one of `states`."""
         return {name for worker in self.workers if worker.state in states for name in worker.models}
 
     def tasks(self, model: str) -> list[set[str]]:
-        """What each worker of a model does that takes its calls now."""
+        """Return the tasks of a model's workers that take calls now."""
         return [set(one.tasks) for one in self.workers if model in one.models and one.state == "ready"]
 
     def was_served(self, model: str) -> bool:
-        """Whether a worker serves the model, or did, also before Redis came back empty."""
+        """Return whether a worker serves the model, or did, even before Redis came back empty."""
         return model in self.models or model in self.missed
 
     @property
     def served(self) -> list[ModelRecord]:
-        """Models that a worker answers for at the moment, by name."""
+        """Return the models that a worker answers for now, by name."""
         return [self.models[name] for name in sorted(self.names("ready")) if name in self.models]
 
     @property
     def loading(self) -> list[str]:
-        """Models that no worker answers for yet, by name."""
+        """Return the models that no worker answers for yet, by name."""
         coming = self.names("loading", "initializing") | (set(self.expected) - set(self.on_demand))
         refused = {name for name, offer in self.on_demand.items() if offer.refusal}
         return sorted(coming - self.names("ready") - refused)
 
     @property
     def callable_names(self) -> list[str]:
-        """Models that answer a call now, or once they are loaded for it."""
+        """Return the models that can be called now, or are loaded for a call."""
         return sorted({record.name for record in self.served}.union(self.on_demand))
 
 
 class Fleet:
-    """The registry, read at most once a second, and by one thread: calls that wait share a reading.
+    """The registry, read at most once a second by one thread; waiting calls share a reading.
 
-    A reading hardly retries. A call that waits for a Redis that is away uses no thread and no lock.
-    All are refused once it has been away for as long as one call retries; those that come later
-    wait for one reading.
+    A reading hardly retries. While Redis is away, calls wait without a thread or a lock. After as
+    long as one call retries, all of them are refused; later calls wait for one reading.
     """
 
     def __init__(self, queue: Queue, expected: Sequence[str] = (), load_timeout: float = 300.0) -> None:
-        """`expected` are models that count as loading while no worker has registered them; calls
-        wait for `load_timeout` seconds for one that is loaded on demand: one of the settings, or
-        one that a server offers.
+        """`expected` are models that count as loading while no worker has registered them.
+
+        Calls wait for `load_timeout` seconds for a model that is loaded on demand, be it named in
+        the settings or offered by a server.
         """
         self.load_timeout = load_timeout
         self.short_retry_queue = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
@@ -97,9 +97,9 @@ class Fleet:
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
         self._began = self._ended = -math.inf
-        self._watched = 0  # calls that wait in `unless_away`
+        self._watched = 0  # number of calls in `unless_away`
         self._watch: asyncio.Future[None] | None = None
-        # When the first of the readings began that have all failed, one soon after the other
+        # Start of the latest failed readings in a row
         self._away_since = math.inf
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Fleet:
         self.probe_queue.redis.close()
 
     async def snapshot(self, fresh: bool = False) -> Snapshot:
-        """What is served; `fresh` reads anew.
+        """Return what is served; `fresh` reads anew.
 
         Raise `QueueUnavailable` once Redis has been away for longer than one call retries.
         """
@@ -126,11 +126,11 @@ class Fleet:
             raise QueueUnavailable(f"the registry could not be read for {self._timeout:g} s") from None
 
     async def unless_away(self, work: Awaitable[T]) -> T:
-        """Return the outcome of `work`, which asks Redis, unless that is away for longer than one
-        call retries.
+        """Return the result of `work`, which asks Redis, unless Redis stays away.
 
-        Then raise `QueueUnavailable`, at once for all that wait: what still waits for a thread is
-        dropped, what has one goes on and counts among those that have one.
+        Raise `QueueUnavailable`, at once for all waiting calls, when Redis is away for longer than
+        one call retries. A call that waits for a thread is dropped; a call in a thread goes on and
+        keeps it.
         """
         scope = anyio.CancelScope()  # a thread of the framework outlasts that, and not `Task.cancel`
         task = start(_within(scope, work))
@@ -155,7 +155,7 @@ class Fleet:
                 await asyncio.sleep(_FRESH_SECONDS / 2)
 
     async def probe(self) -> Snapshot:
-        """What is served, for probes. Raise `QueueUnavailable` after `_PROBE_SECONDS` at most."""
+        """Return what is served, for probes. Raise `QueueUnavailable` after `_PROBE_SECONDS`."""
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 return await self._shared(fresh=False)
@@ -165,11 +165,11 @@ class Fleet:
     async def require(
         self, model: str, fresh: bool = False, endpoint: Endpoint | None = None, waited: float = 0.0
     ) -> None:
-        """Raise `ApiError` unless a worker serves the model: 503 while none is ready that did or
-        will, else 404; 400 if none of them answers the endpoint, and 404 if some do not.
+        """Raise `ApiError` unless a worker serves the model.
 
-        A model that is loaded on demand may be waited for: 503 where that is in vain, or where the
-        call has `waited` for too many seconds.
+        The status is 503 if a worker served the model or will, else 404; it is 400 if no worker of
+        the model answers the endpoint, and 404 if only some do. A call may wait for a model that is
+        loaded on demand: 503 if that is in vain, or if the call has `waited` for too many seconds.
         """
         snapshot = await self.snapshot(fresh)
         if model not in snapshot.names("ready") and not fresh:
@@ -188,8 +188,9 @@ class Fleet:
                 raise _not_answered(model, endpoint.url)
 
     async def _shared(self, fresh: bool) -> Snapshot:
-        """The outcome of a reading: one that began within the last second, or, if it is to be
-        `fresh`, after this call; a failure counts for a second in either case.
+        """Return a reading that began within the last second or, if `fresh`, after this call.
+
+        A failed reading counts for a second either way.
         """
         loop = asyncio.get_running_loop()
         earliest = loop.time() - (0 if fresh and not self._failed else _FRESH_SECONDS)
@@ -203,9 +204,9 @@ class Fleet:
         return await asyncio.shield(self._reading)
 
     def _away_from(self, now: float) -> float:
-        """Return since when Redis has been away, if it is away at `now`.
+        """Return since when Redis has been away; `now` if it is not known to be.
 
-        Failed readings of some time ago belong to an outage that may have ended since.
+        Old failed readings may belong to an outage that has ended.
         """
         reads = self._reading is not None and not self._reading.done()
         recent = reads or now - self._ended <= _FRESH_SECONDS + _PROBE_SECONDS
@@ -241,12 +242,12 @@ async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
 
 
 def not_served(model: str, snapshot: Snapshot) -> ApiError:
-    """The error of a model that no worker is ready for: 503 for one that did or will, else 404."""
+    """Return the error of a model without a ready worker: 503 if it had or will get one, or 404."""
     if model in snapshot.loading:
         return ApiError(
             503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
         )
-    # No models at all, but for those of the settings: Redis is new, or came back empty a moment ago
+    # No models at all but those of the settings: Redis is new, or has just come back empty
     offered = any(offer.server for offer in snapshot.on_demand.values())
     if snapshot.was_served(model) or not (snapshot.models or offered):
         return ApiError(
@@ -256,7 +257,7 @@ def not_served(model: str, snapshot: Snapshot) -> ApiError:
 
 
 def _not_loaded(model: str, offer: OnDemandModel, seconds: float) -> ApiError:
-    """The error of a model that is loaded on demand, and was not for this call."""
+    """Return the error of a model on demand that was not loaded for this call."""
     if offer.refusal == "failed":
         message = f"The model `{model}` could not be loaded, and the server's log says why; try again."
         return ApiError(503, message, "server_error", code="model_not_loadable")
@@ -266,13 +267,13 @@ def _not_loaded(model: str, offer: OnDemandModel, seconds: float) -> ApiError:
 
 
 def _not_answered(model: str, url: str) -> ApiError:
-    """The error of an endpoint that not every worker of a model answers."""
+    """Return the error of an endpoint that not every worker of a model answers."""
     message = f"The model `{model}` cannot be used with {url}: some of its workers, of an older version, lack it."
     return ApiError(404, message, param="model", code="unsupported_endpoint")
 
 
 def model_not_found(model: str, served: list[str]) -> ApiError:
-    """The 404 that names what is served instead."""
+    """Return the 404 that names the served models."""
     names = ", ".join(f"`{name}`" for name in served)
     rest = f"Served at the moment: {names}." if served else "No model is served at the moment."
     message = f"The model `{fields.shown(model)}` does not exist or is not served. {rest}"

@@ -1,4 +1,4 @@
-"""The clients that follow streams, and the connections to Redis that they use."""
+"""Clients that follow streams, and the connections to Redis that they use."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ import redis.asyncio
 
 
 class Followers:
-    """Counts the clients that follow streams, each with a connection to Redis while it waits.
+    """A count of clients that follow streams, each with a connection to Redis while it waits.
 
     Idle connections are closed when the last client leaves.
     """

@@ -1,6 +1,6 @@
-"""Forms of multipart/form-data of which one part goes straight to disk, in any order of the parts.
+"""multipart/form-data of which one part is written straight to disk; parts come in any order.
 
-A form that ends early, for whatever reason, leaves nothing.
+Nothing remains of a form that ends early.
 """
 
 import asyncio
@@ -21,33 +21,33 @@ from jobs.protocol.results import ApiError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_FORM_BYTES = 256 * 1024  # of a body beside its content
+_FORM_BYTES = 256 * 1024  # of a body, without its content
 _FIELD_BYTES = 4096
-_WRITE_BYTES = 1 << 20  # at once, off the event loop
+_WRITE_BYTES = 1 << 20  # in one write, off the event loop
 
-# Of their own, so that no live call waits for a slow disk
+# Own threads, so that no live call waits for a slow disk
 _WRITERS = ThreadPoolExecutor(8, "upload")
 
 
 class Writer(Protocol):
-    """Where the content goes; `close` removes what was not committed."""
+    """The destination of the content; `close` removes uncommitted content."""
 
     def write(self, data: bytes) -> None:
-        """Appends."""
+        """Append bytes."""
 
     def close(self) -> None:
-        """Drop what was not committed."""
+        """Remove uncommitted content."""
 
 
 W = TypeVar("W", bound=Writer)
 
 
 class MultipartForm(ABC, Generic[W, T]):
-    """The parts that came so far."""
+    """The parts of a form that have come so far."""
 
-    content: str  # the name of the part that goes to disk
-    noun: str  # what that is
-    field_names: tuple[str, ...] = ()  # the names of those that are kept; others are ignored
+    content: str  # the name of the part that is written to disk
+    noun: str  # its name in errors
+    field_names: tuple[str, ...] = ()  # names of parts that are kept; others are ignored
 
     def __init__(self, request: Request) -> None:
         self.received = 0  # of the body, in bytes
@@ -62,18 +62,21 @@ class MultipartForm(ABC, Generic[W, T]):
 
     @abstractmethod
     def limit(self) -> int:
-        """Return what the content may have, as far as it is known yet."""
+        """Return the most bytes that the content may have, as far as it is known yet."""
 
     @abstractmethod
     def opener(self, part: FormPart) -> Callable[[], W]:
-        """Return what begins the content, in a thread. Raise `ApiError` for one that is refused."""
+        """Return the function that begins the content, to be run in a thread.
+
+        Raise `ApiError` for a refused form.
+        """
 
     @abstractmethod
     async def commit(self) -> T:
-        """Return what was stored, once the form is whole."""
+        """Commit the content of the whole form and return its record."""
 
     async def take(self, piece: FormPart | bytes) -> None:
-        """The next piece of the body."""
+        """Take the next piece of the body."""
         if isinstance(piece, FormPart):
             await self.begin(piece)
         elif self.part.name == self.content:
@@ -92,7 +95,7 @@ class MultipartForm(ABC, Generic[W, T]):
                 )
 
     async def begin(self, part: FormPart) -> None:
-        """The beginning of a part."""
+        """Begin a part."""
         self.part = part
         if part.name in self.field_names:
             if part.name in self.given:
@@ -109,17 +112,17 @@ class MultipartForm(ABC, Generic[W, T]):
         try:
             self.writer = await self.state.fleet.unless_away(asyncio.shield(beginning))
         except BaseException:
-            beginning.add_done_callback(_abandon)  # its thread goes on
+            beginning.add_done_callback(_abandon)  # the thread goes on
             raise
 
     async def write(self) -> None:
-        """Put on disk what has come of the content."""
+        """Write the received content to disk."""
         data, self._buffer = bytes(self._buffer), bytearray()
         if self.writer is not None:
             await on_disk(self.writer.write, data)
 
     def check_size(self) -> None:
-        """Raise the 413 as soon as it is certain: by what the client announced, or by what came."""
+        """Raise the 413 as soon as it is certain, from the announced size or the received bytes."""
         limit = self.limit()
         if max(self._announced, self.received) > limit + _FORM_BYTES or self.size > limit:
             raise ApiError(
@@ -130,14 +133,15 @@ class MultipartForm(ABC, Generic[W, T]):
             )
 
     def close(self) -> None:
-        """Drop what was not committed."""
+        """Remove uncommitted content."""
         if self.writer is not None:
             self.writer.close()
 
 
 async def receive(request: Request, form: MultipartForm[W, T]) -> T:
-    """Store the content of a form. Raise `ApiError`, `StoreError`, `QueueUnavailable`, and
-    `ClientDisconnect`.
+    """Store the content of a form.
+
+    Raise `ApiError`, `StoreError`, `QueueUnavailable`, and `ClientDisconnect`.
     """
     reader = MultipartReader(request.headers.get("content-type", ""))
     try:
@@ -151,7 +155,7 @@ async def receive(request: Request, form: MultipartForm[W, T]) -> T:
         form.part = FormPart("", None)
         return await form.commit()
     except asyncio.CancelledError:
-        form.close()  # here: of a server that stops, a thread that was asked now may never run
+        form.close()  # not in a thread: in a stopping server it might never run
         raise
     finally:
         if form.writer is not None:
@@ -159,7 +163,7 @@ async def receive(request: Request, form: MultipartForm[W, T]) -> T:
 
 
 async def on_disk(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Return what `action` returns, which a slow disk may hold up."""
+    """Return the result of `action`, which a slow disk may delay."""
     return await asyncio.get_running_loop().run_in_executor(_WRITERS, partial(action, *arguments, **options))
 
 
@@ -169,6 +173,6 @@ def _abandon(beginning: asyncio.Future[W]) -> None:
 
 
 def _announced(request: Request) -> int:
-    """Bytes of the body by its Content-Length; 0 for one that says none."""
+    """Return the bytes of the body by its Content-Length, 0 without one."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isdecimal() else 0

@@ -1,4 +1,4 @@
-"""Configuration of the HTTP server: where it listens, whom it lets in, what it bears."""
+"""Settings of the HTTP server: its address, its clients, its limits."""
 
 import ipaddress
 import json
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def listed(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the values of a flag that may be repeated, or be given once as a JSON list.
+    """Return the values of a flag that may be repeated, or given once as a JSON list.
 
     Raises ValueError for JSON that is no list of texts.
     """
@@ -49,9 +49,7 @@ def _check_origin(value: str) -> None:
 
 
 def _as_browsers_send(origin: str) -> str:
-    """Return an origin as browsers write it, by whose text it is compared: in small letters, and
-    without the port that goes without saying.
-    """
+    """Return an origin as browsers write it: in small letters, without the default port."""
     found = _ORIGIN.fullmatch(origin.lower())
     if found is None:
         return origin
@@ -168,12 +166,12 @@ class HttpSettings(QueueSettings):
 
     @property
     def is_local(self) -> bool:
-        """Whether the server can be reached from this machine alone."""
+        """Return whether the server can be reached from this machine alone."""
         return self.uds is not None or is_loopback(self.host)
 
     @property
     def unlogged_paths(self) -> frozenset[str]:
-        """The paths that are left out of the access log."""
+        """Return the paths that are left out of the access log."""
         return frozenset(filter(None, self.disable_access_log_for_endpoints.split(",")))
 
 

@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key`: a create that is repeated with it is answered as the first time.
+"""The header `Idempotency-Key`: a repeated create gets the answer of the first one.
 
 It follows draft-ietf-httpapi-idempotency-key-header.
 """
@@ -37,19 +37,19 @@ Answer = tuple[dict[str, Any], bool]
 
 
 def answers(kind: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of such a route."""
+    """Return the `responses` of a route with this header."""
     described = {"description": "of an answer that an earlier request had", "schema": {"enum": ["true"]}}
     return {200: answered(kind)[200] | {"headers": {_REPLAYED: described}}}
 
 
 def respond(answer: Answer) -> Response:
-    """The response that carries an answer."""
+    """Return the response that carries an answer."""
     body, replayed = answer
     return json_response(body, headers={_REPLAYED: "true"} if replayed else None)
 
 
 def key_of(request: Request) -> str | None:
-    """Return the key that the client gave. Raise `ApiError` 400 for what is none."""
+    """Return the client's key, if any. Raise `ApiError` 400 for an invalid one."""
     given = request.headers.getlist(HEADER)
     if not given:
         return None
@@ -59,7 +59,7 @@ def key_of(request: Request) -> str | None:
 
 
 def hold_key(request: Request, prefix: str) -> HeldKey | None:
-    """Take the key of a call that makes what has ids of this prefix; None where it has none.
+    """Take the key of a call that creates ids of this prefix; return None without a key.
 
     For a thread. Raise `ApiError` 400 and 409.
     """
@@ -74,10 +74,9 @@ def make_once(
     find: Callable[[str], dict[str, Any] | None],
     make: Callable[[str | None], dict[str, Any]],
 ) -> Answer:
-    """Make what a JSON body asks for, under a given id or any, unless an earlier call with the same
-    key did.
+    """Create what a JSON body asks for, once for each key.
 
-    For a thread. `find` is given the id of what such a call began. Raise `ApiError` 400, 409, 422.
+    `find` gets the id that an earlier call began. For a thread. Raise `ApiError` 400, 409, 422.
     """
     held = hold_key(request, prefix)
     if held is None:

@@ -1,6 +1,6 @@
-"""What came from workers for one live call, until its answer has it.
+"""The entries of one live call that workers have sent, until its answer takes them.
 
-An inbox is bounded. A call that falls behind loses what came and reads the request's own token
+An inbox is bounded. A call that falls behind drops its entries and reads the request's own token
 stream instead, so a slow client delays no other and misses nothing.
 """
 
@@ -19,47 +19,49 @@ _SHORTEST_WAIT = 0.01
 
 
 class Outlet(Protocol):
-    """Where entries go while the call's task waits, so that it need not be woken for each."""
+    """A direct way for entries while the call's task waits, which need not be woken for each."""
 
     @property
     def writable(self) -> bool:
-        """Whether it takes more now."""
+        """Return whether it takes more now."""
 
     def show(self, entries: list[StreamEntry]) -> bytes:
-        """Return what a client gets of these entries."""
+        """Return the events that a client gets for these entries."""
 
     def write(self, shown: bytes) -> None:
-        """Send it."""
+        """Send data to the client."""
 
 
 class Inbox:
-    """What came for one call. One task reads it, by `get`; while it waits, what is not out of the
-    ordinary goes to `outlet`, where there is one.
+    """The entries of one call, read by one task with `get`.
+
+    While the task waits, ordinary entries go straight to `outlet`, if there is one.
     """
 
     def __init__(self, key: RequestKey, queue: Queue) -> None:
         self.key = key
         self.outlet: Outlet | None = None
         self._queue = queue
-        # With their positions, and whether they are out of the request's own stream
+        # (position, entry, whether it is from the request's own stream)
         self._entries: deque[tuple[tuple[int, int], StreamEntry, bool]] = deque()
         self._news = asyncio.Event()
-        self._waits = False  # a task, for news
+        self._waits = False  # whether a task waits for news
         self._missed = False
-        self._ended = False  # the call, by what was put
+        self._ended = False  # whether an entry that was put ends the call
         self._failure: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waits_since = 0.0  # on the monotonic clock
-        self._silent = False  # nothing came for as long as `get` was to wait
-        self._arrived = position(FIRST_ID)  # of the last entry that was put
-        self._last_id = FIRST_ID  # of the last entry that was got
+        self._silent = False  # whether nothing came within the time of `get`
+        self._arrived = position(FIRST_ID)  # position of the last entry put
+        self._last_id = FIRST_ID  # position of the last entry got
         self._last = position(FIRST_ID)
-        # Tokens and characters that were got of each choice, and `tokens` of its parsed deltas
+        # Tokens and characters got of each choice, and `tokens` of its parsed deltas
         self._seen: dict[int, tuple[int, int, int]] = {}
 
     def put(self, entry: StreamEntry) -> None:
-        """Called by the reader, `deliver` after it; never waits. After a gap, `get` goes on in the
-        request's stream.
+        """Add an entry without waiting; for the reader, which then calls `deliver`.
+
+        After a gap, `get` goes on in the request's stream.
         """
         arrived = position(entry.entry_id)
         before = arrived[0]
@@ -75,12 +77,12 @@ class Inbox:
             self._ended = self._ended or entry.result is not None
 
     def deliver(self) -> bytes:
-        """Return what `outlet` is to write of what was put; else wake the task."""
+        """Return the data for `outlet` of the entries put, or wake the task."""
         outlet = self.outlet
         if outlet is not None and self._waits and not (self._missed or self._ended) and outlet.writable:
             try:
                 shown = outlet.show(self.get_others())
-            except Exception as error:  # ends this call alone
+            except Exception as error:  # it ends this call alone
                 self.fail(error)
                 return b""
             self._waits_since = time.monotonic()
@@ -89,7 +91,7 @@ class Inbox:
         return b""
 
     def read_up_to(self, entry_id: str) -> None:
-        """Called by the reader for an entry that is only in the request's own stream."""
+        """Note an entry that is only in the request's own stream; for the reader."""
         self._arrived = max(self._arrived, position(entry_id))
         self.look()
 
@@ -99,17 +101,15 @@ class Inbox:
         self._news.set()
 
     def look(self) -> None:
-        """Make `get` read the request's own stream, in case this process missed an entry that is
-        stored there.
-        """
+        """Make `get` read the request's own stream, in case this process missed an entry."""
         self._missed = True
         self._news.set()
 
     async def get(self, seconds: float | None = None) -> StreamEntry | None:
-        """The next entry that brings something new; each choice goes on where it ended. None when
-        nothing came for so many `seconds`, the same in each call.
+        """Return the next entry with something new, or None after `seconds` without news.
 
-        Raises what `fail` was given.
+        `seconds` are the same in each call. Each choice goes on where it ended. Raises the error
+        given to `fail`.
         """
         while True:
             if self._missed:
@@ -128,7 +128,7 @@ class Inbox:
                 return None
 
     def get_others(self) -> list[StreamEntry]:
-        """The entries that could be got now without waiting."""
+        """Return the entries that can be got now without waiting."""
         if self._missed:
             return []
         found = []
@@ -139,7 +139,7 @@ class Inbox:
         return found
 
     def close(self) -> None:
-        """Nothing is got any more."""
+        """Close the inbox: nothing is got any more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -166,7 +166,7 @@ class Inbox:
     async def _catch_up(self) -> None:
         """Read on from the request's own stream.
 
-        What arrives meanwhile follows it, and is dropped where it repeats it.
+        Entries that arrive meanwhile follow, without what they repeat.
         """
         self._missed = False
         self._entries.clear()
@@ -178,12 +178,14 @@ class Inbox:
         self._entries.extendleft((position(entry.entry_id), entry, True) for entry in reversed(history))
 
     def _trim(self, arrived: tuple[int, int], entry: StreamEntry, stored: bool) -> StreamEntry | None:
-        """The entry without what was got before; None when it came before, or when tokens before it
-        are missing, which are in the request's own stream.
+        """Return the entry without the parts got before, or None.
+
+        None if all of it was got, or if tokens before it are missing, which are in the request's
+        own stream.
         """
         if arrived <= self._last and entry.result is None:
             return None
-        # `put` sees no gap where a server was rolled back behind an entry that came and was not got
+        # `put` sees no gap if a server was rolled back to before an entry that came but was not got
         if not stored and any(chunk.index > self._seen.get(chunk.choice, (0,))[0] for chunk in entry.chunks):
             self._entries.clear()
             self.look()
@@ -194,7 +196,10 @@ class Inbox:
         return entry
 
     def _rest(self, chunk: TokenChunk) -> TokenChunk:
-        """A server that was rolled back may say the end of a choice again, and differently cut."""
+        """Return the part of a chunk that was not got before.
+
+        A server that was rolled back may send the end of a choice again, cut differently.
+        """
         tokens, characters, parsed = self._seen.get(chunk.choice, (0, 0, -1))
         if chunk.index == tokens and chunk.text_offset == characters and chunk.parsed is None:
             self._seen[chunk.choice] = tokens + len(chunk.token_ids), characters + len(chunk.text), parsed

@@ -1,6 +1,4 @@
-"""One live call on its way through the queue: submitted, followed and, when its client leaves,
-cancelled.
-"""
+"""One live call in the queue: submitted, followed and, when its client leaves, cancelled."""
 
 import asyncio
 import contextlib
@@ -40,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 class LiveCall:
-    """Submits one call, follows its entries and cancels it if its client leaves."""
+    """Submit one call, follow its entries and cancel it if its client leaves."""
 
     def __init__(
         self, state: ApiState, call: Call | PoolingCall | TokenizerCall, tenant: str = "", key_id: str = ""
     ) -> None:
         self.key = RequestKey(requests.new_live_id(tenant), 0)
-        self.calls_of_tenant = 0  # that are unfinished, with this one; 0 where they are not counted
+        self.calls_of_tenant = 0  # unfinished calls of the tenant, this one included; 0 if they are not counted
         self._state = state
         self._queue: Queue = state.queue
         self._reader: Reader = state.reader
@@ -61,9 +59,9 @@ class LiveCall:
         self._created = time.time()
 
     async def submit(self, raw: bytes) -> None:
-        """Submit the call, to be answered to this process; `close` ends it, also where this fails.
+        """Submit the call, to be answered to this process; `close` ends it, even if this fails.
 
-        Raise `QueueUnavailable`, at once where Redis is full, and `TooManyCalls`.
+        Raise `QueueUnavailable`, at once if Redis is full, and `TooManyCalls`.
         """
         self._inbox = self._reader.open(self.key)
         trace, trace_state = TRACE.get()
@@ -84,8 +82,9 @@ class LiveCall:
             raise
 
     async def first(self) -> StreamEntry:
-        """Return the first entry from the worker. Raise `ApiError` when no worker is left, or the
-        model was not loaded in time.
+        """Return the worker's first entry.
+
+        Raise `ApiError` if no worker is left, or if the model was not loaded in time.
         """
         time, pause = asyncio.get_running_loop().time, min(_WORKER_CHECK_SECONDS, self._fleet.load_timeout)
         began = time()
@@ -103,7 +102,7 @@ class LiveCall:
         return entry.result
 
     async def events(self, entry: StreamEntry) -> AsyncIterator[bytes]:
-        """Yield the events of a streamed call in OpenAI's form, from its first entry on."""
+        """Yield the events of a streamed call in OpenAI's form, beginning with `entry`."""
         assert isinstance(self._call, Call)
         self._streaming = True
         chunks = Chunks(self._call, int(self._created), entry.system_fingerprint)
@@ -126,15 +125,16 @@ class LiveCall:
         yield event(None)
 
     def write_through(self, stream: EventStream) -> None:
-        """Have `stream`, which sends `events`, write at once what comes while it waits for more:
-        its task is not woken for each token.
+        """Let entries be written at once to `stream`, which sends `events`, while its task waits.
+
+        The task is then not woken for each token.
         """
         self._stream = stream
 
     async def close(self) -> None:
-        """End the call: a worker that still runs it is ordered to stop.
+        """End the call: a worker that still runs it gets an order to stop.
 
-        Waits until its submission is over.
+        Waits until the submission is over.
         """
         self._reader.close(self.key, unneeded=self._finished and not self._call.stream)
         if self._inbox is not None and not self._finished:
@@ -151,12 +151,10 @@ class LiveCall:
             self._reader.cancel_later(self.key)
 
     async def _submit(self) -> None:
-        """Submit the call. A thread cannot be cancelled: it may still submit after the caller has
-        left.
-        """
+        """Submit the call in a thread, which may finish after the caller has left."""
         if self._submitting is None or self._submitting.done():
             submission = patiently(self._state, lambda: run_in(SUBMISSIONS, self._submit_now), (QueueFull,))
-            self._submitting = start(submission)  # by when it fails, an answer may have come
+            self._submitting = start(submission)  # an answer may have come before it fails
         timeout = self._queue.settings.redis_retry_seconds + _BEYOND_RETRIES
         if not (await asyncio.wait({self._submitting}, timeout=timeout))[0]:
             raise QueueUnavailable(f"the call could not be submitted for {timeout:g} s")
@@ -181,10 +179,9 @@ class LiveCall:
         return entries
 
     async def _ask_after(self, inbox: Inbox) -> None:
-        """Submit the call again if Redis came back empty; the tokens that come again are not shown
-        twice.
+        """Submit the call again if Redis came back empty; repeated tokens are not shown twice.
 
-        Raise `TooManyCalls`, but not in a stream that has begun: that waits for room.
+        Raise `TooManyCalls`, but not in a stream that has begun, which waits for room.
         """
         try:
             if await self._state.knows(self.key):
@@ -199,7 +196,7 @@ class LiveCall:
 
 
 class _StreamOutlet:
-    """Writes events past the task that waits for them in `LiveCall.events`."""
+    """Write events directly, past the task that waits for entries in `LiveCall.events`."""
 
     def __init__(self, stream: EventStream, chunks: Chunks) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Runs one API process."""
+"""Run one API process."""
 
 import contextlib
 import gc
@@ -27,13 +27,14 @@ def main(settings: ApiSettings) -> None:
         logger.info("listening on %s", address(listener, "https" if settings.ssl_certfile else "http"))
         signal.signal(signal.SIGTERM, partial(_stop, server))
         gc.collect()
-        gc.freeze()  # what the imports made stays; collecting it again would hold up every stream
+        gc.freeze()  # objects of the imports stay; collecting them again would delay every stream
         gc.enable()
         server.run(sockets=[listener])
 
 
 def _stop(server: HttpServer, number: int, frame: FrameType | None) -> None:
-    """Have a server end that does not serve yet, or that has stopped: uvicorn raises the signal
-    again then. An exception would be lost where it comes up in a destructor.
+    """Stop a server that does not serve yet or any more: uvicorn raises the signal again then.
+
+    An exception would be lost if it came up in a destructor.
     """
     server.should_exit = True

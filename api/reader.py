@@ -1,6 +1,4 @@
-"""One reader task per API process: everything workers say about this process' live calls, handed to
-the calls that wait.
-"""
+"""One reader task per API process: it hands workers' entries to the waiting live calls."""
 
 import asyncio
 import contextlib
@@ -27,38 +25,38 @@ logger = logging.getLogger(__name__)
 
 
 class Reader:
-    """Reads the stream of this API process and hands each entry to its call.
+    """Read the stream of this API process and hand each entry to its call.
 
-    Now and then it removes from Redis what was read, and says that the process is alive: without
+    From time to time it trims the stream in Redis and reports that the process is alive; without
     that its calls end after a minute.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", queue: Queue, short_retry_queue: Queue) -> None:
-        """`short_retry_queue` is for what would keep the reader from reading."""
+        """`short_retry_queue` is for calls that would keep the reader from reading."""
         self.api_id = f"api-{uuid.uuid4().hex[:12]}"
         self._client = client
-        self._connection: Any = None  # of the client's, once the first call came
+        self._connection: Any = None  # of the client, from the first call on
         self._queue = queue
         self._short_retry_queue = short_retry_queue
         self._inboxes: dict[str, Inbox] = {}  # by the name of the call
-        self._unneeded: list[RequestKey] = []  # calls whose streams are read, and no client can ask for
+        self._unneeded: list[RequestKey] = []  # ended calls whose streams no client can ask for
         self._uncancelled: list[RequestKey] = []  # calls whose clients left while Redis was away
         self._wanted = asyncio.Event()
         self._next_tidy = 0.0  # on the loop's clock
 
     @property
     def calls(self) -> int:
-        """Calls that wait for something."""
+        """Return the number of waiting calls."""
         return len(self._inboxes)
 
     def open(self, key: RequestKey) -> Inbox:
-        """An inbox for a call that is about to be submitted."""
+        """Open the inbox of a call before it is submitted."""
         inbox = self._inboxes[str(key)] = Inbox(key, self._queue)
         self._wanted.set()
         return inbox
 
     def close(self, key: RequestKey, unneeded: bool = False) -> None:
-        """Drop the inbox; what still comes for the call is ignored.
+        """Drop the inbox; later entries of the call are ignored.
 
         `unneeded`: the call has ended, and no client can come back for its stream.
         """
@@ -77,7 +75,7 @@ class Reader:
     async def run(self) -> None:
         """Read until cancelled.
 
-        While Redis is unavailable it retries; calls fail when that takes longer than the queue's
+        While Redis is unavailable it retries. Calls fail when that takes longer than the queue's
         timeout (`redis_retry_seconds`).
         """
         last_id, pause, away_since = FIRST_ID, _FIRST_PAUSE, 0.0
@@ -102,7 +100,7 @@ class Reader:
                 await self._client.delete(keys.api(self.api_id))
 
     async def _read(self, last_id: str) -> str:
-        """Hand on what comes after `last_id`; return the id of the last entry."""
+        """Hand on the entries after `last_id`; return the id of the last one."""
         filled: dict[str, Inbox] = {}
         for entry_id, fields in await self._entries_after(last_id):
             last_id = entry_id.decode()
@@ -116,7 +114,7 @@ class Reader:
                 else:
                     inbox.put(entry)
                     filled[item.name] = inbox
-        # All first, since each write wakes a client, which takes the processor and its caches
+        # All entries first: each write wakes a client, which takes the processor and its caches
         outgoing = [(inbox.outlet, inbox.deliver()) for inbox in filled.values()]
         for outlet, shown in outgoing:
             if outlet is not None and shown:
@@ -124,14 +122,15 @@ class Reader:
         return last_id
 
     async def _entries_after(self, last_id: str) -> list[Any]:
-        """Return ids and fields, by a connection of its own: the client's way to one takes longer
-        than the server's answer.
+        """Return ids and fields, read over a connection of its own.
+
+        Taking one from the client's pool lasts longer than the server's answer.
         """
         if self._connection is None:
             pool: Any = self._client.connection_pool
             self._connection = await pool.get_connection()
         if not self._connection.is_connected:
-            # Sending connects to where it was before; this asks the Sentinels, if there are some
+            # A plain send would use the old address; this asks the Sentinels, if there are any
             await self._connection.connect()
         await self._connection.send_command(
             "XREAD",
@@ -149,7 +148,7 @@ class Reader:
     async def _tidy(self, last_id: str) -> None:
         unneeded, uncancelled = list(self._unneeded), list(self._uncancelled)
         async with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.expire(keys.api_alive(self.api_id), API_ALIVE_SECONDS)  # also where memory is full
+            pipeline.expire(keys.api_alive(self.api_id), API_ALIVE_SECONDS)  # also if memory is full
             pipeline.set(keys.api_alive(self.api_id), API_ALIVE, ex=API_ALIVE_SECONDS, nx=True)
             pipeline.xtrim(keys.api(self.api_id), minid=last_id, approximate=False)
             await pipeline.execute(raise_on_error=False)

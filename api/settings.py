@@ -1,4 +1,4 @@
-"""Configuration of an API process: that of its queue, of its HTTP server, and of what it serves."""
+"""Settings of an API process: its queue, its HTTP server, and what it serves."""
 
 from dataclasses import dataclass
 

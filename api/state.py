@@ -1,4 +1,4 @@
-"""What the routes of one API process share."""
+"""The state that the routes of one API process share."""
 
 import inspect
 from collections.abc import Callable, Coroutine
@@ -27,7 +27,7 @@ from jobs.store.upload_store import UploadStore
 
 @dataclass(frozen=True)
 class ApiState:
-    """Made when the app starts, closed when it ends."""
+    """The shared objects, made when the app starts and closed when it ends."""
 
     settings: ApiSettings
     queue: Queue
@@ -39,17 +39,17 @@ class ApiState:
 
     @cached_property
     def followers(self) -> Followers:
-        """The clients that read with `stream_client`."""
+        """Return the clients that read with `stream_client`."""
         return Followers(self.stream_client)
 
     @cached_property
     def uploads(self) -> UploadStore:
-        """The uploads in parts."""
+        """Return the uploads in parts."""
         return UploadStore(self.queue, self.files)
 
     @cached_property
     def idempotency_keys(self) -> IdempotencyKeys:
-        """The keys by which clients repeat what creates something."""
+        """Return the keys by which clients repeat a create."""
         return IdempotencyKeys(self.queue, self.files)
 
     async def knows(self, key: RequestKey) -> bool:
@@ -61,7 +61,7 @@ class ApiState:
         return False
 
     async def is_of(self, tenant: str, key: RequestKey) -> bool:
-        """Return whether the request may be shown to this tenant's callers."""
+        """Return whether the request may be shown to this tenant."""
         if key.live:
             return is_live_id_of(tenant, key.batch)
         names = ("tenant", "open", "total")
@@ -71,26 +71,24 @@ class ApiState:
 
 
 def state_of(request: Request) -> ApiState:
-    """The state of the app that got the request."""
+    """Return the state of the app that got the request."""
     return cast(ApiState, request.app.state.pipeline)
 
 
 async def queue_reachable(request: Request) -> None:
-    """Dependency of routes that ask the queue in a thread: while Redis is away they wait here,
-    without one, and are refused together.
+    """Wait until Redis answers; a dependency of routes that ask the queue in a thread.
 
-    Raises `QueueUnavailable`.
+    While Redis is away they wait here without a thread, and are refused together. Raises
+    `QueueUnavailable`.
     """
     await state_of(request).fleet.snapshot()
 
 
 class BlockingRoute(APIRoute):
-    """A route that is refused with the others where Redis goes away while its function, if a plain
-    one, is in a thread or waits for one.
-    """
+    """Refuse the call of a plain function when Redis goes away, even while it is in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the framework's handler, which is not waited for then."""
+        """Return a handler that stops waiting for the function when Redis goes away."""
         handle = super().get_route_handler()
         if inspect.iscoroutinefunction(self.endpoint):
             return handle

@@ -1,4 +1,4 @@
-"""Tasks that may fail when no one waits for them any more."""
+"""Tasks that may fail when nothing waits for them any more."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,9 +8,7 @@ T = TypeVar("T")
 
 
 def start(work: Awaitable[T]) -> asyncio.Future[T]:
-    """Begin `work`. A failure that no one asks for is dropped, which is else logged with its
-    traceback.
-    """
+    """Start `work`. An unread failure is dropped; asyncio would log it with its traceback."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(_note)
     return task

@@ -1,7 +1,7 @@
-"""Threads for calls that block, apart by what they wait for: none of these keeps another waiting.
+"""Pools of threads for blocking calls, one for each thing to wait for, so that none delays another.
 
-Work on files and batches has the threads of the framework (`run_in_threadpool`, and routes that are
-plain functions), uploads have theirs, and so have copies of large files.
+Work on files and batches has the framework's threads (`run_in_threadpool`, and routes that are
+plain functions). Uploads have their own, and so have copies of large files.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LIVE = ThreadPoolExecutor(32, "live")
-"""Waits for Redis, and computes, for live calls and streams."""
+"""Waits for Redis and computes, for live calls and streams."""
 
 SUBMISSIONS = ThreadPoolExecutor(32, "submit")
 """Submits live calls, which Redis may have no room for while it still has answers."""
@@ -33,5 +33,5 @@ KEYS = ThreadPoolExecutor(1, "keys")
 
 
 async def run_in(threads: ThreadPoolExecutor, action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Return what `action` returns. A call that is cancelled before it starts is dropped."""
+    """Return the result of `action`. A call that is cancelled before it starts is dropped."""
     return await asyncio.get_running_loop().run_in_executor(threads, partial(action, *arguments, **options))

@@ -1,6 +1,4 @@
-"""What every event stream of tokens does: it reports that a client reads, waits for an unavailable
-Redis, and ends in the same way.
-"""
+"""Parts of every event stream of tokens: reports of its reader, patience with Redis, the end."""
 
 import asyncio
 import re
@@ -29,14 +27,14 @@ LAST_EVENT_ID: dict[str, Any] = {
     "description": "the id of the last event that was seen; the stream goes on behind it",
     "schema": {"type": "string"},
 }
-"""One of the `parameters` of a route that can be gone on with."""
+"""One of the `parameters` of a route whose stream can be resumed."""
 
-_EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # what Redis takes
+_EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # the ids that Redis takes
 _PAUSE_SECONDS = 0.1
 
 
 def last_event_id(request: Request) -> str | None:
-    """The id after which a reader wants to go on; None for one that begins. Raises `ApiError`."""
+    """Return the id after which a reader goes on, None for a new one. Raises `ApiError`."""
     given = request.headers.get("last-event-id")
     if given and not _EVENT_ID.fullmatch(given):
         raise ApiError(
@@ -49,8 +47,10 @@ def last_event_id(request: Request) -> str | None:
 
 
 async def to_the_end(events: AsyncIterator[bytes], followers: Followers) -> AsyncIterator[bytes]:
-    """The events, an error where they cannot go on (Redis stayed away for too long, the file store
-    is away, or what was followed is gone), and the end mark.
+    """Yield the events, then the end mark, after an error if they cannot go on.
+
+    They cannot if Redis stays away for too long, the file store is away, or the batch or request is
+    gone.
     """
     try:
         async with followers.following():
@@ -66,7 +66,7 @@ async def to_the_end(events: AsyncIterator[bytes], followers: Followers) -> Asyn
 async def next_entries(
     state: ApiState, name: str, last_id: str, count: int, seconds: float = MAX_BLOCK_SECONDS
 ) -> list[tuple[str, dict[bytes, bytes]]]:
-    """Entries of a stream after `last_id`; empty when none comes for as long."""
+    """Return the entries of a stream after `last_id`, empty if none comes in time."""
     answer: Any = await patiently(
         state, lambda: state.stream_client.xread({name: last_id}, count=count, block=int(seconds * 1000))
     )
@@ -74,10 +74,9 @@ async def next_entries(
 
 
 async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]], at_once: tuple[type[Exception], ...] = ()) -> T:
-    """The answer of Redis, asked again for `redis_retry_seconds` while it is away; no thread waits
-    meanwhile.
+    """Return the answer of Redis, asked again for `redis_retry_seconds` while it is away.
 
-    Errors `at_once` are raised without another try.
+    No thread waits meanwhile. Errors `at_once` are raised without another try.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + state.queue.settings.redis_retry_seconds

@@ -1,4 +1,4 @@
-"""A span for each call of the API, and its context for what the call puts into the queue."""
+"""A span for each call of the API, and its context for the requests that the call submits."""
 
 from contextvars import ContextVar
 
@@ -16,10 +16,10 @@ _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
 class Traced:
-    """Plain ASGI middleware, so that streams and disconnects pass through untouched.
+    """Trace each call, as plain ASGI middleware: streams and disconnects pass through untouched.
 
-    A span lasts until the last byte of the answer was sent. It has nothing of a body, of a query or
-    of a key.
+    A span lasts until the last byte of the answer was sent. It has nothing of a body, a query or a
+    key.
     """
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
@@ -27,7 +27,7 @@ class Traced:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in PROBED:  # they would bury the others
+        if scope["type"] != "http" or route_path(scope) in PROBED:  # frequent probes would bury the other spans
             await self._app(scope, receive, send)
             return
         span = self._tracing.start("HTTP", "SERVER", *_context_of(Headers(scope=scope)))
@@ -68,9 +68,7 @@ def _context_of(headers: Headers) -> tuple[str | None, str | None]:
 
 
 def _description(scope: Scope) -> tuple[str, dict[str, str | int]]:
-    """Return the name of a call's span, and what HTTP says of it; the route is known once it was
-    answered.
-    """
+    """Return the name of a call's span and its HTTP attributes, once the call was answered."""
     method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
     route = getattr(scope.get("route"), "path", "")
     attributes: dict[str, str | int] = {

@@ -1,6 +1,4 @@
-"""A file on its way from a client into the store: the fields of its form, and what any file must
-be, however it comes.
-"""
+"""A file on its way from a client into the store: the fields of its form, and its checks."""
 
 import asyncio
 import hashlib
@@ -37,7 +35,7 @@ _OTHER_FILE_BYTES = 512 * 1024 * 1024
 _NAME_LENGTH = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
-EXPIRY = "expires_after"  # as one part, of JSON; the next two are its members as parts of their own
+EXPIRY = "expires_after"  # as one part of JSON; the next two are its members as parts of their own
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 EXPIRY_SCHEMA = {
     "type": "object",
@@ -47,7 +45,7 @@ EXPIRY_SCHEMA = {
         "seconds": {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": MAX_EXPIRY_SECONDS},
     },
 }
-"""What `read_expiry` takes."""
+"""JSON Schema of the value that `read_expiry` reads."""
 
 
 class FileWriter:
@@ -60,13 +58,13 @@ class FileWriter:
         self._digest = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
-        """Appends."""
+        """Append bytes."""
         self.upload.write(data)
         if self._key is not None:
             self._digest.update(data)
 
     def commit(self) -> Answer:
-        """Store the file, unless an earlier call with the same key did, and close this."""
+        """Store the file, unless an earlier call with the same key did, and close the writer."""
         try:
             if self._key is None:
                 return file_object(self.upload.commit()), False
@@ -78,13 +76,13 @@ class FileWriter:
             self.close()
 
     def close(self) -> None:
-        """Remove what was not committed, and let the key go."""
+        """Remove uncommitted content and release the key."""
         self.upload.close()
         if self._key is not None:
             self._key.close()
 
     def _make(self) -> dict[str, Any]:
-        with self.upload:  # so that nothing is found of one that was refused
+        with self.upload:  # so that nothing is found of a refused file
             return file_object(self.upload.commit())
 
     def _find(self, file_id: str) -> dict[str, Any] | None:
@@ -104,19 +102,19 @@ class FileForm(MultipartForm[FileWriter, Answer]):
         self._filename = ""
 
     async def begin(self, part: FormPart) -> None:
-        """The beginning of a part."""
+        """Begin a part."""
         if part.name.startswith(EXPIRY) and part.name not in self.field_names:
             fields.fail(f"Unknown parameter: '{fields.shown(part.name)}'.", EXPIRY, "unknown_parameter")
         await super().begin(part)
 
     def opener(self, part: FormPart) -> Callable[[], FileWriter]:
-        """Return what begins the file."""
+        """Return the function that begins the file."""
         self._filename = base_name(part.filename, "file")
         self._check_fields()
         return self._open
 
     async def commit(self) -> Answer:
-        """The file as it is stored, once the form is whole."""
+        """Commit the whole form and return the stored file."""
         if (writer := self.writer) is None:
             fields.missing("file")
         self._check_fields()
@@ -127,7 +125,7 @@ class FileForm(MultipartForm[FileWriter, Answer]):
         writer.upload.purpose = self._text("purpose")
         check_content(writer.upload)
         writer.upload.expires_seconds = self._expires_seconds()
-        self.writer = None  # its thread closes it, also where that is not waited for
+        self.writer = None  # its thread closes it, even if nothing waits for that
         committing = start(on_disk(writer.commit))
         try:
             return await self.state.fleet.unless_away(asyncio.shield(committing))
@@ -150,14 +148,14 @@ class FileForm(MultipartForm[FileWriter, Answer]):
         return FileWriter(files, upload, key)
 
     def limit(self) -> int:
-        """What the file may have; the most that any may, while its purpose is unknown."""
+        """Return the most bytes that the file may have, of any purpose while its own is unknown."""
         purpose = self.given.get("purpose")
-        if purpose is None or self.part.name == "purpose":  # of which there may come more
+        if purpose is None or self.part.name == "purpose":  # a longer one may still come
             return max(self.state.settings.max_file_bytes, _OTHER_FILE_BYTES)
         return most_bytes(self.state.settings, purpose.decode("utf-8", "replace"))
 
     def _check_fields(self) -> None:
-        """What can be known to be wrong from the fields that came whole."""
+        """Refuse errors in the fields that have come whole."""
         if "purpose" in self.given:
             check_purpose(self._text("purpose"), self._filename)
         if ANCHOR in self.given:
@@ -171,7 +169,7 @@ class FileForm(MultipartForm[FileWriter, Answer]):
             self._expiry()
 
     def _expires_seconds(self) -> int | None:
-        """After how many seconds the file expires, once the form is whole."""
+        """Return the seconds after which the file expires, once the form is whole."""
         given = [name for name in (EXPIRY, ANCHOR, SECONDS) if name in self.given]
         if given == [EXPIRY]:
             return self._expiry()
@@ -192,7 +190,7 @@ class FileForm(MultipartForm[FileWriter, Answer]):
 
 
 def most_bytes(settings: ApiSettings, purpose: str) -> int:
-    """Return how large a file of this purpose may be."""
+    """Return the largest size of a file of this purpose."""
     return settings.max_file_bytes if purpose == "batch" else _OTHER_FILE_BYTES
 
 

@@ -1,10 +1,9 @@
-"""Keeps web pages away from a server without API keys, which answers every client that reaches it.
+"""Keep web pages away from a server without API keys, which answers every client that reaches it.
 
-The browser of its user does, and any page that is open there can make it call. A page whose name
-was pointed at this machine (DNS rebinding) has a foreign `Host`, which the browser takes from the
-page's address. It is a public name: never numeric, and never one of a local network. That is judged
-on a loopback address alone; on another, the operator lets every client call. Other pages have a
-foreign `Origin`.
+Any page that is open in a browser on this machine can make that browser call. A page whose name
+points at this machine (DNS rebinding) has a foreign `Host`, from the page's address: a public name,
+never numeric and never of a local network. `Host` is checked on a loopback address alone; on
+another one the operator lets every client call. Other pages have a foreign `Origin`.
 """
 
 import ipaddress
@@ -29,9 +28,9 @@ _WAY_OUT = "make a key (`pipeline keys create`), or start it with --allowed-host
 
 
 class WebPages:
-    """Plain ASGI middleware: 403 for what a page sends while no key is needed.
+    """Refuse calls of web pages with 403 while no key is needed, as plain ASGI middleware.
 
-    Keys are looked at only for a request that might be a page's.
+    Keys are read only for a request that might be a page's.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, settings: ApiSettings) -> None:
@@ -61,7 +60,9 @@ class WebPages:
         return None
 
     def _is_known(self, origin: str, called: str) -> bool:
-        """Return whether it is the server under the name `called`, its own, or one let in."""
+        """Return whether an origin is allowed, has the name `called`, or is one of this server's
+        names.
+        """
         return origin in self._origins or _name_of(origin) == called or self._is_own(_name_of(origin))
 
     def _is_own(self, name: str) -> bool:
@@ -71,7 +72,7 @@ class WebPages:
         try:
             return needs_no_key(await run_in(KEYS, self._keys.look), self._settings)
         except KeysUnreadable:
-            return False  # then no call is let in
+            return False  # then every call is refused
 
 
 def _refused(what: str, code: str) -> ApiError:
@@ -79,7 +80,7 @@ def _refused(what: str, code: str) -> ApiError:
 
 
 def _name_of(url: str) -> str:
-    """The host of an address, "" for what is none."""
+    """Return the host of an address, "" if there is none."""
     try:
         return (urlsplit(url).hostname or "").removesuffix(".")
     except ValueError:

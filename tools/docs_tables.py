@@ -4,7 +4,7 @@ A table is between `<!-- table: NAME -->` and the next `<!-- end -->`.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from api.routes.metrics import QUEUE_METRICS, QueueMetric
 from api.settings import ApiSettings
 from jobs.protocol import parameters, pooling_parameters
 from jobs.protocol.endpoints import POOLING_ENDPOINTS
+from jobs.protocol.value_types import ValueType
 from jobs.queue.gauges import MetricDescriptor
 from jobs.queue.settings import QueueSettings
 from jobs.settings import own_fields, variable
@@ -60,10 +61,13 @@ def _parameters() -> Iterator[tuple[str, ...]]:
         yield f"`{name}`", values, parameter.default or _default(default), parameter.does
 
 
-def _unsupported() -> Iterator[tuple[str, ...]]:
+def _unsupported(kinds: Mapping[str, ValueType]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each set of values that pass, with all parameters that take it."""
     yield "parameter", "values that pass"
-    for name, kind in parameters.UNSUPPORTED.items():
-        yield f"`{name}`", kind.summary
+    names: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        names.setdefault(kind.summary, []).append(f"`{name}`")
+    yield from ((", ".join(group), summary) for summary, group in names.items())
 
 
 def _pooling_parameters() -> Iterator[tuple[str, ...]]:
@@ -72,12 +76,6 @@ def _pooling_parameters() -> Iterator[tuple[str, ...]]:
         names = [url.removeprefix("/v1/") for url in parameter.urls]
         of = "all" if len(names) == len(POOLING_ENDPOINTS) else ", ".join(names)
         yield f"`{name}`", parameter.values.summary, parameter.default or _default(default), of, parameter.does
-
-
-def _pooling_unsupported() -> Iterator[tuple[str, ...]]:
-    yield "parameter", "values that pass"
-    for name, kind in pooling_parameters.POOLING_UNSUPPORTED.items():
-        yield f"`{name}`", kind.summary
 
 
 def _worker_metrics() -> Iterator[tuple[str, ...]]:
@@ -148,9 +146,9 @@ def _default(value: Any) -> str:
 
 TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "parameters": _parameters,
-    "unsupported": _unsupported,
+    "unsupported": partial(_unsupported, parameters.UNSUPPORTED),
     "pooling_parameters": _pooling_parameters,
-    "pooling_unsupported": _pooling_unsupported,
+    "pooling_unsupported": partial(_unsupported, pooling_parameters.POOLING_UNSUPPORTED),
     "worker_metrics": _worker_metrics,
     "buckets": _buckets,
     "queue_metrics": _queue_metrics,

@@ -1,1 +1,1 @@
-"""What routes share of HTTP: bodies, errors, pages, event streams, the OpenAPI document."""
+"""HTTP parts that routes share: bodies, errors, pages, event streams, the OpenAPI document."""

@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """Plain ASGI middleware, so that streams and disconnects pass through untouched.
+    """Log answered requests, as plain ASGI middleware: streams and disconnects pass untouched.
 
-    A line is written when the answer has ended; it has neither the query nor the body.
+    A line is written when the answer has ended. It has neither query nor body.
     """
 
     def __init__(self, app: ASGIApp, without: frozenset[str]) -> None:
@@ -45,11 +45,11 @@ class AccessLog:
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
     host, port = scope.get("client") or ("-", 0)
-    host = quote(host, safe=":")  # a header of a proxy, or of who poses as one
+    host = quote(host, safe=":")  # a proxy's header, which a client may forge
     fields = {
         "client": f"{host}:{port}" if port else host,
         "method": scope["method"],
-        "path": quote(scope["path"]),  # no line break, whatever was sent
+        "path": quote(scope["path"]),  # without line breaks
         "status": status,
         "ms": round(1000 * seconds, 1),
         "request_id": scope["state"]["request_id"],

@@ -1,5 +1,7 @@
-"""What web pages of other origins may read (CORS): answers of the app, and those that are given
-without asking it, so that a page learns what was wrong.
+"""CORS: the answers that web pages of other origins may read.
+
+Answers that are given without asking the app have the headers too, so that a page can show the
+error.
 """
 
 from starlette.middleware.cors import CORSMiddleware
@@ -22,11 +24,11 @@ _EXPOSED = (
     "x-should-retry",
     "x-stream-id",
 )
-"""Headers that such pages may read."""
+"""Headers that pages of allowed origins may read."""
 
 
 def with_cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
-    """Return the app in middleware by which pages of the allowed origins may call it and read."""
+    """Wrap the app so that pages of the allowed origins may call it and read its answers."""
     if not settings.allowed_origins:
         return app
     return CORSMiddleware(
@@ -40,9 +42,9 @@ def with_cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
 
 
 def cors_headers(settings: HttpSettings, origin: str) -> list[tuple[str, str]]:
-    """Return what an answer to a page of `origin` shows that does not pass through `with_cors`.
+    """Return the CORS headers of an answer to `origin` that does not pass through `with_cors`.
 
-    "" is an origin that is not known.
+    An unknown origin is "".
     """
     anyone = ANY in settings.allowed_origins
     if not anyone and origin not in settings.allowed_origins:

@@ -1,6 +1,4 @@
-"""Every error leaves in OpenAI's shape: `{"error": {message, type, param, code}}`, whatever raised
-it.
-"""
+"""Errors in OpenAI's shape, `{"error": {message, type, param, code}}`, whatever raised them."""
 
 import asyncio
 import logging
@@ -32,21 +30,20 @@ _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
 class MayExist(QueueUnavailable):
-    """The queue, or a bucket, went out of reach while a call made something, which may be there now
-    or later.
+    """The queue or a bucket went out of reach while a call created something, which may exist.
 
-    Clients that try again by themselves would make a second one.
+    Clients that try again by themselves would create a second one.
     """
 
     retry = False
 
 
-# Code and message; the class says the status, and whether to retry
+# Code and message; the class has the status, and whether to retry
 _ANSWERS: dict[type, tuple[str, str]] = {
     QueueUnavailable: ("queue_unavailable", "The queue is out of reach at the moment; try again."),
     MayExist: (
         "queue_unavailable",
-        "The queue or the file store went out of reach during the call, so what it makes may exist: look for it in a"
+        "The queue or the file store went out of reach during the call, so its result may exist: look for it in a"
         " minute, before you try again.",
     ),
     QueueFull: ("queue_unavailable", "The queue has no room for more at the moment; try again."),
@@ -59,10 +56,10 @@ _ANSWERS: dict[type, tuple[str, str]] = {
     KeysUnreadable: ("keys_unavailable", "API keys cannot be checked at the moment; try again."),
 }
 
-# Of an `ApiError`. Worker processes load for seconds, and clients ask twice again
+# By status of an `ApiError`. Workers load for seconds, and clients try only twice again
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
-    409: {"x-should-retry": "false"},  # which clients repeat otherwise
+    409: {"x-should-retry": "false"},  # clients would repeat it otherwise
     503: {"retry-after": "5"},
     507: {"x-should-retry": "false"},
 }
@@ -73,9 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stoppable:
-    """Plain ASGI middleware: a call that a stopping server has no time for gets an error that says
-    so.
-    """
+    """Answer calls that a stopping server cancels with an error, as plain ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -93,7 +88,7 @@ class Stoppable:
         except asyncio.CancelledError:
             if scope["type"] != "http":
                 raise
-            if started:  # the server would log the cancellation with its traceback
+            if started:  # otherwise the server logs the cancellation with its traceback
                 logger.warning("an answer to %s is cut off: the server is being stopped", _shown_path(scope))
                 return
             stopping = ApiError(503, "The server is being stopped; try again.", "server_error", code="server_stopping")
@@ -112,12 +107,12 @@ def install_error_handlers(app: FastAPI, settings: HttpSettings) -> None:
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    """The response that carries an error."""
+    """Return the response that carries an error."""
     return json_response(error.body(), error.status, headers)
 
 
 def answer_to(error: Exception) -> ApiError:
-    """The error of a call that the queue or the file store keeps from being answered."""
+    """Return the error of a call that failed for the queue or the file store."""
     known = error if isinstance(error, JobsError) else QueueUnavailable()
     code, message = next(_ANSWERS[kind] for kind in type(known).__mro__ if kind in _ANSWERS)
     return ApiError(known.status, message, "server_error", code=code)
@@ -143,7 +138,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _shown_call(request: Request) -> str:
-    """Method and path, which may be long and hold control characters."""
+    """Return method and path for a message; they may be long and hold control characters."""
     return _shown_path(request.scope)
 
 
@@ -152,7 +147,7 @@ def _shown_path(scope: Scope) -> str:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of a path. The framework names those of the first route alone."""
+    """Return the methods of a path. The framework names those of the first route alone."""
     scopes = {method: {**request.scope, "method": "GET" if method == "HEAD" else method} for method in _METHODS}
     found = [
         method
@@ -182,8 +177,9 @@ async def _gone(_request: Request, _error: Exception) -> Response:
 
 
 async def _unforeseen(settings: HttpSettings, request: Request, _error: Exception) -> Response:
-    """Answered outside of all middleware, so that its own headers are put here; the server logs the
-    traceback, and closes the connection.
+    """Answer an unforeseen error, outside of all middleware, whose headers are added here.
+
+    The server logs the traceback and closes the connection.
     """
     request_id = request.state.request_id
     logger.error("request %s failed: %s", request_id, _shown_call(request))

@@ -1,6 +1,4 @@
-"""Server-sent events: bytes that are ready to send, comments while nothing comes, and an end when
-the client leaves.
-"""
+"""Server-sent events: comments while none comes, and an end when the client leaves."""
 
 import asyncio
 import math
@@ -17,7 +15,7 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no", "content-typ
 _PING = b": ping\n\n"
 
 BODY_WRITER = "body_writer"
-"""Where the state of a request has the `BodyWriter` of its answer."""
+"""Name of the `BodyWriter` of an answer in the state of its request."""
 
 
 class BodyWriter(Protocol):
@@ -25,23 +23,23 @@ class BodyWriter(Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether the body of the answer can go on without waiting."""
+        """Return whether the body of the answer can go on without waiting."""
 
     def write_body(self, data: bytes) -> None:
         """Write the next part of the body."""
 
 
 def event(value: Any, event_id: str | None = None) -> bytes:
-    """One event; None is OpenAI's end mark."""
+    """Return one event as bytes; None is OpenAI's end mark."""
     data = b"[DONE]" if value is None else encode_json(value)
     head = b"" if event_id is None else b"id: %b\n" % event_id.encode()
     return head + b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends what `events` yields.
+    """A response that sends the events of an iterator.
 
-    `close`, where there is one, is awaited once, however the stream ends.
+    `close`, if given, is awaited once, however the stream ends.
     """
 
     def __init__(
@@ -61,11 +59,11 @@ class EventStream(Response):
 
     @property
     def writable(self) -> bool:
-        """Whether `write_now` may be called, while `events` is waited for."""
+        """Return whether `write_now` may be called while the next of `events` is awaited."""
         return self._writer is not None and self._writer.writable
 
     def write_now(self, data: bytes) -> None:
-        """Write, past all middleware, what follows all that `events` yielded."""
+        """Write data past all middleware, behind all that `events` has yielded."""
         assert self._writer is not None
         self._writer.write_body(data)
         self._quiet_since = time.monotonic()
@@ -90,7 +88,10 @@ class EventStream(Response):
     async def _ping_until_one_ends(
         self, sending: asyncio.Future[None], leaving: asyncio.Future[None], send: Send
     ) -> None:
-        """One timer for the whole stream, not one per event: it is set anew when it has run out."""
+        """Send comments until a task ends, by one timer for the whole stream.
+
+        The timer is set anew when it runs out, and not for each event.
+        """
         wait = self._ping_seconds
         while not (await asyncio.wait({sending, leaving}, timeout=wait, return_when=asyncio.FIRST_COMPLETED))[0]:
             wait = min(self._quiet_since + self._ping_seconds - time.monotonic(), self._ping_seconds)
@@ -110,6 +111,6 @@ class EventStream(Response):
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has left, whose body has been read."""
+    """Wait until the client leaves; its body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,8 @@
-"""Refuses requests whose body could be read in two ways.
+"""Refuse requests whose body could be read in two ways.
 
-One that states its length twice ends for a proxy in front where it does not end here, and its rest
-would be the next request of another client (request smuggling). A compressed one would be taken for
-what it is not, and unpacking would multiply what a client sends.
+With two lengths, a proxy in front may see another end of the request than this server, and its rest
+becomes the next request of another client (request smuggling). A compressed body would be taken for
+plain, and unpacking it would multiply what a client sends.
 """
 
 from starlette.datastructures import Headers
@@ -16,7 +16,7 @@ _AS_IT_IS = "identity"
 
 
 class Framing:
-    """Plain ASGI middleware. It ends the connection of what it refuses, whose rest is not read."""
+    """Refuse such a request and end its connection unread, as plain ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

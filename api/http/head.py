@@ -6,7 +6,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """Plain ASGI middleware. The call ends with its headers, so that no body is made."""
+    """Answer HEAD with the headers of GET, as plain ASGI middleware.
+
+    The call ends with its headers, so that no body is made.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

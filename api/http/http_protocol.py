@@ -1,5 +1,6 @@
-"""The HTTP layer below the app: limits of connections and heads, and a short way for the bodies of
-event streams. What is no request at all gets OpenAI's shape and a request id too.
+"""The HTTP layer below the app: limits of connections and heads, and fast writes of event streams.
+
+Invalid requests get OpenAI's shape and a request id too.
 """
 
 import asyncio
@@ -34,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's, but for limits, and for the answers that it gives without asking the app.
+    """uvicorn's protocol with limits, and with OpenAI's shape for answers given without the app.
 
-    Requests find it in their state as the `BodyWriter` of their answer.
+    The state of a request holds its protocol as the `BodyWriter` of the answer.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class HttpProtocol(H11Protocol):
         self._limits = limits
         self._full = full
         self._head_timer: asyncio.TimerHandle | None = None
-        self._head = b""  # what has come of a head that is not whole
+        self._head = b""  # the received part of an unfinished head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,12 +72,12 @@ class HttpProtocol(H11Protocol):
             self._head = b""
         if not self._waits_for_the_client():
             self._unset_head_timer()
-        elif self._head_timer is None:  # the first part of one more head on the same connection
+        elif self._head_timer is None:  # the first part of a later head on the same connection
             self._set_head_timer()
 
     @property
     def writable(self) -> bool:
-        """Whether the body of the answer can go on without waiting."""
+        """Return whether the body of the answer can go on without waiting."""
         return self.conn.chunked and not self.flow.write_paused and not self.transport.is_closing()
 
     def write_body(self, data: bytes) -> None:
@@ -84,14 +85,15 @@ class HttpProtocol(H11Protocol):
         self.transport.write(_chunk(data))
 
     def _waits_for_the_client(self) -> bool:
-        """Return whether a head is to come, or the rest of a body whose answer was sent: uvicorn
-        ends its own timer with the first byte of either.
+        """Return whether a head, or the rest of a body after its answer, is still to come.
+
+        uvicorn ends its own timer with the first byte of either.
         """
         theirs = self.conn.their_state
         return theirs is h11.IDLE or (theirs is h11.SEND_BODY and self.conn.our_state is h11.DONE)
 
     def send_400_response(self, msg: str) -> None:
-        error = sys.exception()  # called while it is handled
+        error = sys.exception()  # this is called while it is handled
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _TOO_LARGE:
             limits = self._limits
             self._refuse(
@@ -119,7 +121,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _origin(self) -> str:
-        """Return the origin of a request whose head or body cannot be read; "" where none came."""
+        """Return the origin of a request whose head or body cannot be read, "" if there is none."""
         found = _ORIGIN.search(self._head)
         known = found[1] if found else dict(self.headers or ()).get(b"origin", b"")
         return known.decode("latin-1")
@@ -142,7 +144,7 @@ class HttpProtocol(H11Protocol):
 
 
 class FullServer:
-    """ASGI app of connections beyond the limit: probes get the app's answer, every call a 503."""
+    """The ASGI app of connections beyond the limit: probes get their answer, other calls a 503."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
@@ -153,7 +155,7 @@ class FullServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         probed = scope["type"] == "http" and route_path(scope) in (*PROBED, ALIVE)
         if scope["type"] == "http" and not probed:
-            note_headers(Request(scope), {"connection": "close"})  # preflights' answers are the last too
+            note_headers(Request(scope), {"connection": "close"})  # preflights too are the last on their connection
         await (self._app if probed else self._refusal)(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,15 +169,19 @@ class FullServer:
 
 
 class _BoundedConnection(h11.Connection):
-    """h11's, which also bounds the number of headers, and takes the short way for chunks."""
+    """h11's connection with a limit of headers, and with a fast way for chunks."""
 
     def __init__(self, limits: HttpSettings) -> None:
         super().__init__(h11.SERVER, limits.h11_max_incomplete_event_size)
         self._most_headers = limits.h11_max_header_count
-        self.chunked = False  # the body of the last answer
+        self.chunked = False  # whether the last answer has a chunked body
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        """Data of a chunked body change no state of h11, which takes long to find that out."""
+        """Return the bytes of an event.
+
+        Data of a chunked body do not pass through h11's state machine, whose state they do not
+        change.
+        """
         if isinstance(event, h11.Data) and self.chunked and self.our_state is h11.SEND_BODY:
             return _chunk(event.data)
         output = super().send(event)

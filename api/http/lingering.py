@@ -1,8 +1,7 @@
-"""An answer that is given before its request's body has come: the rest is read and dropped for a
-while, so that the client gets to read it.
+"""Read on for a while after an answer that came before the end of its request's body.
 
-A connection that is closed with bytes unread is reset, and a client that is still sending would see
-that in place of the answer.
+A connection that is closed with unread bytes is reset, and a client that is still sending would see
+that instead of the answer.
 """
 
 import asyncio
@@ -12,11 +11,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LINGER_SECONDS = 5.0
-_SMALL_BODY = 64 * 1024  # the server reads the rest of such a one by itself
+_SMALL_BODY = 64 * 1024  # the server itself reads the rest of a smaller one
 
 
 class Lingering:
-    """Plain ASGI middleware, so that streams and disconnects pass through untouched."""
+    """Linger after early answers, as plain ASGI middleware: streams pass through untouched."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,7 +33,7 @@ class _Exchange:
     def __init__(self, receive: Receive, send: Send, expects: bool) -> None:
         self._receive = receive
         self._send = send
-        self._coming = not expects  # who waits for 100 Continue sends nothing before it
+        self._coming = not expects  # a client that waits for 100 Continue sends nothing before it
         self._ended = False
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:

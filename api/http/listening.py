@@ -1,9 +1,8 @@
-"""The sockets that API processes listen on: of an address, of a path, or of the process that
-started this one.
+"""The sockets that API processes listen on: at an address, at a path, or inherited.
 
-The supervisor of several API processes listens once and hands the socket on, so that no connection
-is lost with one of them. They share how many connections each of them has, so that the one with the
-fewest accepts the next.
+The supervisor of several API processes listens once and hands the socket on, so that no new
+connection is lost when a process ends. The processes share how many connections each has; the one
+with the fewest accepts the next.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from api.http_settings import HttpSettings
 
 INHERITED_VARIABLE = "PIPELINE_LISTENER"
-"""Names the descriptors that a process inherits (socket, counts), and its place in the counts."""
+"""The inherited descriptors of socket and counts, and the place of the process in the counts."""
 
 _BACKLOG = 2048
 _BYTES = 4
@@ -26,7 +25,7 @@ _OLD_SOCKET_SECONDS = 1.0
 
 
 class ConnectionCounts:
-    """How many connections each of some processes has, in memory that they share.
+    """The number of connections of each process, in shared memory.
 
     A process that accepts none counts as one with very many.
     """
@@ -40,7 +39,7 @@ class ConnectionCounts:
         self._memory[self._own] = connections
 
     def leave(self, process: int | None = None) -> None:
-        """Note that a process, by default this one, accepts none now."""
+        """Note that a process, by default this one, accepts no connections now."""
         self._memory[self._own if process is None else process] = _AWAY
 
     def may_accept(self) -> bool:
@@ -49,7 +48,7 @@ class ConnectionCounts:
 
 
 class SharedListener:
-    """A socket that several processes accept from, as their supervisor holds it."""
+    """A socket that several processes accept from, held by their supervisor."""
 
     def __init__(self, listener: socket.socket, processes: int) -> None:
         self._listener = listener
@@ -61,11 +60,11 @@ class SharedListener:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What a process has to inherit."""
+        """Return the descriptors that a process inherits."""
         return self._listener.fileno(), self._memory.fileno()
 
     def environment(self, number: int) -> dict[str, str]:
-        """Return the variable by which process `number` finds what it inherits."""
+        """Return the variable that tells process `number` its descriptors."""
         return {INHERITED_VARIABLE: ",".join(map(str, (*self.descriptors, number)))}
 
     def leave(self, number: int) -> None:
@@ -73,8 +72,9 @@ class SharedListener:
         self._counts.leave(number)
 
     def close(self) -> None:
-        """Close the supervisor's end; connections are refused once all processes have closed
-        theirs.
+        """Close the supervisor's end.
+
+        Connections are refused once all processes have closed theirs.
         """
         self._listener.close()
         self._memory.close()
@@ -82,7 +82,7 @@ class SharedListener:
 
 @contextlib.contextmanager
 def listening(settings: HttpSettings) -> Iterator[socket.socket]:
-    """Yield the socket that the settings name; the path of a Unix socket is removed at the end.
+    """Yield the socket of the settings; the path of a Unix socket is removed at the end.
 
     Raises OSError whose text names the address.
     """
@@ -101,7 +101,7 @@ def listening(settings: HttpSettings) -> Iterator[socket.socket]:
 
 
 def inherited() -> tuple[socket.socket, ConnectionCounts] | None:
-    """Return what the process that started this one listens on, None where it hands nothing on."""
+    """Return the inherited socket and counts, None if this process inherits none."""
     given = os.environ.get(INHERITED_VARIABLE)
     if given is None:
         return None
@@ -112,7 +112,7 @@ def inherited() -> tuple[socket.socket, ConnectionCounts] | None:
 
 
 def address(listener: socket.socket, scheme: str) -> str:
-    """Return where a socket listens, as a log line names it."""
+    """Return the address of a socket for a log line."""
     name = listener.getsockname()
     if isinstance(name, str):
         return f"{scheme} at the Unix socket {name}"
@@ -121,9 +121,9 @@ def address(listener: socket.socket, scheme: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError whose text names the address."""
+    """Return a listening socket. Raises OSError whose text names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where TCP is named
+    # asyncio sets TCP_NODELAY only if the protocol is named
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -136,7 +136,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _listen_at(path: str) -> socket.socket:
-    """A listening Unix socket; one that a dead process left behind is replaced."""
+    """Return a listening Unix socket; one of a dead process is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_left_behind(path):
@@ -150,7 +150,7 @@ def _listen_at(path: str) -> socket.socket:
 
 
 def _is_left_behind(path: str) -> bool:
-    """Return whether it is a socket on which no process listens."""
+    """Return whether the path is a socket on which no process listens."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False

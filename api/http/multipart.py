@@ -1,4 +1,4 @@
-"""multipart/form-data as it comes: each part's name, then the pieces of its content.
+"""multipart/form-data as it arrives: each part's name, then the pieces of its content.
 
 Nothing is kept, so a body may be of any length.
 """
@@ -16,7 +16,7 @@ from jobs.protocol.results import ApiError
 _MAX_PARTS = 64
 _EXTENDED_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
 
-# It warns of what a client did, and the client gets an error for that
+# It warns of clients' errors, which the clients get as answers
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
@@ -29,7 +29,7 @@ class FormPart:
 
 
 class MultipartReader:
-    """Takes a body in pieces of any size. All methods raise `ApiError`."""
+    """Parse a body in pieces of any size. All methods raise `ApiError`."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
@@ -61,7 +61,7 @@ class MultipartReader:
             _malformed(str(error))
 
     def feed(self, data: bytes) -> list[FormPart | bytes]:
-        """What the next bytes of the body bring."""
+        """Return the beginnings of parts and the content in the next bytes of the body."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -70,7 +70,7 @@ class MultipartReader:
         return found
 
     def finish(self) -> None:
-        """Say that the body has ended, which its last boundary must have said before."""
+        """Check that the body ended with its last boundary."""
         if not self._ended:
             _malformed("it ends before its last boundary")
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document at `/openapi.json`, with the shape of errors that routes do not declare."""
+"""The OpenAPI document at `/openapi.json`, with the error shape that routes do not declare."""
 
 from typing import Any
 
@@ -32,26 +32,26 @@ EVENTS: dict[str, Any] = {"text/event-stream": {}}
 
 
 def json_body(schema: dict[str, Any]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads its JSON body itself."""
+    """Return `openapi_extra` of a route that reads its JSON body itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def answered(kind: Any, **others: Any) -> dict[int | str, dict[str, Any]]:
-    """Return `responses` of a route that answers with one of `ANSWERS`, or with other types of
-    content.
-    """
+    """Return `responses` of a route that answers with one of `ANSWERS` or other content types."""
     (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
     return {200: {"content": {"application/json": {"schema": schema}, **others}}}
 
 
 def query(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """One of the `parameters` of a route that reads its query itself."""
+    """Return one of the `parameters` of a route that reads its query itself."""
     return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
 def describe(app: FastAPI, completion_windows: tuple[str, ...]) -> None:
-    """Replace the app's document: FastAPI's own lists a 422 that no client ever gets, and knows
-    neither that a server without keys asks for none nor the windows of this one.
+    """Replace the app's document.
+
+    FastAPI's own lists a 422 that no client ever gets, and has neither the optional key nor the
+    completion windows of this server.
     """
 
     def document() -> dict[str, Any]:
@@ -81,7 +81,10 @@ def _document(app: FastAPI, completion_windows: tuple[str, ...]) -> dict[str, An
 
 
 def _set_bodies(paths: dict[str, Any], completion_windows: tuple[str, ...]) -> None:
-    """Put in what a route cannot declare: FastAPI makes floats of bounds, and 2**63 - 1 is none."""
+    """Set the bodies that routes cannot declare.
+
+    FastAPI turns bounds into floats, and 2**63 - 1 is no float.
+    """
     urls = (*ALL_ENDPOINTS, _BATCHES)
     bodies = {path: paths[path]["post"]["requestBody"]["content"]["application/json"] for path in urls}
     for url in ALL_ENDPOINTS:

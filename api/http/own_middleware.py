@@ -1,4 +1,4 @@
-"""Middleware of an operator's own, by its import path."""
+"""An operator's own middleware, by its import path."""
 
 import importlib
 import inspect
@@ -10,7 +10,7 @@ from jobs.errors import SettingsError
 
 
 def add_middleware(app: FastAPI, paths: tuple[str, ...]) -> None:
-    """Put each around the app, the last one outermost. Raise `SettingsError`."""
+    """Put each middleware around the app, the last one outermost. Raise `SettingsError`."""
     for path in paths:
         found = _imported(path)
         if inspect.iscoroutinefunction(found):

@@ -1,5 +1,6 @@
-"""Listings as OpenAI's clients page through them: `limit` and `after` in, `first_id`, `last_id` and
-`has_more` out.
+"""Pages of listings, as OpenAI's clients read them.
+
+They take `limit` and `after`, and return `first_id`, `last_id` and `has_more`.
 """
 
 import re
@@ -23,7 +24,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 
 
 def query_integer(request: Request, name: str, low: int, high: int) -> int | None:
-    """An integer of the query, None if it is absent. Raises `ApiError`."""
+    """Return an integer of the query, None if it is absent. Raises `ApiError`."""
     text = request.query_params.get(name)
     if text is None:
         return None
@@ -37,31 +38,33 @@ def query_integer(request: Request, name: str, low: int, high: int) -> int | Non
 
 
 def query_choice(request: Request, name: str, choices: tuple[str, ...]) -> str | None:
-    """One of the words that the query may give, None if it is absent. Raises `ApiError`."""
+    """Return one of the allowed words of the query, None if it is absent. Raises `ApiError`."""
     text = request.query_params.get(name)
     return None if text is None else fields.choice(text, name, choices)
 
 
 def query_choices(request: Request, name: str, choices: tuple[str, ...]) -> list[str]:
-    """Words that the query may give several of, with commas, as parameters of that name, or as
-    OpenAI's clients write lists (`name[]`). Raises `ApiError`.
+    """Return all words of a parameter of the query.
+
+    They are separated by commas, in repeated parameters, or in lists of OpenAI's clients
+    (`name[]`). Raises `ApiError`.
     """
     given = [*request.query_params.getlist(name), *request.query_params.getlist(f"{name}[]")]
     return [fields.choice(word, name, choices) for text in given for word in text.split(",")]
 
 
 def query_period(request: Request) -> Period:
-    """When what is listed was created. Raises `ApiError`."""
+    """Return the period in which listed objects were created. Raises `ApiError`."""
     return Period(*(query_integer(request, name, 0, MOST_SECONDS) for name in ("created_after", "created_before")))
 
 
 def not_after(name: str) -> ApiError:
-    """The error of a listing that is to go on behind what is no object."""
+    """Return the error of a listing whose `after` is no listed object."""
     message = f"Invalid value for 'after': '{fields.shown(name)}' is no id of the objects listed here."
     return ApiError(400, message, param="after", code="invalid_value")
 
 
 def envelope(objects: list[dict[str, Any]], has_more: bool, last_id: str | None = None) -> dict[str, Any]:
-    """Return the `PageOf` these objects; `last_id` is that of the last one, unless it is given."""
+    """Return the `PageOf` these objects; `last_id` is that of the last one by default."""
     first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
     return {"object": "list", "data": objects, "first_id": first, "last_id": last_id or last, "has_more": has_more}

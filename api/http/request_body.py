@@ -1,4 +1,4 @@
-"""What a client sends, as long as it goes on sending."""
+"""The bodies of requests, read as long as the client goes on sending."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +13,7 @@ _JSON = "application/json"
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """At most `limit` bytes of JSON. Raises `ApiError` 408, 413 and 415."""
+    """Return a JSON body of at most `limit` bytes. Raises `ApiError` 408, 413 and 415."""
     check_type(request, (_JSON,))
     body = bytearray()
     async for chunk in chunks_of(request):
@@ -24,9 +24,9 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def check_type(request: Request, types: Sequence[str]) -> None:
-    """Refuse, where no key was asked for, what a web page may send to any server.
+    """Refuse a content type that web pages may send to any server, if no key was needed.
 
-    `types` are others, the usual one first. Raise `ApiError` 415.
+    `types` are allowed, the usual one first. Raise `ApiError` 415.
     """
     given = request.headers.get("content-type") or types[0]
     if given.partition(";")[0].strip().lower() not in types and request.state.caller.key_id is None:
@@ -36,7 +36,7 @@ def check_type(request: Request, types: Sequence[str]) -> None:
 
 
 async def chunks_of(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises `ApiError` 408 when nothing does for too long."""
+    """Yield the body as it arrives. Raises `ApiError` 408 after too long a silence."""
     silence = state_of(request).settings.upload_silence_seconds
     stream = request.stream()
     while True:

@@ -1,6 +1,4 @@
-"""Headers of every response: `x-request-id`, which OpenAI's clients show with an error, how long it
-took, and those that a route or a dependency noted.
-"""
+"""Headers of every response: `x-request-id`, its time, and headers that a route has noted."""
 
 import re
 import time
@@ -15,7 +13,7 @@ _GIVEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:=+/@-]{0,127}")
 
 
 class RequestIds:
-    """Plain ASGI middleware, so that streams and disconnects pass through untouched.
+    """Add the headers, as plain ASGI middleware: streams and disconnects pass through untouched.
 
     A client may choose the id of its request; one that logs or headers could not hold is replaced.
     `request.state.headers` may hold more headers.
@@ -44,6 +42,6 @@ class RequestIds:
 
 
 def _given(scope: Scope) -> str | None:
-    """The client's id, None unless there is exactly one that can be used."""
+    """Return the client's id, None unless there is exactly one usable."""
     found = Headers(scope=scope).getlist("x-request-id")
     return found[0] if len(found) == 1 and _GIVEN.fullmatch(found[0]) else None

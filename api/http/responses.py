@@ -1,4 +1,4 @@
-"""JSON as routes and errors answer it."""
+"""JSON responses of routes and errors."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ from jobs.protocol.results import encode_json
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response whose body is strict UTF-8, whatever `value` contains."""
+    """Return a response whose body is strict UTF-8, whatever `value` contains."""
     return Response(encode_json(value), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""The path of a request below the root path, which a proxy may have taken off."""
+"""The path of a request below the root path, which a proxy may have removed."""
 
 from starlette.types import Scope
 

@@ -21,28 +21,29 @@ from api.http.listening import ConnectionCounts
 from api.http_settings import HttpSettings
 from jobs.process import raise_open_files
 
-_OTHER_FILES = 128  # that a process has open besides its connections
+_OTHER_FILES = 128  # open files of a process besides its connections
 _REFUSED_AT_ONCE = 64  # connections beyond the limit that get an answer
 _WAITS = 5
 _WAIT_SECONDS = 0.001
-_PAUSE_SECONDS = 1.0  # until there may be a free descriptor
+_PAUSE_SECONDS = 1.0  # before another descriptor may be free
 
 logger = logging.getLogger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's, but that it never polls, and accepts connections one by one.
+    """uvicorn's server, which here never polls, and accepts connections one by one.
 
-    asyncio's takes all that wait, so that of several processes the first one awake would get them.
+    asyncio's accepts all waiting connections, so that the first of several processes would get
+    them.
     """
 
     def __init__(
         self, app: ASGIApp, settings: HttpSettings, stop_seconds: int, counts: ConnectionCounts | None = None
     ) -> None:
-        """Raise `SettingsError` for files of TLS that cannot be used."""
+        """Raise `SettingsError` for unusable TLS files."""
         config = uvicorn.Config(
             app,
-            loop="auto",  # uvloop, where it is installed
+            loop="auto",  # uvloop if it is installed
             http=HttpProtocol,
             ws="none",
             lifespan="on",
@@ -64,7 +65,7 @@ class HttpServer(uvicorn.Server):
 
     @property
     def should_exit(self) -> bool:
-        """Whether the server is to end; a signal handler and other threads may set it."""
+        """Return whether the server is to end; signal handlers and other threads may set it."""
         return self._stop_order.is_given
 
     @should_exit.setter
@@ -73,12 +74,12 @@ class HttpServer(uvicorn.Server):
             self._stop_order.give()
 
     async def main_loop(self) -> None:
-        """Wait for the order to stop; uvicorn would look for it ten times a second."""
+        """Wait for the order to stop; uvicorn's own loop polls ten times a second."""
         await self._stop_order.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept from `sockets`."""
-        await super().startup(sockets=[])  # which starts the app, and accepts from none
+        await super().startup(sockets=[])  # this starts the app alone
         for listener in sockets or [] if self.started else []:
             listener.setblocking(False)
             self._start(self._accept(listener))
@@ -86,7 +87,7 @@ class HttpServer(uvicorn.Server):
             self._start(tls.refresh(self._settings, self._use))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and end what runs."""
+        """Accept no more connections, and end the running calls."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -122,7 +123,7 @@ class HttpServer(uvicorn.Server):
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             if self._connections >= self._settings.max_connections + _REFUSED_AT_ONCE:
-                connection.close()  # else those that say nothing would use up the files of all calls
+                connection.close()  # otherwise silent connections would use up the file descriptors
                 continue
             connection.setblocking(False)
             self._connecting += 1
@@ -130,7 +131,7 @@ class HttpServer(uvicorn.Server):
             self._start(self._connect(connection))
 
     async def _give_way(self) -> None:
-        """Leave a connection for a while to a process that has fewer, but may be busy."""
+        """Leave a connection for a moment to a process with fewer, which may be busy."""
         if self._counts is None:
             return
         self._publish()
@@ -174,9 +175,7 @@ class HttpServer(uvicorn.Server):
 
 
 class _StopOrder:
-    """An order that a signal handler or another thread may give to the event loop, also before it
-    runs.
-    """
+    """An order to stop, given by a signal handler or another thread, even before the loop runs."""
 
     def __init__(self) -> None:
         self.is_given = False
@@ -196,7 +195,7 @@ class _StopOrder:
 
 
 class _DatedState(ServerState):
-    """uvicorn's, whose Date header is made when a request needs it, at most once a second."""
+    """uvicorn's state, whose Date header is made on demand, at most once a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         self._config = config
@@ -205,7 +204,7 @@ class _DatedState(ServerState):
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that each answer begins with."""
+        """Return the first headers of each answer."""
         if (second := int(time.time())) != self._second:
             self._second = second
             self._headers = [(b"date", formatdate(second, usegmt=True).encode()), *self._config.encoded_headers]
@@ -217,14 +216,14 @@ class _DatedState(ServerState):
 
 
 def _most_connections(settings: HttpSettings) -> int:
-    """Raise the limit of open files as far as allowed; return how many connections it leaves."""
+    """Raise the limit of open files as far as allowed; return the connections that it leaves."""
     files = raise_open_files()
     left = files - _OTHER_FILES - _REFUSED_AT_ONCE
     return settings.max_connections if files < 0 else max(1, min(settings.max_connections, left))
 
 
 async def _readable(listener: socket.socket) -> None:
-    """Wait until a connection waits."""
+    """Wait until a client connects."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(listener, ready.set)

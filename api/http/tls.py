@@ -1,4 +1,4 @@
-"""The TLS of a server: its certificate, those of its clients, and both again when files change."""
+"""TLS of the server, loaded again when its files change."""
 
 import asyncio
 import logging
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def server_context(settings: HttpSettings) -> ssl.SSLContext | None:
-    """The context of a server, None without a certificate.
+    """Return the TLS context of the server, None without a certificate.
 
-    Raises `SettingsError` for files that cannot be used.
+    Raises `SettingsError` for unusable files.
     """
     if settings.ssl_certfile is None:
         return None
@@ -36,11 +36,10 @@ def server_context(settings: HttpSettings) -> ssl.SSLContext | None:
 
 
 async def refresh(settings: HttpSettings, use: Callable[[ssl.SSLContext | None], None]) -> None:
-    """Have new connections use a new context whenever the files change: one that exists would go on
-    to trust authorities that were taken out.
+    """Use a new context for new connections whenever the files change.
 
-    Files that do not fit, as between the writes of a key and its certificate, are left for the next
-    look.
+    An old context would still trust authorities that were removed. Files that do not fit each
+    other, as between the writes of a key and its certificate, are tried again at the next look.
     """
     loaded = _versions(settings)
     while True:
@@ -60,7 +59,7 @@ async def refresh(settings: HttpSettings, use: Callable[[ssl.SSLContext | None],
 def _load(context: ssl.SSLContext, settings: HttpSettings) -> None:
     assert settings.ssl_certfile is not None
     try:
-        # A password, which would be asked for on the terminal, is taken for wrong
+        # An encrypted key fails with this password, instead of asking on the terminal
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
     except OSError as error:
         key = settings.ssl_keyfile or settings.ssl_certfile
@@ -77,7 +76,7 @@ def _load(context: ssl.SSLContext, settings: HttpSettings) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """Say what is wrong with a file; OpenSSL says it in words of its own."""
+    """Describe the problem with a file; OpenSSL's own words are unclear."""
     if isinstance(error, ssl.SSLError):
         if error.reason == "KEY_VALUES_MISMATCH":
             return "the key is not that of the certificate"
@@ -86,7 +85,7 @@ def _reason(error: OSError) -> str:
 
 
 def _versions(settings: HttpSettings) -> list[tuple[int, int] | None]:
-    """What changes with each file."""
+    """Return values that change with each file."""
     files = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
     return [_version(file) for file in files if file is not None]
 

@@ -1,4 +1,4 @@
-"""`/v1/batches/{id}/requests` and `/close`: what is appended to an open batch, and its end."""
+"""`/v1/batches/{id}/requests` and `/close`: requests of an open batch, and its end."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ from jobs.queue.tasks import wake
 from jobs.store.storage import StoreFull
 
 _TYPES = ("application/jsonl", "application/x-ndjson", "application/json", "application/octet-stream")
-_GROUP_BYTES = 1024 * 1024  # that are appended, and made durable, at once
+_GROUP_BYTES = 1024 * 1024  # bytes of lines that are appended, and made durable, at once
 
 _BODY = {
     "requestBody": {
@@ -47,7 +47,7 @@ router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=Blocking
 
 @router.post("/v1/batches/{batch_id}/requests", responses=answered(BatchRequests), openapi_extra=_BODY)
 async def append(request: Request, batch_id: str) -> Response:
-    """Append requests, JSONL, to an open batch; those that it has already change nothing.
+    """Append requests, as JSONL, to an open batch; requests that it has already change nothing.
 
     They are durable once this answers. A call that fails may have appended some of them.
     """
@@ -84,7 +84,7 @@ class _Appending:
         self._record = record = find_batch(state, tenant, batch_id)
         _check_open(record)
         self._group = group_of(record.spec)
-        # What the batch has already is served, whatever an emptied Redis knows so far
+        # The batch's own models are served, whatever an emptied Redis knows so far
         self._served = ServedModels(state.queue, _refuse_unknown_model, math.inf, record.models)
         if not self._served:
             _refuse_unknown_model()
@@ -103,7 +103,7 @@ class _Appending:
         try:
             outcome = self._group.append(lines, self._served, self._bounds)
         except ApiError as error:
-            if error.status == 409:  # which may be because it was deleted since
+            if error.status == 409:  # perhaps because the batch was deleted
                 _check_open(find_batch(self._state, self._record.spec.tenant, self._record.id))
             raise
         self._total = outcome.total
@@ -112,18 +112,18 @@ class _Appending:
         self._failed += len(outcome.problems)
         self._problems += outcome.problems[: MAX_PROBLEMS - len(self._problems)]
         self._note_tokens(estimated_tokens(outcome.body_bytes))
-        # A driver that this does not reach looks by itself
+        # A driver that misses this looks by itself
         wake(self._queue.redis, self._record.id)
 
     def _note_tokens(self, tokens: int) -> None:
-        """Have them count for the tenant's other batches at once; else the next slice does."""
+        """Count the tokens for the tenant's other batches now, rather than with the next slice."""
         if self._bounds.tokens is not None:
             with contextlib.suppress(QueueUnavailable):
                 self._queue.note_appended(self._record.id, tokens)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Say in a refusal how many requests of the call were appended before."""
+        """Add to a refusal how many requests of the call were appended before."""
         try:
             yield
         except (ApiError, StoreFull) as error:
@@ -137,7 +137,7 @@ class _Appending:
             raise ApiError(507, message, "server_error", code="insufficient_storage") from error
 
     def answer(self) -> BatchRequests:
-        """Return what became of all."""
+        """Return the outcome of all lines."""
         errors = [
             BatchError(code=one.code, line=one.line, message=one.message, param=one.param) for one in self._problems
         ]
@@ -163,8 +163,9 @@ def _check_open(record: BatchRecord) -> None:
 
 
 async def _groups(request: Request, most: int) -> AsyncIterator[list[InputLine]]:
-    """Yield the lines of the body, some megabytes of them at a time, blank ones left out; a line
-    that the connection cut is none. Raise `ApiError` 408 and 413.
+    """Yield the lines of the body without blank ones, some megabytes at a time.
+
+    A line that the connection cut is left out. Raise `ApiError` 408 and 413.
     """
     arriving, lines, size, held = ArrivingLines(), list[InputLine](), 0, 0
     async for chunk in chunks_of(request):

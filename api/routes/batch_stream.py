@@ -1,12 +1,10 @@
-"""`GET /v1/batches/{id}/stream`: the tokens of all requests of a batch as they come, as server-sent
-events.
+"""`GET /v1/batches/{id}/stream`: the tokens of all requests of a batch, as server-sent events.
 
-The batch's own stream in Redis holds what workers say about any of its requests, for as long as
-a client reads. A reader that lost its connection continues exactly where it was, on any API
-process, while the event that it saw last is still stored there. Else, and at first, it is shown
-what the running requests have so far; the offsets say what of it is new. A reader that is too slow
-falls behind and delays nothing. What runs while the batch is validated is shown once it is in
-progress.
+The batch's own stream in Redis holds the entries of all its requests while a client reads. A reader
+that lost its connection continues exactly where it was, on any API process, while its last event is
+still stored. Otherwise, and at first, it gets the text of running requests so far; the offsets tell
+the new part. A slow reader falls behind and delays nothing. Tokens from the time of validation are
+shown once the batch is in progress.
 """
 
 import contextlib
@@ -46,9 +44,11 @@ _SILENCE_SECONDS = 1.0
     openapi_extra={"parameters": [LAST_EVENT_ID]},
 )
 async def stream(request: Request, batch_id: str) -> Response:
-    """Events `{"custom_id", "line", "choices": [{"index", "token_offset", "text", "text_offset"}],
-    "status"}`; `status` is null until the request's last event says `completed` or `failed`. At the
-    batch's end comes the Batch object, then `[DONE]`.
+    """Stream the tokens of a batch's requests as they come.
+
+    Events are `{"custom_id", "line", "choices": [{"index", "token_offset", "text", "text_offset"}],
+    "status"}`; `status` is null until the request's last event, where it is `completed` or
+    `failed`. At the batch's end comes the Batch object, then `[DONE]`.
     """
     state = state_of(request)
     after = last_event_id(request)
@@ -66,8 +66,8 @@ class Follower:
         self._record = record
         self._batch = record.id
         self._watch = Watch(state.fleet.short_retry_queue, record.id, state.settings.watch_seconds)
-        self._first_id: str | None = None  # the batch's last entry when this began
-        self._custom_ids: dict[RequestKey, str] = {}  # of requests that run
+        self._first_id: str | None = None  # the batch's last entry when the reader began
+        self._custom_ids: dict[RequestKey, str] = {}  # of running requests
         self._lines: LineIndex | None = None
 
     async def begin(self) -> None:
@@ -84,7 +84,7 @@ class Follower:
         return await patiently(self._state, lambda: run_in(LIVE, self._watch.begin))
 
     async def events(self, after: str | None) -> AsyncIterator[bytes]:
-        """Until the batch has ended, and all that was said of it is shown.
+        """Yield events until the batch has ended and all of its entries are shown.
 
         Raises `QueueUnavailable`.
         """
@@ -113,20 +113,20 @@ class Follower:
         yield event(batch_object(self._record))
 
     async def _planned(self, after: str | None) -> str | None:
-        """Wait while the batch is validated; what its early lines publish is shown afterwards.
+        """Wait while the batch is validated; entries of early lines are shown afterwards.
 
-        Return `after`, or None if it ended without a plan: no line of it is shown.
+        Return `after`, or None if it ended without a plan: then none of its lines is shown.
         """
         seen = self._first_id or FIRST_ID
         while not (self._record.shows_lines or self._record.ended):
             if self._watch.due:
                 await self._watched()
-                await self._look()  # the watch may have lapsed, and a change of the state with it
+                await self._look()  # the watch may have lapsed, and missed a change of the state
                 continue
             entries = await next_entries(self._state, keys.batch_tokens(self._batch), seen, 1000, _SILENCE_SECONDS)
             if entries:
                 seen = entries[-1][0]
-            if not entries or any(not fields[b"k"] for _, fields in entries):  # its state moved
+            if not entries or any(not fields[b"k"] for _, fields in entries):  # the state changed
                 await self._look()
         return after if self._record.shows_lines else None
 
@@ -136,7 +136,7 @@ class Follower:
             self._lines.close()
 
     async def _from(self, snapshot: StreamSnapshot) -> AsyncIterator[bytes]:
-        """Yield the events of what running requests have so far.
+        """Yield events with the text of running requests so far.
 
         Only the last has an id, so that a client that is cut before it begins again.
         """
@@ -151,7 +151,7 @@ class Follower:
             yield event(last, snapshot.last_id)
 
     async def _values(self, entries: Sequence[BatchEntry]) -> list[tuple[dict[str, Any], str]]:
-        """Return what clients are shown, and under which id."""
+        """Return the events for clients, each with its id."""
         visible = [
             (entry.key, entry)
             for entry in entries
@@ -167,8 +167,8 @@ class Follower:
         return values
 
     def _find_custom_ids(self, requests: Sequence[RequestKey]) -> dict[RequestKey, str]:
-        """Return the custom_ids; none where the file of an ended batch was removed."""
-        for _ in range(2):  # what was open may be elsewhere once it was closed
+        """Return the custom_ids, or none if the file of an ended batch was removed."""
+        for _ in range(2):  # the lines may have moved when their file was closed
             with contextlib.suppress(StoreError):
                 if self._lines is None:
                     manifest = load_manifest(self._record.spec.root)

@@ -1,4 +1,4 @@
-"""`/v1/batches`: create, list, look at, cancel, retry, delete."""
+"""`/v1/batches`: create, list, retrieve, cancel, retry, delete."""
 
 import contextlib
 import threading
@@ -43,7 +43,7 @@ _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MAX_ID = 256
-_STREAM = "stream"  # `input` of a batch whose requests are appended
+_STREAM = "stream"  # `input` of an open batch
 
 _METADATA = {
     "type": ["object", "null"],
@@ -92,12 +92,13 @@ router = APIRouter(dependencies=[Depends(queue_reachable)], route_class=Blocking
 
 @router.post("/v1/batches", responses=answers(Batch), openapi_extra={**_BODY, "parameters": [PARAMETER]})
 async def create_batch(request: Request) -> Response:
-    """Make a batch of an uploaded file; what is wrong with that file, the batch says once it was
-    validated. With `"input": "stream"`, make an open batch, to which requests are appended.
+    """Create a batch from an uploaded file, whose errors the batch reports once it is validated.
+
+    With `"input": "stream"`, create an open batch, to which requests are appended.
     """
     raw = await read_body(request, _MAX_BODY)
     state = state_of(request)
-    undecided = threading.Lock()  # the side that takes it decides: the batch is made, or the call refused
+    undecided = threading.Lock()  # its holder decides: the batch is made, or the call refused
     with _may_exist(undecided, key_of(request) is not None):
         creating = run_in_threadpool(_create, request, raw, undecided)
         return respond(await state.fleet.unless_away(creating))
@@ -105,10 +106,9 @@ async def create_batch(request: Request) -> Response:
 
 @router.get("/v1/batches", responses=answered(PageOf[Batch]), openapi_extra={"parameters": _PAGE})
 def list_page(request: Request) -> Response:
-    """A page of the caller's batches, newest first.
+    """Return a page of the caller's batches, newest first.
 
-    It may be shorter than `limit` while `has_more` is true: then the next one begins behind
-    `last_id`.
+    It may be shorter than `limit` while `has_more` is true; the next one begins behind `last_id`.
     """
     after = request.query_params.get("after") or None
     if after is not None and not is_id(BATCH, after):
@@ -121,7 +121,7 @@ def list_page(request: Request) -> Response:
 
 @router.get("/v1/batches/{batch_id}", responses=answered(Batch))
 def retrieve_batch(request: Request, batch_id: str) -> Response:
-    """What has become of a batch."""
+    """Return a batch."""
     return json_response(batch_object(_find(request, batch_id)))
 
 
@@ -129,7 +129,7 @@ def retrieve_batch(request: Request, batch_id: str) -> Response:
 def cancel(request: Request, batch_id: str) -> Response:
     """End a batch early.
 
-    What is finished stays, what runs is stopped; every other line gets an error line, unless the
+    Finished lines stay, running ones are stopped; every other line gets an error line, unless the
     file is still being validated.
     """
     _find(request, batch_id)
@@ -144,10 +144,10 @@ def cancel(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/retry", responses=answers(Batch), openapi_extra={"parameters": [_RETRY_PARAMETER]})
 async def retry(request: Request, batch_id: str) -> Response:
-    """Make a batch of those lines of an ended one that have no answer in its output file.
+    """Create a batch from the lines of an ended one that have no answer in its output file.
 
-    Its input file is a new file with these lines, and `metadata.retry_of` names the ended batch.
-    A call that is repeated makes no other batch.
+    Its input file is a new file with these lines, and `metadata.retry_of` names the ended batch. A
+    repeated call creates no other batch.
     """
     state, caller = state_of(request), caller_of(request)
     record = await state.fleet.unless_away(run_in_threadpool(find_batch, state, caller.tenant, batch_id))
@@ -176,7 +176,7 @@ def delete(request: Request, batch_id: str) -> Response:
 
 
 def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSubmission:
-    """Read what a client asks for; unknown keys are ignored. Raise `ApiError` 400."""
+    """Parse a new batch; unknown keys are ignored. Raise `ApiError` 400."""
     body = fields.mapping(body, "body")
     streams_input = fields.optional(body, "input", _read_input, False)
     if streams_input and body.get("input_file_id") is not None:
@@ -224,7 +224,7 @@ def _submit(state: ApiState, caller: Caller, new: BatchSubmission, batch_id: str
 
 
 def _retry(state: ApiState, caller: Caller, record: BatchRecord, key: str | None) -> Answer:
-    """Retry a batch once for each key, of which no key is one too."""
+    """Retry a batch once for each key, and once without a key."""
 
     def find(batch_id: str) -> dict[str, Any] | None:
         found = submitted_batch(state.queue, state.files, caller.tenant, batch_id)
@@ -247,8 +247,9 @@ def _retry(state: ApiState, caller: Caller, record: BatchRecord, key: str | None
 
 
 def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchSubmission:
-    """Return what a retry of the batch asks for. Where there are as many pairs of metadata as may
-    be, they stay as they are.
+    """Return the submission of a retry.
+
+    Metadata with the most pairs allowed stay as they are.
     """
     spec = record.spec
     metadata = {**(spec.metadata or {}), "retry_of": record.id}
@@ -270,8 +271,9 @@ def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchS
 
 @contextlib.contextmanager
 def _may_exist(undecided: threading.Lock, repeatable: bool = False) -> Iterator[None]:
-    """Raise `MayExist` where the queue goes out of reach after the batch was begun, unless the call
-    is `repeatable`.
+    """Raise `MayExist` if the queue goes out of reach after the batch was begun.
+
+    A `repeatable` call raises `QueueUnavailable` instead.
     """
     try:
         yield
@@ -285,7 +287,7 @@ def _may_exist(undecided: threading.Lock, repeatable: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def _refusing_too_many(caller: Caller) -> Iterator[None]:
-    """Raise `ApiError` 429 where the tenant has as many open batches as it may have."""
+    """Raise `ApiError` 429 if the tenant has as many open batches as its key allows."""
     try:
         yield
     except TooManyBatches as error:

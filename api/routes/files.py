@@ -1,4 +1,4 @@
-"""`/v1/files`: upload, list, look at, read, delete."""
+"""`/v1/files`: upload, list, retrieve, read, delete."""
 
 import errno
 import logging
@@ -40,7 +40,7 @@ _MAX_LIMIT = 10_000
 logger = logging.getLogger(__name__)
 
 router = APIRouter(route_class=BlockingRoute)
-_IN_QUEUE = [Depends(queue_reachable)]  # reading a file asks the disk alone
+_IN_QUEUE = [Depends(queue_reachable)]  # these routes ask the queue; reading a file asks the disk alone
 
 _FORM = {
     "required": True,
@@ -118,7 +118,7 @@ async def upload_file(request: Request) -> Response:
     dependencies=_IN_QUEUE,
 )
 def list_files(request: Request) -> Response:
-    """A page of the caller's files."""
+    """Return a page of the caller's files."""
     after = request.query_params.get("after") or None
     limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _MAX_LIMIT
     order = cast(Literal["asc", "desc"], query_choice(request, "order", ("asc", "desc")) or "desc")
@@ -135,7 +135,7 @@ def list_files(request: Request) -> Response:
 
 @router.get("/v1/files/{file_id}", responses=answered(FileObject))
 def retrieve_file(request: Request, file_id: str) -> Response:
-    """What a file is; of one that a batch is still writing, what can be read of it."""
+    """Return a file; while a batch still writes it, with the size that can be read."""
     record = _found(request, file_id)
     if not record.complete and (manifest := _manifest(_files(request), record)) is not None:
         record = msgspec.structs.replace(record, bytes=manifest.logged_bytes)
@@ -144,10 +144,10 @@ def retrieve_file(request: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}", responses=answered(FileDeleted), dependencies=_IN_QUEUE)
 def delete_file(request: Request, file_id: str) -> Response:
-    """Remove a file. Batches that read it go on: they have their own."""
+    """Remove a file. Batches that read it go on with their own copy."""
     record = _found(request, file_id)
     manifest = _manifest(_files(request), record)
-    # A batch that has not ended would write the file again
+    # An unfinished batch would write the file again
     if not record.complete or (manifest is not None and manifest.state not in END_STATES):
         message = f"The batch {record.batch_id} is still writing the file {file_id}; cancel that first."
         raise ApiError(409, message, param="id")
@@ -162,9 +162,9 @@ def delete_file(request: Request, file_id: str) -> Response:
     "/v1/files/{file_id}/content", responses=_BYTES, response_class=Response, openapi_extra={"parameters": _EXTENT}
 )
 def read_file(request: Request, file_id: str) -> Response:
-    """The bytes of a file.
+    """Return the bytes of a file.
 
-    The output file of a batch can be read before the batch ends: then, and wherever `offset` or
+    The output file of a batch can be read before the batch ends. Then, and whenever `offset` or
     `limit` is given, its lines come in the order in which they were finished. `X-Last-Line` is the
     offset to go on from, `X-Incomplete` says whether there is or will be more.
     """
@@ -188,7 +188,7 @@ def _whole(path: str, record: FileRecord) -> Response:
 
 
 def _status_of(location: str) -> os.stat_result:
-    """Return what the system says of a file, for one in a bucket."""
+    """Return the status of a file in a bucket as a file system has it."""
     stamp = stamp_of(location)
     if stamp is None:
         raise FileNotFoundError(errno.ENOENT, "it is gone")
@@ -221,13 +221,14 @@ def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | No
 
 
 def _manifest(files: FileStore, record: FileRecord) -> Manifest | None:
-    """Of the batch that gave a file. Raises `StoreError`."""
+    """Return the manifest of the batch that wrote a file, if any. Raises `StoreError`."""
     return None if record.batch_id is None else load_manifest(str(files.batch_root(record.batch_id)))
 
 
 class _StoredFile(FileResponse):
-    """A file, or a range of it; one beyond its end is refused in OpenAI's shape, and what is no
-    range is ignored (RFC 9110).
+    """A file, or a range of it.
+
+    A range beyond its end is refused in OpenAI's shape, and an invalid one is ignored (RFC 9110).
     """
 
     @asynccontextmanager
@@ -267,8 +268,9 @@ class _StoredLines(StreamingResponse):
 
 
 async def _answer(response: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a response whose head waits for the first bytes of the store: where these cannot be
-    read, the answer says so. Where later ones cannot, it ends there.
+    """Send a response whose head waits for the first bytes of the store.
+
+    If these cannot be read, the response is the error; if later ones cannot, it ends early.
     """
     heads: list[Message] = []
     is_begun = False

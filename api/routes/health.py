@@ -1,4 +1,4 @@
-"""`/health` and `/ready`: whether this process can do its work, and whether a model can be called.
+"""`/health` and `/ready`: whether this process works, and whether a model can be called.
 
 Neither waits for long when Redis is away.
 """
@@ -20,7 +20,7 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"description": "Not now."
 
 @router.get("/health", responses=_UNAVAILABLE)
 async def health(request: Request) -> Response:
-    """200 while the queue answers, 503 otherwise; workers by state, for a person or a probe."""
+    """Return 200 while the queue answers, else 503, with the workers by state."""
     state = state_of(request)
     try:
         snapshot = await state.fleet.probe()
@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", responses=_UNAVAILABLE)
 async def ready(request: Request) -> Response:
-    """200 once a model can be called, 503 with the reason before; for load balancers."""
+    """Return 200 once a model can be called, else 503 with the reason; for load balancers."""
     try:
         snapshot = await state_of(request).fleet.probe()
     except QueueUnavailable:

@@ -1,7 +1,6 @@
-"""`/v1/completions` and `/v1/chat/completions`: a call goes into the queue, a worker answers
-through Redis.
+"""`/v1/completions` and `/v1/chat/completions`: calls that a worker answers through Redis.
 
-The HTTP status waits for the worker's first word, since only the worker knows the prompt's length.
+The HTTP status waits for the worker's first entry, since only the worker knows the prompt's length.
 A client that leaves cancels its call.
 """
 
@@ -32,10 +31,10 @@ from jobs.protocol.tokenization import TokenizerCall
 from jobs.protocol.validation import Call, decode_body, parse_call
 from jobs.queue.limits import ModelOverloaded, TooManyCalls
 
-_LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
+_LARGE_BODY = 256 * 1024  # bytes; parsing more on the event loop would delay other calls
 _LEAVING_SECONDS = 1.0
-_leaving: set[asyncio.Future[None]] = set()  # calls that end behind their answer
-_RETRY_SECONDS = "5"  # after which a refused client may try again
+_leaving: set[asyncio.Future[None]] = set()  # calls that end after their response
+_RETRY_SECONDS = "5"  # before a refused client tries again
 
 router = APIRouter(route_class=AuthorizedRoute)
 
@@ -71,7 +70,7 @@ async def answer(request: Request, parse: Callable[[bytes], Call | PoolingCall |
     await state.fleet.require(call.model, endpoint=call.endpoint)
     caller = caller_of(request)
     live = LiveCall(state, call, caller.tenant, caller.key_id or "")
-    request.state.stream_id = live.key.batch  # by which workers log it
+    request.state.stream_id = live.key.batch  # workers log it under this id
     try:
         await live.submit(raw)
         _note_limit(request, live.calls_of_tenant)
@@ -79,7 +78,7 @@ async def answer(request: Request, parse: Callable[[bytes], Call | PoolingCall |
         if call.stream and (first.result is None or first.result.succeeded):
             headers = {"x-stream-id": live.key.batch}
             stream = EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
-            if not state.settings.middleware:  # which may change what it sees
+            if not state.settings.middleware:  # middleware may change what it sees
                 live.write_through(stream)
             return stream
         result = first.result or await _unless_gone(request, live.result(first))
@@ -97,7 +96,7 @@ async def answer(request: Request, parse: Callable[[bytes], Call | PoolingCall |
 
 
 async def _for_a_moment(closing: Coroutine[Any, Any, None]) -> None:
-    """Wait for the end of a call, which goes on behind the answer while Redis is away."""
+    """Wait briefly for the end of a call; while Redis is away, it ends after the response."""
     task = asyncio.create_task(closing)
     _leaving.add(task)
     task.add_done_callback(_leaving.discard)
@@ -125,7 +124,7 @@ def _parse(endpoint: str, raw: bytes) -> Call:
 
 
 async def _unless_gone(request: Request, waiting: Any) -> Any:
-    """The awaited value. Raises `ClientDisconnect` when the client leaves first."""
+    """Return the awaited value. Raises `ClientDisconnect` when the client leaves first."""
     task = start(waiting)
     gone = asyncio.ensure_future(until_gone(request.receive))
     try:

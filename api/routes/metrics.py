@@ -1,7 +1,7 @@
 """`/metrics`: the queue, the workers and their GPUs for Prometheus, read from Redis at each scrape.
 
-Workers declare what their engines report (`workers/engine/messages/metrics.py`); it is shown under
-the names that they registered.
+Workers declare what their engines report (`workers/engine/messages/metrics.py`), under the names
+that are shown.
 """
 
 from collections import Counter
@@ -42,11 +42,11 @@ _DECLARED: dict[str, type[Family]] = {**_OWN, "histogram": HistogramMetricFamily
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Answer a scrape; 503 while the queue does not answer, so that the scrape counts as failed."""
+    """Answer a scrape; with 503 while the queue does not answer, so that it counts as failed."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     collector = QueueCollector(state_of(request).fleet.probe_queue)
     try:
-        # Else prometheus-client 0.26 replaces the colon of a name in OpenMetrics samples
+        # Otherwise prometheus-client 0.26 replaces the colon of a name in OpenMetrics samples
         text = await run_in(LIVE, encode, collector, escaping=ALLOWUTF8)  # type: ignore[call-arg]
         return Response(text, media_type=content_type)
     except QueueUnavailable:
@@ -54,7 +54,7 @@ async def metrics(request: Request) -> Response:
 
 
 class QueueMetric(NamedTuple):
-    """A metric of the API's own, and how its samples (values of the labels, number) are read."""
+    """A metric of the API's own, and the function that reads its samples (label values, number)."""
 
     name: str
     kind: str
@@ -64,7 +64,7 @@ class QueueMetric(NamedTuple):
 
 
 class QueueCollector(Collector):
-    """Reads Redis when it is asked for its metrics."""
+    """Read the metrics from Redis at each scrape."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
@@ -81,8 +81,10 @@ class QueueCollector(Collector):
 
 
 def _of_engines(reported: Iterable[tuple[WorkerRecord, WorkerGauges]]) -> Iterable[Family]:
-    """Metrics that workers declare; one that declares another thing by the same name, as another
-    version may, is left out.
+    """Return the metrics that workers declare.
+
+    A metric that is declared differently by a worker, perhaps of another version, is left out for
+    it.
     """
     found: dict[str, tuple[MetricDescriptor, Family]] = {}
     for worker, gauges in reported:
@@ -101,7 +103,7 @@ def _of_engines(reported: Iterable[tuple[WorkerRecord, WorkerGauges]]) -> Iterab
 def _add(family: Family, of_worker: Sequence[str], declared: MetricDescriptor, samples: list[MetricSample]) -> None:
     bounds = [*map(floatToGoString, declared.buckets), "+Inf"]
     for sample in samples:
-        labels = (*of_worker, sample.label)  # an empty one has no name that it belongs to
+        labels = (*of_worker, sample.label)  # an empty label has no name
         if isinstance(family, HistogramMetricFamily):
             family.add_metric(labels, list(zip(bounds, accumulate(sample.counts), strict=True)), sample.value)
         else:
@@ -131,7 +133,7 @@ def _by_state(counts: Mapping[str, int]) -> list[tuple[Sequence[str], float]]:
 
 
 def _of_gpus(figure: str) -> Callable[[QueueReading], Iterator[tuple[Sequence[str], float]]]:
-    """`figure` is a field of `GpuGauges`; a GPU that does not report it has no sample."""
+    """Return a reader of one field of `GpuGauges`; a GPU that does not report it has no sample."""
 
     def samples(reading: QueueReading) -> Iterator[tuple[Sequence[str], float]]:
         for worker, gauges in reading.reported:

@@ -1,4 +1,4 @@
-"""`/v1/models`: what workers serve, are about to, or would for a call."""
+"""`/v1/models`: models that workers serve, load, or would load for a call."""
 
 import time
 from typing import Any
@@ -15,17 +15,16 @@ _STARTED = time.time()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """All models that can be called now (`status` "ready"), soon ("loading"), or are loaded for a
-    call ("unloaded").
-    """
+    """Return all models: `status` is "ready", "loading", or "unloaded" if a call loads it."""
     snapshot = await state_of(request).fleet.snapshot()
     return {"object": "list", "data": list(_models(snapshot).values())}
 
 
 @router.get("/v1/models/{name:path}")
 async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
-    """One of them; the name may hold slashes. 503 while none of its workers is there, 404 for one
-    that never had any.
+    """Return a model, whose name may hold slashes.
+
+    503 while none of its workers is there, 404 if it never had any.
     """
     snapshot = await state_of(request).fleet.snapshot()
     found = _models(snapshot).get(name)
@@ -37,9 +36,7 @@ async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _models(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    """Those that are ready first, then those that load; a model that was never served has no length
-    yet.
-    """
+    """Return the ready models, then the others; one that was never served has no length yet."""
     served = {
         record.name: _as_openai(record.name, "ready", record.created, record.max_model_len)
         for record in snapshot.served

@@ -1,5 +1,6 @@
-"""`/v1/embeddings`, as OpenAI has it, and what vLLM has beside it: `/v1/score`, `/v1/rerank`,
-`/v1/classify` and `/v1/pooling`. Live calls that a worker answers with numbers.
+"""`/v1/embeddings`, as OpenAI has it, and `/v1/score`, `/v1/rerank`, `/v1/classify`, `/v1/pooling`.
+
+The last four are vLLM's. All are live calls that a worker answers with numbers.
 """
 
 from functools import partial
@@ -30,7 +31,7 @@ _USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
 
 
 def _listed(**properties: Any) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route whose answer lists objects with these properties."""
+    """Return `responses` of a route whose answer lists objects with these properties."""
     data = {"type": "array", "items": _object(index=_INTEGER, **properties)}
     named = {"id": _STRING, "object": {"const": "list"}, "created": _INTEGER, "model": _STRING}
     return _answered(_object(**named, data=data, usage=_USAGE))
@@ -53,7 +54,7 @@ _BODY = json_body({"type": "object"})
 
 @router.post(EMBEDDINGS, responses=_answered(_EMBEDDED), response_class=Response, openapi_extra=_BODY)
 async def embeddings(request: Request) -> Response:
-    """A vector for each text."""
+    """Return a vector for each text."""
     return await _answer(request, EMBEDDINGS)
 
 
@@ -65,7 +66,7 @@ async def embeddings(request: Request) -> Response:
     openapi_extra=_BODY,
 )
 async def score(request: Request) -> Response:
-    """How well pairs of texts belong together."""
+    """Return how well pairs of texts belong together."""
     return await _answer(request, SCORE)
 
 
@@ -73,7 +74,7 @@ async def score(request: Request) -> Response:
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post(RERANK, responses=_answered(_RERANKED), response_class=Response, openapi_extra=_BODY)
 async def rerank(request: Request) -> Response:
-    """Documents by their relevance for a query."""
+    """Return documents by their relevance for a query."""
     return await _answer(request, RERANK)
 
 
@@ -84,7 +85,7 @@ async def rerank(request: Request) -> Response:
     openapi_extra=_BODY,
 )
 async def classify(request: Request) -> Response:
-    """The probability of each class, for each text."""
+    """Return the probability of each class, for each text."""
     return await _answer(request, CLASSIFY)
 
 
@@ -98,7 +99,7 @@ async def classify(request: Request) -> Response:
     openapi_extra=_BODY,
 )
 async def pooling(request: Request) -> Response:
-    """What the model's pooler gives for each text."""
+    """Return the output of the model's pooler for each text."""
     return await _answer(request, POOLING)
 
 

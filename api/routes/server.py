@@ -1,6 +1,4 @@
-"""`/version`, open to every client, and `/server_info`: what is served, by which workers, within
-which limits.
-"""
+"""`/version`, open to every client, and `/server_info`: models, workers and limits."""
 
 from dataclasses import fields
 from typing import Any
@@ -23,14 +21,15 @@ _SHOWN_TEXTS = ("completion_windows",)
 
 @open_router.get(ALIVE)
 async def show_version() -> dict[str, str]:
-    """The version of the package."""
+    """Return the version of the package."""
     return {"version": version()}
 
 
 @router.get("/server_info")
 async def server_info(request: Request) -> dict[str, Any]:
-    """The version, the models with the workers that serve them, and the numbers among the
-    settings; no address, name of a host, path or secret.
+    """Return the version, the models with their workers, and the numbers among the settings.
+
+    No address, name of a host, path or secret is shown.
     """
     state = state_of(request)
     snapshot = await state.fleet.snapshot()
@@ -51,7 +50,7 @@ def _workers(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _worker(worker: WorkerRecord) -> dict[str, Any]:
-    """What its engine is known to be; nothing of that while it loads."""
+    """Return a worker and its engine; the engine's values are null while it loads."""
     engine = worker.engine
     return {
         "state": worker.state,
@@ -66,6 +65,6 @@ def _worker(worker: WorkerRecord) -> dict[str, Any]:
 
 
 def _settings(settings: ApiSettings) -> dict[str, Any]:
-    """Numbers, and few texts by name, so that a setting to come is not shown by mistake."""
+    """Return numbers, and few texts by name, so that no later setting is shown by mistake."""
     values = {one.name: getattr(settings, one.name) for one in fields(settings) if "help" in one.metadata}
     return {name: value for name, value in values.items() if isinstance(value, int | float) or name in _SHOWN_TEXTS}

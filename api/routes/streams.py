@@ -1,8 +1,7 @@
-"""`GET /v1/streams/{id}`: the tokens of any request, from its beginning or after `Last-Event-ID`,
-as server-sent events.
+"""`GET /v1/streams/{id}`: the tokens of a request, as server-sent events.
 
-The id of an event says how many output tokens came up to it: a reader that was cut goes on without
-gap or repetition, on any API process.
+They come from its beginning or after `Last-Event-ID`. The id of an event counts the output tokens
+up to it, so a reader that was cut goes on without gap or repetition, on any API process.
 """
 
 from collections.abc import AsyncIterator
@@ -35,12 +34,12 @@ router = APIRouter()
     openapi_extra={"parameters": [LAST_EVENT_ID]},
 )
 async def stream(request: Request, name: str) -> Response:
-    """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`,
-    the last one also with `status` and `response`, then `[DONE]`. Where `best_of` is larger than
-    `n`, all that are generated are shown; log probabilities are in the response.
+    """Stream the tokens of a request as they come.
 
-    `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`). One of another tenant
-    is as unknown as one that never was.
+    Events are `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`,
+    the last one also with `status` and `response`; then comes `[DONE]`. If `best_of` is larger than
+    `n`, all choices are shown. Log probabilities are in the response. `name` is a request of a
+    batch (`batch_x/17`) or a live call (`live_x`). A request of another tenant is unknown.
     """
     state = state_of(request)
     key = _parse_key(name)
@@ -56,9 +55,9 @@ async def _is_readable(state: ApiState, tenant: str, key: RequestKey) -> bool:
 
 
 async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator[bytes]:
-    """Read until the request's end.
+    """Yield events until the request's end.
 
-    A request that was not watched loses its stream when it ends: then so does this one.
+    An unwatched request loses its stream when it ends; the events end then too.
     """
     watch = Watch(state.fleet.short_retry_queue, key, state.settings.watch_seconds)
     while True:

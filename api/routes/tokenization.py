@@ -1,6 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them: live calls that a worker's tokenizer answers,
-without its engine.
-"""
+"""`/tokenize` and `/detokenize`, as vLLM has them: live calls that a worker's tokenizer answers."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ _TOKENS = {"type": "array", "items": {"type": "integer"}}
 
 
 def _answered(**properties: Any) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route whose answer has these properties."""
+    """Return `responses` of a route whose answer has these properties."""
     schema = {"type": "object", "required": list(properties), "properties": properties}
     return {200: {"description": "The answer.", "content": {"application/json": {"schema": schema}}}}
 
@@ -39,7 +37,7 @@ def _answered(**properties: Any) -> dict[int | str, dict[str, Any]]:
     openapi_extra=json_body({"type": "object"}),
 )
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text, or of a chat as the model's template renders it."""
+    """Return the tokens of a text, or of a chat as the model's template renders it."""
     return await _answer(request, TOKENIZE)
 
 
@@ -50,12 +48,12 @@ async def tokenize(request: Request) -> Response:
     openapi_extra=json_body({"type": "object"}),
 )
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return await _answer(request, DETOKENIZE)
 
 
 async def _answer(request: Request, url: str) -> Response:
-    """A call without `model` is for the only one that there is."""
+    """Answer a call; without `model` it is for the only model, if there is one."""
     models = (await state_of(request).fleet.snapshot()).callable_names
     return await answer(request, partial(_parse, url, models[0] if len(models) == 1 else None))
 

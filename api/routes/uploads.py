@@ -1,4 +1,4 @@
-"""`/v1/uploads`: a file in parts, which are sent in any order and joined in one."""
+"""`/v1/uploads`: files in parts, which are sent in any order and joined."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -88,7 +88,7 @@ async def add_part(request: Request, upload_id: str) -> Response:
 
 @router.post("/v1/uploads/{upload_id}/complete", responses=answered(UploadObject), openapi_extra=_COMPLETION)
 async def complete_upload(request: Request, upload_id: str) -> Response:
-    """Make a file of an upload's parts, in the order of `part_ids`; it may be asked for again."""
+    """Join an upload's parts to a file, in the order of `part_ids`; the call may be repeated."""
     return await _answer(request, _complete(request, upload_id, await read_body(request, _MAX_BODY)))
 
 
@@ -154,15 +154,15 @@ class _PartForm(MultipartForm[PartWriter, dict[str, Any]]):
         self._upload_id = upload_id
 
     def limit(self) -> int:
-        """Return what a part may have."""
+        """Return the most bytes of a part."""
         return PART_BYTES
 
     def opener(self, part: FormPart) -> Callable[[], PartWriter]:
-        """Return what begins the part."""
+        """Return the function that begins the part."""
         return partial(self.state.uploads.begin_part, caller_of(self.request).tenant, self._upload_id)
 
     async def commit(self) -> dict[str, Any]:
-        """The part as it is stored."""
+        """Commit the part and return its object."""
         if self.writer is None:
             fields.missing("data")
         if not self.size:
