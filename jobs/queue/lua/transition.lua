@@ -29,9 +29,6 @@ end
 if state ~= '' and state ~= to then
   redis.call('HINCRBY', key.ENTERED, to, 1)
   notify_readers(batch, '', '', '', '')
-  if to == 'in_progress' then
-    resume_drained(batch, math.huge) -- workers of the version before took out what was validated
-  end
 end
 redis.call('SADD', key.BATCHES, batch)
 return 1
