@@ -113,9 +113,7 @@ def parts(batch_id: str) -> str:
 
 
 def live(model: str) -> str:
-    """List of request keys of live calls that wait for a worker and come before all others: those
-    that were requeued; and while workers serve the model that know no turns, all.
-    """
+    """List of request keys of live calls that were requeued, and come before all others."""
     return f"{{q}}:live:{model}"
 
 
@@ -245,11 +243,6 @@ def loaders(model: str) -> str:
 def serving(model: str) -> str:
     """Set of workers registered for the model."""
     return f"{{q}}:serving:{model}"
-
-
-def turns(model: str) -> str:
-    """Set of those workers registered for the model that take live calls in turns."""
-    return f"{{q}}:turns:{model}"
 
 
 def batch_models(batch_id: str) -> str:

@@ -19,12 +19,6 @@ API_ALIVE_SECONDS = 60
 """How long the live calls of an API process outlast it, unless a client reads their streams."""
 
 
-API_ALIVE = "1"
-"""What an API process stores that takes what is published together as one entry of its stream; the
-version before stored nothing.
-"""
-
-
 class ApiItem(msgspec.Struct, array_like=True, gc=False):
     """What a worker said of one request, as an entry of an API process' stream has it.
 
