@@ -204,7 +204,7 @@ class Ticker:
             _attempt(self.upkeep.run_once)
 
     def _renew_owner(self) -> None:
-        """Also while another ticker leads, which may be of a version without heartbeats."""
+        """Also while another ticker leads: this one then uses the store as soon as it leads."""
         while not _stopping.wait(HEARTBEAT_SECONDS):
             _attempt(self.upkeep.renew_owner)
 

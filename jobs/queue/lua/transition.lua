@@ -22,7 +22,7 @@ end
 if stamp ~= '' and early ~= '' and early ~= stamp then
   return 0
 end
-redis.call('HSET', key.batch(batch), 'state', to, 'token', token, 'heartbeat', now_ms(), unpack(ARGV, 8 + count))
+redis.call('HSET', key.batch(batch), 'state', to, 'token', token, unpack(ARGV, 8 + count))
 if done ~= '' then
   redis.call('SET', key.done(batch), done)
 end
