@@ -16,7 +16,7 @@ WATCHED = "{q}:watched"
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
 # Hash: model -> since when its quarantined requests have waited without one being taken, ms of
 # Redis TIME
-QUARANTINE_WAITS = "{q}:trials"
+QUARANTINE_WAITS = "{q}:quarantine_waits"
 # Hash: generated, delivered (tokens), ended (requests), webhooks_<result>, since Redis was empty
 TOTALS = "{q}:totals"
 # Hash: state -> how many times a batch came to it from another one, since Redis was empty
@@ -137,7 +137,7 @@ def quarantined(model: str) -> str:
 
     Engine cores crashed with these; a worker that runs nothing else takes a group.
     """
-    return f"{{q}}:suspects:{model}"
+    return f"{{q}}:quarantined:{model}"
 
 
 def tokens(key: str) -> str:

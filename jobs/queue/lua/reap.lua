@@ -65,7 +65,7 @@ local function order_isolation(now)
       redis.call('HSET', key.QUARANTINE_WAITS, model, digits(now))
       for _, one in ipairs(waited > 0 and redis.call('SRANDMEMBER', key.serving(model), 8) or {}) do
         if not is_isolating(one) then
-          notify(one, 'trial')
+          notify(one, 'isolate')
           break
         end
       end
