@@ -14,7 +14,7 @@ from jobs.protocol.requests import RequestKey
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
-from jobs.queue.streams import API_ALIVE, API_ALIVE_SECONDS, FIRST_ID, parse_api_entry
+from jobs.queue.streams import API_ALIVE_SECONDS, FIRST_ID, parse_api_entry
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
@@ -149,7 +149,7 @@ class Reader:
         unneeded, uncancelled = list(self._unneeded), list(self._uncancelled)
         async with self._client.pipeline(transaction=False) as pipeline:
             pipeline.expire(keys.api_alive(self.api_id), API_ALIVE_SECONDS)  # also if memory is full
-            pipeline.set(keys.api_alive(self.api_id), API_ALIVE, ex=API_ALIVE_SECONDS, nx=True)
+            pipeline.set(keys.api_alive(self.api_id), 1, ex=API_ALIVE_SECONDS, nx=True)
             pipeline.xtrim(keys.api(self.api_id), minid=last_id, approximate=False)
             await pipeline.execute(raise_on_error=False)
         if unneeded:

@@ -37,7 +37,6 @@ from jobs.protocol.validation import decode_body
 from jobs.protocol.value_types import or_null
 from jobs.protocol.windows import window_seconds
 from jobs.queue.scripts import QueueFull, QueueUnavailable
-from jobs.queue.tasks import has_old_processes
 
 _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
@@ -216,9 +215,6 @@ def _create(request: Request, raw: bytes, undecided: threading.Lock) -> Answer:
 
 
 def _submit(state: ApiState, caller: Caller, new: BatchSubmission, batch_id: str | None) -> dict[str, Any]:
-    if new.streams_input and has_old_processes(state.queue.rq):
-        message = "A `pipeline jobs` of version 0.1.0 is running, which would end an open batch early; stop it first."
-        raise ApiError(503, message, "server_error", code="old_version_running")
     with _refusing_too_many(caller):
         return batch_object(submit_batch(state.queue, state.files, new, batch_id))
 

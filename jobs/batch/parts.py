@@ -15,7 +15,6 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from jobs.batch.bitmap import Bitmap
 from jobs.errors import JobsError
 from jobs.protocol.requests import pack, unpack_result
 from jobs.protocol.results import Result
@@ -160,23 +159,21 @@ ReadPart = Callable[[str, str, int], Iterator[Record]]
 """Reads a part of a root by its name; its records come behind those of parts of lower order."""
 
 
-def merge_parts(
-    root: str, parts: list[Part], shown: Bitmap | tuple[()] = (), read: ReadPart = salvage
-) -> Iterator[Record]:
+def merge_parts(root: str, parts: list[Part], read: ReadPart = salvage) -> Iterator[Record]:
     """The records of all parts in line order, each line once. Raises `StoreError` where one cannot
     be read.
 
-    Of two results of a line the first counts, but for lines whose success was `shown`. Of a damaged
-    part those before the damage are there, unless it is `read` by `read_part`.
+    Of two results of a line the first counts. Of a damaged part those before the damage are there,
+    unless it is `read` by `read_part`.
     """
     with ExitStack() as stack:
         level = [part.name for part in parts]
         while len(level) > MAX_OPEN:
             level = [
-                _merge_round(root, level[start : start + MAX_OPEN], shown, read, stack)
+                _merge_round(root, level[start : start + MAX_OPEN], read, stack)
                 for start in range(0, len(level), MAX_OPEN)
             ]
-        yield from _merged(root, level, shown, read)
+        yield from _merged(root, level, read)
 
 
 def verify(root: str, part: Part) -> bool:
@@ -238,20 +235,15 @@ def _records(file: BinaryIO, name: str, order: int, place: int) -> Iterator[Reco
         yield Record(line, order, packed)
 
 
-def _merged(root: str, names: list[str], shown: Bitmap | tuple[()], read: ReadPart) -> Iterator[Record]:
-    found: Record | None = None
+def _merged(root: str, names: list[str], read: ReadPart) -> Iterator[Record]:
+    last = -1
     for record in heapq.merge(*(read(root, name, order) for order, name in enumerate(names))):
-        if found is None or record.line != found.line:
-            if found is not None:
-                yield found
-            found = record
-        elif record.line in shown and not found.result.succeeded:
-            found = record
-    if found is not None:
-        yield found
+        if record.line != last:
+            yield record
+        last = record.line
 
 
-def _merge_round(root: str, names: list[str], shown: Bitmap | tuple[()], read: ReadPart, stack: ExitStack) -> str:
-    merged = write_records(root, f"merge-{names[0]}", _merged(root, names, shown, read)).name
+def _merge_round(root: str, names: list[str], read: ReadPart, stack: ExitStack) -> str:
+    merged = write_records(root, f"merge-{names[0]}", _merged(root, names, read)).name
     stack.callback(delete, join(root, FOLDER, merged))
     return merged

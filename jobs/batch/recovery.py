@@ -4,10 +4,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jobs.batch.bitmap import Bitmap
-from jobs.batch.completion_log import logged_lines, sound_extent
 from jobs.batch.manifest import Manifest, progress_fields, save_manifest
-from jobs.batch.parts import Part, Record, merge_parts, salvage, verify, write_records
-from jobs.batch.stored_lines import read_stored, save_stored
+from jobs.batch.parts import Part, merge_parts, salvage, verify, write_records
+from jobs.batch.stored_lines import save_stored
 from jobs.protocol.results import Result, Usage
 from jobs.queue.request_queue import Queue
 
@@ -35,42 +34,8 @@ def repair(manifest: Manifest, known: Collection[str] = ()) -> bool:
     return repaired
 
 
-def lines_on_disk(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
-    """Return the lines that the parts hold, each in one of them, calling `check` often.
-
-    Where an earlier version wrote lines to two parts, one of their results is kept, and what is on
-    disk counted again. Raise `StoreError`.
-    """
-    stored = read_stored(manifest.spec.root, manifest.parts, check)
-    if stored.repeated:
-        _keep_one_each(manifest, check)
-    return stored.lines
-
-
-def _keep_one_each(manifest: Manifest, check: Callable[[], None]) -> None:
-    """Make one part of all: of two results of a line with the success that could be read, else with
-    the earlier one.
-    """
-    root, shown = manifest.spec.root, Bitmap()
-    extent = sound_extent(root, manifest.logged)
-    for line in logged_lines(root, 0, extent.lines, extent.segments):
-        shown.add(line)
-    manifest.completed, manifest.failed, manifest.usage = 0, 0, None
-
-    def counted() -> Iterator[Record]:
-        for record in merge_parts(root, manifest.parts, shown):
-            check()
-            count_results(manifest, [record.result])
-            yield record
-
-    manifest.next_part += 1
-    manifest.parts = [write_records(root, f"{manifest.next_part:06d}-{manifest.generation}-single", counted())]
-    save_manifest(manifest)
-
-
 def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> RestoredProgress:
     """Set the registered parts from the manifest; return what the move to `in_progress` sets."""
-    lines_on_disk(manifest, check)
     done = _count_again(manifest, check)
     if not manifest.parts:
         return RestoredProgress(progress_fields(manifest), None)

@@ -13,7 +13,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.parts import Part, salvage
@@ -31,32 +30,22 @@ _keeping = threading.Lock()
 _HEAD = struct.Struct("<II")  # CRC-32 of what follows the head, bytes of the names
 
 
-class StoredLines(NamedTuple):
-    """`repeated`: a line is in two parts, as earlier versions wrote them after a loss of Redis."""
-
-    lines: Bitmap
-    repeated: bool
-
-
-def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> StoredLines:
+def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> Bitmap:
     """Return the lines that these parts hold, calling `check` often; keep what had to be read of
-    them for the next reader, unless that was little.
+    them for the next reader, unless that was little. Raise `StoreError`.
     """
     names = {part.name for part in parts}
     covered, lines = _load(root)
     if not covered <= names:  # a part was replaced, perhaps by what could be read of it
         covered, lines = set(), Bitmap()
-    repeated = False
     unread = {part.name: part.bytes for part in parts if part.name not in covered}
     for name in sorted(unread):
         for record in salvage(root, name):
             check()
-            repeated = repeated or record.line in lines
             lines.add(record.line)
-    # What is repeated must be found again until it is not
-    if unread and not repeated and not are_small(root, unread.values()):
+    if unread and not are_small(root, unread.values()):
         save_stored(root, parts, lines)
-    return StoredLines(lines, repeated)
+    return lines
 
 
 def are_small(root: str, sizes: Iterable[int]) -> bool:

@@ -31,11 +31,11 @@ from jobs.batch.parts import (
     write_records,
 )
 from jobs.batch.plan import PlanEntry, read_plan
-from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
+from jobs.batch.recovery import count_results, restore_parts
 from jobs.batch.register import register
 from jobs.batch.result_files import LoggedLines, log_successes, may_become_log
 from jobs.batch.source import open_plan, open_source
-from jobs.batch.stored_lines import are_small, save_stored
+from jobs.batch.stored_lines import are_small, read_stored, save_stored
 from jobs.control.slices import Slice
 from jobs.daemon_threads import run_beside
 from jobs.protocol.lines import decode_json, encode_body, read_line
@@ -247,7 +247,7 @@ def _lines_to_pass_over(held: Slice, progress: BatchProgress) -> Bitmap:
     names = {part.name for part in held.manifest.parts}
     known, lines = progress.stored
     if not known or not known <= names:
-        lines = lines_on_disk(held.manifest, held.check_current)
+        lines = read_stored(held.root, held.manifest.parts, held.check_current)
         progress.stored = names, lines
     return lines
 
@@ -308,7 +308,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     if not found:
         return False
     held.check_current()
-    stored = lines_on_disk(manifest, held.check_current)
+    stored = read_stored(held.root, manifest.parts, held.check_current)
     results = [(line, result) for line, result in found if line not in stored]
     if len(results) < len(found):  # Redis went back since it was settled
         _restore(held)
@@ -369,10 +369,8 @@ def settle(held: Slice, progress: BatchProgress) -> None:
     Where this process comes new to the batch, remove what such a process left unlisted.
     """
     manifest = held.manifest
-    remembered = progress.settled == _last(manifest)
-    if not remembered:
-        lines_on_disk(manifest, held.check_current)
     last = _last(manifest)
+    remembered = progress.settled == last
     if last is not None and not held.queue.has_part(held.batch, last):
         _restore(held)
     if not remembered:

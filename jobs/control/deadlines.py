@@ -53,9 +53,7 @@ class Deadlines:
         served = {model for worker in self._queue.workers() if worker.state == "ready" for model in worker.models}
         risks = self._estimate.judge(records, served, now)
         changed = {batch: risk for batch, risk in risks.items() if risk != records[batch].risk}
-        # The version before puts batches at places of other priorities, where there are any
-        ordered = {fields.tenant for fields in records.values() if fields.priority or fields.risk == URGENT}
-        self._queue.note_risks({b: risk for b, risk in risks.items() if b in changed or records[b].tenant in ordered})
+        self._queue.note_risks(changed)
         for batch, risk in changed.items():
             logger.info("batch %s: %s", batch, _SAID[risk])
 

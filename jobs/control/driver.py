@@ -63,7 +63,7 @@ class Driver:
     def start(self) -> None:
         """Say that this process is alive, and listen to what asks for slices."""
         self._look_at = time.monotonic()
-        bodies = (self._stay_alive, self._send_heartbeats, self._listen)
+        bodies = (self._stay_alive, self._check_records, self._listen)
         for body in (*(self._repeated(body) for body in bodies), self._turns.watch):
             threading.Thread(target=body, daemon=True).start()
 
@@ -195,12 +195,12 @@ class Driver:
             self.queue.redis.set(name, 1, ex=ALIVE_SECONDS)
         self._ended.wait(BEAT_SECONDS)
 
-    def _send_heartbeats(self) -> None:
-        """Send those of the slices, by which version 0.1.0 sees that they live."""
+    def _check_records(self) -> None:
+        """End slices whose batches have moved on, as when one is cancelled."""
         with self._changed:
             self._changed.wait_for(lambda: self._slices.running or self._ended.is_set())
         self._ended.wait(BEAT_SECONDS)
-        self._runner.send_heartbeats()
+        self._runner.check_records()
 
     def _listen(self) -> None:
         """Run slices as claims and commits ask for them, and where one is needed that nothing asked

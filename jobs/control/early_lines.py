@@ -16,7 +16,6 @@ from jobs.batch.source_check import estimated_tokens
 from jobs.control.advance import CHUNK_BYTES, WINDOW_LINES, most_window_bytes, request_of
 from jobs.control.slices import Slice
 from jobs.queue.scripts import MAX_ITEMS, QueueUnavailable
-from jobs.queue.tasks import has_old_processes
 from jobs.store.storage import stamp_of
 
 _SMALLEST_BYTES = 1024 * 1024  # of an input, which else is validated at once
@@ -40,12 +39,7 @@ class EarlyLines:
         manifest = held.manifest
         self._held = held
         self._stamp = "" if stamp is None else _as_text(*stamp)
-        self._ends = (
-            not (stamp and stamp[0] >= _SMALLEST_BYTES)
-            or bool(manifest.parts)
-            or manifest.spec.by_model
-            or has_old_processes(held.queue.rq)
-        )
+        self._ends = not (stamp and stamp[0] >= _SMALLEST_BYTES) or bool(manifest.parts) or manifest.spec.by_model
         self._lines: list[tuple[bytes, InputLine]] = []
         self._bytes = 0
         self._size = _FIRST_LINES

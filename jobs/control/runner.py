@@ -57,11 +57,11 @@ class Runner:
         for batch in sorted(map(bytes.decode, active)):
             self.drain(batch)
 
-    def send_heartbeats(self) -> None:
-        """Send one for each slice that runs. Raises what Redis raises."""
+    def check_records(self) -> None:
+        """Have each slice end whose batch has moved on. Raise what Redis raises."""
         for held in list(self._held.values()):
             with contextlib.suppress(Superseded):
-                held.send_heartbeat()
+                held.check_record()
 
     def _run(self, batch: str, work: Callable[[Slice], object], pause: Callable[[], None], patience: float) -> Next:
         """Run `work` under `hold`.

@@ -1,4 +1,4 @@
-"""One slice of a batch's job: the hold on its batch, and its heartbeat."""
+"""One slice of a batch's job: the hold on its batch."""
 
 import contextlib
 import threading
@@ -24,7 +24,7 @@ from jobs.store.leases import hold as held_folder
 from jobs.store.storage import StoreError, sweep
 
 BEAT_SECONDS = 1.0
-"""Between two heartbeats."""
+"""Between two signs of life of a driver, and two checks of the records of its slices."""
 
 
 class Stopping(JobsError):
@@ -94,7 +94,7 @@ class Slice:
         return fields
 
     def note(self, fields: dict[str, Any]) -> None:
-        """Set fields of the record, which is also a heartbeat. Raise `Superseded`."""
+        """Set fields of the record. Raise `Superseded`."""
         self._transition(None, fields)
 
     def move(self, state: State, fields: dict[str, Any], stamp: str = "", done: bytes | None = None) -> None:
@@ -132,11 +132,12 @@ class Slice:
             self._lost = True
             raise Superseded(self.batch)
 
-    def send_heartbeat(self) -> None:
-        """Say that the job lives, for processes of versions that judge it by that. Raise
-        `Superseded`.
+    def check_record(self) -> None:
+        """Raise `Superseded` where the batch has moved on; the slice's next `check_current` does so
+        too. Any thread may call it.
         """
-        self._transition(None, {})
+        with self._transitions:
+            self.record()
 
     def _enter(self, state: State) -> None:
         self.note({})

@@ -48,10 +48,9 @@ from jobs.queue.tasks import (
     WAITING,
     Execution,
     ask_for_process,
-    drop_old_jobs,
+    executions,
     forget_execution,
     hand_out,
-    leftovers,
     wake,
 )
 from jobs.server import ServerError
@@ -205,7 +204,7 @@ class Ticker:
             _attempt(self.upkeep.run_once)
 
     def _renew_owner(self) -> None:
-        """Also while another ticker leads, which may be of a version without heartbeats."""
+        """Also while another ticker leads: this one then uses the store as soon as it leads."""
         while not _stopping.wait(HEARTBEAT_SECONDS):
             _attempt(self.upkeep.renew_owner)
 
@@ -244,12 +243,9 @@ class Ticker:
         self._gone = {driver: self._gone.get(driver, now) for driver in gone}
 
     def _tidy_rq(self) -> None:
-        """Remove jobs of 0.1.0, and what RQ keeps of jobs whose process was killed: a job takes no
-        time.
-        """
-        found, now = leftovers(self._queue.rq), time.monotonic()
-        drop_old_jobs(self._queue.rq, found.old_jobs)
-        self._orphans = {one: self._orphans.get(one, now) for one in found.executions}
+        """Remove what RQ keeps of jobs whose process was killed: a job takes no time."""
+        now = time.monotonic()
+        self._orphans = {one: self._orphans.get(one, now) for one in executions(self._queue.rq)}
         for one, since in self._orphans.items():
             if now - since > STALE_SECONDS:
                 forget_execution(self._queue.rq, one)

@@ -22,7 +22,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     reasoning_tokens: int | None = None  # of the completion; None where no parser looks for them
-    device_microseconds: int = 0  # of the worker that answered it; results of 0.1.0 lack it
+    device_microseconds: int = 0  # of the worker that answered it
 
     def as_openai(self) -> dict[str, Any]:
         """The `usage` object of a response."""

@@ -26,7 +26,6 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     generation: int = 0  # of the job that may work on the batch; rises when one is taken for dead
     driver: str = ""  # the process that runs the batch's jobs
-    heartbeat: float = 0.0  # when that job last sent a heartbeat, ms of Redis TIME
     expires_at: float = math.inf  # the end of the completion window
     open: bool = False  # lines may be appended
     appended_at: float = 0.0  # when the last were; 0: never

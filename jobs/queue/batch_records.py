@@ -56,8 +56,7 @@ class BatchQueue(QueueBase):
         the given one, and set `fields`; with them the bitmap of lines that are `done`, if one is
         given. With a `stamp` early lines must be of that input.
 
-        Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign
-        of life. False changes nothing.
+        A state may move to itself. False changes nothing.
         """
         expected = "" if generation is None else str(generation)
         values = flat(written(fields or {}).items())

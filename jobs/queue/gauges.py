@@ -51,8 +51,7 @@ class MetricSample(msgspec.Struct, frozen=True, array_like=True):
 class WorkerGauges(msgspec.Struct, frozen=True):
     """One worker's engine. `tokens` are those generated in its life, the rest is the present.
 
-    `metrics` has the samples of each metric that the worker's record declares, in that order; the
-    numbers before it are what earlier versions read.
+    `metrics` has the samples of each metric that the worker's record declares, in that order.
     """
 
     running: int
@@ -61,7 +60,7 @@ class WorkerGauges(msgspec.Struct, frozen=True):
     num_blocks: int
     tokens: int
     tokens_per_second: float
-    gpus: list[GpuGauges] = msgspec.field(default_factory=list, name="cards")
+    gpus: list[GpuGauges] = []
     metrics: list[list[MetricSample]] = []
 
 
@@ -187,8 +186,8 @@ class Gauges(QueueBase):
     def _ages(self, lists: list["_WaitingList"]) -> dict[str, dict[str, float]]:
         """By kind and model the age of the oldest request of these lists, in seconds.
 
-        A list is in the order of arrival, so its head is asked. A call of an API of the version
-        before, which does not note when it came, is left out, and so is one that was just taken.
+        A list is in the order of arrival, so its head is asked. A call that was just taken is left
+        out.
         """
         live = [one for one in lists if one.kind == "live"]
         (seconds, micros), *heads = self.commands([["TIME"], *(["LINDEX", one.key, 0] for one in live)])

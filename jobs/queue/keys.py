@@ -16,7 +16,7 @@ WATCHED = "{q}:watched"
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
 # Hash: model -> since when its quarantined requests have waited without one being taken, ms of
 # Redis TIME
-QUARANTINE_WAITS = "{q}:trials"
+QUARANTINE_WAITS = "{q}:quarantine_waits"
 # Hash: generated, delivered (tokens), ended (requests), webhooks_<result>, since Redis was empty
 TOTALS = "{q}:totals"
 # Hash: state -> how many times a batch came to it from another one, since Redis was empty
@@ -113,9 +113,7 @@ def parts(batch_id: str) -> str:
 
 
 def live(model: str) -> str:
-    """List of request keys of live calls that wait for a worker and come before all others: those
-    that were requeued; and while workers serve the model that know no turns, all.
-    """
+    """List of request keys of live calls that were requeued, and come before all others."""
     return f"{{q}}:live:{model}"
 
 
@@ -139,7 +137,7 @@ def quarantined(model: str) -> str:
 
     Engine cores crashed with these; a worker that runs nothing else takes a group.
     """
-    return f"{{q}}:suspects:{model}"
+    return f"{{q}}:quarantined:{model}"
 
 
 def tokens(key: str) -> str:
@@ -245,11 +243,6 @@ def loaders(model: str) -> str:
 def serving(model: str) -> str:
     """Set of workers registered for the model."""
     return f"{{q}}:serving:{model}"
-
-
-def turns(model: str) -> str:
-    """Set of those workers registered for the model that take live calls in turns."""
-    return f"{{q}}:turns:{model}"
 
 
 def batch_models(batch_id: str) -> str:

@@ -44,7 +44,7 @@ class WorkerRecord(msgspec.Struct):
     pid: int
     metrics: list[MetricDescriptor] = []  # whose values it reports (`WorkerGauges.metrics`)
     tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
-    engine: EngineRecord | None = None  # while unknown, and of the version before
+    engine: EngineRecord | None = None  # while unknown
 
 
 class ModelRecord(msgspec.Struct):
@@ -54,7 +54,7 @@ class ModelRecord(msgspec.Struct):
     max_model_len: int
     endpoints: list[str]  # urls
     created: float  # unix seconds
-    tasks: tuple[str, ...] = ("generate",)
+    tasks: tuple[str, ...]
 
 
 _decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode

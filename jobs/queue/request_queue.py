@@ -91,7 +91,7 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
     def submit(self, live_id: str, request: Request, key_id: str = "") -> int:
         """Submit a live call, whose key is `RequestKey(live_id, 0)`, of this API key, if any.
 
-        Return how many the tenant has with it, 0 where that is not counted.
+        Return how many the tenant has with it.
 
         Repeating it changes nothing, and returns 0. Raise `TooManyCalls`, and `ModelOverloaded`
         where other tenants' calls count too.

@@ -19,12 +19,6 @@ API_ALIVE_SECONDS = 60
 """How long the live calls of an API process outlast it, unless a client reads their streams."""
 
 
-API_ALIVE = "1"
-"""What an API process stores that takes what is published together as one entry of its stream; the
-version before stored nothing.
-"""
-
-
 class ApiItem(msgspec.Struct, array_like=True, gc=False):
     """What a worker said of one request, as an entry of an API process' stream has it.
 
@@ -53,12 +47,12 @@ _group_decoder = msgspec.msgpack.Decoder(list[ApiItem])
 class ControlMessage(msgspec.Struct, frozen=True):
     """An order to a worker, or news for the control plane (`kind` "batch").
 
-    "trial" asks a worker to requeue what it holds and to claim: quarantined requests wait for a
+    "isolate" asks a worker to requeue what it holds and to claim: quarantined requests wait for a
     worker that runs nothing else.
     """
 
     id: str  # of the stream entry; reading goes on after it
-    kind: Literal["bell", "cancel", "watch", "trial", "batch"]
+    kind: Literal["bell", "cancel", "watch", "isolate", "batch"]
     keys: list[RequestKey] = []
     # Cancel, watch: every request of this batch; batch: its ready list fell low, or its last line
     # was committed

@@ -16,7 +16,6 @@ from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.utils import parse_composite_key
-from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
@@ -28,9 +27,6 @@ FUNCTION = "jobs.drive.run"
 WAITING = ("ZRANGE", keys.WAITING_BATCHES, 0, -1)
 """The command that returns the batches that no process has taken yet."""
 
-_OLD_QUEUES = ("advance", "bulk")  # of 0.1.0
-_QUEUES = (QUEUE, *_OLD_QUEUES)
-_OLD_IDS = ("validate-", "advance-", "finalize-")
 _FAILURE_TTL = 3600
 _CONTROL_SECONDS = 600
 
@@ -75,57 +71,16 @@ def wake(client: redis.Redis, batch: str) -> None:
 class Execution(NamedTuple):
     """A job that RQ takes for running, and which of its runs that is."""
 
-    queue: str
     job: str
     run: str
 
 
-def has_old_processes(client: redis.Redis) -> bool:
-    """Return whether a process of 0.1.0 is registered, which cannot end a batch that has early
-    lines, and ends an open one with the requests that it has by then.
+def executions(client: redis.Redis) -> set[Execution]:
+    """Return what RQ takes for running: also what ran in processes that were killed, which it would
+    keep for over an hour.
     """
-    with client.pipeline(transaction=False) as pipeline:
-        for name in _OLD_QUEUES:
-            pipeline.smembers(WORKERS_BY_QUEUE_KEY % name)
-        found: set[bytes] = set().union(*pipeline.execute())
-    # A killed one stays registered; its key expires
-    return any(client.exists(worker) for worker in found)
-
-
-class Leftovers(NamedTuple):
-    """What RQ keeps that may be of no use any more."""
-
-    old_jobs: list[tuple[str, str]]
-    """Queue and id of the jobs that 0.1.0 enqueued."""
-    executions: set[Execution]
-    """What RQ takes for running: also what ran in processes that were killed, which it would keep
-    for over an hour.
-    """
-
-
-def leftovers(client: redis.Redis) -> Leftovers:
-    """Look for all of them, in one round trip."""
-    with client.pipeline(transaction=False) as pipeline:
-        for name in _OLD_QUEUES:
-            pipeline.lrange(_jobs(client, name).key, 0, -1)
-        for name in _QUEUES:
-            pipeline.zrange(_started(client, name).key, 0, -1)
-        found = [list(map(bytes.decode, ids)) for ids in pipeline.execute()]
-    queued, started = zip(_OLD_QUEUES, found, strict=False), zip(_QUEUES, found[len(_OLD_QUEUES) :], strict=True)
-    return Leftovers(
-        [(name, job) for name, ids in queued for job in ids if job.startswith(_OLD_IDS)],
-        {Execution(name, *parse_composite_key(entry)) for name, ids in started for entry in ids},
-    )
-
-
-def drop_old_jobs(client: redis.Redis, old_jobs: list[tuple[str, str]]) -> None:
-    """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew, also those that a
-    process of it works on, which the lock of their folders keeps apart.
-    """
-    for name, job in old_jobs:
-        _jobs(client, name).remove(job)
-        with contextlib.suppress(NoSuchJobError):
-            _delete(Job.fetch(job, connection=client, serializer=JSONSerializer))
+    started: Any = client.zrange(_started(client).key, 0, -1)
+    return {Execution(*parse_composite_key(entry.decode())) for entry in started}
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
@@ -133,24 +88,19 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     that (`rq_worker`).
     """
     with contextlib.suppress(NoSuchJobError):
-        _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
+        job = Job.fetch(execution.job, connection=client, serializer=JSONSerializer)
+        # RQ reads all runs of a job first, and fails at one that is named and gone already
+        client.unlink(job.execution_registry.key)
+        job.delete()
     # Also where RQ's job is gone already
     run = rq.executions.Execution(execution.run, execution.job, connection=client)
-    _started(client, execution.queue).remove_execution(run)
+    _started(client).remove_execution(run)
     client.unlink(run.key)
 
 
-def _jobs(client: redis.Redis, name: str = QUEUE) -> JobQueue:
-    return JobQueue(name, connection=client, serializer=JSONSerializer)
+def _jobs(client: redis.Redis) -> JobQueue:
+    return JobQueue(QUEUE, connection=client, serializer=JSONSerializer)
 
 
-def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
-    return StartedJobRegistry(queue, connection=client, serializer=JSONSerializer)
-
-
-def _delete(job: Job) -> None:
-    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so
-    what names them goes before.
-    """
-    job.connection.unlink(job.execution_registry.key)
-    job.delete()
+def _started(client: redis.Redis) -> StartedJobRegistry:
+    return StartedJobRegistry(QUEUE, connection=client, serializer=JSONSerializer)

@@ -23,8 +23,7 @@ class StoreAway(StoreError):
 
 
 def open_store(queue: QueueBase, root: PurePath) -> None:
-    """Check a store at a process' start; mark one that has no marker: a new one, or of a version
-    that wrote none.
+    """Check a store at a process' start; mark one that has no marker: a new one, or a restored one.
 
     An empty folder is not marked where Redis knows files: its file system may not be mounted. Raise
     `StoreAway` and `StoreError`.

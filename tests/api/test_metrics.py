@@ -146,21 +146,5 @@ def test_a_worker_that_means_another_thing_by_a_name_is_left_out(http: httpx.Cli
     assert samples_of(http, "vllm:kv_cache_usage_perc") == {("", "m", "w0"): 0.5}
 
 
-def test_a_worker_of_an_earlier_version_is_counted_without_metrics(
-    http: httpx.Client, queue: Queue, redis_client: redis.Redis
-) -> None:
-    """It registers and reports as 0.1.0 does."""
-    register(queue, "old")
-    record = {"id": "old", "models": ["m"], "state": "ready", "max_model_len": 128, "started": 1.0, "host": "h"}
-    gauges = {"running": 1, "waiting": 0, "free_blocks": 5, "num_blocks": 9, "tokens": 7, "tokens_per_second": 1.5}
-    gpu = {"name": "NVIDIA H200", "uuid": "GPU-1", "watts": 400.5}
-    redis_client.hset(keys.WORKERS, "old", msgspec.msgpack.encode({**record, "pid": 3}))
-    redis_client.set(keys.gauges("old"), msgspec.msgpack.encode({**gauges, "cards": [gpu]}))
-    text = http.get("/metrics").text
-    assert 'pipeline_workers{state="ready"} 1.0' in text
-    assert 'worker="old"} 400.5' in text
-    assert "vllm:" not in text
-
-
 def test_an_empty_queue_has_metrics_too(http: httpx.Client, redis_client: redis.Redis) -> None:
     assert "pipeline_delivered_tokens_total 0.0" in http.get("/metrics").text

@@ -13,8 +13,6 @@ import openai
 import pytest
 import redis
 from openai.types import Batch
-from rq import SimpleWorker
-from rq.serializers import JSONSerializer
 
 from api.settings import ApiSettings
 from jobs.batch.client import get_batch
@@ -160,24 +158,6 @@ def test_a_batch_without_requests_completes(redis_client: redis.Redis, client: o
 def test_a_batch_has_one_input(http: httpx.Client, body: dict[str, Any], param: str) -> None:
     answer = http.post("/v1/batches", json={"endpoint": CHAT, "completion_window": "24h", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_beside_a_process_of_the_first_version_no_open_batch_is_made(
-    redis_client: redis.Redis, client: openai.OpenAI
-) -> None:
-    """It would end the batch early. One that was killed is registered, and its key expires."""
-    old = SimpleWorker(["advance"], connection=redis_client, serializer=JSONSerializer)
-    old.register_birth()
-    file = client.files.create(file=("in.jsonl", lines_of(1)), purpose="batch")
-    client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    with pytest.raises(openai.InternalServerError, match="A `pipeline jobs` of version") as raised:
-        begin(client.with_options(max_retries=0))
-    assert raised.value.status_code == 503
-    redis_client.delete(old.key)
-    assert begin(client).status == "validating"
-    redis_client.hset(old.key, "queues", "advance")
-    old.register_death()
-    assert begin(client).status == "validating"
 
 
 def test_an_open_batch_is_made_once_for_a_key(client: openai.OpenAI) -> None:

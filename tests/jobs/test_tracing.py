@@ -1,14 +1,12 @@
-"""Tracing by itself: contexts, names, a collector that hangs; and requests of other versions."""
+"""Tracing by itself: contexts, names, a collector that hangs."""
 
 import logging
 import socket
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
-from jobs.protocol.requests import Request, pack, unpack_request
 from jobs.queue.settings import QueueSettings
 from jobs.tracing import FLUSH_SECONDS, Tracing, check_endpoint, start_tracing
 from tests.support.trace_receiver import TraceReceiver, trace_receiver
@@ -16,18 +14,6 @@ from tests.support.trace_receiver import TraceReceiver, trace_receiver
 BUSY_SECONDS = 20.0  # by which a busy machine may be late
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
-
-
-class EarlierRequest(msgspec.Struct):
-    """As a version without traces has it."""
-
-    endpoint: str
-    model: str
-    body: bytes
-    seed: int
-    custom_id: str | None = None
-    created: float = 0.0
-    reply_to: str | None = None
 
 
 @pytest.fixture
@@ -40,14 +26,6 @@ def start(endpoint: str) -> Tracing:
     tracing = start_tracing(endpoint, "pipeline-test")
     assert tracing is not None
     return tracing
-
-
-def test_requests_of_versions_without_traces_are_read_and_read_ours() -> None:
-    earlier = EarlierRequest("/v1/completions", "m", b"{}", 7)
-    assert unpack_request(msgspec.msgpack.encode(earlier)) == Request("/v1/completions", "m", b"{}", 7)
-    ours = Request("/v1/completions", "m", b"{}", 7, trace=PARENT, trace_state="a=1")
-    assert unpack_request(pack(ours)) == ours
-    assert msgspec.msgpack.decode(pack(ours), type=EarlierRequest) == earlier
 
 
 def test_what_is_left_is_exported_at_the_end(receiver: TraceReceiver) -> None:

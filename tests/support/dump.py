@@ -10,7 +10,7 @@ from jobs.queue import keys
 
 _SEED = 1_000_000  # a fence is this times the second in which the counting began, and a number
 _TIMES = {keys.LEASES, keys.ALIVE, keys.WATCHED, keys.RETAINED, keys.ENDED}  # zsets whose scores are times
-_OF_ONE_CALL = (b"token", b"heartbeat", b"since")
+_OF_ONE_CALL = (b"token", b"since")
 
 
 _READ_ALL = """

@@ -1,4 +1,4 @@
-"""A ticker of one version beside the processes of the other that run batches: each line ends once,
+"""A ticker of one version beside processes of the other that drive batches: each line ends once,
 and no batch waits for good.
 """
 
@@ -16,8 +16,6 @@ import redis
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.queue import keys
-from jobs.queue.request_queue import Queue
-from jobs.queue.tasks import has_old_processes
 from tests.support.batch_steps import wait_for_batch
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, write_input
 from tests.support.integrity import faults
@@ -30,8 +28,8 @@ pytestmark = pytest.mark.proof
 LINES = 9000  # more than are in Redis at once
 _CREATE = """
 import json, sys
-from jobs.batches import BatchSpec, create_batch
-from jobs.connection import connect
+from jobs.batch.client import BatchSpec, create_batch
+from jobs.queue.connection import connect
 spec = json.loads(sys.argv[2])
 print(create_batch(connect(sys.argv[1]), BatchSpec(**spec)).id)
 """
@@ -54,22 +52,19 @@ class Site:
         self.batches: list[str] = []
 
     def start_old(self, name: str, *arguments: str) -> None:
-        """Start a process of the version before, once that can end in order."""
+        """Start a process of the last version, once that can end in order."""
         command = [sys.executable, "-m", *arguments, "--redis-url", self._url]
         process = self.old[name] = subprocess.Popen(command, env=self._environment, cwd=self._tree)
         wait_until(lambda: catches(process.pid, signal.SIGTERM), 60, f"{name} to be up")
 
-    def stop_old(self, *names: str) -> None:
-        for name in names:
-            self.old[name].terminate()
-            assert self.old.pop(name).wait(60) == 0, name
+    def stop_old(self, name: str) -> None:
+        self.old[name].terminate()
+        assert self.old.pop(name).wait(60) == 0, name
 
-    def wait_registered(self) -> None:
-        wait_until(lambda: has_old_processes(self.client), 60, "the process to be registered")
-
-    def wait_unregistered(self) -> None:
-        """Also of one that was stopped while it registered itself, which then expires."""
-        wait_until(lambda: not has_old_processes(self.client), 120, "the registration to end")
+    def kill_old(self, name: str) -> None:
+        process = self.old.pop(name)
+        process.kill()
+        process.wait()
 
     def wait_led(self) -> None:
         wait_until(lambda: self.client.exists(keys.LEADER), 60, "a ticker to lead")
@@ -139,7 +134,7 @@ def worker(url: str) -> Iterator[None]:
 
 
 def test_an_old_ticker_leads_processes_of_this_version(site: Site, redis_url: str) -> None:
-    site.start_old("ticker", "jobs.ticker")
+    site.start_old("ticker", "jobs.control.ticker")
     site.wait_led()
     site.plane.start("driver", "twin")
     with worker(redis_url):
@@ -152,50 +147,17 @@ def test_an_old_ticker_leads_processes_of_this_version(site: Site, redis_url: st
         site.plane.start("ticker")
         site.stop_old("ticker")
         site.check_ends()
-    assert {site.client.llen(f"rq:queue:{name}") for name in ("advance", "bulk")} == {0}
 
 
-def test_a_running_process_of_the_version_before_is_known(site: Site) -> None:
-    """Beside it the API makes no open batch."""
-    assert not has_old_processes(site.client)
-    for queue in ("advance", "bulk"):
-        site.start_old(queue, "jobs.rq_worker", "--queue", queue)
-        site.wait_registered()
-        site.stop_old(queue)
-        site.wait_unregistered()
-    site.plane.start("driver")
-    wait_until(lambda: site.client.exists("rq:workers:batches"), 60, "the driver to be registered")
-    assert not has_old_processes(site.client)
-
-
-def test_a_ticker_of_this_version_leads_old_and_new_processes(site: Site, redis_url: str) -> None:
-    site.start_old("ticker", "jobs.ticker")
-    for queue in ("advance", "bulk"):
-        site.start_old(queue, "jobs.rq_worker", "--queue", queue)
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_a_ticker_of_this_version_leads_old_and_new_processes(site: Site, redis_url: str, is_killed: bool) -> None:
+    site.start_old("driver", "jobs.control.rq_worker")
+    site.plane.start("ticker")
     with worker(redis_url):
-        batches = [site.create_by_old() for _ in range(2)]
+        batches = [site.create_by_old(), site.create()]
         site.wait_under_way(batches)
-        site.plane.start("ticker")
-        site.stop_old("ticker")
-        site.wait_led()
-        batches += [site.create_by_old(), site.create()]
         site.plane.start("driver")
-        site.wait_under_way(batches[-1:])
+        (site.kill_old if is_killed else site.stop_old)("driver")
+        site.create_by_old()
         site.check_ends()
-    site.stop_old("advance", "bulk")
     site.plane.stop()
-
-
-def test_no_line_is_fed_early_while_an_old_process_may_take_the_batch(site: Site, redis_url: str) -> None:
-    site.start_old("bulk", "jobs.rq_worker", "--queue", "bulk")
-    site.wait_registered()
-    site.plane.start("ticker", "driver")
-    with worker(redis_url):
-        batches = [site.create()]
-        site.wait_under_way(batches)
-        site.stop_old("bulk")
-        site.wait_unregistered()
-        batches.append(site.create())
-        site.check_ends()
-    early = [Queue(site.client).batch_fields(batch).early for batch in batches]
-    assert (early[0], bool(early[1])) == ("", True)

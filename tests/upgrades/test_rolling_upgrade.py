@@ -1,4 +1,4 @@
-"""Processes of the version before are replaced one by one while batches and live calls run."""
+"""Processes of the last version are replaced one by one while batches and live calls run."""
 
 import json
 import threading
@@ -38,7 +38,7 @@ def test_each_line_and_call_ends_once_while_processes_are_replaced(previous: Pat
             raise
 
 
-def test_a_run_batch_of_the_version_before_is_resumed(previous: Path, tmp_path: Path) -> None:
+def test_a_run_batch_of_the_last_version_is_resumed(previous: Path, tmp_path: Path) -> None:
     source, output = examples(tmp_path / "in.jsonl", 300), tmp_path / "out.jsonl"
     arguments = ("run-batch", source, "-o", output, "--dtype", "float32")
     with running_pipeline(*arguments, "--max-num-seqs", 8, **code_of(previous)) as command:
@@ -76,9 +76,8 @@ class _Upgrade:
     def finish(self) -> None:
         """Check all that was submitted, at the end with processes of this version alone."""
         for batch in self._batches:
-            self._client.wait_ended(batch, "completed")
+            self._client.wait_completed(batch)
         self._check_callers()
-        assert self._client.tokenize() == 200
         assert faults(self._fleet.client) == []
         self._fleet.stop("api", "worker-0", "worker-1", "jobs")
         assert self._fleet.tracebacks() == {}
@@ -97,7 +96,7 @@ class _Upgrade:
             self._callers.pop().check(self._client)
 
     def _stop(self, name: str) -> None:
-        """End a process of the version before, while a batch runs."""
+        """End a process of the last version, while a batch runs."""
         self._client.check_views()
         while not any(self._client.batch(batch)["status"] == "in_progress" for batch in self._batches):
             self._submit()
@@ -108,7 +107,6 @@ class _Upgrade:
         self._url = self._fleet.start_api("api")
         self._client = Client(self._url)
         self._client.wait_ready()
-        assert self._client.tokenize() == (200 if "worker-0" in self._fleet.members else 400)
         self._submit()
         self._stop("old-api")
 
@@ -129,9 +127,9 @@ class _Upgrade:
 class _Caller:
     """A live call that streams, in a thread of its own."""
 
-    def __init__(self, url: str, content: str, tokens: int) -> None:
+    def __init__(self, url: str, name: str, tokens: int) -> None:
         self._url, self._tokens = url, tokens
-        self._body = json.loads(line("live", tokens, content))["body"] | {"stream": True}
+        self._body = json.loads(line(name, tokens))["body"] | {"stream": True}
         self._stream: str | None = None
         self._text, self._ended = "", False
         self._thread = threading.Thread(target=self._call, daemon=True)

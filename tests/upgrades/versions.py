@@ -1,4 +1,4 @@
-"""The version before this one: its code from the history of git, and how to run it."""
+"""The last released version: its code from the history of git, and how to run it."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.commands import REPOSITORY
 
-PREVIOUS = "eafe2177a94eb134a192c504edd7555c1cadacb4"
-"""The commit of which processes, a Redis and a file store are taken over."""
+PREVIOUS = "c45616363bcf7dc0eee7401e0256530c799e0e85"
+"""The commit of the last released version."""
 
 
 def code_of(tree: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from workers.replica.fingerprint import system_fingerprint
 from workers.replica.statistics import declared_metrics
 
 _ASSUMED: tuple[Task, ...] = ("generate", "tokenize")
-"""What a worker's record says until its model is loaded, as in the versions before."""
+"""What a worker's record says until its model is loaded."""
 
 logger = logging.getLogger(__name__)
 

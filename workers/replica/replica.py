@@ -186,7 +186,7 @@ class Replica:
         self._outbox.results_may_wait = lambda: intake.has_backlog and not running.is_watched
         self._cancel_in_tokenizer = tokenization.cancel
         quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)
-        self._on_order |= {"bell": lambda _: intake.wake(), "trial": lambda _: quarantine.make_room()}
+        self._on_order |= {"bell": lambda _: intake.wake(), "isolate": lambda _: quarantine.make_room()}
         engine, registration, outbox = self._engine, self._registration, self._outbox
         return Serving(queue, registration, engine, running, outbox, self._requeue, intake, quarantine)
 

@@ -133,16 +133,13 @@ local function next_batch(model)
     end
     local ring = key.ring(model, tenant)
     local batch, score = unpack(redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES'))
-    local record = redis.call('HMGET', key.batch(batch or ''), 'state', 'result_bytes', 'low_water', 'used_lines',
-      'used_tokens', 'body_bytes', 'priority', 'risk', 'expires_at')
-    local state, undrained, low_water, used_lines, used_tokens, bytes_of_all = unpack(record)
+    local state, undrained, low_water, used_lines, used_tokens, bytes_of_all = unpack(redis.call('HMGET',
+      key.batch(batch or ''), 'state', 'result_bytes', 'low_water', 'used_lines', 'used_tokens', 'body_bytes'))
     local is_open = state == 'in_progress' or state == 'validating' -- with early lines
     local may_run = is_open and tonumber(undrained or 0) <= most_undrained
     local ready = may_run and redis.call('LLEN', key.ready(batch, model)) or 0
     if ready == 0 then
       leave(batch or '', model, tenant)
-    elseif not is_in_place(tonumber(score), unpack(record, 7)) then
-      place(ring, batch, unpack(record, 7)) -- a script of the version before had it at that of another
     else
       local size = tonumber(bytes_of_all or 0) / math.max(1, redis.call('HLEN', key.bodies(batch)))
       return {

@@ -15,7 +15,7 @@ local ANSWERED_ENTRIES = 5000
 local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
 local MOST_BYTES_OF_AN_API_RESULT = 16384 -- an embedding of 1,024 numbers as text
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
-local MOST_CALLS = 500 -- waiting live calls that one script moves, or drops: more would hold up the server
+local MOST_CALLS = 500 -- waiting live calls that one script drops: more would hold up the server
 local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so long, whatever its size
 local DRAIN_BYTES = 2 * 1024 * 1024 -- a batch's results that are worth a drain before the next tick
 local NO_CHUNKS = '\144' -- an empty list in msgpack
@@ -175,7 +175,7 @@ end
 
 -- A new member starts level with the one that had the last turn, so that it neither waits for long
 -- nor gets ahead; one that returns keeps the service that it received beyond that. One in the class
--- of another priority moves. Numbers outside the class are of a script of the version before.
+-- of another priority moves.
 local function add_to_ring(ring, member, priority)
   local score = redis.call('ZSCORE', ring, member)
   if score and priority_of(score) == priority then
@@ -184,14 +184,8 @@ local function add_to_ring(ring, member, priority)
   local first = priority * CLASS
   local range = {digits(first), '(' .. digits(first + CLASS)}
   local least = redis.call('ZRANGE', ring, range[1], range[2], 'BYSCORE', 'LIMIT', 0, 1, 'WITHSCORES')[2]
-  local level = redis.call('GET', level_of(ring, priority))
-  if not level or priority_of(level) ~= 0 then
-    level = least and least - first or 0
-  end
-  local served = redis.call('GETDEL', key.served(ring, member))
-  if not served or priority_of(served) ~= 0 then
-    served = 0
-  end
+  local level = redis.call('GET', level_of(ring, priority)) or (least and least - first or 0)
+  local served = redis.call('GETDEL', key.served(ring, member)) or 0
   redis.call('ZADD', ring, digits(first + math.max(tonumber(level), tonumber(served))), member)
 end
 
@@ -225,15 +219,6 @@ end
 -- The score of a batch that goes before all others of its tenant, else nil.
 local function urgent_score(risk, expires)
   return risk == 'urgent' and expires and URGENT_PRIORITY * CLASS + math.floor(expires) or nil
-end
-
--- Whether a batch of that score is at its place in a ring.
-local function is_in_place(score, priority, risk, expires)
-  local urgent = urgent_score(risk, expires)
-  if urgent then
-    return score == urgent
-  end
-  return priority_of(score) == tonumber(priority or 0)
 end
 
 -- Brings a batch to its place in a ring.
@@ -300,7 +285,7 @@ local function remove_live(name)
 end
 
 -- Whether a live call is still there, and waited for: by an API process that is alive, or by a
--- reader of its stream. APIs of the version before do not say whether they are alive.
+-- reader of its stream.
 local function has_client(name)
   local counted = redis.call('HGET', key.LIVE_CALLS, name)
   local api = counted and string.match(counted, '^%d+ (%S+)') or '-'
@@ -370,23 +355,6 @@ local function next_live(model)
     if wanted then
       return name
     end
-  end
-end
-
--- Whether all workers that serve the model, if any, are of a version that takes live calls in turns.
-local function all_take_turns(model)
-  return #redis.call('SDIFF', key.serving(model), key.turns(model)) == 0
-end
-
--- Moves calls that wait in turns to the list that every version takes from; the next tick moves
--- more.
-local function end_turns(model)
-  for _ = 1, MOST_CALLS do
-    local name = next_live(model)
-    if not name then
-      return
-    end
-    redis.call('RPUSH', key.live(model), name)
   end
 end
 
@@ -592,15 +560,10 @@ local function notify_readers(batch, name, entry_id, chunks, succeeded)
   end
 end
 
--- Adds an entry to the stream of an API process. One of the version before, which does not say that
--- it is alive, takes it whole only.
-local function notify_api(api, name, entry_id, fields, bytes)
-  local stream = key.api(api)
-  if bytes > MOST_BYTES_OF_AN_API_RESULT and redis.call('EXISTS', key.api_alive(api)) == 1 then
-    fields = {}
-  end
-  redis.call('XADD', stream, 'MAXLEN', '~', API_ENTRIES, '*', 'k', name, 'e', entry_id, unpack(fields))
-  redis.call('EXPIRE', stream, API_SECONDS)
+-- Adds an entry to the stream of an API process.
+local function notify_api(api, ...)
+  redis.call('XADD', key.api(api), 'MAXLEN', '~', API_ENTRIES, '*', ...)
+  redis.call('EXPIRE', key.api(api), API_SECONDS)
 end
 
 -- Adds an entry to a request's token stream; returns whether it is new.
@@ -623,7 +586,8 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
     return
   end
   if reply_to ~= '' then
-    notify_api(reply_to, name, entry_id, {'p', chunks, more, value}, #chunks + #value)
+    local whole = #chunks + #value <= MOST_BYTES_OF_AN_API_RESULT and {'p', chunks, more, value} or {}
+    notify_api(reply_to, 'k', name, 'e', entry_id, unpack(whole))
   end
   if count_watched() > 0 and not is_live(name) then
     notify_readers(split(name), name, entry_id, chunks, succeeded)

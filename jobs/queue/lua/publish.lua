@@ -19,27 +19,17 @@ local worker, generated, number, answered = ARGV[1], tonumber(ARGV[2]), tonumber
 local names, fences, before, total, lengths, apis, accepted_by, own = unpack(cmsgpack.unpack(ARGV[5]))
 local sent = 0 -- bytes of the chunks of those that the loop has come to
 local lost, missing, lacks = {}, {}, {}
-local groups_of = {} -- by API process; false for one of the version before, which takes no groups
+local groups_of = {} -- by API process
 
 local function send_group(api)
-  local group = groups_of[api]
-  if group and #group.items > 0 then
-    local list = ARRAY32 .. struct.pack('>I4', #group.items) .. table.concat(group.items)
-    redis.call('XADD', key.api(api), 'MAXLEN', '~', API_ENTRIES, '*', 'g', list)
-    redis.call('EXPIRE', key.api(api), API_SECONDS)
-  end
-  groups_of[api] = group and {items = {}, bytes = 0}
+  local items = groups_of[api].items
+  groups_of[api] = nil
+  notify_api(api, 'g', ARRAY32 .. struct.pack('>I4', #items) .. table.concat(items))
 end
 
 local function send(api, name, entry_id, chunks, accepted)
-  if groups_of[api] == nil then
-    groups_of[api] = redis.call('GET', key.api_alive(api)) == '1' and {items = {}, bytes = 0}
-  end
-  local group = groups_of[api]
-  if not group then
-    notify_api(api, name, entry_id, {'p', chunks, 'a', accepted}, #chunks + #accepted)
-    return
-  end
+  local group = groups_of[api] or {items = {}, bytes = 0}
+  groups_of[api] = group
   local item = ARRAY_OF_4 .. STR8 .. char(#name) .. name .. STR8 .. char(#entry_id) .. entry_id
     .. STR8 .. char(#accepted) .. accepted .. (#chunks <= MOST_BYTES_OF_AN_API_ENTRY and chunks or NIL)
   group.items[#group.items + 1] = item

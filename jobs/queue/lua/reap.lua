@@ -46,19 +46,10 @@ local function lose_all(names)
   return #names
 end
 
--- Workers of the version before take from one list; what waited when they came is moved there.
-local function end_turns_for_older_workers(model)
-  if not all_take_turns(model) then
-    end_turns(model)
-  end
-end
-
 local function strike_off(dead)
   local record = redis.call('HGET', key.WORKERS, dead)
   for _, model in ipairs(record and cmsgpack.unpack(record).models or {}) do
-    redis.call('SREM', key.turns(model), dead)
     end_serving(model, dead)
-    end_turns_for_older_workers(model)
   end
   redis.call('HDEL', key.WORKERS, dead)
   redis.call('ZREM', key.ALIVE, dead)
@@ -74,7 +65,7 @@ local function order_isolation(now)
       redis.call('HSET', key.QUARANTINE_WAITS, model, digits(now))
       for _, one in ipairs(waited > 0 and redis.call('SRANDMEMBER', key.serving(model), 8) or {}) do
         if not is_isolating(one) then
-          notify(one, 'trial')
+          notify(one, 'isolate')
           break
         end
       end
@@ -82,17 +73,14 @@ local function order_isolation(now)
   end
 end
 
--- Goes through the live calls, some at each tick: ends those that no client waits for, and takes off
--- the counts what a worker of the version before ended.
+-- Goes through the live calls, some at each tick, and ends those that no client waits for.
 local function end_abandoned_calls()
   local cursor = redis.call('HGET', key.TICK, 'live_cursor') or '0'
   local found = redis.call('HSCAN', key.LIVE_CALLS, cursor, 'COUNT', CALLS_A_TICK)
   redis.call('HSET', key.TICK, 'live_cursor', found[1])
   for i = 1, #found[2], 2 do
     local name = found[2][i]
-    if redis.call('EXISTS', key.bodies((split(name)))) == 0 then
-      remove_live(name)
-    elseif not has_client(name) then
+    if not has_client(name) then
       cancel_live(name)
     end
   end
@@ -131,9 +119,6 @@ if now < reap_after then
   return 0
 end
 order_isolation(now)
-for _, model in ipairs(redis.call('HKEYS', key.MODELS)) do
-  end_turns_for_older_workers(model)
-end
 end_abandoned_calls()
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
   strike_off(dead)

@@ -14,8 +14,6 @@ for i = 5, #ARGV, 2 do
   if ready then
     redis.call('HSET', key.MODELS, model, ARGV[i + 1])
     redis.call('SADD', key.serving(model), worker)
-    redis.call('SADD', key.turns(model), worker)
-    redis.call('SINTERSTORE', key.turns(model), key.turns(model), key.serving(model))
   else
     end_serving(model, worker)
   end

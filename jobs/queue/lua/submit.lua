@@ -6,8 +6,6 @@
 --       the API key or '' for none
 -- Returns how many calls the tenant has with this one; 0 when it is here already (waiting, running,
 -- or its stream still exists), -1 at the limit of the tenant, -2 at that of the model.
--- Workers of the version before end calls without taking them off the counts: as long as they serve
--- the model, nothing is counted, and 0 is returned.
 
 local live_id, model, request, reply_to = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local name = live_id .. '/0'
@@ -26,29 +24,20 @@ end
 if redis.call('EXISTS', key.bodies(live_id), key.tokens(name)) > 0 then
   return 0
 end
-local calls = -1
-local in_turns = all_take_turns(model)
-if in_turns then
-  calls = calls_of(key.live_usage('tenant', tenant_of(name)), ARGV[5], ARGV[6])
-  if not calls then
-    return -1
-  elseif not calls_of(key.live_usage('model', model), ARGV[7], ARGV[8]) then
-    return -2
-  end
-  local api = reply_to ~= '' and reply_to or '-'
-  redis.call('HSET', key.LIVE_CALLS, name, #request .. ' ' .. api .. ' ' .. model)
-  count_live(model, name, 1, #request)
+local calls = calls_of(key.live_usage('tenant', tenant_of(name)), ARGV[5], ARGV[6])
+if not calls then
+  return -1
+elseif not calls_of(key.live_usage('model', model), ARGV[7], ARGV[8]) then
+  return -2
 end
+local api = reply_to ~= '' and reply_to or '-'
+redis.call('HSET', key.LIVE_CALLS, name, #request .. ' ' .. api .. ' ' .. model)
+count_live(model, name, 1, #request)
 redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to, 'since', digits(now_ms()))
 if ARGV[10] ~= '' then
   redis.call('HSET', key.bodies(live_id), 'key_id', ARGV[10])
 end
-if in_turns then
-  redis.call('RPUSH', key.live_of(model, tenant_of(name)), name)
-  add_to_ring(key.live_tenants(model), tenant_of(name), 0)
-else
-  end_turns(model)
-  redis.call('RPUSH', key.live(model), name)
-end
+redis.call('RPUSH', key.live_of(model, tenant_of(name)), name)
+add_to_ring(key.live_tenants(model), tenant_of(name), 0)
 wake_workers(model, 3, true)
 return calls + 1

@@ -22,16 +22,13 @@ end
 if stamp ~= '' and early ~= '' and early ~= stamp then
   return 0
 end
-redis.call('HSET', key.batch(batch), 'state', to, 'token', token, 'heartbeat', now_ms(), unpack(ARGV, 8 + count))
+redis.call('HSET', key.batch(batch), 'state', to, 'token', token, unpack(ARGV, 8 + count))
 if done ~= '' then
   redis.call('SET', key.done(batch), done)
 end
 if state ~= '' and state ~= to then
   redis.call('HINCRBY', key.ENTERED, to, 1)
   notify_readers(batch, '', '', '', '')
-  if to == 'in_progress' then
-    resume_drained(batch, math.huge) -- workers of the version before took out what was validated
-  end
 end
 redis.call('SADD', key.BATCHES, batch)
 return 1

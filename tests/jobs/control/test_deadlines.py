@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import redis
 
 from jobs.control.deadlines import JUDGE_SECONDS, Deadlines
 from jobs.control.ticker import Ticker
@@ -16,7 +15,7 @@ from jobs.queue.request_queue import Queue
 from tests.support.batch_steps import begin, step, tick
 from tests.support.control_plane import write_input
 from tests.support.redis_machine import RedisMachine
-from tests.support.requests import MODEL, request, start_batch
+from tests.support.requests import MODEL, start_batch
 
 NOW, COST = 1e9, 256
 
@@ -166,24 +165,6 @@ def test_only_changes_are_written_and_batches_that_do_not_run_are_left_out(
     calls = queue.redis.info("commandstats")["cmdstat_evalsha"]["calls"]
     batches.run(60, {"a": 1})
     assert queue.redis.info("commandstats")["cmdstat_evalsha"]["calls"] == calls
-
-
-@pytest.mark.parametrize("place", [7.0 * 2**45 + 5, -3.0 * 2**45 + 5, -(2.0**52) + 10**9])
-def test_batches_at_wrong_places_are_put_right(queue: Queue, redis_client: redis.Redis, place: float) -> None:
-    """Those where a script of the version before puts them: at the place of another priority. Equal
-    ones are in the order of their names.
-    """
-    for batch, priority in (("batch_a", 0), ("batch_b", -1), ("batch_c", 3), ("batch_d", 0)):
-        fields = {"priority": priority, "timestamps": {"expires": NOW + 1000}, "line_models": [MODEL]}
-        assert queue.create_batch(batch, 16, state="in_progress", fields=fields)
-        assert queue.ingest(batch, [(line, request()) for line in range(16)], 0, 16)
-        queue.announce("", batch, listed=False, runs=True)
-    queue.note_risks({"batch_d": "urgent"})
-    for batch in queue.active_batches():
-        redis_client.zadd(keys.ring(MODEL, ""), {batch: place})
-    Deadlines(queue).judge(queue.active_batches(), NOW)
-    taken = [claim.key.batch for claim in queue.claim("w", 1, 64, models=[MODEL])]
-    assert list(dict.fromkeys(taken)) == ["batch_d", "batch_b", "batch_a", "batch_c"]
 
 
 def test_the_ticker_brings_an_urgent_batch_first(tmp_path: Path) -> None:

@@ -182,6 +182,29 @@ def test_a_cancelled_batch_does_not_wait_for_large_ones(
     assert len(held.begun) == most
 
 
+def test_a_long_slice_ends_where_its_batch_is_cancelled(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drivers: Callable[[], Driver]
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def never_done(held: Slice) -> None:
+        begun.set()
+        while not released.wait(0.01):
+            held.check_current()
+
+    monkeypatch.setitem(runner.WORK, "validate", never_done)
+    (batch,) = make_batches(redis_client, tmp_path, 1)
+    one = drivers()
+    one.start()
+    take_all(one)
+    assert begun.wait(60)
+    try:
+        cancel_batch(redis_client, batch)
+        wait_until(ended(redis_client, batch), 60, "the end of the batch")
+    finally:
+        released.set()
+
+
 def test_a_look_while_batches_are_taken_lets_no_more_large_ones_begin(
     redis_client: redis.Redis,
     tmp_path: Path,

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import redis
-from rq import SimpleWorker
-from rq.serializers import JSONSerializer
 
 from jobs.batch.client import BatchRecord, cancel_batch, get_batch
 from jobs.batch.queued_tokens import others_early_tokens
@@ -393,35 +391,6 @@ def test_early_results_that_fill_redis_are_drained_before_the_plan_is_fed(
     queue = Queue(redis_client)
     assert sum(queue.parts(batch).values()) == 20
     assert queue.batch_fields(batch).low_water > 0
-
-
-def test_lines_that_an_earlier_version_took_out_of_the_ring_come_back(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its `claim.lua` takes a batch out that is not in progress."""
-    batch = begin(redis_client, source_of(tmp_path)).id
-    with validated_meanwhile(redis_client, batch, monkeypatch):
-        redis_client.delete(keys.ring("m", ""), keys.tenants("m"))
-    assert commit(redis_client, claim(redis_client)) == 20
-    assert run_to_end(redis_client, batch).completed == LINES
-
-
-@pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_no_line_is_fed_while_a_process_of_0_1_0_may_end_the_batch(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    old = SimpleWorker(["bulk"], connection=redis_client, serializer=JSONSerializer)
-    old.register_birth()
-    first = begin(redis_client, source_of(tmp_path / "first")).id
-    with validated_meanwhile(redis_client, first, monkeypatch):
-        assert Queue(redis_client).window_lines(first) == 0
-    if end == "stopped":
-        old.register_death()
-    else:
-        redis_client.delete(old.key)  # as when it expires
-    second = begin(redis_client, source_of(tmp_path / "second")).id
-    with validated_meanwhile(redis_client, second, monkeypatch):
-        assert Queue(redis_client).window_lines(second) >= 64
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -316,60 +316,15 @@ def test_outputs_beside_the_input(redis_client: redis.Redis, tmp_path: Path) -> 
     assert (record.completed, record.failed) == (2, 2)
 
 
-@pytest.mark.parametrize("failed_first", [True, False])
-def test_lines_that_the_version_before_wrote_twice_keep_one_result(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_first: bool
-) -> None:
-    """The success that could be read, whatever came first."""
-    answers = [failing(*range(1, 11)), echo] if failed_first else [echo, failing(*range(1, 11))]
-    with monkeypatch.context() as patch:
-        patch.setattr(advance, "settle", lambda *_: None)
-        patch.setattr(advance, "lines_on_disk", lambda *_: Bitmap())
-        patch.setattr(advance, "save_stored", lambda *_: None)
-        batch, counts = rolled_back(redis_client, tmp_path, answers)
-    assert counts[-1]["completed"] + counts[-1]["failed"] == 12
-    advance._progress.clear()
-    assert batch_object(step(redis_client, batch))["request_counts"] == {"total": 10, "completed": 6, "failed": 0}
-    readable = log_of(get_batch(redis_client, batch))
-    ended = run_to_end(redis_client, batch)
-    assert len(readable.splitlines()) == 6
-    assert log_of(ended).startswith(readable)
-    check_every_line_once(redis_client, tmp_path, ended, 10)
-
-
-def test_of_results_that_were_written_twice_the_earlier_counts(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where parts were made one meanwhile."""
-    source = write_input(tmp_path / "in.jsonl", 40)
-    batch = begin(redis_client, source).id
-    step(redis_client, batch)
-    step(redis_client, batch)
-    before = EarlierRedis(redis_client)
-    with monkeypatch.context() as patch:
-        patch.setattr(advance, "settle", lambda *_: None)
-        patch.setattr(advance, "lines_on_disk", lambda *_: Bitmap())
-        patch.setattr(advance, "save_stored", lambda *_: None)
-        for _ in range(20):
-            answer_all(redis_client, failing(*range(1, 41)), most=1)
-            step(redis_client, batch)
-        before.restore()
-        answer_all(redis_client, most=20)
-        step(redis_client, batch)
-    advance._progress.clear()
-    ended = run_to_end(redis_client, batch)
-    assert (ended.completed, ended.failed) == (20, 20)
-
-
 @pytest.mark.usefixtures("_no_part_is_small")
 def test_a_bitmap_that_is_damaged_or_gone_is_made_again(redis_client: redis.Redis, tmp_path: Path) -> None:
     root = Path(under_way(redis_client, tmp_path).spec.root)
     parts = load_manifest(str(root)).parts  # type: ignore[union-attr]
-    lines = read_stored(str(root), parts, lambda: None).lines.bits
+    lines = read_stored(str(root), parts, lambda: None).bits
     assert sum(map(int.bit_count, lines)) == 8
     for content in (None, b"", b"x" * 40, (root / NAME).read_bytes()[:-1]):
         (root / NAME).unlink() if content is None else (root / NAME).write_bytes(content)
-        assert read_stored(str(root), parts, lambda: None).lines.bits == lines
+        assert read_stored(str(root), parts, lambda: None).bits == lines
 
 
 @pytest.mark.parametrize("lost", ["damaged", "missing"])

@@ -75,10 +75,7 @@ def test_methods_take_what_rq_passes(ours: type, theirs: type) -> None:
     ("function", "parameters"),
     [
         (rq.queue.Queue.enqueue_call, {"func", "timeout", "result_ttl", "failure_ttl"}),
-        (rq.queue.Queue.get_job_ids, set()),
-        (rq.queue.Queue.remove, {"job_or_id"}),
         (Job.fetch, {"id", "connection", "serializer"}),
-        (rq.registry.StartedJobRegistry.get_job_and_execution_ids, {"cleanup"}),
         (rq.registry.StartedJobRegistry.remove_execution, {"execution"}),
         (rq.executions.Execution.__init__, {"id", "job_id", "connection"}),
         (SimpleWorker.cleanup_execution, {"job", "pipeline"}),

@@ -8,7 +8,7 @@ from rq.executions import prepare_execution
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from jobs.queue.tasks import FUNCTION, forget_execution, leftovers
+from jobs.queue.tasks import FUNCTION, executions, forget_execution
 
 
 def begun(client: redis.Redis) -> Job:
@@ -27,10 +27,10 @@ def test_nothing_is_left_of_a_job_that_is_forgotten(redis_client: redis.Redis, g
     second.
     """
     begun(redis_client)
-    (execution,) = leftovers(redis_client).executions
+    (execution,) = executions(redis_client)
     for key in redis_client.scan_iter(gone) if gone else ():
         redis_client.delete(key)
     forget_execution(redis_client, execution)
-    assert leftovers(redis_client).executions == set()
+    assert executions(redis_client) == set()
     left = {key.decode() for key in redis_client.scan_iter(f"*{execution.job}*") if redis_client.ttl(key) < 0}
     assert left == set()

@@ -1,10 +1,9 @@
 """What workers report of themselves, and how much waits."""
 
-import msgspec
 import redis
 
 from jobs.queue import keys
-from jobs.queue.gauges import GAUGES_SECONDS, GpuGauges, MetricSample, WorkerGauges
+from jobs.queue.gauges import GAUGES_SECONDS, GpuGauges, WorkerGauges
 from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, request, start_batch
 
@@ -17,25 +16,6 @@ def test_gauges_are_the_last_that_were_reported_and_do_not_last(queue: Queue, re
     assert queue.gauges(["w", "silent"]) == {"w": WorkerGauges(2, 0, 5, 10, 100, 3.5, [GPU])}
     assert queue.gauges([]) == {}
     assert 0 < redis_client.ttl(keys.gauges("w")) <= GAUGES_SECONDS
-
-
-class WorkerGauges010(msgspec.Struct):
-    """What version 0.1.0 reads of a report."""
-
-    running: int
-    waiting: int
-    free_blocks: int
-    num_blocks: int
-    tokens: int
-    tokens_per_second: float
-    cards: list[GpuGauges]
-
-
-def test_an_earlier_version_reads_a_report(queue: Queue, redis_client: redis.Redis) -> None:
-    queue.report_gauges("w", WorkerGauges(1, 2, 3, 4, 5, 6.5, [GPU], [[MetricSample("live", 1.5, [1, 0])]]))
-    packed = redis_client.get(keys.gauges("w"))
-    assert isinstance(packed, bytes)
-    assert msgspec.msgpack.decode(packed, type=WorkerGauges010) == WorkerGauges010(1, 2, 3, 4, 5, 6.5, [GPU])
 
 
 def test_what_waits_is_counted_by_model(queue: Queue, redis_client: redis.Redis) -> None:
@@ -78,13 +58,6 @@ def test_the_oldest_request_that_waits_has_its_age(queue: Queue, redis_client: r
     assert 900 <= depths.oldest_batch[MODEL] < 5000  # of batch_c no line waits
     queue.claim("w", 1, 500, models=[MODEL])
     assert (queue.depths([MODEL]).oldest_live, queue.depths([MODEL]).oldest_batch) == ({}, {})
-
-
-def test_a_call_that_does_not_say_since_when_it_waits_has_no_age(queue: Queue, redis_client: redis.Redis) -> None:
-    queue.submit("live_1", request())
-    redis_client.hdel(keys.bodies("live_1"), "since")  # as the version before submits it
-    depths = queue.depths([MODEL])
-    assert (depths.live, depths.oldest_live) == ({MODEL: 1}, {})
 
 
 def test_each_end_of_a_batch_counts_once(queue: Queue) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from jobs.protocol.requests import Claim, RequestKey, pack
+from jobs.protocol.requests import Claim, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue import keys
 from jobs.queue.limits import ModelOverloaded, TooManyCalls
@@ -219,46 +219,3 @@ def test_the_latest_streams_are_kept_up_to_a_size(redis_client: redis.Redis) -> 
     assert redis_client.hgetall(keys.RETAINED_BYTES) == {b"": b"0"}
     assert redis_client.exists(keys.RETAINED) == 0
     assert 0 < redis_client.ttl(keys.RETAINED_BYTES) <= 300
-
-
-def test_calls_of_the_version_before_end_as_they_always_did(small: Queue, redis_client: redis.Redis) -> None:
-    """They wait without being counted."""
-    register(small)
-    for number in range(9):
-        body = {"0": pack(request()), "model": MODEL, "reply_to": "old"}
-        redis_client.hset(keys.bodies(f"{GREEDY}old{number}"), mapping=body)
-        redis_client.rpush(keys.live(MODEL), f"{GREEDY}old{number}/0")
-    assert not is_full(small)
-    claims = small.claim("w1", 1, 20, models=[MODEL])
-    assert [claim.key.batch[-1] for claim in claims] == list("012345678")
-    commit(small, claims)
-    assert len(fill(small)) == CALLS
-    assert is_full(small)
-
-
-def test_a_call_that_a_worker_of_the_version_before_ended_is_taken_off(small: Queue, redis_client: redis.Redis) -> None:
-    register(small)
-    [name, *_] = fill(small)
-    [claim, *_] = small.claim("w1", 1, 9, models=[MODEL])
-    small.renew("w1", [(claim.key, claim.fence)])
-    redis_client.hdel(keys.LEASE, f"{name}/0")  # as its commit does
-    redis_client.zrem(keys.LEASES, f"{name}/0")
-    redis_client.srem(keys.held("w1"), f"{name}/0")
-    redis_client.delete(keys.bodies(name))
-    redis_client.xadd(keys.tokens(f"{name}/0"), {"p": b"\x90", "f": b"result"}, id="1-2")
-    assert is_full(small)
-    small.reap()
-    pass_time(redis_client, 60)
-    small.renew("w1", [(one.key, one.fence) for one in small.claim("w1", 1, 9, models=[MODEL])])
-    small.reap()
-    assert not is_full(small)
-    assert redis_client.exists(keys.tokens(f"{name}/0")) == 1
-
-
-def test_nothing_is_counted_while_workers_of_the_version_before_serve(small: Queue, redis_client: redis.Redis) -> None:
-    """They end calls without taking them off."""
-    register(small, "old")
-    redis_client.srem(keys.turns(MODEL), "old")
-    fill(small)
-    assert not is_full(small)
-    assert redis_client.keys("*live_usage*") == []

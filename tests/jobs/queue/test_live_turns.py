@@ -12,7 +12,7 @@ from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import CLAIM_BYTES, Queue
 from jobs.queue.scripts import MAX_ITEMS
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, finished, held, pass_time, request, start_batch
+from tests.support.requests import MODEL, finished, held, request, start_batch
 
 A, B, C = (f"live_{letter * 12}" for letter in "abc")
 
@@ -121,60 +121,6 @@ class TestTurns:
         order = claimed(queue, 1, 10, "w2")
         assert {f"{B}0000", f"{C}0000"} <= set(order[:4])
         assert [name for name in order if name.startswith(A)] == [f"{A}{number:04}" for number in range(8)]
-
-
-class TestWorkersOfTheVersionBefore:
-    """They register without taking turns, and take from one list."""
-
-    def old_worker_takes(self, client: redis.Redis) -> list[str]:
-        names = client.lpop(keys.live(MODEL), 100)
-        client.rpush(keys.live(MODEL), *names)  # for the check of what is left
-        return [name.decode().removesuffix("/0") for name in names]
-
-    def test_get_all_calls_as_long_as_one_serves(self, queue: Queue, redis_client: redis.Redis) -> None:
-        redis_client.sadd(keys.serving(MODEL), "old")
-        names = submit(queue, A, 3) + submit(queue, B, 3)
-        assert self.old_worker_takes(redis_client) == names
-        assert claimed(queue, 1, 6) == names
-        redis_client.srem(keys.serving(MODEL), "old")
-
-    def test_get_what_waited_for_the_last_worker_of_this_version(self, queue: Queue, redis_client: redis.Redis) -> None:
-        submit(queue, A, 2)
-        submit(queue, B, 1)
-        redis_client.sadd(keys.serving(MODEL), "old")
-        queue.remove_worker("w1")
-        assert sorted(self.old_worker_takes(redis_client)) == [f"{A}0000", f"{A}0001", f"{B}0000"]
-        redis_client.srem(keys.serving(MODEL), "old")
-
-    def test_get_what_waits_once_one_more_call_comes(self, queue: Queue, redis_client: redis.Redis) -> None:
-        submit(queue, A, 2)
-        redis_client.sadd(keys.serving(MODEL), "old")
-        submit(queue, B, 1)
-        assert self.old_worker_takes(redis_client) == [f"{A}0000", f"{A}0001", f"{B}0000"]
-        redis_client.srem(keys.serving(MODEL), "old")
-
-    def test_may_come_back_to_what_no_worker_served(self, queue: Queue, redis_client: redis.Redis) -> None:
-        """The next tick gives them what waits; what is much, in several."""
-        queue.remove_worker("w1")
-        names = submit(queue, A, MAX_ITEMS + 10)
-        redis_client.sadd(keys.serving(MODEL), "old")
-        queue.reap()
-        pass_time(redis_client, 60)
-        for number in (MAX_ITEMS, MAX_ITEMS + 10):
-            queue.reap()
-            assert redis_client.lrange(keys.live(MODEL), 0, -1) == [f"{name}/0".encode() for name in names[:number]]
-        redis_client.srem(keys.serving(MODEL), "old")
-        register(queue, "w2")
-        assert claimed(queue, 1, 9, "w2") == names[:9]
-
-    def test_leave_nothing_behind(self, queue: Queue, redis_client: redis.Redis) -> None:
-        """A ticker of that version does not know the set."""
-        redis_client.srem(keys.serving(MODEL), "w1")
-        register(queue, "w2")
-        assert redis_client.smembers(keys.turns(MODEL)) == {b"w2"}
-        for worker in ("w1", "w2"):
-            queue.remove_worker(worker)
-        assert redis_client.exists(keys.turns(MODEL)) == 0
 
 
 class TestCallsWithoutAClient:

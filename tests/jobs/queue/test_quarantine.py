@@ -349,15 +349,15 @@ class TestWakingAndOrders:
         wait_in_vain(redis_client)
         for _ in range(2):
             tick(queue)
-        [ordered] = [worker for worker in ("w2", "w3") if orders(queue, worker) == ["trial"]]
-        assert sorted(orders(queue, worker) for worker in ("w1", "w2", "w3")) == [[], [], ["trial"]]
+        [ordered] = [worker for worker in ("w2", "w3") if orders(queue, worker) == ["isolate"]]
+        assert sorted(orders(queue, worker) for worker in ("w1", "w2", "w3")) == [[], [], ["isolate"]]
         queue.requeue(ordered, held(busy[ordered]))
         assert {claim.engine_crashes for claim in take(queue, ordered, 2)} == {1}
         wait_in_vain(redis_client)
         tick(queue)
         assert [orders(queue, worker) for worker in ("w2", "w3")] == [
-            ["trial"],
-            ["trial"],
+            ["isolate"],
+            ["isolate"],
         ]  # w1 is at it, and so is the first
 
     def test_no_order_while_groups_are_taken_one_after_the_other(self, queue: Queue, redis_client: redis.Redis) -> None:
@@ -374,7 +374,7 @@ class TestWakingAndOrders:
         queue.requeue("w1", held(isolated), cleared=True)
         assert len(take(queue, "w1", 3)) == 16
         tick(queue)
-        assert "trial" not in orders(queue, "w2")
+        assert "isolate" not in orders(queue, "w2")
 
     def test_a_clock_that_went_back_orders_nothing_and_waits_anew(
         self, queue: Queue, redis_client: redis.Redis
@@ -388,4 +388,4 @@ class TestWakingAndOrders:
         assert orders(queue, "w2") == []
         wait_in_vain(redis_client)
         tick(queue)
-        assert orders(queue, "w2") == ["trial"]
+        assert orders(queue, "w2") == ["isolate"]
