@@ -153,6 +153,7 @@ class BatchRun:
             seed=task.model_flags["seed"],
             rows=task.rows,
             skip_invalid_requests=task.skip_invalid_requests,
+            strict_parameters=task.strict_parameters,
         )
 
     def _fleet_models(self, queue: Queue) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ class Task:
     model_flags: Mapping[str, Any]
     starts_worker: bool
     skip_invalid_requests: bool
+    strict_parameters: bool
     retry_failed: bool
     fail_on_error: bool
     log_level: str

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.batch.input_files import is_csv, is_parquet, open_text
+from jobs.protocol.unknown_members import described
 from jobs.store.storage import local_path
 from pipeline.errors import LinesFailed, Refused
 from pipeline.progress import Counts, duration
@@ -76,6 +77,8 @@ def print_summary(
     if answering > 0:
         parts.insert(2, f"{usage.completion_tokens / answering:,.0f} output tokens/s")
     print("; ".join(parts))
+    if record.unknown_members:
+        print(f"unknown members, ignored: {described(record.unknown_members)}")
 
 
 def requests_line(total: int, failed: int) -> str:

@@ -82,12 +82,13 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
     # Which lines are invalid depends on the models; those of a fleet may have changed
-    same = found.spec.skip_invalid_requests and spec.models is not None and found.spec.models == spec.models
+    as_strict = found.spec.strict_parameters == spec.strict_parameters
+    same_models = spec.models is not None and found.spec.models == spec.models
+    same = found.spec.skip_invalid_requests and same_models and as_strict
     judged = spec.skip_invalid_requests and not spec.streams_input and not same
     _drop_failures(manifest, 400 if retry_failed or judged else 500)
-    plan = join(spec.root, PLAN_NAME)
     served = spec.models is None or set(found.models) <= set(spec.models)
-    planned = found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
+    planned = as_strict and _is_planned(found)
     if spec.streams_input:  # each line was judged as it came
         planned = served = True
     if judged or not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
@@ -95,6 +96,12 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     manifest.timestamps = {}
     manifest.enter("validating")
     return manifest
+
+
+def _is_planned(found: Manifest) -> bool:
+    """Return whether the plan is there as it was made."""
+    plan = join(found.spec.root, PLAN_NAME)
+    return found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
 
 
 def _check_output(location: str, source: str) -> None:

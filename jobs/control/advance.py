@@ -160,9 +160,11 @@ def _begin_again(held: Slice, total: int) -> None:
 def plan_fields(manifest: Manifest) -> dict[str, Any]:
     """Return what the record says of the plan."""
     appended = manifest.timestamps.get("appended")
+    unknown = {"unknown_members": manifest.unknown_members} if manifest.unknown_members else {}
     return {
         "open": manifest.is_open, "total": manifest.total, "line_models": manifest.models,
         "queued_tokens": manifest.queued_tokens, "timestamps": {} if appended is None else {"appended": appended},
+        **unknown,
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.parameters import Parameters, read_parameters, schemas
 from jobs.protocol.prompts import check_continued
 from jobs.protocol.results import ApiError
+from jobs.protocol.unknown_members import check_members
 from jobs.protocol.value_types import Schema
 
 _BATCH_CODES = frozenset(
@@ -84,20 +85,24 @@ def check_line(
     endpoint: str | None = None,
     models: Mapping[str, Collection[str] | None] | None = None,
     default_model: str | None = None,
+    strict: bool = False,
 ) -> Line | LineError:
     """Check the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
     file be refused.
 
     `endpoint` is the only url allowed (None: any of `BATCH_ENDPOINTS`), `models` those that are
     served, each with its tasks where they are known (None: not looked at), `default_model` that of
-    a line that names none (None: every line must). What is returned names the model and has
-    `values`.
+    a line that names none (None: every line must). `strict` refuses unknown members of the body.
+    What is returned names the model and has `values`.
     """
     try:
         line = decode_json(raw)
         if not isinstance(line, dict):
             return LineError("invalid_json_line", number, None, "This line is not a JSON object.")
-        return _read_line(line, raw, endpoint, models, default_model)
+        found = _read_line(line, raw, endpoint, models, default_model)
+        if strict:
+            check_members(found.values, BATCH_ENDPOINTS[found.url], "body.")
+        return found
     except ValueError as error:
         return LineError("invalid_json_line", number, None, f"{_NO_JSON} Reason: {error}.")
     except ApiError as error:

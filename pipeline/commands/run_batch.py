@@ -98,6 +98,11 @@ def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None
     help="Give each invalid line, such as one with an unknown model or url, an error line, and run the others."
     " [default: refuse the file]",
 )
+@flag(
+    "--strict-parameters",
+    is_flag=True,
+    help="Refuse lines whose bodies have members that are no parameters. [default: count and name them]",
+)
 @flag("--ordered", is_flag=True, help="With - as INPUT: write the answers in the order of their lines.")
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
@@ -120,6 +125,7 @@ def run_batch(
     models: tuple[str, ...],
     model_flags: tuple[str, ...],
     skip_invalid_requests: bool,
+    strict_parameters: bool,
     ordered: bool,
     retry_failed: bool,
     fail_on_error: bool,
@@ -184,6 +190,7 @@ def run_batch(
         model_flags=ctx.params,
         starts_worker=starts_worker,
         skip_invalid_requests=skip_invalid_requests,
+        strict_parameters=strict_parameters,
         retry_failed=retry_failed,
         fail_on_error=fail_on_error,
         log_level=log_level,
