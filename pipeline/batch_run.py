@@ -92,7 +92,7 @@ class BatchRun:
         spec = self._spec(None if self._is_under_way(supervisor.queue.redis) else supervisor.queue)
         batch_id = self._create(supervisor.queue.redis, spec).id
         if task.redis_url is None:
-            log.info(
+            log.debug(
                 "batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s",
                 batch_id,
                 supervisor.redis_url,

@@ -1,5 +1,6 @@
 """`pipeline run-batch`: from a file of requests to a file of results."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,7 +170,7 @@ def run_batch(
     from pipeline.batch_start import run_tasks, submit
     from pipeline.batch_task import Task
 
-    log_settings(ctx)
+    log_settings(ctx, logging.DEBUG)
     starts_worker = redis_url is None or local_worker
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = _hosted(ctx, models, model_flags, redis_url, hosting) if starts_worker else []

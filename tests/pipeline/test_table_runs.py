@@ -155,7 +155,7 @@ def test_options_that_do_not_fit_are_one_sentence_and_nothing_begins(
     assert done.code == 2, done.err
     assert reason in done.err
     assert "Error: " in done.err.splitlines()[-1]
-    assert "engine on" not in done.err
+    assert "ready after" not in done.err
     assert list(tmp_path.iterdir()) == [source]
 
 
