@@ -38,6 +38,7 @@ from jobs.batch.source import open_plan, open_source
 from jobs.batch.stored_lines import are_small, save_stored
 from jobs.control.slices import Slice
 from jobs.daemon_threads import run_beside
+from jobs.protocol.endpoints import BATCH_URLS
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
 from jobs.protocol.results import Result
@@ -469,7 +470,7 @@ def request_of(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
         assert spec.default_model is not None, "validate lets no other line pass"
         model = spec.default_model
         body = encode_body(decode_json(body) | {"model": model})
-    return Request(line.url, model, body, seed_of(spec.seed, number), line.custom_id, now)
+    return Request(BATCH_URLS[line.url], model, body, seed_of(spec.seed, number), line.custom_id, now)
 
 
 def seed_of(seed: int, line: int) -> int:

@@ -46,6 +46,7 @@ class Endpoint(ABC):
     """One endpoint; it holds no state."""
 
     url: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()  # other urls under which calls come
     tasks: ClassVar[tuple[Task, ...]]  # a model that does any of them answers it
 
     @property

@@ -10,7 +10,14 @@ import msgspec
 from jobs.protocol import fields
 from jobs.protocol.combining import combine
 from jobs.protocol.endpoint import TextEndpoint
-from jobs.protocol.endpoints import ALL_ENDPOINTS, BATCH_ENDPOINTS, ENDPOINTS, TOKENIZER_ENDPOINTS, check_answers
+from jobs.protocol.endpoints import (
+    ALL_ENDPOINTS,
+    BATCH_ENDPOINTS,
+    BATCH_URLS,
+    ENDPOINTS,
+    TOKENIZER_ENDPOINTS,
+    check_answers,
+)
 from jobs.protocol.lines import Line, body_of, decode_json
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.parameters import Parameters, read_parameters, schemas
@@ -182,6 +189,7 @@ def _read_line(
     if method != "POST":
         fields.fail("Invalid method: each request of a batch must be a 'POST'.", "method", "invalid_method")
     url = fields.required(line, "url")
+    url = BATCH_URLS.get(url, url) if isinstance(url, str) else url
     allowed = [*BATCH_ENDPOINTS] if endpoint is None else [endpoint]
     if url not in allowed:
         live_only = url in list(TOKENIZER_ENDPOINTS)

@@ -137,6 +137,11 @@ def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
     assert [(one.status, one.finalizing_at) for one in seen] == [("in_progress", None), ("expired", None)]
 
 
+def test_a_batch_may_be_for_an_alias_of_its_endpoint(redis_client: redis.Redis, client: openai.OpenAI) -> None:
+    serve(redis_client, "m")
+    assert create(client, lines_of(1), endpoint="/v2/rerank").endpoint == "/v1/rerank"
+
+
 def test_a_batch_has_the_priority_that_it_was_given(redis_client: redis.Redis, client: openai.OpenAI) -> None:
     serve(redis_client, "m")
     batch = create(client, lines_of(1), extra_body={"priority": -7})
