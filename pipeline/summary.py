@@ -16,6 +16,7 @@ from pipeline.stderr import write_line
 
 if TYPE_CHECKING:
     from jobs.batch.client import BatchRecord
+    from jobs.batch.manifest import Manifest
     from pipeline.uris.uri import Uri
 
 _ANSWERS = 3
@@ -79,6 +80,12 @@ def print_summary(
     print("; ".join(parts))
     if record.unknown_members:
         print(f"unknown members, ignored: {described(record.unknown_members)}")
+
+
+def print_completed(manifest: "Manifest") -> None:
+    """Print on stdout the end of a run that was complete already."""
+    print(f"results: {manifest.output}")
+    print(f"{requests_line(manifest.completed, 0)}; complete before, nothing was run")
 
 
 def requests_line(total: int, failed: int) -> str:

@@ -22,6 +22,8 @@ from jobs.protocol.states import JOBS
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import StoreError, absolute, join, local_path, make_folder, open_input, sha256_of, size_of
 
+_AGAIN = "remove that folder, or name another output"
+
 
 class BatchRefused(JobsError):
     """The batch cannot be made; the text is one sentence."""
@@ -65,7 +67,7 @@ def running_in(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
     found = load_manifest(spec.root)
     if found is None or queue.batch_fields(found.batch_id).state not in JOBS:
         return None
-    _check_same(found, spec)
+    check_same(found, spec)
     if retry_failed:
         raise BatchRefused(
             f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended"
@@ -78,7 +80,7 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     _check_kind(found, spec)
     if not found.parts:
         return None
-    _check_same(found, spec)
+    check_same(found, spec)
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
     # Which lines are invalid depends on the models; those of a fleet may have changed
@@ -123,14 +125,16 @@ def _check_output(location: str, source: str) -> None:
         raise BatchRefused(f"cannot write {location}: {error.strerror}") from error
 
 
-def _check_same(found: Manifest, spec: BatchSpec) -> None:
-    """Raise `InputChanged` if results in the folder would not fit what is asked now."""
+def check_same(found: Manifest, spec: BatchSpec, place: str = "", again: str = "") -> None:
+    """Raise `InputChanged` if results would not fit what is asked now.
+
+    They are in `place`, by default the folder; `again` says how they can be made again.
+    """
+    place, again = place or spec.root, again or _AGAIN
     _check_kind(found, spec)
     size = size_of(spec.input)
     if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
-        raise InputChanged(
-            f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output"
-        )
+        raise InputChanged(f"{spec.input} has changed since {place} was begun; {again}")
     differences = [
         *_differences(found.spec, spec, ("default_model", "endpoint", "seed")),
         *_differences(found.spec, spec, ("skip_invalid_requests",) if found.spec.skip_invalid_requests else ()),
@@ -138,18 +142,13 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
     ]
     if differences:
         name, before, now = differences[0]
-        raise InputChanged(
-            f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
-        )
+        raise InputChanged(f"{place} was begun with {name} {before}, not {now}; {again}")
 
 
 def _check_kind(found: Manifest, spec: BatchSpec) -> None:
     """Raise `InputChanged` for lines that arrive where a file was, or the other way round."""
     if found.spec.streams_input != spec.streams_input:
-        raise InputChanged(
-            f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; remove that folder, or name"
-            " another output"
-        )
+        raise InputChanged(f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; {_AGAIN}")
 
 
 def _kind(spec: BatchSpec) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _STDIN = Path("-")
 _OF_FILES = (
-    *("detach", "retry_failed", "partition_by", "allow_hosts"),
+    *("detach", "retry_failed", "keep_parts", "partition_by", "allow_hosts"),
     *("prompt_column", "template", "id_column", "keep_columns"),
 )
 
@@ -104,6 +104,11 @@ def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None
     is_flag=True,
     help="Refuse lines whose bodies have members that are no parameters. [default: count and name them]",
 )
+@flag(
+    "--keep-parts",
+    is_flag=True,
+    help="Keep the folder OUTPUT.parts of a run that is complete. [default: keep it if a request failed]",
+)
 @flag("--ordered", is_flag=True, help="With - as INPUT: write the answers in the order of their lines.")
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
@@ -127,6 +132,7 @@ def run_batch(
     model_flags: tuple[str, ...],
     skip_invalid_requests: bool,
     strict_parameters: bool,
+    keep_parts: bool,
     ordered: bool,
     retry_failed: bool,
     fail_on_error: bool,
@@ -192,6 +198,7 @@ def run_batch(
         starts_worker=starts_worker,
         skip_invalid_requests=skip_invalid_requests,
         strict_parameters=strict_parameters,
+        keep_parts=keep_parts,
         retry_failed=retry_failed,
         fail_on_error=fail_on_error,
         log_level=log_level,
