@@ -39,6 +39,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
     began = time.monotonic()
+    asked = len(tasks)
     served, tasks = _checked(tasks)
     if not tasks:
         return
@@ -52,14 +53,14 @@ def run_tasks(tasks: Sequence[Task]) -> None:
             try:
                 _run_task(task, served, began, supervisor, signals, progress, is_last=task is tasks[-1])
             except (Refused, LinesFailed) as end:
-                if len(tasks) == 1:
+                if asked == 1:
                     raise
                 end.show()
                 ends.append(end)
             began, progress = time.monotonic(), make_progress()
     if ends:
         worst = max(ends, key=lambda end: end.exit_code)
-        raise type(worst)(f"{len(ends)} of {len(tasks)} inputs were refused or have failed lines")
+        raise type(worst)(f"{len(ends)} of {asked} inputs were refused or have failed lines")
 
 
 def _run_task(
@@ -122,7 +123,7 @@ def _checked(tasks: Sequence[Task]) -> tuple[list[str], list[Task]]:
         if isinstance(task.source, Path):
             _check_rows(task)
         check_output(task)
-    tasks = [task for task in tasks if not _is_complete(task, served)]
+    tasks = [task for task in tasks if not _is_complete(task, served, refuses=len(tasks) == 1)]
     _check_uploads(tasks)
     with contextlib.ExitStack() as folders:
         for task in tasks:
@@ -133,11 +134,19 @@ def _checked(tasks: Sequence[Task]) -> tuple[list[str], list[Task]]:
     return served, tasks
 
 
-def _is_complete(task: Task, served: list[str]) -> bool:
-    """Print the end of a run that is complete already; return whether it is."""
+def _is_complete(task: Task, served: list[str], refuses: bool = True) -> bool:
+    """Print the end of a run that is complete already; return whether it is.
+
+    Raise `Refused` where something has changed since, unless that is left to the run itself.
+    """
     if not isinstance(task.output, Path) or task.partition_by:
         return False
-    manifest = find_completed(task.root, task.output.absolute(), spec_of(task, served))
+    try:
+        manifest = find_completed(task.root, task.output.absolute(), spec_of(task, served))
+    except Refused:
+        if refuses:
+            raise
+        return False
     if manifest is not None:
         print_completed(manifest)
     return manifest is not None

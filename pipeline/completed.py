@@ -10,7 +10,7 @@ import msgspec
 from jobs.batch.batch_folder import InputChanged, check_same
 from jobs.batch.manifest import BatchSpec, Manifest, load_manifest
 from jobs.protocol.unknown_members import described
-from jobs.store.storage import exclusive, stamp_of
+from jobs.store.storage import Busy, StoreError, exclusive, stamp_of
 from pipeline.errors import Refused
 from pipeline.private_folder import RUN_LOCK, held
 from pipeline.uris.notes import note_path, read_note, write_note
@@ -33,11 +33,14 @@ _DECODER = msgspec.json.Decoder(Completed)
 
 def replace_folder(root: Path) -> None:
     """Leave a note in the place of the folder of a run that has ended, unless a request failed; for
-    the holder of the run's lock. Raise `StoreError`.
+    the holder of the run's lock. A folder that cannot be replaced stays.
     """
-    with exclusive(str(root), _PATIENCE_SECONDS):
-        if leave_note(root):
-            _remove(root)
+    try:
+        with exclusive(str(root), _PATIENCE_SECONDS):
+            if leave_note(root):
+                _remove(root)
+    except (Busy, StoreError) as error:
+        log.warning("%s stays, though the run is complete: %s", root, error)
 
 
 def leave_note(root: Path) -> bool:

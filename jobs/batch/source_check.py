@@ -93,7 +93,7 @@ def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[s
     if line.raw is None:
         return too_long(spec, line.number)
     if spec.of_api:
-        return check_batch_line(line.raw, line.number, spec.endpoint, served)
+        return check_batch_line(line.raw, line.number, spec.endpoint, served, spec.strict_parameters)
     return check_line(line.raw, line.number, spec.endpoint, served, spec.default_model, spec.strict_parameters)
 
 

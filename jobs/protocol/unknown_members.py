@@ -29,7 +29,8 @@ class UnknownMembers:
     def add(self, names: Iterable[str], endpoint: BatchEndpoint) -> None:
         """Count the members of one line's body that its endpoint does not know."""
         unknown = {fields.shown(name) for name in names if name not in endpoint.members}
-        for name in {name if name in self._found or len(self._found) < MOST_UNKNOWN else OTHERS for name in unknown}:
+        new, room = sorted(unknown - self._found.keys()), max(0, MOST_UNKNOWN - len(self._found))
+        for name in [*(unknown & self._found.keys()), *new[:room], *([OTHERS] if new[room:] else [])]:
             found = self._found.get(name) or UnknownMember(name, 0, nearest_member(name, endpoint))
             self._found[name] = msgspec.structs.replace(found, lines=found.lines + 1)
 

@@ -34,6 +34,7 @@ _BATCH_CODES = frozenset(
         "streaming_unsupported",
         "model_not_found",
         "unsupported_endpoint",
+        "unknown_parameter",
     }
 )
 _NO_JSON = "This line is not parseable as valid JSON."
@@ -117,12 +118,16 @@ def check_line(
 
 
 def check_batch_line(
-    raw: bytes, number: int, endpoint: str | None, models: Mapping[str, Collection[str] | None]
+    raw: bytes,
+    number: int,
+    endpoint: str | None,
+    models: Mapping[str, Collection[str] | None],
+    strict: bool = False,
 ) -> Line | LineError:
     """As `check_line`, for a batch that came through the API: also the body's type is looked at,
     and the codes are OpenAI's for batches.
     """
-    found = check_line(raw, number, endpoint, models)
+    found = check_line(raw, number, endpoint, models, strict=strict)
     if isinstance(found, Line):
         try:
             BATCH_ENDPOINTS[found.url].check_body(found.values, "body.")

@@ -157,6 +157,13 @@ def test_each_input_runs_on_the_same_worker(data: Path) -> None:
     ]
     for name in ("a", "b"):
         check(output / f"{name}.jsonl")
+    (data / "aa.jsonl").unlink()
+    write_lines(data / "b.jsonl", seed=5)
+    again = run_pipeline("run-batch", data, "-o", output)
+    assert again.returncode == 2, again.stderr
+    assert f"{data}/b.jsonl has changed since {output}/b.jsonl was begun; remove that file" in again.stderr
+    assert again.stderr.splitlines()[-1] == "Error: 1 of 2 inputs were refused or have failed lines"
+    assert again.stdout.count("complete before, nothing was run") == 1
 
 
 @pytest.mark.proof

@@ -40,4 +40,7 @@ def test_lines_are_counted_by_name_and_names_are_bounded() -> None:
     assert first == UnknownMember("max_token", MOST_UNKNOWN + 5, "max_tokens")
     assert second == UnknownMember(OTHERS, 6)
     assert len(others) == MOST_UNKNOWN - 1
+    counted = UnknownMembers()
+    counted.add(map(str, range(1000)), chat)
+    assert len(counted.listed()) == MOST_UNKNOWN + 1
     assert described([first, others[0]]) == "max_token (105 lines; did you mean max_tokens?), 000 (1 line)"
