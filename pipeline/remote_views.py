@@ -5,7 +5,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from jobs.protocol.unknown_members import UnknownMember, described
 from pipeline.progress import Counts, duration
@@ -82,7 +81,7 @@ def describe(batch: "Batch") -> str:
 
 def _unknown_members(batch: dict[str, Any]) -> list[str]:
     """Return what members of the lines' bodies were ignored, if some were."""
-    found = msgspec.convert(batch.get("unknown_members", []), list[UnknownMember])
+    found = [UnknownMember(one["name"], one["lines"], one["nearest"]) for one in batch.get("unknown_members", [])]
     return [f"unknown members, ignored: {described(found)}"] if found else []
 
 
