@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from jobs.protocol.logprobs import ChatPosition, PromptToken
 from jobs.protocol.results import FinishReason
 from jobs.protocol.states import State
+from jobs.protocol.unknown_members import UnknownMember
 from jobs.store.file_store import PURPOSES, RESULT_PURPOSE
 from jobs.store.upload_store import UploadStatus
 
@@ -160,6 +161,7 @@ class Batch(AnswerObject):
     usage: BatchUsage
     priority: int | UnsetType = UNSET  # left out where it is 0
     risk: Literal["urgent", "late"] | UnsetType = UNSET
+    unknown_members: list[UnknownMember] | UnsetType = UNSET  # of the lines' bodies, where there are some
     # This and the next two: of a batch whose requests are appended
     input: Literal["stream"] | UnsetType = UNSET
     open: bool | UnsetType = UNSET

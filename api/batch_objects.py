@@ -75,6 +75,7 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         metadata=spec.metadata,
         priority=spec.priority or UNSET,
         risk=record.risk or UNSET,
+        unknown_members=record.unknown_members or UNSET,
     )
     if spec.streams_input:
         batch.input, batch.open = "stream", record.open and not record.ended

@@ -31,6 +31,9 @@ class ApiSettings(HttpSettings):
         check=window_seconds,
     )
     max_batch_lines: int = setting(50_000, "Most requests in a batch.", above=0, kind="size")
+    strict_parameters: bool = setting(
+        False, "Refuse lines of batches whose bodies have members that are no parameters."
+    )
     max_file_bytes: int = setting(200 * 2**20, "Largest input file of a batch.", above=0, kind="size")
     max_body_bytes: int = setting(32 * 2**20, "Largest body of a live call, in bytes.", above=0, flag=None)
     ping_seconds: float = setting(15.0, "Seconds after which a silent event stream gets a comment.", above=0, flag=None)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import redis
 
 from jobs.batch.client import BatchRecord, BatchRefused, BatchSpec, create_batch, get_batch
@@ -17,7 +18,7 @@ from jobs.batch.manifest import load_manifest
 from jobs.queue import keys
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
-from pipeline.batch_task import Task, start_worker
+from pipeline.batch_task import Task, spec_of, start_worker
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
 from pipeline.hosting.host import ModelHost, fit_together
 from pipeline.progress import Counts, Progress
@@ -92,7 +93,7 @@ class BatchRun:
         spec = self._spec(None if self._is_under_way(supervisor.queue.redis) else supervisor.queue)
         batch_id = self._create(supervisor.queue.redis, spec).id
         if task.redis_url is None:
-            log.info(
+            log.debug(
                 "batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s",
                 batch_id,
                 supervisor.redis_url,
@@ -141,19 +142,8 @@ class BatchRun:
             models = tuple(self._served)
         elif queue is not None:
             models = self._fleet_models(queue)
-        default = self._served[0] if self._served else task.model
-        return BatchSpec(
-            input=str(task.source_file.absolute()),
-            root=str(task.root),
-            output=str(task.output_file.absolute()),
-            error_file="inline",
-            default_model=None if len(task.hosted) > 1 else default,
-            models=models,
-            by_model=bool(task.hosted) and not fit_together(task.hosted, task.hosting),
-            seed=task.model_flags["seed"],
-            rows=task.rows,
-            skip_invalid_requests=task.skip_invalid_requests,
-        )
+        by_model = bool(task.hosted) and not fit_together(task.hosted, task.hosting)
+        return msgspec.structs.replace(spec_of(task, self._served, models), by_model=by_model)
 
     def _fleet_models(self, queue: Queue) -> tuple[str, ...]:
         served = sorted({name for worker in queue.workers() if worker.state in _SERVING for name in worker.models})

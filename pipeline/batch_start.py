@@ -13,12 +13,14 @@ from pathlib import Path
 
 from jobs.batch.input_files import InputError, is_parquet
 from jobs.batch.manifest import Manifest, load_manifest
-from pipeline.batch_task import Task, start_worker
+from pipeline.batch_task import Task, spec_of, start_worker
+from pipeline.completed import find_completed, replace_folder
 from pipeline.errors import CommandEnd, LinesFailed, Refused
 from pipeline.private_folder import RUN_LOCK, empty_folder, held
 from pipeline.progress import Progress, make_progress
 from pipeline.row_options import check_rows
 from pipeline.signals import Signals
+from pipeline.summary import print_completed
 from pipeline.supervisor import Supervisor
 from pipeline.uris.fetching import holds_input_alone, is_fetched, open_source
 from pipeline.uris.uri import Uri
@@ -37,7 +39,11 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
     began = time.monotonic()
-    served, first, progress = _checked(tasks), tasks[0], make_progress()
+    asked = len(tasks)
+    served, tasks = _checked(tasks)
+    if not tasks:
+        return
+    first, progress = tasks[0], make_progress()
     ends: list[CommandEnd] = []
     with (
         Signals() as signals,
@@ -47,14 +53,14 @@ def run_tasks(tasks: Sequence[Task]) -> None:
             try:
                 _run_task(task, served, began, supervisor, signals, progress, is_last=task is tasks[-1])
             except (Refused, LinesFailed) as end:
-                if len(tasks) == 1:
+                if asked == 1:
                     raise
                 end.show()
                 ends.append(end)
             began, progress = time.monotonic(), make_progress()
     if ends:
         worst = max(ends, key=lambda end: end.exit_code)
-        raise type(worst)(f"{len(ends)} of {len(tasks)} inputs were refused or have failed lines")
+        raise type(worst)(f"{len(ends)} of {asked} inputs were refused or have failed lines")
 
 
 def _run_task(
@@ -66,6 +72,8 @@ def _run_task(
     progress: Progress,
     is_last: bool,
 ) -> None:
+    if _is_complete(task, served):  # meanwhile, by another process
+        return
     with progress, batch_folder(task):
         if (
             task.redis_url is None
@@ -85,6 +93,8 @@ def _run_task(
             from pipeline.uris.uploading import upload
 
             upload(task.output_file, task.upload_to, task.partition_by, signals, progress.say)
+        if not task.keeps_folder:
+            replace_folder(task.root)
     run.conclude(record)
 
 
@@ -93,13 +103,17 @@ def submit(task: Task) -> str:
     from pipeline.batch_run import BatchRun
 
     assert task.redis_url is not None
-    run = BatchRun(task, _checked([task]), time.monotonic())
+    served, begun = _checked([task])
+    if not begun:
+        raise Refused(f"nothing was submitted: remove {task.output} to run its requests again")
+    run = BatchRun(task, served, time.monotonic())
     with batch_folder(task):
         return run.submit(task.redis_url)
 
 
-def _checked(tasks: Sequence[Task]) -> list[str]:
-    """Return the names of the models that are served here; none if no worker is started.
+def _checked(tasks: Sequence[Task]) -> tuple[list[str], list[Task]]:
+    """Return the names of the models that are served here, none if no worker is started, and the
+    runs that are not complete; print the others.
 
     Raises `Refused`.
     """
@@ -109,6 +123,7 @@ def _checked(tasks: Sequence[Task]) -> list[str]:
         if isinstance(task.source, Path):
             _check_rows(task)
         check_output(task)
+    tasks = [task for task in tasks if not _is_complete(task, served, refuses=len(tasks) == 1)]
     _check_uploads(tasks)
     with contextlib.ExitStack() as folders:
         for task in tasks:
@@ -116,7 +131,25 @@ def _checked(tasks: Sequence[Task]) -> list[str]:
                 folders.enter_context(batch_folder(task, locked=True))
                 _fetch(task, task.source)
                 _check_rows(task)
-    return served
+    return served, tasks
+
+
+def _is_complete(task: Task, served: list[str], refuses: bool = True) -> bool:
+    """Print the end of a run that is complete already; return whether it is.
+
+    Raise `Refused` where something has changed since, unless that is left to the run itself.
+    """
+    if not isinstance(task.output, Path) or task.partition_by:
+        return False
+    try:
+        manifest = find_completed(task.root, task.output.absolute(), spec_of(task, served))
+    except Refused:
+        if refuses:
+            raise
+        return False
+    if manifest is not None:
+        print_completed(manifest)
+    return manifest is not None
 
 
 def _check_rows(task: Task) -> None:

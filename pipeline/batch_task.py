@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jobs.batch.manifest import BatchSpec
 from jobs.queue.settings import QueueSettings
 from pipeline.hosting.settings import HostingSettings
 from pipeline.input_names import PARTS_SUFFIX, Location
@@ -44,6 +45,8 @@ class Task:
     model_flags: Mapping[str, Any]
     starts_worker: bool
     skip_invalid_requests: bool
+    strict_parameters: bool
+    keep_parts: bool
     retry_failed: bool
     fail_on_error: bool
     log_level: str
@@ -57,6 +60,14 @@ class Task:
             return self.output.with_name(f"{self.output.name}{PARTS_SUFFIX}").absolute()
         digest = hashlib.sha256(str(self.output).encode()).hexdigest()[:8]
         return Path(f"{self.output.name}.{digest}{PARTS_SUFFIX}").absolute()
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether the folder stays when the run is complete: where that is asked for, a fleet works
+        in it, or what was fetched or uploaded is compared with it.
+        """
+        by_uri = isinstance(self.source, Uri) or self.upload_to is not None
+        return self.keep_parts or self.redis_url is not None or by_uri
 
     @property
     def source_file(self) -> Path:
@@ -78,6 +89,23 @@ class Task:
         if isinstance(self.output, Path):
             return Uri(self.output.absolute().as_uri()) if self.partition_by else None
         return self.output
+
+
+def spec_of(task: Task, served: Sequence[str], models: tuple[str, ...] | None = None) -> BatchSpec:
+    """Return the specification of the run's batch, whose lines may name `models`."""
+    default = served[0] if served else task.model
+    return BatchSpec(
+        input=str(task.source_file.absolute()),
+        root=str(task.root),
+        output=str(task.output_file.absolute()),
+        error_file="inline",
+        default_model=None if len(task.hosted) > 1 else default,
+        models=models,
+        seed=task.model_flags["seed"],
+        rows=task.rows,
+        skip_invalid_requests=task.skip_invalid_requests,
+        strict_parameters=task.strict_parameters,
+    )
 
 
 def start_worker(task: Task, supervisor: Supervisor) -> None:

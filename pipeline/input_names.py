@@ -124,9 +124,12 @@ def _is_one_table(folder: Uri) -> bool:
 
 
 def _is_written(path: Path) -> bool:
-    """Return whether a run wrote the file, beside its parts or among them."""
+    """Return whether a run wrote the file, beside its parts or among them, or is complete."""
     from jobs.batch.manifest import NAME
+    from pipeline.completed import is_noted
 
     folders = path.resolve().parents
     parts = [folder for folder in folders if folder.suffix == PARTS_SUFFIX]
-    return any((folder / NAME).is_file() for folder in [*parts, path.with_name(path.name + PARTS_SUFFIX)])
+    return is_noted(path) or any(
+        (folder / NAME).is_file() for folder in [*parts, path.with_name(path.name + PARTS_SUFFIX)]
+    )

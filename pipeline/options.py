@@ -476,7 +476,7 @@ def given_as_flag(ctx: click.Context, names: Iterable[str]) -> list[str]:
     return [as_flag(name) for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
-def log_settings(ctx: click.Context) -> None:
+def log_settings(ctx: click.Context, level: int = logging.INFO) -> None:
     """Log every setting that differs from its default, with its source.
 
     A child logs none: its parent logged them.
@@ -493,7 +493,7 @@ def log_settings(ctx: click.Context) -> None:
         and param.name in ctx.params
     ]
     if changed:
-        log.info("settings that differ from the defaults: %s", ", ".join(changed))
+        log.log(level, "settings that differ from the defaults: %s", ", ".join(changed))
 
 
 def _shown(name: str, value: Any) -> str:

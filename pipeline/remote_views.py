@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jobs.protocol.unknown_members import UnknownMember, described
 from pipeline.progress import Counts, duration
 from pipeline.summary import requests_line, tokens_line
 
@@ -75,10 +76,18 @@ def describe(batch: "Batch") -> str:
         for name, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id))
         if file_id
     ]
-    return "; ".join([*parts, *files])
+    return "; ".join([*parts, *_unknown_members(batch.to_dict()), *files])
+
+
+def _unknown_members(batch: dict[str, Any]) -> list[str]:
+    """Return what members of the lines' bodies were ignored, if some were."""
+    found = [UnknownMember(one["name"], one["lines"], one["nearest"]) for one in batch.get("unknown_members", [])]
+    return [f"unknown members, ignored: {described(found)}"] if found else []
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(_plain, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(field)}" for name, field in value.items())
     if isinstance(value, bool):

@@ -37,10 +37,17 @@ def _check_endpoint(_ctx: click.Context, _param: click.Parameter, url: str | Non
 def _read_body(_ctx: click.Context, _param: click.Parameter, text: str | None) -> dict[str, Any] | None:
     import msgspec
 
+    if text is None:
+        return None
+    path = text[1:] if text.startswith("@") else None
     try:
-        return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise click.BadParameter(f"it is not a JSON object such as '{{\"max_tokens\": 64}}': {error}.") from None
+        raw = text.encode() if path is None else Path(path).read_bytes()
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        holder = "it" if path is None else path
+        raise click.BadParameter(f"{holder} is not a JSON object such as '{{\"max_tokens\": 64}}': {error}.") from None
 
 
 def read_names(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[str, ...]:
@@ -69,7 +76,7 @@ row_flags = all_of(
     flag(
         "--body",
         callback=_read_body,
-        help="JSON object of parameters of every request, such as '{\"max_tokens\": 64}'.",
+        help="JSON object of parameters of every request, such as '{\"max_tokens\": 64}', or @FILE with one.",
     ),
 )
 
@@ -77,7 +84,6 @@ row_flags = all_of(
 def row_options(ctx: click.Context) -> "RowOptions | None":
     """Return the options, None if requests are not made of rows. Raise `Refused`."""
     from jobs.batch.row_requests import RowOptions
-    from jobs.protocol.endpoints import BATCH_ENDPOINTS
 
     asked = {name: ctx.params[name] for name in ("prompt_column", "template", *_ALONE)}
     given = {name: value for name, value in asked.items() if value not in (None, ())}
@@ -89,9 +95,7 @@ def row_options(ctx: click.Context) -> "RowOptions | None":
         return None
     options = RowOptions(**given)
     _check_text(options)
-    prompt = BATCH_ENDPOINTS[options.endpoint].prompt_field
-    if prompt in options.body:
-        raise Refused(f"--body has {prompt}, which the rows give: leave it out")
+    _check_body(options)
     _check_kept(options)
     return options
 
@@ -118,6 +122,20 @@ def _check_text(options: "RowOptions") -> None:
         msgspec.json.encode(options)
     except UnicodeEncodeError:
         raise Refused("the flags for rows of a table hold bytes that are not UTF-8 text") from None
+
+
+def _check_body(options: "RowOptions") -> None:
+    from jobs.protocol.endpoints import BATCH_ENDPOINTS
+    from jobs.protocol.results import ApiError
+    from jobs.protocol.unknown_members import check_members
+
+    endpoint = BATCH_ENDPOINTS[options.endpoint]
+    if endpoint.prompt_field in options.body:
+        raise Refused(f"--body has {endpoint.prompt_field}, which the rows give: leave it out")
+    try:
+        check_members(options.body, endpoint)
+    except ApiError as error:
+        raise Refused(f"--body cannot be used: {error.message}") from None
 
 
 def _check_kept(options: "RowOptions") -> None:

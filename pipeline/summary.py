@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.batch.input_files import is_csv, is_parquet, open_text
+from jobs.protocol.unknown_members import described
 from jobs.store.storage import local_path
 from pipeline.errors import LinesFailed, Refused
 from pipeline.progress import Counts, duration
@@ -15,6 +16,7 @@ from pipeline.stderr import write_line
 
 if TYPE_CHECKING:
     from jobs.batch.client import BatchRecord
+    from jobs.batch.manifest import Manifest
     from pipeline.uris.uri import Uri
 
 _ANSWERS = 3
@@ -76,6 +78,14 @@ def print_summary(
     if answering > 0:
         parts.insert(2, f"{usage.completion_tokens / answering:,.0f} output tokens/s")
     print("; ".join(parts))
+    if record.unknown_members:
+        print(f"unknown members, ignored: {described(record.unknown_members)}")
+
+
+def print_completed(manifest: "Manifest") -> None:
+    """Print on stdout the end of a run that was complete already."""
+    print(f"results: {manifest.output}")
+    print(f"{requests_line(manifest.completed, 0)}; complete before, nothing was run")
 
 
 def requests_line(total: int, failed: int) -> str:

@@ -28,7 +28,7 @@ from jobs.batch.forgetting import delete_batch
 from jobs.batch.retry import retry_batch
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch, submitted_batch
 from jobs.protocol import fields
-from jobs.protocol.endpoints import BATCH_ENDPOINTS
+from jobs.protocol.endpoints import BATCH_URLS
 from jobs.protocol.ids import BATCH, is_id, new_id
 from jobs.protocol.priority import MOST_PRIORITY
 from jobs.protocol.results import ApiError
@@ -58,7 +58,7 @@ _BODY = json_body(
         "properties": {
             "input_file_id": {"type": "string", "maxLength": _MAX_ID},
             "input": {"type": "string", "enum": [_STREAM]},
-            "endpoint": {"type": "string", "enum": list(BATCH_ENDPOINTS)},
+            "endpoint": {"type": "string", "enum": list(BATCH_URLS)},
             "completion_window": {"type": "string"},
             "metadata": _METADATA,
             "priority": or_null({"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY, "default": 0}),
@@ -181,7 +181,7 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
     if streams_input and body.get("input_file_id") is not None:
         fields.fail("'input_file_id' and 'input' are given; give one.", "input", "invalid_value")
     input_file_id = "" if streams_input else _input_file_id(body)
-    endpoint = _choice(body, "endpoint", tuple(BATCH_ENDPOINTS))
+    endpoint = BATCH_URLS[_choice(body, "endpoint", tuple(BATCH_URLS))]
     window = _choice(body, "completion_window", settings.completion_windows)
     return BatchSubmission(
         input_file_id=input_file_id,
@@ -194,6 +194,7 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
         tenant=caller.tenant,
         output_expires_seconds=fields.optional(body, "output_expires_after", read_expiry, None),
         max_lines=settings.max_batch_lines,
+        strict_parameters=settings.strict_parameters,
         queued_tokens=caller.queued_tokens,
         open_batches=caller.open_batches,
         key_id=caller.key_id or "",
@@ -259,6 +260,7 @@ def _again(record: BatchRecord, caller: Caller, settings: ApiSettings) -> BatchS
         tenant=caller.tenant,
         output_expires_seconds=spec.output_expires_seconds,
         max_lines=settings.max_batch_lines,
+        strict_parameters=settings.strict_parameters,
         queued_tokens=caller.queued_tokens,
         open_batches=caller.open_batches,
         key_id=caller.key_id or "",

@@ -3,6 +3,7 @@
 The last four are vLLM's. All are live calls that a worker answers with numbers.
 """
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from jobs.protocol.endpoints import POOLING_ENDPOINTS
 from jobs.protocol.pooling_endpoint import PoolingCall
 from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
 from jobs.protocol.validation import decode_body
+
+_Route = Callable[[Request], Awaitable[Response]]
 
 router = APIRouter(route_class=AuthorizedRoute)
 
@@ -41,6 +44,17 @@ def _answered(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "The answer.", "content": {"application/json": {"schema": schema}}}}
 
 
+def _by_aliases_of(url: str) -> Callable[[_Route], _Route]:
+    """Answer calls under an endpoint's aliases too, which the OpenAPI document leaves out."""
+
+    def decorate(route: _Route) -> _Route:
+        for alias in POOLING_ENDPOINTS[url].aliases:
+            router.post(alias, include_in_schema=False)(route)
+        return route
+
+    return decorate
+
+
 _RANKED = {
     "type": "object",
     "required": ["index", "relevance_score"],
@@ -58,7 +72,7 @@ async def embeddings(request: Request) -> Response:
     return await _answer(request, EMBEDDINGS)
 
 
-@router.post("/score", include_in_schema=False)
+@_by_aliases_of(SCORE)
 @router.post(
     SCORE,
     responses=_listed(object={"const": "score"}, score=_NUMBER),
@@ -70,8 +84,7 @@ async def score(request: Request) -> Response:
     return await _answer(request, SCORE)
 
 
-@router.post("/rerank", include_in_schema=False)
-@router.post("/v2/rerank", include_in_schema=False)
+@_by_aliases_of(RERANK)
 @router.post(RERANK, responses=_answered(_RERANKED), response_class=Response, openapi_extra=_BODY)
 async def rerank(request: Request) -> Response:
     """Return documents by their relevance for a query."""

@@ -22,6 +22,8 @@ from jobs.protocol.states import JOBS
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import StoreError, absolute, join, local_path, make_folder, open_input, sha256_of, size_of
 
+_AGAIN = "remove that folder, or name another output"
+
 
 class BatchRefused(JobsError):
     """The batch cannot be made; the text is one sentence."""
@@ -65,7 +67,7 @@ def running_in(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
     found = load_manifest(spec.root)
     if found is None or queue.batch_fields(found.batch_id).state not in JOBS:
         return None
-    _check_same(found, spec)
+    check_same(found, spec)
     if retry_failed:
         raise BatchRefused(
             f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended"
@@ -78,16 +80,17 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     _check_kind(found, spec)
     if not found.parts:
         return None
-    _check_same(found, spec)
+    check_same(found, spec)
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
     # Which lines are invalid depends on the models; those of a fleet may have changed
-    same = found.spec.skip_invalid_requests and spec.models is not None and found.spec.models == spec.models
+    as_strict = found.spec.strict_parameters == spec.strict_parameters
+    same_models = spec.models is not None and found.spec.models == spec.models
+    same = found.spec.skip_invalid_requests and same_models and as_strict
     judged = spec.skip_invalid_requests and not spec.streams_input and not same
     _drop_failures(manifest, 400 if retry_failed or judged else 500)
-    plan = join(spec.root, PLAN_NAME)
     served = spec.models is None or set(found.models) <= set(spec.models)
-    planned = found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
+    planned = as_strict and _is_planned(found)
     if spec.streams_input:  # each line was judged as it came
         planned = served = True
     if judged or not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
@@ -95,6 +98,12 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     manifest.timestamps = {}
     manifest.enter("validating")
     return manifest
+
+
+def _is_planned(found: Manifest) -> bool:
+    """Return whether the plan is there as it was made."""
+    plan = join(found.spec.root, PLAN_NAME)
+    return found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
 
 
 def _check_output(location: str, source: str) -> None:
@@ -116,14 +125,16 @@ def _check_output(location: str, source: str) -> None:
         raise BatchRefused(f"cannot write {location}: {error.strerror}") from error
 
 
-def _check_same(found: Manifest, spec: BatchSpec) -> None:
-    """Raise `InputChanged` if results in the folder would not fit what is asked now."""
+def check_same(found: Manifest, spec: BatchSpec, place: str = "", again: str = "") -> None:
+    """Raise `InputChanged` if results would not fit what is asked now.
+
+    They are in `place`, by default the folder; `again` says how they can be made again.
+    """
+    place, again = place or spec.root, again or _AGAIN
     _check_kind(found, spec)
     size = size_of(spec.input)
     if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
-        raise InputChanged(
-            f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output"
-        )
+        raise InputChanged(f"{spec.input} has changed since {place} was begun; {again}")
     differences = [
         *_differences(found.spec, spec, ("default_model", "endpoint", "seed")),
         *_differences(found.spec, spec, ("skip_invalid_requests",) if found.spec.skip_invalid_requests else ()),
@@ -131,18 +142,13 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
     ]
     if differences:
         name, before, now = differences[0]
-        raise InputChanged(
-            f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
-        )
+        raise InputChanged(f"{place} was begun with {name} {before}, not {now}; {again}")
 
 
 def _check_kind(found: Manifest, spec: BatchSpec) -> None:
     """Raise `InputChanged` for lines that arrive where a file was, or the other way round."""
     if found.spec.streams_input != spec.streams_input:
-        raise InputChanged(
-            f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; remove that folder, or name"
-            " another output"
-        )
+        raise InputChanged(f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; {_AGAIN}")
 
 
 def _kind(spec: BatchSpec) -> str:

@@ -45,6 +45,7 @@ from jobs.batch.register import register
 from jobs.protocol.period import ALWAYS, Period
 from jobs.protocol.results import Usage
 from jobs.protocol.states import CANCELLABLE, END_STATES, KEPT_IN_SIGHT, MAY_EXPIRE, EndState, State
+from jobs.protocol.unknown_members import UnknownMember
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields, Risk
 from jobs.queue.request_queue import Queue
@@ -101,6 +102,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int  # in Redis, for a worker
     running: int
     errors: list[LineProblem]
+    unknown_members: list[UnknownMember]  # of the lines' bodies, where they change nothing
     usage: Usage  # of the lines on disk; final once the state is
     timestamps: dict[str, float]
     output: str | None
@@ -273,6 +275,7 @@ def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0
         waiting=waiting,
         running=max(0, held - waiting) if fields.shows_lines else 0,
         errors=_problems(spec.root, fields),
+        unknown_members=fields.unknown_members,
         usage=Usage(
             fields.prompt_tokens,
             fields.completion_tokens,

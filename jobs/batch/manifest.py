@@ -17,6 +17,7 @@ from jobs.batch.row_requests import RowOptions
 from jobs.errors import JobsError
 from jobs.protocol.results import Usage
 from jobs.protocol.states import EndState, State
+from jobs.protocol.unknown_members import UnknownMember
 from jobs.store.storage import (
     StoreError,
     delete,
@@ -64,6 +65,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0  # from it and the line number comes the seed of a line that names none
     rows: RowOptions | None = None  # of a table; None: its columns are members of the lines
     skip_invalid_requests: bool = False  # they get error lines, and the others run
+    strict_parameters: bool = False  # a line with an unknown member of its body is invalid
     streams_input: bool = False  # lines are appended to `input` while the batch runs (`open_requests`)
     # Set for a batch that came through the API, whose lines are checked as OpenAI's are; so are the
     # next fields
@@ -130,6 +132,7 @@ class Manifest(msgspec.Struct, kw_only=True, dict=True):
     total: int = 0
     models: list[str] = msgspec.field(default_factory=list)  # that the lines name
     endpoints: list[str] = msgspec.field(default_factory=list)  # the same, by url
+    unknown_members: list[UnknownMember] = msgspec.field(default_factory=list)  # of the lines' bodies
     generation: int = 0  # the highest of the record in Redis that a job has begun under
     # Names the record in Redis that may work here; of a server that was left behind, it is another
     # one

@@ -16,6 +16,7 @@ from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
 from jobs.protocol.lines import Line, read_line
+from jobs.protocol.unknown_members import UnknownMember, UnknownMembers
 from jobs.protocol.validation import LineError, check_batch_line, check_line
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import join, local_path, open_input
@@ -27,12 +28,13 @@ _BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 
 
-class Checked(msgspec.Struct, frozen=True):
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
     """What a pass found; `problems` is empty for a file that may run."""
 
     total: int = 0
     models: list[str] = []
     endpoints: list[str] = []
+    unknown_members: list[UnknownMember] = []
     problems: list[LineProblem] = []
     plan_sha256: str = ""
 
@@ -91,8 +93,8 @@ def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[s
     if line.raw is None:
         return too_long(spec, line.number)
     if spec.of_api:
-        return check_batch_line(line.raw, line.number, spec.endpoint, served)
-    return check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
+        return check_batch_line(line.raw, line.number, spec.endpoint, served, spec.strict_parameters)
+    return check_line(line.raw, line.number, spec.endpoint, served, spec.default_model, spec.strict_parameters)
 
 
 def too_long(spec: BatchSpec, line: int) -> LineError:
@@ -129,6 +131,7 @@ class SourceCheck:
         self._served = served
         self._models: set[str] = set()
         self._endpoints: set[str] = set()
+        self._unknown = UnknownMembers()
         self._problems = _Problems()
         self._plan = PlanBuilder(folder, by_model=spec.by_model)
         self._ids = _CustomIds(folder)
@@ -145,7 +148,10 @@ class SourceCheck:
             return None
         entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
         self._ids.add(found.custom_id, entry)
-        order = self._plan.add(entry, BATCH_ENDPOINTS[found.url], found.model, found.values)
+        endpoint = BATCH_ENDPOINTS[found.url]
+        if not endpoint.members.issuperset(found.values):
+            self._unknown.add(found.values, endpoint)
+        order = self._plan.add(entry, endpoint, found.model, found.values)
         if self._index is not None:
             self._index.add(entry)
         self._models.add(found.model)
@@ -164,7 +170,13 @@ class SourceCheck:
         if self._index is not None:
             self._index.commit()
         plan_sha256 = self._plan.write(join(self._root, PLAN_NAME))
-        return Checked(self._plan.lines, sorted(self._models), sorted(self._endpoints), [], plan_sha256)
+        return Checked(
+            total=self._plan.lines,
+            models=sorted(self._models),
+            endpoints=sorted(self._endpoints),
+            unknown_members=self._unknown.listed(),
+            plan_sha256=plan_sha256,
+        )
 
     def close(self) -> None:
         """Free memory and disk."""

@@ -57,6 +57,7 @@ class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
     max_lines: int | None = None
     queued_tokens: int | None = None  # in all open batches of the tenant
     open_batches: int | None = None  # of the tenant
+    strict_parameters: bool = False  # a line with an unknown member of its body is invalid
     key_id: str = ""  # of the API key that asks, "" for none
 
 
@@ -238,6 +239,7 @@ def _spec(files: FileStore, new: BatchSubmission, root: str, now: float) -> Batc
         priority=new.priority,
         completion_window_seconds=new.seconds,
         skip_invalid_requests=new.streams_input,
+        strict_parameters=new.strict_parameters,
         streams_input=new.streams_input,
         input_file_id=input_file_id if new.streams_input else new.input_file_id,
         output_file_id=output_file_id,

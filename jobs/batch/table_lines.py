@@ -29,7 +29,7 @@ from jobs.protocol import fields
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoint import BatchEndpoint
-from jobs.protocol.endpoints import BATCH_ENDPOINTS, ENDPOINTS
+from jobs.protocol.endpoints import BATCH_ENDPOINTS, BATCH_URLS, ENDPOINTS
 from jobs.protocol.lines import decode_json
 from jobs.protocol.parameters import JSON_COLUMNS
 from jobs.store.storage import StoreError
@@ -191,7 +191,7 @@ def _endpoint_of(values: dict[str, Any]) -> tuple[BatchEndpoint, tuple[str, ...]
     """Return which endpoint a row or a body is for, and which texts of it are there: that of the
     `url` if it has any, else the first one whose texts there are.
     """
-    named = BATCH_ENDPOINTS.get(str(values.get("url")))
+    named = BATCH_ENDPOINTS.get(BATCH_URLS.get(str(values.get("url")), ""))
     for endpoint in (*([named] if named else ()), *BATCH_ENDPOINTS.values()):
         for names in endpoint.text_names:
             if all(name in values for name in names):

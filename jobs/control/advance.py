@@ -38,6 +38,7 @@ from jobs.batch.source import open_plan, open_source
 from jobs.batch.stored_lines import are_small, read_stored, save_stored
 from jobs.control.slices import Slice
 from jobs.daemon_threads import run_beside
+from jobs.protocol.endpoints import BATCH_URLS
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
 from jobs.protocol.results import Result
@@ -160,9 +161,11 @@ def _begin_again(held: Slice, total: int) -> None:
 def plan_fields(manifest: Manifest) -> dict[str, Any]:
     """Return what the record says of the plan."""
     appended = manifest.timestamps.get("appended")
+    unknown = {"unknown_members": manifest.unknown_members} if manifest.unknown_members else {}
     return {
         "open": manifest.is_open, "total": manifest.total, "line_models": manifest.models,
         "queued_tokens": manifest.queued_tokens, "timestamps": {} if appended is None else {"appended": appended},
+        **unknown,
     }  # fmt: skip
 
 
@@ -465,7 +468,7 @@ def request_of(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
         assert spec.default_model is not None, "validate lets no other line pass"
         model = spec.default_model
         body = encode_body(decode_json(body) | {"model": model})
-    return Request(line.url, model, body, seed_of(spec.seed, number), line.custom_id, now)
+    return Request(BATCH_URLS[line.url], model, body, seed_of(spec.seed, number), line.custom_id, now)
 
 
 def seed_of(seed: int, line: int) -> int:

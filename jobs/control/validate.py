@@ -41,7 +41,7 @@ def validate(held: Slice) -> None:
             held.end("failed")
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
-        manifest.endpoints = checked.endpoints
+        manifest.endpoints, manifest.unknown_members = checked.endpoints, checked.unknown_members
         manifest.early_stamp = source_stamp(manifest)
     has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)

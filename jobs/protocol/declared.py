@@ -37,6 +37,11 @@ class ParameterTypes:
         self._types = {**unsupported, **declared}
         self._declared = frozenset(declared)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all of them."""
+        return frozenset(self._types)
+
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the declared values that a body gives, each read by itself.
 

@@ -5,14 +5,16 @@ Those of `pooling_endpoint.py` give numbers instead.
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from jobs.protocol import fields
 from jobs.protocol.logprobs import TextOffsets
-from jobs.protocol.parameters import FILE_COLUMNS
+from jobs.protocol.parameters import FILE_COLUMNS, IGNORED, parameter_names
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, Usage
 from jobs.protocol.value_types import Schema
 
@@ -44,6 +46,7 @@ class Endpoint(ABC):
     """One endpoint; it holds no state."""
 
     url: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()  # other urls under which calls come
     tasks: ClassVar[tuple[Task, ...]]  # a model that does any of them answers it
 
     @property
@@ -65,6 +68,16 @@ class BatchEndpoint(Endpoint):
     def text_names(self) -> tuple[tuple[str, ...], ...]:
         """The parameters that hold a call's texts; each item is another way to name all of them."""
         return ((self.prompt_field,),)
+
+    @cached_property
+    def members(self) -> frozenset[str]:
+        """The members that a body may have; others are ignored."""
+        return frozenset({"model", *IGNORED, *itertools.chain(*self.text_names), *self.parameter_names})
+
+    @property
+    @abstractmethod
+    def parameter_names(self) -> frozenset[str]:
+        """The parameters of a call, `model` and the texts aside."""
 
     @property
     def takes_one_text(self) -> bool:
@@ -124,6 +137,10 @@ class TextEndpoint(BatchEndpoint):
     @property
     def body_schema(self) -> Schema:
         return {"required": ["model", self.prompt_field]}
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return parameter_names(self.is_chat)
 
     @property
     def file_columns(self) -> tuple[str, ...]:

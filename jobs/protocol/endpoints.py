@@ -33,6 +33,10 @@ TOKENIZER_ENDPOINTS: dict[str, TokenizerEndpoint] = {
 ALL_ENDPOINTS: dict[str, Endpoint] = {**BATCH_ENDPOINTS, **TOKENIZER_ENDPOINTS}
 
 
+BATCH_URLS = {name: url for url, endpoint in BATCH_ENDPOINTS.items() for name in (url, *endpoint.aliases)}
+"""The url of the endpoint that each url of a line means, by that or by an alias."""
+
+
 def urls_for(tasks: Collection[str]) -> list[str]:
     """Return the endpoints that a model with these tasks answers."""
     return [url for url, endpoint in ALL_ENDPOINTS.items() if not set(endpoint.tasks).isdisjoint(tasks)]

@@ -265,6 +265,13 @@ UNSUPPORTED: dict[str, ValueType] = {
 }
 """Parameters that OpenAI or vLLM know and that cannot be honored here; unknown ones are ignored."""
 
+IGNORED = (
+    *("user", "safety_identifier", "metadata", "store", "moderation"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("request_id", "guided_decoding_backend", "kv_transfer_params", "media_io_kwargs"),
+)
+"""Members of bodies that clients of OpenAI's or vLLM's API send, and that change no answer."""
+
 
 def rows() -> list[DeclaredParameter[Parameter]]:
     """Return the declared parameters in their order."""
@@ -297,6 +304,11 @@ def read_parameters(body: dict[str, Any], chat: bool) -> dict[str, Any]:
     Raise `ApiError` 400 for a bad value and for one that cannot be honored.
     """
     return _TYPES[chat].read(body)
+
+
+def parameter_names(chat: bool) -> frozenset[str]:
+    """Return the names of the parameters, also of those that cannot be honored."""
+    return _TYPES[chat].names
 
 
 def schemas(chat: bool) -> dict[str, Schema]:

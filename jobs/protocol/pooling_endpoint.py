@@ -14,6 +14,7 @@ from jobs.protocol.endpoint import BatchEndpoint
 from jobs.protocol.pooling_parameters import (
     PoolingParameters,
     pooling_columns,
+    pooling_names,
     pooling_schemas,
     read_pooling_parameters,
 )
@@ -103,6 +104,10 @@ class PoolingEndpoint(BatchEndpoint):
         value = fields.required(body, self.prompt_field, prefix)
         if not isinstance(value, str | list):
             fields.wrong_type(value, "a string or an array", f"{prefix}{self.prompt_field}")
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        return pooling_names(self.url)
 
     @property
     def file_columns(self) -> tuple[str, ...]:

@@ -167,6 +167,11 @@ def pooling_columns(url: str) -> tuple[str, ...]:
     return tuple(row.name for row in _ROWS if url in row.parameter.urls)
 
 
+def pooling_names(url: str) -> frozenset[str]:
+    """Return the names of an endpoint's parameters, also of those that cannot be honored."""
+    return _TYPES[url].names
+
+
 def pooling_schemas(url: str) -> dict[str, Schema]:
     """Return the JSON Schema of each parameter, as `read_pooling_parameters` takes it."""
     return _TYPES[url].schemas()

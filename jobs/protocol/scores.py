@@ -19,6 +19,7 @@ class ScoreEndpoint(PoolingEndpoint):
     """Pairs of texts in, a number for each out: of a cross-encoder, or the cosine of embeddings."""
 
     url = SCORE
+    aliases = ("/score",)
     tasks = ("score", "embed")
     prompt_field = "queries"
     number_column = "score"
@@ -61,6 +62,7 @@ class RerankEndpoint(PoolingEndpoint):
     """A query and documents in, the documents by their relevance out."""
 
     url = RERANK
+    aliases = ("/rerank", "/v2/rerank")
     tasks = ("score", "embed")
     prompt_field = "query"
     id_prefix = "rerank-"

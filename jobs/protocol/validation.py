@@ -10,12 +10,20 @@ import msgspec
 from jobs.protocol import fields
 from jobs.protocol.combining import combine
 from jobs.protocol.endpoint import TextEndpoint
-from jobs.protocol.endpoints import ALL_ENDPOINTS, BATCH_ENDPOINTS, ENDPOINTS, TOKENIZER_ENDPOINTS, check_answers
+from jobs.protocol.endpoints import (
+    ALL_ENDPOINTS,
+    BATCH_ENDPOINTS,
+    BATCH_URLS,
+    ENDPOINTS,
+    TOKENIZER_ENDPOINTS,
+    check_answers,
+)
 from jobs.protocol.lines import Line, body_of, decode_json
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.parameters import Parameters, read_parameters, schemas
 from jobs.protocol.prompts import check_continued
 from jobs.protocol.results import ApiError
+from jobs.protocol.unknown_members import check_members
 from jobs.protocol.value_types import Schema
 
 _BATCH_CODES = frozenset(
@@ -26,6 +34,7 @@ _BATCH_CODES = frozenset(
         "streaming_unsupported",
         "model_not_found",
         "unsupported_endpoint",
+        "unknown_parameter",
     }
 )
 _NO_JSON = "This line is not parseable as valid JSON."
@@ -84,20 +93,24 @@ def check_line(
     endpoint: str | None = None,
     models: Mapping[str, Collection[str] | None] | None = None,
     default_model: str | None = None,
+    strict: bool = False,
 ) -> Line | LineError:
     """Check the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
     file be refused.
 
     `endpoint` is the only url allowed (None: any of `BATCH_ENDPOINTS`), `models` those that are
     served, each with its tasks where they are known (None: not looked at), `default_model` that of
-    a line that names none (None: every line must). What is returned names the model and has
-    `values`.
+    a line that names none (None: every line must). `strict` refuses unknown members of the body.
+    What is returned names the model and has `values`.
     """
     try:
         line = decode_json(raw)
         if not isinstance(line, dict):
             return LineError("invalid_json_line", number, None, "This line is not a JSON object.")
-        return _read_line(line, raw, endpoint, models, default_model)
+        found = _read_line(line, raw, endpoint, models, default_model)
+        if strict:
+            check_members(found.values, BATCH_ENDPOINTS[found.url], "body.")
+        return found
     except ValueError as error:
         return LineError("invalid_json_line", number, None, f"{_NO_JSON} Reason: {error}.")
     except ApiError as error:
@@ -105,12 +118,16 @@ def check_line(
 
 
 def check_batch_line(
-    raw: bytes, number: int, endpoint: str | None, models: Mapping[str, Collection[str] | None]
+    raw: bytes,
+    number: int,
+    endpoint: str | None,
+    models: Mapping[str, Collection[str] | None],
+    strict: bool = False,
 ) -> Line | LineError:
     """As `check_line`, for a batch that came through the API: also the body's type is looked at,
     and the codes are OpenAI's for batches.
     """
-    found = check_line(raw, number, endpoint, models)
+    found = check_line(raw, number, endpoint, models, strict=strict)
     if isinstance(found, Line):
         try:
             BATCH_ENDPOINTS[found.url].check_body(found.values, "body.")
@@ -177,6 +194,7 @@ def _read_line(
     if method != "POST":
         fields.fail("Invalid method: each request of a batch must be a 'POST'.", "method", "invalid_method")
     url = fields.required(line, "url")
+    url = BATCH_URLS.get(url, url) if isinstance(url, str) else url
     allowed = [*BATCH_ENDPOINTS] if endpoint is None else [endpoint]
     if url not in allowed:
         live_only = url in list(TOKENIZER_ENDPOINTS)

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, Self
 import msgspec
 
 from jobs.protocol.states import EndState
+from jobs.protocol.unknown_members import UnknownMember
 
 URGENT: Final = "urgent"
 LATE: Final = "late"
@@ -105,6 +106,7 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     device_microseconds: int = 0
     key_id: str = ""  # of the API key that made it
+    unknown_members: list[UnknownMember] = []  # of the lines' bodies
     output: str = ""  # this and the next: locations, once written
     error_output: str = ""
     restored: bool = False  # lines of the plan may be done already
@@ -129,7 +131,7 @@ for _kind in (BatchStatus, BatchFields):
 
 _TIME = "_at"  # ends the name of each timestamp in the hash
 _COUNTS_OF_NONE = {"completed": 0, "failed": 0}  # of a batch that shows no lines
-_LISTS = frozenset({"line_models", "open_models", "passed_over"})
+_LISTS = frozenset({"line_models", "open_models", "passed_over", "unknown_members"})
 _NAMES = frozenset(BatchFields.__struct_fields__)
 
 

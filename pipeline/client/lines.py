@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from jobs.protocol.chat import CHAT
-from jobs.protocol.endpoints import BATCH_ENDPOINTS
+from jobs.protocol.endpoints import BATCH_ENDPOINTS, BATCH_URLS
 
 CHUNK_BYTES = 128 * 2**20  # with a longest line still below what a server takes by default
 
@@ -51,7 +51,7 @@ def line_of(number: int, request: Any, options: LineOptions) -> dict[str, Any]:
     given = request if isinstance(request, dict) and "body" in request else {"body": request}
     body = given["body"]
     url = given.get("url") or options.endpoint or _endpoint_of(body)
-    endpoint = BATCH_ENDPOINTS.get(url)
+    endpoint = BATCH_ENDPOINTS.get(BATCH_URLS.get(url, ""))
     if endpoint is None:
         raise ValueError(f"request {number} is for {url}, which is none of {', '.join(BATCH_ENDPOINTS)}")
     if isinstance(body, str):

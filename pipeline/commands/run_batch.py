@@ -1,5 +1,6 @@
 """`pipeline run-batch`: from a file of requests to a file of results."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _STDIN = Path("-")
 _OF_FILES = (
-    *("detach", "retry_failed", "partition_by", "allow_hosts"),
+    *("detach", "retry_failed", "keep_parts", "partition_by", "allow_hosts"),
     *("prompt_column", "template", "id_column", "keep_columns"),
 )
 
@@ -98,6 +99,16 @@ def _read_allowed(_ctx: click.Context, _param: click.Parameter, text: str | None
     help="Give each invalid line, such as one with an unknown model or url, an error line, and run the others."
     " [default: refuse the file]",
 )
+@flag(
+    "--strict-parameters",
+    is_flag=True,
+    help="Refuse lines whose bodies have members that are no parameters. [default: count and name them]",
+)
+@flag(
+    "--keep-parts",
+    is_flag=True,
+    help="Keep the folder OUTPUT.parts of a run that is complete. [default: keep it if a request failed]",
+)
 @flag("--ordered", is_flag=True, help="With - as INPUT: write the answers in the order of their lines.")
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
@@ -120,6 +131,8 @@ def run_batch(
     models: tuple[str, ...],
     model_flags: tuple[str, ...],
     skip_invalid_requests: bool,
+    strict_parameters: bool,
+    keep_parts: bool,
     ordered: bool,
     retry_failed: bool,
     fail_on_error: bool,
@@ -163,7 +176,7 @@ def run_batch(
     from pipeline.batch_start import run_tasks, submit
     from pipeline.batch_task import Task
 
-    log_settings(ctx)
+    log_settings(ctx, logging.DEBUG)
     starts_worker = redis_url is None or local_worker
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = _hosted(ctx, models, model_flags, redis_url, hosting) if starts_worker else []
@@ -184,6 +197,8 @@ def run_batch(
         model_flags=ctx.params,
         starts_worker=starts_worker,
         skip_invalid_requests=skip_invalid_requests,
+        strict_parameters=strict_parameters,
+        keep_parts=keep_parts,
         retry_failed=retry_failed,
         fail_on_error=fail_on_error,
         log_level=log_level,

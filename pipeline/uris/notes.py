@@ -14,14 +14,15 @@ Note = TypeVar("Note", bound=msgspec.Struct)
 def read_note(path: Path, decoder: msgspec.json.Decoder[Note]) -> Note | None:
     """Return the decoder's note on a file, None if there is none that can be read."""
     with contextlib.suppress(StoreError, msgspec.DecodeError):
-        return decoder.decode(read_bytes(_note_path(path, decoder.type)))
+        return decoder.decode(read_bytes(str(note_path(path, decoder.type))))
     return None
 
 
 def write_note(path: Path, note: msgspec.Struct) -> None:
     """Store a note on a file. Raise `StoreError`."""
-    write_bytes(_note_path(path, type(note)), msgspec.json.encode(note))
+    write_bytes(str(note_path(path, type(note))), msgspec.json.encode(note))
 
 
-def _note_path(path: Path, kind: type[msgspec.Struct]) -> str:
-    return str(path.with_name(f".{path.name}.{kind.__name__.lower()}"))
+def note_path(path: Path, kind: type[msgspec.Struct]) -> Path:
+    """Return where the note of a kind on a file is."""
+    return path.with_name(f".{path.name}.{kind.__name__.lower()}")

@@ -78,7 +78,16 @@ BEYOND: dict[type[AnswerObject], set[str]] = {
     FileDeleted: set(),
     UploadObject: {"file.purpose: 'evals'", "purpose"},
     UploadPart: set(),
-    Batch: {"errors.object: 'list'", "input", "last_append_at", "open", "priority", "risk", "usage.device_seconds"},
+    Batch: {
+        "errors.object: 'list'",
+        "input",
+        "last_append_at",
+        "open",
+        "priority",
+        "risk",
+        "unknown_members",
+        "usage.device_seconds",
+    },
     ChatCompletion: {
         "choices[].message.reasoning",
         "choices[].message.reasoning_content",

@@ -31,7 +31,7 @@ from jobs.queue.scripts import QueueUnavailable
 from jobs.store.api_keys import create_key
 from tests.support.api_server import official_client, running_api
 from tests.support.batch_steps import answer_all, run_to_end, step, tick
-from tests.support.control_plane import failing
+from tests.support.control_plane import chat_line, failing
 from tests.support.store_batches import lines_of, serve, submit
 
 ORDER = ("validating", "in_progress", "finalizing", "completed")
@@ -135,6 +135,31 @@ def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
     run_to_end(redis_client, batch)
     seen.append(client.batches.retrieve(batch))
     assert [(one.status, one.finalizing_at) for one in seen] == [("in_progress", None), ("expired", None)]
+
+
+def test_members_that_are_no_parameters_are_counted_or_refused(
+    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    serve(redis_client, "m")
+    line = chat_line("a", max_token=5)
+    counted = create(client, line)
+    step(redis_client, counted.id)
+    found = client.batches.retrieve(counted.id).to_dict()["unknown_members"]
+    assert found == [{"name": "max_token", "lines": 1, "nearest": "max_tokens"}]
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"), strict_parameters=True)
+    with running_api(settings) as url, official_client(url) as strict:
+        refused = create(strict, line)
+        step(redis_client, refused.id)
+        errors = strict.batches.retrieve(refused.id).errors
+    assert errors is not None
+    assert [(error.code, error.line, error.param) for error in errors.data or []] == [
+        ("unknown_parameter", 1, "body.max_token")
+    ]
+
+
+def test_a_batch_may_be_for_an_alias_of_its_endpoint(redis_client: redis.Redis, client: openai.OpenAI) -> None:
+    serve(redis_client, "m")
+    assert create(client, lines_of(1), endpoint="/v2/rerank").endpoint == "/v1/rerank"
 
 
 def test_a_batch_has_the_priority_that_it_was_given(redis_client: redis.Redis, client: openai.OpenAI) -> None:

@@ -234,7 +234,7 @@ def test_run_batch_scores_pairs(tmp_path: Path) -> None:
     source, output = tmp_path / "x.jsonl", tmp_path / "out.jsonl"
     bodies: list[dict[str, Any]] = [{"query": TEXTS[0], "documents": TEXTS, "top_n": 2}]
     source.write_bytes(
-        lines("/v1/rerank", bodies)
+        lines("/v2/rerank", bodies)
         + lines("/v1/score", [{"queries": TEXTS[0], "documents": TEXTS}]).replace(b'"0"', b'"score"')
         + lines("/v1/classify", [{"input": TEXTS[1]}]).replace(b'"0"', b'"class"')
         + lines("/v1/embeddings", [{"input": TEXTS[1]}]).replace(b'"0"', b'"other"')

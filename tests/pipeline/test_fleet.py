@@ -48,7 +48,7 @@ def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path, run
     source, output = examples(tmp_path / "requests.jsonl", 6), tmp_path / "out.jsonl"
     done = run_here("run-batch", source, "-o", output, REDIS_URL=fleet)
     assert done.code == 0, done.err
-    assert "engine on" not in done.err
+    assert "ready after" not in done.err
     check_answers(source, output)
 
     handed_in = run_here("run-batch", source, "-o", tmp_path / "detached.jsonl", "--detach", REDIS_URL=fleet)

@@ -85,7 +85,9 @@ def test_a_whole_run_survives_the_death_of_a_replica(tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 300), tmp_path / "out.jsonl"
     flags = ("--data-parallel-size", 2, "--max-num-seqs", 4, "--dtype", "float32")
     (hold := tmp_path / "hold").touch()
-    with running_pipeline("run-batch", source, "-o", output, *flags, **poisoned_environment(AT_WORK, hold=hold)) as run:
+    with running_pipeline(
+        "run-batch", source, "-o", output, "--log-level", "debug", *flags, **poisoned_environment(AT_WORK, hold=hold)
+    ) as run:
         queue = queue_of(run)
         os.kill(both_at_work(queue)[0], signal.SIGKILL)
         hold.unlink()
@@ -99,7 +101,9 @@ def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path
     source, output = examples(tmp_path / "requests.jsonl", 40), tmp_path / "out.jsonl"
     flags = ("--tensor-parallel-size", 3, "--max-num-seqs", 4, "--dtype", "float32")
     (hold := tmp_path / "hold").touch()
-    with running_pipeline("run-batch", source, "-o", output, *flags, **poisoned_environment(AT_WORK, hold=hold)) as run:
+    with running_pipeline(
+        "run-batch", source, "-o", output, "--log-level", "debug", *flags, **poisoned_environment(AT_WORK, hold=hold)
+    ) as run:
         queue = queue_of(run)
         wait_until(lambda: at_work(queue), START_SECONDS, "the replica at work")
         os.kill(

@@ -4,6 +4,7 @@ remain.
 
 import json
 import os
+import re
 import signal
 import tempfile
 from pathlib import Path
@@ -38,6 +39,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str,
     return source, output, done.stdout, done.stderr
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_every_line_is_answered_rightly_in_input_order(finished: tuple[Path, Path, str, str]) -> None:
     source, output, _, _ = finished
     check_answers(source, output)
@@ -56,30 +61,25 @@ def test_the_end_says_where_the_results_are_and_what_they_took(finished: tuple[P
     assert "output tokens/s" in lines[4]
 
 
-def test_the_log_names_settings_and_processes(finished: tuple[Path, Path, str, str]) -> None:
-    stderr = finished[3]
-    assert "worker INFO ready" in stderr
-    assert "Traceback" not in stderr
+def test_one_line_of_the_log_says_what_runs(finished: tuple[Path, Path, str, str]) -> None:
+    [logged] = [line for line in finished[3].splitlines() if " INFO " in line and "generated" not in line]
+    assert re.search(r"worker INFO ready after [\d.]+ s as \S+: demo on cpu, computes in b?float\d+; ", logged)
+    assert "Traceback" not in finished[3]
 
 
-def test_nothing_but_the_output_and_its_parts_remains(finished: tuple[Path, Path, str, str]) -> None:
+def test_nothing_but_the_output_and_a_note_remains(finished: tuple[Path, Path, str, str]) -> None:
     source, output, _, _ = finished
-    assert sorted(path.name for path in source.parent.iterdir()) == [
-        "requests.jsonl",
-        output.name,
-        f"{output.name}.parts",
-    ]
-    size = sum(path.stat().st_size for path in (source.parent / f"{output.name}.parts").rglob("*") if path.is_file())
-    assert size < 3 * (source.stat().st_size + output.stat().st_size)
+    assert names_in(source.parent) == [f".{output.name}.completed", "requests.jsonl", output.name]
 
 
 def test_a_finished_run_is_not_run_again(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
     source, output, _, _ = finished
     before = output.read_bytes()
     done = run_here("run-batch", source)
-    assert done.code == 0, done.err
-    assert "engine on" not in done.err
+    assert (done.code, done.err) == (0, "")
+    assert f"results: {output}\n{LINES} requests, 0 failed; complete before, nothing was run" in done.out
     assert output.read_bytes() == before
+    assert not (source.parent / f"{output.name}.parts").exists()
 
 
 def test_a_changed_input_is_refused_with_the_way_out(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
@@ -93,17 +93,29 @@ def test_a_changed_input_is_refused_with_the_way_out(finished: tuple[Path, Path,
     assert done.code == 2
     last = done.err.splitlines()[-1]
     assert "has changed" in last
-    assert "remove that folder, or name another output" in last
+    assert "remove that file, or name another output" in last
     assert output.read_bytes() == results
 
 
-def test_a_torn_output_is_repaired(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
+def test_an_output_that_was_changed_is_left_as_it_is(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
     source, output, _, _ = finished
-    whole = output.read_bytes()
-    output.write_bytes(whole[: len(whole) // 2])
-    done = run_here("run-batch", source)
-    assert done.code == 0, done.err
-    assert output.read_bytes() == whole
+    whole, stat = output.read_bytes(), output.stat()
+    half = whole[: len(whole) // 2]
+    try:
+        output.write_bytes(half)
+        done = run_here("run-batch", source)
+        assert (done.code, output.read_bytes()) == (2, half)
+    finally:
+        output.write_bytes(whole)
+        os.utime(output, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert f"{output} has changed since the run completed it; remove that file" in done.err
+
+
+def test_another_flag_is_refused_with_the_way_out(finished: tuple[Path, Path, str, str], run_here: RunHere) -> None:
+    source, output, _, _ = finished
+    done = run_here("run-batch", source, "--seed", 4)
+    assert done.code == 2
+    assert f"{output} was begun with seed 0, not 4; remove that file, or name another output" in done.err
 
 
 @pytest.mark.proof
@@ -113,9 +125,19 @@ def test_a_finished_run_whose_output_was_removed_is_run_anew(tmp_path: Path) -> 
     identities = set()
     for _ in range(2):
         assert run_pipeline("run-batch", source, "-o", output).returncode == 0
-        identities.add(json.loads((tmp_path / "out.jsonl.parts" / "manifest.json").read_text())["batch_id"])
+        identities.add(json.loads((tmp_path / ".out.jsonl.completed").read_text())["manifest"]["batch_id"])
         output.unlink()
     assert len(identities) == 2
+
+
+@pytest.mark.proof
+def test_the_folder_of_a_complete_run_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    source, output = tmp_path / "empty.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"")
+    assert run_pipeline("run-batch", source, "-o", output, "--keep-parts").returncode == 0
+    assert names_in(tmp_path) == ["empty.jsonl", "out.jsonl", "out.jsonl.parts"]
+    assert run_pipeline("run-batch", source, "-o", output).returncode == 0
+    assert names_in(tmp_path) == [".out.jsonl.completed", "empty.jsonl", "out.jsonl"]
 
 
 @pytest.mark.proof
@@ -154,10 +176,10 @@ def test_errors_in_a_body_are_answers_and_can_be_retried(tmp_path: Path) -> None
 
     skipped = run_pipeline("run-batch", source, "-o", output)
     assert skipped.returncode == 0
-    assert "engine on" not in skipped.stderr
+    assert "ready after" not in skipped.stderr
     again = run_pipeline("run-batch", source, "-o", output, "--retry-failed")
     assert again.returncode == 0, again.stderr
-    assert "engine on" in again.stderr
+    assert "ready after" in again.stderr
     assert [result["response"]["status_code"] for result in read_results(output)] == [200, 400, 200, 400, 200]
     assert read_results(output)[0] == results[0]
 

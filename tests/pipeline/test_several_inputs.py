@@ -96,6 +96,8 @@ def test_a_pattern_or_folder_leaves_out_what_the_same_command_wrote_before(data:
         (parts / "manifest.json").write_text("{}")
         write_lines(parts / "lines.jsonl")
         (parts / "0.parquet").touch()
+    write_lines(data / "complete.jsonl")
+    (data / ".complete.jsonl.completed").touch()
     sources = [data / "a.jsonl", data / "b.jsonl"]
     for output_folder in (None, data / "out"):
         for named in (data / "**/*.jsonl", data):
@@ -148,13 +150,20 @@ def test_each_input_runs_on_the_same_worker(data: Path) -> None:
     assert done.stderr.count("worker INFO ready") == 1
     assert done.stdout.count("results: ") == 2
     assert sorted(path.name for path in output.iterdir()) == [
+        ".a.jsonl.completed",
+        ".b.jsonl.completed",
         "a.jsonl",
-        "a.jsonl.parts",
         "b.jsonl",
-        "b.jsonl.parts",
     ]
     for name in ("a", "b"):
         check(output / f"{name}.jsonl")
+    (data / "aa.jsonl").unlink()
+    write_lines(data / "b.jsonl", seed=5)
+    again = run_pipeline("run-batch", data, "-o", output)
+    assert again.returncode == 2, again.stderr
+    assert f"{data}/b.jsonl has changed since {output}/b.jsonl was begun; remove that file" in again.stderr
+    assert again.stderr.splitlines()[-1] == "Error: 1 of 2 inputs were refused or have failed lines"
+    assert again.stdout.count("complete before, nothing was run") == 1
 
 
 @pytest.mark.proof

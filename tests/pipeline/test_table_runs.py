@@ -106,7 +106,9 @@ def test_a_table_is_run_by_a_template(tmp_path: Path, run_here: RunHere) -> None
     source = write_input(tmp_path / "words.csv")
     with source.open("ab") as file:
         file.write(b",nowhere\r\n")
-    arguments = ("run-batch", source, "--template", "Spell: {word}", "--keep-columns", "word,place", "--body", BODY)
+    (tmp_path / "body.json").write_text(BODY)
+    body = f"@{tmp_path}/body.json"
+    arguments = ("run-batch", source, "--template", "Spell: {word}", "--keep-columns", "word,place", "--body", body)
     done = run_pipeline(*arguments)
     assert done.returncode == 0, done.stderr
     found = read_output(tmp_path / "words.results.csv")
@@ -132,6 +134,9 @@ OPTIONS: list[tuple[str, list[str], str]] = [
     ("words.csv", ["--prompt-column", "word", "--keep-columns", "text,input_text"], "would be the column input_text"),
     ("words.csv", ["--prompt-column", "word", "--endpoint", "/v1/score"], "'/v1/score' is none of /v1/chat"),
     ("words.csv", ["--prompt-column", "word", "--body", "[1]"], "it is not a JSON object"),
+    ("words.csv", ["--prompt-column", "word", "--body", "@{tmp}/words.csv"], "words.csv is not a JSON object"),
+    ("words.csv", ["--prompt-column", "word", "--body", "@{tmp}/none"], "/none cannot be read: No such file"),
+    ("words.csv", ["--prompt-column", "word", "--body", '{"max_token": 4}'], "Did you mean 'max_tokens'?"),
     ("words.csv", ["--prompt-column", "word", "--body", '{"messages": []}'], "--body has messages, which the rows"),
     ("words.csv", ["--prompt-column", "word", "--body", '{"stream": true}'], "Streaming is not supported"),
     ("words.csv", ["--template", "{word}\udcff"], "hold bytes that are not UTF-8 text"),
@@ -150,7 +155,7 @@ def test_options_that_do_not_fit_are_one_sentence_and_nothing_begins(
     assert done.code == 2, done.err
     assert reason in done.err
     assert "Error: " in done.err.splitlines()[-1]
-    assert "engine on" not in done.err
+    assert "ready after" not in done.err
     assert list(tmp_path.iterdir()) == [source]
 
 

@@ -262,7 +262,7 @@ def test_a_stopping_worker_starts_no_other_core(queue: Queue, redis_url: str) ->
         wait_until(lambda: worker.state == "draining", 60, "the worker to drain")
         os.kill(core, signal.SIGKILL)
         assert worker.process.wait(60) == 0
-        assert worker.log().count("engine on") == 1
+        assert worker.log().count("ready after") == 1
     assert ready_length(queue, batch) == 1
 
 

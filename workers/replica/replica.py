@@ -37,7 +37,7 @@ from workers.replica.requeue import Requeue
 from workers.replica.running import Running
 from workers.replica.sampling_params import ModelLimits
 from workers.replica.serving import Serving
-from workers.replica.starting import start_engine
+from workers.replica.starting import described, start_engine
 from workers.replica.stopping import wait_or_stop
 from workers.replica.tokenization import Tokenization, TokenizerAnswers
 from workers.replica.tracing import RequestTraces
@@ -165,7 +165,7 @@ class Replica:
         gc.collect()
         gc.freeze()
         seconds, worker, models = time.monotonic() - started, self._registration.id, ", ".join(self._settings.models)
-        logger.info("ready after %.1f s as %s: %s", seconds, worker, models)
+        logger.info("ready after %.1f s as %s: %s %s", seconds, worker, models, described(self._engine.info))
         return serving
 
     def _make_serving(self, tokenizer: TextTokenizer, files: SentenceFiles) -> Serving:

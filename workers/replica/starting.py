@@ -21,14 +21,21 @@ async def start_engine(engine: AsyncEngine, timeout: float, longest_at_death: in
     """
     await engine.start(timeout)
     info = engine.info
-    logger.info(
-        "engine on %s: backend %s, computes in %s%s; %d requests at once, context of %d tokens, KV cache in %s of %d"
-        " blocks of %d tokens; weights read in %.1f s",
-        *(info.device, info.backend, info.dtype, f" with weights in {info.quantization}" * bool(info.quantization)),
-        *(info.max_num_seqs, info.max_model_len),
-        *(info.cache_dtype, info.num_blocks, info.block_size, info.weights_seconds),
+    logger.debug(
+        "engine on %s: backend %s, %d blocks of %d tokens; weights read in %.1f s",
+        *(info.device, info.backend, info.num_blocks, info.block_size, info.weights_seconds),
     )
     await _run_self_test(engine, longest_at_death)
+
+
+def described(info: Ready) -> str:
+    """Return where the engine runs, and what it has room for."""
+    weights = f" with weights in {info.quantization}" if info.quantization else ""
+    return (
+        f"on {info.device}, computes in {info.dtype}{weights}; {info.max_num_seqs} requests at once, context of"
+        f" {info.max_model_len:,} tokens, KV cache of {info.num_blocks * info.block_size:,} tokens in"
+        f" {info.cache_dtype}"
+    )
 
 
 async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:

@@ -229,6 +229,7 @@ def test_parquet_rows_with_gaps_stay_visible_to_validation(tmp_path: Path) -> No
         ({"input": "a", "url": "/v1/classify"}, "/v1/classify", {"input": "a"}),
         ({"input": "a", "url": "/v1/pooling", "task": "embed"}, "/v1/pooling", {"input": "a", "task": "embed"}),
         ({"text_1": "a", "text_2": "b"}, "/v1/score", {"text_1": "a", "text_2": "b"}),
+        ({"text_1": "a", "text_2": "b", "input": "c", "url": "/score"}, "/score", {"text_1": "a", "text_2": "b"}),
         ({"query": "a", "documents": ["b"], "top_n": 1}, "/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 1}),
         ({"prompt": "a", "input": "b"}, "/v1/completions", {"prompt": "a"}),
         ({"prompt": "a", "input": "b", "url": "/v1/embeddings"}, "/v1/embeddings", {"input": "b"}),

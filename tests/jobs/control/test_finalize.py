@@ -320,7 +320,7 @@ def given(number: int, text: str, letter: str) -> list[float] | str:
 
 
 def text_line(number: int, text: Any, url: str = EMBEDDINGS, **more: str) -> bytes:
-    texts = {"queries": text, "documents": text} if url == SCORE else {"input": text}
+    texts = {"queries": text, "documents": text} if url == "/score" else {"input": text}
     body = {"model": "m", **texts, **more}
     return json.dumps({"custom_id": f"c{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
 
@@ -358,7 +358,7 @@ def test_embeddings_in_float16_become_a_column_of_these(redis_client: redis.Redi
 
 
 def test_scores_become_a_column_beside_embeddings(redis_client: redis.Redis, tmp_path: Path) -> None:
-    table = run_texts(redis_client, tmp_path, [text_line(1, "x"), text_line(2, "x", SCORE)])
+    table = run_texts(redis_client, tmp_path, [text_line(1, "x"), text_line(2, "x", "/score")])
     assert table.schema.field("score").type == pyarrow.float32()
     assert table["score"].to_pylist() == [None, 0.5]
     assert table["embedding"].to_pylist() == [embedded(1), None]

@@ -23,6 +23,7 @@ from jobs.control import validate
 from jobs.protocol.lines import read_line
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
+from jobs.protocol.unknown_members import UnknownMember
 from jobs.protocol.validation import decode_body, parse_call
 from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord, WorkerState
@@ -87,6 +88,16 @@ def test_every_bad_line_is_named(redis_client: redis.Redis, tmp_path: Path) -> N
     ]
     assert "Line 1 has it" in record.errors[-1].message
     assert "Served here: m" in record.errors[-3].message
+
+
+def test_unknown_members_are_counted_or_refused(redis_client: redis.Redis, tmp_path: Path) -> None:
+    lines = [chat_line("a", max_token=5, user="u"), chat_line("b"), chat_line("c", max_token=5, tempersture=0)]
+    data = b"".join(lines)
+    refused = validated(redis_client, tmp_path / "in.jsonl", data, strict_parameters=True)
+    assert codes(refused) == [(line, "unknown_parameter", "body.max_token") for line in (1, 3)]
+    counted = validated(redis_client, tmp_path / "in.jsonl", data)
+    expected = [UnknownMember("max_token", 2, "max_tokens"), UnknownMember("tempersture", 1, "temperature")]
+    assert (counted.state, counted.unknown_members) == ("in_progress", expected)
 
 
 def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(

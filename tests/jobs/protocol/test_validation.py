@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.lines import Line
+from jobs.protocol.pooling_parameters import RERANK
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import LineError, check_line, decode_body, parse_call
 from tests.support.bad_request import BadRequest, as_json
@@ -354,6 +355,14 @@ class TestLines:
         assert isinstance(error, LineError)
         assert error.code == "model_not_found"
         assert error.message.endswith("Served here: none.")
+
+    @pytest.mark.parametrize("alias", ["/rerank", "/v2/rerank", "/v1/rerank"])
+    @pytest.mark.parametrize("endpoint", [None, RERANK])
+    def test_a_url_may_be_any_of_its_endpoint(self, alias: str, endpoint: str | None) -> None:
+        body = {"model": "m", "query": "q", "documents": ["d"]}
+        found = check_line(json.dumps(line(url=alias, body=body)).encode(), 1, endpoint=endpoint)
+        assert isinstance(found, Line)
+        assert found.url == RERANK
 
     @pytest.mark.parametrize("url", [[], {}, [CHAT], 5, ""])
     @pytest.mark.parametrize("endpoint", [CHAT, None])

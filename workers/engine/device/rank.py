@@ -138,7 +138,7 @@ class Rank:
         self._memory = GpuMemory(
             gpu, config.gpu_memory_utilization, total, taken, loaded - taken, profiled - loaded, graphs
         )
-        logger.info("%s for the KV cache", self._memory.account)
+        logger.debug("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)
 
     def _load_model(self, max_model_len: int) -> DecoderModel | PoolingModel:

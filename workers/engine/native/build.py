@@ -68,7 +68,7 @@ def compile_library(compiler: Sequence[str], instructions: Sequence[str], librar
     # Without -fopenmp the library names no OpenMP runtime, and uses the one that torch has loaded.
     objects = [path.with_suffix(".o").name for path in sources]
     _run([*compiler, "-shared", *objects, "-lm", "-o", library.name], library.parent)
-    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started)
+    logger.debug("compiled the CPU kernels in %.1f s", time.monotonic() - started)
 
 
 def _run(command: Sequence[str], folder: Path) -> None:

@@ -37,5 +37,5 @@ def _load(prebuilt: Path | None) -> ctypes.CDLL:
                 raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
             logger.warning("cannot use the CPU kernels of the package: %s; using cached ones, or compiling them", error)
             return _load(None)
-    logger.info("loaded the CPU kernels %s", path)
+    logger.debug("loaded the CPU kernels %s", path)
     return library
