@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from pyarrow import csv, dataset, parquet
+from pyarrow import csv, parquet
 
 from tests.support.commands import REPOSITORY, command_environment
 from tests.support.control_plane import chat_line
@@ -89,9 +89,8 @@ def write_tables(folder: Path) -> None:
     reviews = pyarrow.table({"review_id": ["r1", "r2"], "product": ["a", "b"], "text": ["Good.", "Bad."]})
     csv.write_csv(reviews, folder / "reviews.csv")
     parquet.write_table(reviews, folder / "reviews.parquet")
-    dataset.write_dataset(
-        reviews.append_column("year", [[2025, 2026]]), folder / "reviews", format="parquet", partitioning=["year"]
-    )
+    by_year = reviews.append_column("year", [[2025, 2026]])
+    parquet.write_to_dataset(by_year, folder / "reviews", partition_cols=["year"])
     (folder / "data").mkdir()
     for name in ("data/a.jsonl", "data/b.jsonl", "more.jsonl"):
         (folder / name).write_bytes(chat_line(name, "hello", "demo"))
