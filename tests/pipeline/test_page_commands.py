@@ -26,6 +26,9 @@ pytestmark = pytest.mark.proof
 THIS = str(Path(__file__).relative_to(REPOSITORY))
 SECONDS = 240
 SERVER = re.compile(r"^(\S*pipeline serve .*)$", re.MULTILINE)
+TABLES = "docs/tables.md"
+APART = {TABLES: "rm -rf answers* *.results.*"}
+"""Pages whose blocks do not go on from those before, and what removes the results of these."""
 BEGIN = """
 server=
 stop() { test -z "$server" || { kill "$server" && wait "$server" || true; }; }
@@ -77,7 +80,7 @@ def prepared(page: str, tmp_path: Path) -> Path:
     write_program(folder, "pipeline", f'{sys.executable} -m pipeline "$@"')
     write_program(folder, "python", f'{sys.executable} "$@"')
     shutil.copytree(DEMO_MODEL, folder / "my-model", copy_function=os.symlink)
-    if page == "docs/tables.md":
+    if page == TABLES:
         write_tables(folder)
     if lines := list(requests_of(page)):
         (folder / "requests.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -113,5 +116,5 @@ def requests_of(page: str) -> Iterator[str]:
 def shell_of(block: Block) -> str:
     """Return what bash runs: a server in the background, until it is ready; Python from stdin."""
     if block.language != "python":
-        return SERVER.sub(STARTED, block.text)
+        return f"{APART.get(block.page, '')}\n{SERVER.sub(STARTED, block.text)}"
     return f"python - <<'END'\n{block.text}END"
