@@ -126,7 +126,7 @@ lint: $(VENV)/.installed-test
 bench: $(VENV)/.installed  ## this engine and run-batch on a CPU, on random weights of a real shape, in some minutes
 	$(BIN)/python -m benchmarks
 
-bench-full: $(VENV)/.installed  ## the same and more by turns with vLLM's CPU build, from the folder PEERS, in under an hour: the README's table
+bench-full: $(VENV)/.installed  ## the same and more by turns with vLLM's CPU build, from the folder PEERS, in under an hour: the goals of docs/performance.md
 	$(BIN)/python -m benchmarks --full
 
 bench-gpu: $(VENV)/.installed  ## one GPU, in under 8 minutes: the table of docs/gpu.md with what was measured

@@ -160,5 +160,15 @@ def admission_table(figures: dict[str, Any]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
 
+def admission_ranges(figures: dict[str, Any]) -> str:
+    """Return, by machine and policy, the least and the largest of these costs of all kinds."""
+    policies = ("plain", "mean", "forecast")
+    rows = [["", *policies], ["---"] * (1 + len(policies))]
+    for machine in STEP_COSTS:
+        costs = [[kind[machine][policy] for kind in figures.values()] for policy in policies]
+        rows.append([machine, *(f"{min(found):.3f} to {max(found):.3f}" for found in costs)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 if __name__ == "__main__":
     main()

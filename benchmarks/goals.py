@@ -1,17 +1,16 @@
-"""The goals of throughput on a CPU, and what the files of results say of each, the processors side
-by side: `python -m benchmarks.goals` prints the README's table.
+"""The goals of throughput on a CPU, and what the files of results say of each:
+`python -m benchmarks.goals` prints the table of `docs/performance.md`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from benchmarks.embeddings_table import median_seconds
 from benchmarks.measured import Figures, MeasuredProcessor, measured_processors
 from benchmarks.processor import AVX2, AVX512, AVX512_BF16
 from benchmarks.report import RESULTS, arguments
 
-_NONE = "–"
 _LIVE = "live-gpt2-124m"
 _INT8, _INT4 = "int8-gpt2-124m", "int4-llama-135m"
 _STRUCTURED = "structured-outputs-gpt2-124m-151936"
@@ -101,13 +100,20 @@ def _run_batch(lines: int, targets: Targets) -> Goal:
 
 def _embeds(title: str, file: str, at_least: float, hoped: float) -> Goal:
     """Whole processes; the MiniLM-L6 shape if no other is named."""
-    peer = "vLLM's CPU build" if file.endswith("vllm") else "sentence-transformers"
+    peer, name = ("vLLM", "vllm") if file.endswith("vllm") else ("sentence-transformers",) * 2
 
     def seconds(figures: Figures) -> str:
-        ours, theirs = median_seconds(figures)
-        return f"{ours:.0f} against {theirs:.0f} s"
+        ours, theirs = (median(figures[program]["seconds"]) for program in ("pipeline", name))
+        return f"{ours:.0f} against {theirs:.0f} s, {_agreement(figures)}"
 
     return Goal(f"{title}, against {peer}", file, "x", _targets(at_least, hoped), _ratio, seconds)
+
+
+def _agreement(figures: Figures) -> str:
+    cosine: float | None = figures.get("least_cosine")
+    if cosine is None:
+        return f"largest difference {figures['largest_difference']:.0e}"
+    return f"least cosine {cosine:.6f}"
 
 
 def _divergence(title: str, file: str, targets: Targets) -> Goal:
@@ -117,9 +123,7 @@ def _divergence(title: str, file: str, targets: Targets) -> Goal:
         "nats",
         targets,
         lambda figures: float(figures["against_float32"]["divergence"]),
-        lambda figures: (
-            f"the most likely one is the same for {100 * figures['against_float32']['same_token_share']:.0f} %"
-        ),
+        lambda figures: f"first choice kept: {100 * figures['against_float32']['same_token_share']:.0f} %",
         less=True,
     )
 
@@ -135,7 +139,7 @@ def _served(figures: Figures) -> str:
 def _all_tokens(figures: Figures) -> str:
     kinds = ("prompt", "output")
     rates = [_against(figures, f"{kind}_tokens_per_second", "live_and_batch", "batch_alone") for kind in kinds]
-    return f"prompts {rates[0]} tok/s, answers {rates[1]} tok/s"
+    return f"prompts {rates[0]}, answers {rates[1]} tok/s"
 
 
 def _streams(figures: Figures) -> str:
@@ -373,27 +377,28 @@ def main() -> None:
 
 
 def table(results: Path = RESULTS) -> str:
-    """Return one line per goal with two cells for each processor: the target, and the last figure
-    with its date.
+    """Return one row for each goal and processor that it was measured on: the target, and the last
+    figure with its date. A cell is empty where it is as the one above it in the same goal.
     """
+    rows = [("figure", "processor", "at least / hoped for", "measured"), ("---",) * 4]
     processors = measured_processors(results)
-    head = [cell for one in processors for cell in (f"{one.processor.title}: at least / hoped for", "measured")]
-    rows = [["", *head], ["---"] * (1 + len(head))]
-    rows += [[goal.title, *(cell for one in processors for cell in _cells(goal, one))] for goal in GOALS]
+    for goal in GOALS:
+        title, before = goal.title, ""
+        for processor, aim, measured in filter(None, (_cells(goal, one) for one in processors)):
+            rows.append((title, processor, aim if aim != before else "", measured))
+            title, before = "", aim
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _cells(goal: Goal, one: MeasuredProcessor) -> tuple[str, str]:
-    """Return a processor's two cells, with dashes for what is no goal there or was not measured."""
+def _cells(goal: Goal, one: MeasuredProcessor) -> tuple[str, str, str] | None:
+    """Return a processor's cells, or None where it is no goal there or was not measured."""
     target, result = goal.target(one.processor.instructions), one.result(goal.file)
-    if target is None:
-        return _NONE, _NONE
+    if target is None or result is None:
+        return None
     aim = f"{'≤ ' if goal.less else ''}{goal.text(target.at_least)} / {goal.text(target.hoped)}"
-    if result is None:
-        return aim, _NONE
     value = goal.value(result.figures)
     short = "" if goal.met(value, target) else " (short)"
-    return aim, f"{goal.text(value)}{short}: {goal.beside(result.figures)}, {result.date}"
+    return one.processor.title, aim, f"{goal.text(value)}{short}: {goal.beside(result.figures)}, {result.date}"
 
 
 if __name__ == "__main__":

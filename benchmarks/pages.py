@@ -1,17 +1,16 @@
 """Writes what pages quote of the files of results: `python -m benchmarks.pages`.
 
-Between its marks, the README gets the table of goals, `docs/performance.md` the tables of a step's
-parts, of batch sizes, of admission, of live calls, of the control plane and of embeddings, and
-`docs/scaling.md` those of a fleet, each for every processor that it was measured on; the plots are
-drawn anew. A test holds that what
-is committed is what the committed results give.
+Between its marks, `docs/performance.md` gets the table of goals and those of a step's parts, of
+batch sizes, of admission, of live calls and of the control plane, and `docs/scaling.md` those of a
+fleet, each for every processor that it was measured on; the plots are drawn anew. A test holds that
+the committed pages follow from the committed results.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import control_table, embeddings_table, fleet_table
-from benchmarks.admission import admission_table
+from benchmarks import control_table, fleet_table
+from benchmarks.admission import admission_ranges
 from benchmarks.fleet_plot import fleet_plot
 from benchmarks.goals import table
 from benchmarks.live_plot import live_plot
@@ -24,22 +23,21 @@ from benchmarks.report import RESULTS, arguments
 ROOT = Path(__file__).parent.parent
 PLOT = Path("benchmarks/versus_vllm.svg")
 NOT_MEASURED = "Not measured yet.\n"
-README, PERFORMANCE, SCALING = Path("README.md"), Path("docs/performance.md"), Path("docs/scaling.md")
+PERFORMANCE, SCALING = Path("docs/performance.md"), Path("docs/scaling.md")
 
 _LIVE, _FLEET = "live-gpt2-124m", "fleet"
 _PICTURES = {
-    "live": "Latency of each live call, and tokens a second, over time",
+    "live": "Latency of each live call, and tokens a second",
     _FLEET: "Redis' share of its core, by the number of workers",
 }
 """What the pictures above tables show, by the name of the marks."""
 _TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "step-profile-gpt2-124m": (["step-profile-gpt2-124m"], profile_table),
     "batch-sizes": (["batch-sizes"], sizes_table),
-    "admission": (["admission"], admission_table),
+    "admission": (["admission"], admission_ranges),
     "live": ([_LIVE], live_table),
-    "live-streams": ([_LIVE, f"{_LIVE}-vllm"], streams_table),
+    "live-streams": ([f"{_LIVE}-vllm"], streams_table),
     "control-plane": (control_table.FILES, control_table.control_table),
-    "embeddings": (embeddings_table.FILES, embeddings_table.embeddings_table),
 }
 """Of `docs/performance.md`: files of results by the name of the marks, and what makes a table of
 their figures."""
@@ -58,31 +56,49 @@ def write() -> None:
 def pages(results: Path = RESULTS) -> dict[Path, str]:
     """Return each page's whole text as these results make it."""
     processors = measured_processors(results)
-    performance = (ROOT / PERFORMANCE).read_text()
+    performance = between_marks((ROOT / PERFORMANCE).read_text(), "goals", table(results))
     for name, (files, make) in _TABLES.items():
-        texts = [_of_processor(one, name, files, make) for one in processors]
-        performance = between_marks(performance, name, "\n".join(filter(None, texts)) or NOT_MEASURED)
+        titled = list(filter(None, (_titled_table(one, files, make) for one in processors)))
+        pictures = [_shown(one, name) for one in processors if name == "live" and one.result(_LIVE)]
+        performance = between_marks(performance, name, "".join(pictures) + side_by_side(titled) or NOT_MEASURED)
     tables = [_of_processor(one, _FLEET, fleet_table.FILES, fleet_table.fleet_table) for one in processors]
     scaling = between_marks((ROOT / SCALING).read_text(), _FLEET, "\n".join(filter(None, tables)) or NOT_MEASURED)
-    readme = between_marks((ROOT / README).read_text(), "goals", table(results))
     drawn = {}
     for one in processors:
         if result := one.result(_LIVE):
             drawn[_picture(one, "live")] = live_plot(result.figures["beside"])
         if result := one.result(_FLEET):
             drawn[_picture(one, _FLEET)] = fleet_plot(result.figures)
-    return {PLOT: plot(results), **drawn, README: readme, PERFORMANCE: performance, SCALING: scaling}
+    return {PLOT: plot(results), **drawn, PERFORMANCE: performance, SCALING: scaling}
 
 
 def _of_processor(one: MeasuredProcessor, name: str, files: Sequence[str], make: Callable[..., str]) -> str | None:
-    """Return a table below the processor's name and the date of its last figure, if it has any."""
+    """Return the picture and the tables below the processor's name, if it has any."""
+    titled = _titled_table(one, files, make)
+    return f"{titled[0]}:\n\n{_shown(one, name)}{titled[1]}" if titled else None
+
+
+def _titled_table(one: MeasuredProcessor, files: Sequence[str], make: Callable[..., str]) -> tuple[str, str] | None:
+    """Return the processor's name with the date of its last figure, and its table, if any."""
     results = [one.result(file) for file in files]
     if not any(results):
         return None
     date = max(result.date for result in results if result)
-    text = make(*(result and result.figures for result in results))
-    picture = f"![{_PICTURES[name]}](../{_picture(one, name)})\n\n" if name in _PICTURES else ""
-    return f"{one.processor.title}, {date}:\n\n{picture}{text}"
+    return f"{one.processor.title}, {date}", make(*(result and result.figures for result in results))
+
+
+def side_by_side(titled: Sequence[tuple[str, str]]) -> str:
+    """Return one table for those that have the same head, with the titles in its first column."""
+    joined: dict[str, list[str]] = {}
+    for title, text in titled:
+        head, _, *rows = text.splitlines()
+        lines = joined.setdefault(head, [f"| processor {head}", f"| --- {'| --- ' * (head.count('|') - 1)}|"])
+        lines += [f"| {title if number == 0 else ''} {row}" for number, row in enumerate(rows)]
+    return "\n".join("\n".join(lines) + "\n" for lines in joined.values())
+
+
+def _shown(one: MeasuredProcessor, name: str) -> str:
+    return f"![{_PICTURES[name]}](../{_picture(one, name)})\n\n"
 
 
 def _picture(one: MeasuredProcessor, name: str) -> Path:

@@ -1,5 +1,5 @@
-"""The README's plot from the files of results: how many times as fast as vLLM's CPU build, one bar
-for each comparison, processor by processor.
+"""The plot of `docs/performance.md` from the files of results: how many times as fast as vLLM's CPU
+build, one bar for each comparison, processor by processor.
 
 An SVG of a few shapes, for light and dark pages. `python -m benchmarks.pages` writes it.
 """
