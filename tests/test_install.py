@@ -18,6 +18,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from jobs.extras import EXTRA_OF
 from workers.engine.native.build import find_compiler
 from workers.engine.native.choose import PREBUILT, library_name
 from workers.engine.native.levels import LEVELS, Level, fitting_levels, processor_features
@@ -130,6 +131,19 @@ def test_what_is_imported_is_declared() -> None:
     assert {"redis", "h11", "starlette", "torch"} <= foreign
     names = {name: {_plain(maker) for maker in makers.get(name, [name])} for name in foreign}
     assert [name for name in sorted(names) if not names[name] & declared] == []
+
+
+def test_each_imported_module_of_an_extra_is_in_the_table_of_extras() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    makers = {"pynvml": ["nvidia-ml-py"], **packages_distributions()}
+    imported = {name for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py") for name in _roots(path)}
+    of = {
+        _plain(re.split(r"[\[<>=;, ]", line)[0]): extra
+        for extra in ("worker", "cuda", "ray", "tracing")
+        for line in extras[extra]
+    }
+    found = {name: of[maker] for name in imported for maker in map(_plain, makers.get(name, [])) if maker in of}
+    assert found == EXTRA_OF
 
 
 def _roots(path: Path) -> Iterator[str]:
