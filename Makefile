@@ -35,7 +35,7 @@ CONTROL_TESTS := tests/jobs/control
 CONTRACT_TESTS := tests/contract
 WORKER_TESTS := tests/workers
 API_TESTS := tests/api
-PIPELINE_TESTS := tests/pipeline
+PIPELINE_TESTS := tests/pipeline tests/batch_inference_pipeline
 MATRIX_TESTS ?= tests/jobs tests/api
 
 .PHONY: demo test again proof $(LANES:%=test-%) test-lint $(LANES:%=proof-%) chaos faults matrix coverage docs helm lint bench bench-full bench-gpu clean
@@ -145,8 +145,9 @@ coverage: $(VENV)/.installed-test  ## the share of each package's lines that the
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -q $(TESTS); tests=$$?; $(BIN)/coverage combine --quiet && $(BIN)/python -m tests.coverage_table && exit $$tests
 
-docs: $(VENV)/.installed  ## the tables of docs/ that follow from the code
+docs: $(VENV)/.installed  ## the tables of docs/, and the client's names of the API, that follow from the code
 	$(BIN)/python -m tools.docs_tables
+	$(BIN)/python -m tools.client_vocabulary
 
 helm: $(VENV)/.installed  ## docker/helm/rendered/, by the `helm` on PATH
 	$(BIN)/python -m tools.helm_chart

@@ -15,7 +15,7 @@ from jobs.batch.input_files import InputError, is_parquet
 from jobs.batch.manifest import Manifest, load_manifest
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import CommandEnd, LinesFailed, Refused
-from pipeline.private_folder import RUN_LOCK, empty_folder, held
+from pipeline.held_folder import RUN_LOCK, empty_folder, held
 from pipeline.progress import Progress, make_progress
 from pipeline.row_options import check_rows
 from pipeline.signals import Signals

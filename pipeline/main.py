@@ -5,7 +5,7 @@ from importlib import import_module
 
 import click
 
-from jobs.process import buffer_stdout
+from jobs.process import buffer_stdout, die_with_parent
 from pipeline.errors import exit_code_of
 from pipeline.stderr import drop_unwritten
 
@@ -55,11 +55,14 @@ def cli() -> None:
     """
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, parent: int | None = None) -> None:
     """Run the command line and exit with its code.
 
-    An error that a user can correct is one sentence, never a traceback.
+    An error that a user can correct is one sentence, never a traceback. The kernel kills this
+    process with the thread of `parent` that started it.
     """
+    if parent is not None:
+        die_with_parent(parent)
     buffer_stdout()
     try:
         code = cli.main(args=arguments, prog_name="pipeline", standalone_mode=False)

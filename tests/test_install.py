@@ -19,19 +19,19 @@ from zipfile import ZipFile
 import pytest
 
 from jobs.extras import EXTRA_OF
+from tools.errors import PACKAGES
 from workers.engine.native.build import find_compiler
 from workers.engine.native.choose import PREBUILT, library_name
 from workers.engine.native.levels import LEVELS, Level, fitting_levels, processor_features
 
 REPOSITORY = Path(__file__).parent.parent
-PACKAGES = ("jobs", "workers", "api", "pipeline")
 PIP = ("-m", "pip", "--disable-pip-version-check")
 PROGRAM = """
 import importlib.resources, importlib.util, jobs.queue.request_queue, jobs.control.rq_worker
 import jobs.control.ticker, api.app, pipeline.main
 for absent in ("torch", "transformers", "triton"):
     assert importlib.util.find_spec(absent) is None, absent
-for package in ("jobs", "workers", "api", "pipeline"):
+for package in ("jobs", "workers", "api", "pipeline", "batch_inference_pipeline"):
     assert importlib.resources.files(package).joinpath("py.typed").is_file(), package
 """
 

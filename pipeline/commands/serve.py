@@ -120,7 +120,7 @@ def serve(
 def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContextManager[None]:
     """Lock the file store against a second server with a Redis of its own."""
     from jobs.store.storage import is_local
-    from pipeline.private_folder import held
+    from pipeline.held_folder import held
 
     if redis_url is not None:
         return contextlib.nullcontext()

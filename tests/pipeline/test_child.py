@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from batch_inference_pipeline.private_folder import private_folder, remove_abandoned
 from pipeline.child import Child
 from pipeline.errors import ChildFailed, ChildRefused
-from pipeline.private_folder import private_folder, remove_abandoned
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.waiting import wait_until
 

@@ -3,16 +3,20 @@ Hugging Face `datasets`. They are read by Arrow's interface, so that none of the
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from jobs.batch.row_requests import RowOptions, RowRequests
-from pipeline.client.results import RequestResult
+import msgspec
+
+from batch_inference_pipeline.results import RequestResult
+from batch_inference_pipeline.rows import Rows, lines_of_table
 
 _LONGEST_SHOWN = 60
 
 
-def requests_of(requests: Any, rows: RowOptions | None) -> Iterable[Any]:
+def requests_of(requests: Any, rows: Rows | None) -> Iterable[Any]:
     """Return the requests themselves, or lines made of a frame's rows.
 
     Raise TypeError for one request alone, and ValueError for a frame without `rows`, or for `rows`
@@ -47,19 +51,19 @@ def with_answers(frame: Any, column: str, results: list[RequestResult], return_e
     return frame
 
 
-def _lines(frame: Any, rows: RowOptions) -> Iterator[dict[str, Any]]:
-    from jobs.batch.row_values import json_rows
+def _lines(frame: Any, rows: Rows) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
 
-    table = _as_arrow(frame)
-    made = RowRequests(rows, table.column_names)
-    missing = [name for name in made.columns if name not in table.column_names]
-    if missing:
-        raise ValueError(f"the frame has no column {missing[0]}; its columns are {', '.join(table.column_names)}")
-    number = 0
-    for batch in table.to_batches():
-        for row in json_rows("the frame", batch, made.columns, (), number):
-            number += 1
-            yield made.line(number, row)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "frame.parquet"
+        try:
+            pyarrow.parquet.write_table(_as_arrow(frame), path)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"the frame cannot be written as Parquet: {error}") from None
+        with closing(lines_of_table(path, rows, "the frame")) as lines:
+            for line in lines:
+                yield msgspec.json.decode(line)
 
 
 def _as_arrow(frame: Any) -> Any:

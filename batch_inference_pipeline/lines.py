@@ -9,8 +9,7 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from jobs.protocol.chat import CHAT
-from jobs.protocol.endpoints import BATCH_ENDPOINTS
+from batch_inference_pipeline.vocabulary import CHAT, PROMPT_FIELDS
 
 CHUNK_BYTES = 128 * 2**20  # with a longest line still below what a server takes by default
 
@@ -51,13 +50,12 @@ def line_of(number: int, request: Any, options: LineOptions) -> dict[str, Any]:
     given = request if isinstance(request, dict) and "body" in request else {"body": request}
     body = given["body"]
     url = given.get("url") or options.endpoint or _endpoint_of(body)
-    endpoint = BATCH_ENDPOINTS.get(url)
-    if endpoint is None:
-        raise ValueError(f"request {number} is for {url}, which is none of {', '.join(BATCH_ENDPOINTS)}")
-    if isinstance(body, str):
-        body = endpoint.body_of_text(body)
-    elif isinstance(body, list) and body:
-        body = {endpoint.prompt_field: body}
+    if url not in PROMPT_FIELDS:
+        raise ValueError(f"request {number} is for {url}, which is none of {', '.join(PROMPT_FIELDS)}")
+    if isinstance(body, str) and url == CHAT:
+        body = {PROMPT_FIELDS[url]: [{"role": "user", "content": body}]}
+    elif isinstance(body, str | list) and body != []:
+        body = {PROMPT_FIELDS[url]: body}
     elif not isinstance(body, dict):
         raise ValueError(f"request {number} is {body!r}: give a text, a list of messages, a body or a line of a batch")
     line = {"custom_id": given.get("custom_id") or f"request-{number}", "method": "POST", "url": url}
@@ -100,5 +98,5 @@ _encoder = msgspec.json.Encoder(enc_hook=_as_json)
 
 def _endpoint_of(body: Any) -> str:
     if isinstance(body, dict):
-        return next((url for url, one in BATCH_ENDPOINTS.items() if one.prompt_field in body), CHAT)
+        return next((url for url, name in PROMPT_FIELDS.items() if name in body), CHAT)
     return CHAT

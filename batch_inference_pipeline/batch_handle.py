@@ -9,18 +9,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
-from jobs.protocol.chat import CHAT
-from jobs.protocol.states import END_STATES
-from pipeline.api_client import is_passing
-from pipeline.client import frames
-from pipeline.client.batch_state import BatchState, path_of, state_of
-from pipeline.client.errors import BatchFailed, ClientError
-from pipeline.client.lines import LineOptions, encoded, line_of
-from pipeline.client.official import official_batch
-from pipeline.client.results import RequestResult, TokenDelta, TokenDeltas, decode_results
-from pipeline.client.server_calls import decode_answer
-from pipeline.client.server_connection import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE_SECONDS, ServerConnection
-from pipeline.remote_tail import EventParser, ServerSentEvent
+from batch_inference_pipeline import frames
+from batch_inference_pipeline.batch_state import BatchState, path_of, state_of
+from batch_inference_pipeline.errors import BatchFailed, ClientError
+from batch_inference_pipeline.event_stream import EventParser, ServerSentEvent
+from batch_inference_pipeline.lines import LineOptions, encoded, line_of
+from batch_inference_pipeline.official import official_batch
+from batch_inference_pipeline.passing import is_passing
+from batch_inference_pipeline.results import RequestResult, TokenDelta, TokenDeltas, decode_results
+from batch_inference_pipeline.server_calls import decode_answer
+from batch_inference_pipeline.server_connection import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE_SECONDS, ServerConnection
+from batch_inference_pipeline.vocabulary import CHAT, END_STATES
 
 if TYPE_CHECKING:
     import httpx2

@@ -12,7 +12,7 @@ BLOCKS = [
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / page).read_text(), re.MULTILINE | re.DOTALL)
     )
-    if "pipeline.client" in block
+    if "batch_inference_pipeline" in block
 ]
 
 

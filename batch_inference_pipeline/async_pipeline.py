@@ -8,19 +8,17 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.batch.row_requests import RowOptions
-from jobs.protocol.chat import CHAT
-from jobs.protocol.completions import COMPLETIONS
-from jobs.protocol.pooling_parameters import EMBEDDINGS
-from pipeline.client import frames, vllm_shapes
-from pipeline.client.batch_handle import AsyncBatchHandle, AsyncOpenBatch
-from pipeline.client.lines import encoded, line_of, spool
-from pipeline.client.map_run import MAP_LINES, MapRun
-from pipeline.client.results import RequestResult
-from pipeline.client.server_calls import decode_answer
-from pipeline.client.server_connection import PATIENCE_SECONDS, ServerConnection
-from pipeline.client.submission import open_batch, submit_file, submit_lines
-from pipeline.remote_batches import endpoint_of
+from batch_inference_pipeline import frames, vllm_shapes
+from batch_inference_pipeline.batch_handle import AsyncBatchHandle, AsyncOpenBatch
+from batch_inference_pipeline.input_files import endpoint_of
+from batch_inference_pipeline.lines import encoded, line_of, spool
+from batch_inference_pipeline.map_run import MAP_LINES, MapRun
+from batch_inference_pipeline.results import RequestResult
+from batch_inference_pipeline.rows import Rows
+from batch_inference_pipeline.server_calls import decode_answer
+from batch_inference_pipeline.server_connection import PATIENCE_SECONDS, ServerConnection
+from batch_inference_pipeline.submission import open_batch, submit_file, submit_lines
+from batch_inference_pipeline.vocabulary import CHAT, COMPLETIONS, EMBEDDINGS
 
 if TYPE_CHECKING:
     import openai
@@ -88,7 +86,7 @@ class AsyncPipeline:
         model: str | None = None,
         completion_window: str = "24h",
         metadata: dict[str, str] | None = None,
-        rows: RowOptions | None = None,
+        rows: Rows | None = None,
         **parameters: Any,
     ) -> AsyncBatchHandle:
         """Create a batch of a file, of the rows of a frame, or of requests.
@@ -127,7 +125,7 @@ class AsyncPipeline:
         chunksize: int = MAP_LINES,
         endpoint: str | None = None,
         model: str | None = None,
-        rows: RowOptions | None = None,
+        rows: Rows | None = None,
         **parameters: Any,
     ) -> AsyncIterator[RequestResult]:
         """Yield the result of each request, in the order of the input or as they finish.
@@ -145,7 +143,7 @@ class AsyncPipeline:
                 for result in group:
                     yield result
 
-    async def map_frame(self, frame: Any, rows: RowOptions, *, column: str = "answer", **options: Any) -> Any:
+    async def map_frame(self, frame: Any, rows: Rows, *, column: str = "answer", **options: Any) -> Any:
         """Return the frame with a column of answers, as `map` gets them.
 
         With `return_errors` a row without one has null there, and the reason in COLUMN_error.

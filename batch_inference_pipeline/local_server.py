@@ -4,17 +4,13 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
-from pipeline.child import Child
-from pipeline.client.errors import ServerFailed
-from pipeline.errors import ChildFailed
-from pipeline.options import as_flag
-from pipeline.private_folder import private_folder
+from batch_inference_pipeline.errors import ServerFailed
+from batch_inference_pipeline.private_folder import private_folder
+from batch_inference_pipeline.server_process import ServerProcess
 
 _START_SECONDS = 300.0
 _STOP_SECONDS = 30.0
@@ -41,18 +37,16 @@ class LocalServer:
         self._redis_url = redis_url
         self._store = file_store
         self._flags = flags
-        self._lines: deque[str] = deque(maxlen=5)
-        self._child: Child | None = None
+        self._process: ServerProcess | None = None
         self.uds = ""
 
     def start(self) -> None:
         """Start the process."""
         folder = self._exit.enter_context(private_folder())
         self.uds = str(folder / "api.sock")
-        command = self._command(self._store or str(folder / "store"))
         environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text"}
-        self._child = Child("server", lambda: command, environment, self._lines.append)
-        self._child.start()
+        self._process = ServerProcess(self._arguments(self._store or str(folder / "store")), environment)
+        self._process.start()
 
     async def wait_until_listening(self) -> None:
         """Return once it accepts connections. Raise `ServerFailed`."""
@@ -60,42 +54,34 @@ class LocalServer:
         while not _accepts(self.uds):
             self.check()
             if time.monotonic() > deadline:
-                raise ServerFailed(f"the server has not listened for {_START_SECONDS:.0f} s{self._last_lines()}")
+                last = "" if self._process is None else self._process.last_lines
+                raise ServerFailed(f"the server has not listened for {_START_SECONDS:.0f} s{last}")
             await asyncio.sleep(_POLL_SECONDS)
 
     def check(self) -> None:
-        """Start it again if it has ended. Raise `ServerFailed`."""
-        try:
-            if self._child is not None:
-                self._child.check()
-        except ChildFailed as error:
-            raise ServerFailed(f"the server does not run: {error.message}{self._last_lines()}") from None
+        """Start it again if it was killed. Raise `ServerFailed`."""
+        if self._process is not None:
+            self._process.check()
 
     async def stop(self) -> None:
         """Stop the processes, and remove the files of a server of its own."""
         with self._exit:
-            if self._child is None:
+            if self._process is None:
                 return
-            self._child.ask_to_stop()
-            if self._redis_url is None and not self._may_send:
-                self._child.insist()  # none of its state is kept
+            # No state of a server of its own is kept
+            self._process.ask_to_stop(at_once=self._redis_url is None and not self._may_send)
             deadline = time.monotonic() + _STOP_SECONDS
-            while self._child.pid is not None and time.monotonic() < deadline:
-                self._child.check()
+            while not self._process.has_ended and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_SECONDS)
-            self._child.wait_until_stopped(deadline)
+            self._process.end()
 
-    def _command(self, store: str) -> list[str]:
+    def _arguments(self, store: str) -> list[str]:
         kind = "serve" if self._redis_url is None else "api"
-        fixed = ["--uds", self.uds, "--file-store", store, *_NO_TLS]
-        return [sys.executable, "-m", "pipeline", kind, *fixed, *flags_of_options(self._flags)]
+        return [kind, "--uds", self.uds, "--file-store", store, *_NO_TLS, *flags_of_options(self._flags)]
 
     @property
     def _may_send(self) -> bool:
         return any(self._flags.get(name) or os.environ.get(variable) for name, variable in _SENDING.items())
-
-    def _last_lines(self) -> str:
-        return f"; its last lines: {' | '.join(self._lines)}" if self._lines else ""
 
 
 def _accepts(path: str) -> bool:
@@ -110,8 +96,12 @@ def flags_of_options(options: dict[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):
-            flags.append(as_flag(name) if value else as_flag(f"no_{name}"))
+            flags.append(_flag(name) if value else _flag(f"no_{name}"))
         elif value is not None:
             for one in value if isinstance(value, list | tuple) else (value,):
-                flags += [as_flag(name), os.fspath(one) if isinstance(one, Path) else str(one)]
+                flags += [_flag(name), os.fspath(one) if isinstance(one, Path) else str(one)]
     return flags
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -5,15 +5,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.batch.row_requests import RowOptions
-from jobs.protocol.chat import CHAT
-from pipeline.client import frames, vllm_shapes
-from pipeline.client.async_pipeline import AsyncPipeline
-from pipeline.client.batch_handle import AsyncBatchHandle, AsyncOpenBatch
-from pipeline.client.lines import spool
-from pipeline.client.loop_thread import EventLoopThread, LoopIterator
-from pipeline.client.map_run import MAP_LINES, MapRun
-from pipeline.client.results import RequestResult, TokenDelta
+from batch_inference_pipeline import frames, vllm_shapes
+from batch_inference_pipeline.async_pipeline import AsyncPipeline
+from batch_inference_pipeline.batch_handle import AsyncBatchHandle, AsyncOpenBatch
+from batch_inference_pipeline.lines import spool
+from batch_inference_pipeline.loop_thread import EventLoopThread, LoopIterator
+from batch_inference_pipeline.map_run import MAP_LINES, MapRun
+from batch_inference_pipeline.results import RequestResult, TokenDelta
+from batch_inference_pipeline.rows import Rows
+from batch_inference_pipeline.vocabulary import CHAT
 
 if TYPE_CHECKING:
     from openai.types import Batch
@@ -83,7 +83,7 @@ class Pipeline:
         chunksize: int = MAP_LINES,
         endpoint: str | None = None,
         model: str | None = None,
-        rows: RowOptions | None = None,
+        rows: Rows | None = None,
         **parameters: Any,
     ) -> LoopIterator[RequestResult]:
         """Return an iterator of the result of each request, in the order of the input or as they
@@ -101,7 +101,7 @@ class Pipeline:
         self._loop.run(run.begin())
         return results
 
-    def map_frame(self, frame: Any, rows: RowOptions, *, column: str = "answer", **options: Any) -> Any:
+    def map_frame(self, frame: Any, rows: Rows, *, column: str = "answer", **options: Any) -> Any:
         """Return the frame with a column of answers, as `AsyncPipeline.map_frame`."""
         return self._loop.run(self._async.map_frame(frame, rows, column=column, **options))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeline.client import Pipeline
+from batch_inference_pipeline import Pipeline
 from tests.support import http_calls
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.processes import command_line, descendants

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Awaitable
 from itertools import takewhile
 from typing import TypeVar
 
-from pipeline.client.batch_handle import AsyncBatchHandle
-from pipeline.client.errors import ClientError
-from pipeline.client.lines import SpooledLines
-from pipeline.client.results import InputOrder, RequestFailed, RequestResult
-from pipeline.client.server_connection import ServerConnection
-from pipeline.client.submission import submit_lines
+from batch_inference_pipeline.batch_handle import AsyncBatchHandle
+from batch_inference_pipeline.errors import ClientError
+from batch_inference_pipeline.lines import SpooledLines
+from batch_inference_pipeline.results import InputOrder, RequestFailed, RequestResult
+from batch_inference_pipeline.server_connection import ServerConnection
+from batch_inference_pipeline.submission import submit_lines
 
 T = TypeVar("T")
 

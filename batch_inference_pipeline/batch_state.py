@@ -5,8 +5,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from jobs.protocol.chat import CHAT
-from pipeline.client.errors import ClientError
+from batch_inference_pipeline.errors import ClientError
+from batch_inference_pipeline.vocabulary import CHAT
 
 if TYPE_CHECKING:
     import httpx2

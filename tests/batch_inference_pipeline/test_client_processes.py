@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.client import AsyncPipeline, Pipeline, ServerFailed
+from batch_inference_pipeline import AsyncPipeline, Pipeline, ServerFailed
 from tests.support.commands import REPOSITORY, running_pipeline
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.redis_server import running_server
@@ -22,7 +22,7 @@ from workers.settings import DEMO_MODEL
 
 PROGRAM = """
 import os, sys
-from pipeline.client import Pipeline
+from batch_inference_pipeline import Pipeline
 p = Pipeline(max_num_seqs=8)
 child = os.fork()
 if not child:

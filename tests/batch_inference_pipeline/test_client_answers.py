@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from pipeline.client import AsyncPipeline, ClientError, Pipeline
+from batch_inference_pipeline import AsyncPipeline, ClientError, Pipeline
 
 JSON, PAGE = "application/json", "text/html"
 REFUSED = b'{"error": {"message": "no such batch", "code": "gone", "param": null, "type": "invalid_request_error"}}'

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pipeline.client.errors import ClientError
-from pipeline.client.official import connection_error, official_client, status_error
+from batch_inference_pipeline.errors import ClientError
+from batch_inference_pipeline.official import connection_error, official_client, status_error
 
 if TYPE_CHECKING:
     import httpx2

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from pipeline.client.errors import ClientError
+from batch_inference_pipeline.errors import ClientError
 
 
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeline.api_client import is_passing
-from pipeline.client.batch_state import BatchState, path_of, state_of
-from pipeline.client.errors import ClientError, ServerFailed
-from pipeline.client.lines import LineOptions, encoded
-from pipeline.client.local_server import LocalServer
-from pipeline.client.server_calls import ServerCalls, decode_answer
-from pipeline.errors import one_line
+from batch_inference_pipeline.batch_state import BatchState, path_of, state_of
+from batch_inference_pipeline.errors import ClientError, ServerFailed
+from batch_inference_pipeline.lines import LineOptions, encoded
+from batch_inference_pipeline.local_server import LocalServer
+from batch_inference_pipeline.passing import is_passing
+from batch_inference_pipeline.server_calls import ServerCalls, decode_answer
 
 if TYPE_CHECKING:
     import httpx2
@@ -223,7 +222,7 @@ class ServerConnection:
                 if not is_passing(error):
                     raise
                 if time.monotonic() - answered > self._patience:
-                    raise ServerFailed(f"the server does not answer: {one_line(error)}") from None
+                    raise ServerFailed(f"the server does not answer: {error}") from None
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_READY_PAUSE)
 

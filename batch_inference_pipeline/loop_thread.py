@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from pipeline.client.errors import ClientError
+from batch_inference_pipeline.errors import ClientError
 
 T = TypeVar("T")
 

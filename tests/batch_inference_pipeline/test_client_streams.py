@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from api.settings import ApiSettings
-from pipeline.client import AsyncPipeline, batch_handle
+from batch_inference_pipeline import AsyncPipeline, batch_handle
 from tests.support.api_server import running_api
 from tests.support.relay import Relay
 from tests.support.waiting import wait_until

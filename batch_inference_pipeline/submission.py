@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from jobs.protocol.idempotency import new_header
-from pipeline.client.batch_handle import AsyncBatchHandle, AsyncOpenBatch
-from pipeline.client.lines import SpooledLines
-from pipeline.client.server_calls import decode_answer
-from pipeline.client.server_connection import ServerConnection
+from batch_inference_pipeline.batch_handle import AsyncBatchHandle, AsyncOpenBatch
+from batch_inference_pipeline.idempotency import new_header
+from batch_inference_pipeline.lines import SpooledLines
+from batch_inference_pipeline.server_calls import decode_answer
+from batch_inference_pipeline.server_connection import ServerConnection
 
 if TYPE_CHECKING:
     import httpx2

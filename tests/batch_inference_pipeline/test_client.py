@@ -17,7 +17,7 @@ import polars
 import pyarrow
 import pytest
 
-from pipeline.client import (
+from batch_inference_pipeline import (
     AsyncPipeline,
     BatchFailed,
     ClientError,
@@ -27,11 +27,11 @@ from pipeline.client import (
     SamplingParams,
     lines,
 )
-from pipeline.client.lines import LineOptions, spool
-from pipeline.client.local_server import flags_of_options
-from pipeline.client.map_run import MapRun
-from pipeline.client.results import InputOrder, RequestResult, TokenDeltas
-from tests.pipeline.client.conftest import ClientServer
+from batch_inference_pipeline.lines import LineOptions, spool
+from batch_inference_pipeline.local_server import flags_of_options
+from batch_inference_pipeline.map_run import MapRun
+from batch_inference_pipeline.results import InputOrder, RequestResult, TokenDeltas
+from tests.batch_inference_pipeline.conftest import ClientServer
 from tests.pipeline.results import answers, custom_ids, examples
 from tests.support.processes import send_all
 from tests.support.relay import Relay
@@ -51,13 +51,13 @@ def counting(numbers: int) -> tuple[list[str], list[str]]:
 
 def test_the_import_is_cheap() -> None:
     unwanted = ("torch", "transformers", "pydantic", "openai", "pyarrow", "redis")
-    assert not loaded_by(import_of("pipeline.client"), *unwanted)
+    assert not loaded_by(import_of("batch_inference_pipeline"), *unwanted)
 
 
 def test_map_needs_no_official_client(client_server: ClientServer) -> None:
     program = f"""
 import sys
-from pipeline.client import Pipeline
+from batch_inference_pipeline import Pipeline
 with Pipeline(base_url={client_server.base_url!r}) as p:
     assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
 loaded = sys.modules
@@ -360,7 +360,7 @@ def test_a_frame_gets_a_column_of_answers(p: Pipeline, frame: Any) -> None:
         "Count: 3, 4, 5",
     ]
     assert len(made["said_error"]) == 2
-    with pytest.raises(ValueError, match="the frame has no column prompt; its columns are text, label"):
+    with pytest.raises(ValueError, match="the frame has no column prompt; it has: text, label"):
         p.map_frame(frame, Rows(prompt_column="prompt"))
     with pytest.raises(ValueError, match="say how requests are made"):
         p.submit(frame)

@@ -13,16 +13,16 @@ from typing import Any
 import openai
 import pytest
 
-from pipeline.client import ClientError, Pipeline
-from pipeline.client.loop_thread import EventLoopThread, LoopIterator
-from tests.pipeline.client.conftest import ClientServer
+from batch_inference_pipeline import ClientError, Pipeline
+from batch_inference_pipeline.loop_thread import EventLoopThread, LoopIterator
+from tests.batch_inference_pipeline.conftest import ClientServer
 from tests.support.commands import REPOSITORY
 from tests.support.relay import Relay
 from tests.support.waiting import wait_for_end, wait_until
 
 FORKS = """
 import os, sys
-from pipeline.client import ClientError, Pipeline
+from batch_inference_pipeline import ClientError, Pipeline
 p = Pipeline(base_url=sys.argv[1])
 found = p.map(["Count from 2 to 4.", "Count from 2 to 4."], temperature=0)
 next(found)
@@ -40,7 +40,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), next(found).text, flus
 
 BLOCKED = """
 import sys, threading
-from pipeline.client import Pipeline
+from batch_inference_pipeline import Pipeline
 blocks = threading.Event()
 def endless():
     yield "Count from 2 to 4."
@@ -53,7 +53,7 @@ blocks.wait()
 
 LEFT = """
 import sys
-from pipeline.client import Pipeline
+from batch_inference_pipeline import Pipeline
 p = Pipeline(base_url=sys.argv[1])
 found = p.map([f"Count {n}" for n in range(200)], max_tokens=1500, ignore_eos=True)
 print(flush=True)

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.protocol.chat import CHAT
-from jobs.protocol.endpoints import BATCH_ENDPOINTS, ENDPOINTS
-from jobs.protocol.parameters import FILE_COLUMNS, UNSUPPORTED
-from pipeline.client.results import RequestResult
+from batch_inference_pipeline.results import RequestResult
+from batch_inference_pipeline.vocabulary import CHAT, COMPLETIONS, PARAMETERS, PROMPT_FIELDS
 
 _USUAL_TOKENS = 16  # vLLM's default, also of chats
 
@@ -17,7 +15,7 @@ class GenerationParameters:
 
     def __init__(self, **values: Any) -> None:
         """Raise TypeError for a name that is no parameter."""
-        unknown = sorted(values.keys() - {*FILE_COLUMNS, *UNSUPPORTED})
+        unknown = sorted(values.keys() - set(PARAMETERS))
         if unknown:
             raise TypeError(f"'{unknown[0]}' is no parameter; docs/requests.md lists those that there are")
         self.values = {"max_tokens": _USUAL_TOKENS, **values}
@@ -33,6 +31,9 @@ class GenerationParameters:
     def __repr__(self) -> str:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.values.items())})"
 
+
+SamplingParams = GenerationParameters
+"""The name that vLLM gives it."""
 
 ParametersOfEach = GenerationParameters | Sequence[GenerationParameters] | None
 
@@ -92,10 +93,10 @@ def as_conversations(messages: Any) -> list[Any]:
 
 def bodies_of(endpoint: str, prompts: list[Any], parameters: ParametersOfEach) -> list[dict[str, Any]]:
     """Return bodies with the parameters of all, or of each. Raise ValueError for another number."""
-    field = BATCH_ENDPOINTS[endpoint].prompt_field
+    field = PROMPT_FIELDS[endpoint]
     if parameters is None or isinstance(parameters, GenerationParameters):
         usual = parameters or GenerationParameters()
-        shared = usual.body(endpoint) if endpoint in ENDPOINTS else {}
+        shared = usual.body(endpoint) if endpoint in (CHAT, COMPLETIONS) else {}
         return [{field: prompt, **shared} for prompt in prompts]
     if len(parameters) != len(prompts):
         raise ValueError(
