@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from batch_inference_pipeline.command_process import CommandProcess
 from batch_inference_pipeline.errors import ServerFailed
 from batch_inference_pipeline.private_folder import private_folder
-from batch_inference_pipeline.server_process import ServerProcess
 
 _START_SECONDS = 300.0
 _STOP_SECONDS = 30.0
@@ -37,7 +37,7 @@ class LocalServer:
         self._redis_url = redis_url
         self._store = file_store
         self._flags = flags
-        self._process: ServerProcess | None = None
+        self._process: CommandProcess | None = None
         self.uds = ""
 
     def start(self) -> None:
@@ -45,7 +45,7 @@ class LocalServer:
         folder = self._exit.enter_context(private_folder())
         self.uds = str(folder / "api.sock")
         environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text"}
-        self._process = ServerProcess(self._arguments(self._store or str(folder / "store")), environment)
+        self._process = CommandProcess(self._arguments(self._store or str(folder / "store")), environment)
         self._process.start()
 
     async def wait_until_listening(self) -> None:

@@ -115,7 +115,7 @@ def test_the_api_does_not_load_the_official_client() -> None:
     ],
 )
 def test_a_parameter_is_in_the_files_that_the_architecture_names(parameter: str, files: set[str]) -> None:
-    sources = (path for package in PACKAGES for path in (REPOSITORY / package).rglob("*"))
+    sources = (path for package in PACKAGES[:-1] for path in (REPOSITORY / package).rglob("*"))
     found = {path for path in sources if path.suffix in (".py", ".lua", ".c", ".h") and parameter in path.read_text()}
     assert {str(path.relative_to(REPOSITORY)) for path in found} == files
 

@@ -16,7 +16,7 @@ _LAST_OUTPUT_SECONDS = 2.0  # to read the rest; a grandchild may keep the output
 _ERROR_PREFIX = "Error: "
 
 
-class ServerProcess:
+class CommandProcess:
     """A process that is started again when it is killed; one that ends by itself says why.
 
     The kernel ends it with the thread that started it last.
