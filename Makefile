@@ -41,9 +41,7 @@ MATRIX_TESTS ?= tests/jobs tests/api
 .PHONY: demo test again proof $(LANES:%=test-%) test-lint $(LANES:%=proof-%) chaos faults matrix coverage docs helm lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
-	$(BIN)/pipeline run-batch examples/requests.jsonl
-	@echo "Answers with structure, of the last two lines:"; tail -n 2 examples/requests.results.jsonl | \
-	  $(BIN)/python -c 'import json, sys; from pipeline.summary import shown; [print(shown(json.loads(line))) for line in sys.stdin]'
+	$(BIN)/pipeline demo
 
 # $(call lane,NAME,COMMAND): run a lane and say how long it took; `lanes` repeats that at the end of all output.
 LANE_TIMES := .lanes
@@ -168,7 +166,7 @@ bench-gpu: $(VENV)/.installed  ## one GPU, in under 8 minutes: the table of docs
 	$(BIN)/python -m benchmarks.gpu
 
 $(VENV)/.installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else f"Python {v[0]}.{v[1]} found; this needs 3.11 or 3.12. Say which: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python {v[0]}.{v[1]} found; this needs 3.11 or later. Say which: make $(MAKECMDGOALS) PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -e '.[worker]'
 	touch $@

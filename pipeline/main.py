@@ -12,6 +12,7 @@ from pipeline.stderr import drop_unwritten
 COMMANDS = {
     "api": "Answer HTTP: live calls, files, batches, models, health.",
     "batches": "Create, show, wait for and cancel batches of a server.",
+    "demo": "Answer the requests of the demo with its model.",
     "files": "Upload, list, fetch and delete files of a server.",
     "fleet": "Place workers on a Ray cluster as the queue grows and shrinks.",
     "health": "Exit with 0 if the processes of this host are at work.",
