@@ -1,7 +1,6 @@
 """One child process: start it, forward its output, restart it after a growing pause, stop it."""
 
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -19,7 +18,6 @@ _DEATH_WINDOW = 60.0
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 8.0
 _STOP_POLL = 0.01
-_MISSING_MODULE = re.compile(r"\bNo module named .*")
 _LAST_OUTPUT_SECONDS = 2.0  # to read the rest; a grandchild may keep the output open
 
 
@@ -190,8 +188,8 @@ class Child:
         self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
         if code == Refused.exit_code and not self._deaths and self._errors:
             raise ChildRefused(self._errors[-1])
-        if code > 0 and (missing := _MISSING_MODULE.search(self._last_words)):
-            raise ChildRefused(f"the {self.name} process cannot run: {missing[0]}")
+        if code > 0 and "No module named" in self._last_words:
+            raise ChildRefused(f"the {self.name} process cannot run: {self._last_words}")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         pause = self._count_death(how)
         why = f" ({self._errors[-1]})" if self._errors else ""

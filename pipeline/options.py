@@ -435,8 +435,7 @@ def require_extra(extra: str, ctx: click.Context) -> None:
     """Raise `Refused` for a command that needs an extra which is not installed."""
     if (module := missing_module(extra)) is not None:
         raise Refused(
-            f"`pipeline {ctx.info_name}` needs the extra {extra}, and {module} is not installed:"
-            f" {install_command(extra)}"
+            f"`pipeline {ctx.info_name}` needs the extra {extra}. No module named '{module}': {install_command(extra)}"
         )
 
 

@@ -23,8 +23,8 @@ def test_a_command_without_its_extra_names_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     done = run_here(*arguments)
-    command = f"`pipeline {arguments[0]}` needs the extra {extra}, and {module} is not installed"
-    assert (done.code, done.err) == (2, f"Error: {command}: pip install 'batch-inference-pipeline[{extra}]'\n")
+    needs = f"`pipeline {arguments[0]}` needs the extra {extra}. No module named '{module}'"
+    assert (done.code, done.err) == (2, f"Error: {needs}: pip install 'batch-inference-pipeline[{extra}]'\n")
     assert run_here(arguments[0], "--help").code == 0
 
 
