@@ -82,8 +82,9 @@ class PlatformWheel(bdist_wheel):
     def _glibc(self) -> str:
         """Return the oldest glibc that has every symbol of the libraries, as a tag writes it."""
         folder = Path(self.get_finalized_command("build").build_lib) / PREBUILT.relative_to(Path(__file__).parent)
-        versions = (found for path in folder.glob("*.so") for found in GLIBC_VERSION.findall(path.read_bytes()))
-        return "{}_{}".format(*max(OLDEST_GLIBC, *((int(major), int(minor)) for major, minor in versions)))
+        found = [version for path in folder.glob("*.so") for version in GLIBC_VERSION.findall(path.read_bytes())]
+        newest = max([OLDEST_GLIBC, *((int(major), int(minor)) for major, minor in found)])
+        return "{}_{}".format(*newest)
 
 
 setup(distclass=WithKernels, cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel})

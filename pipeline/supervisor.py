@@ -131,16 +131,8 @@ class Supervisor:
         replica that the system cannot start is tried again, too.
         """
         # Always given, since the environment that a child inherits may hold another value.
-        command = partial(
-            python_command,
-            "pipeline",
-            "worker",
-            "--log-level",
-            self._log_level,
-            "--data-parallel-size",
-            "1",
-            *arguments,
-        )
+        fixed = ("--log-level", self._log_level, "--data-parallel-size", "1")
+        command = partial(python_command, "pipeline", "worker", *fixed, *arguments)
         kind = f"worker-{name}" if name else "worker"
         must_start = on_failure is None
         if replicas == 1:

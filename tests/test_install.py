@@ -136,11 +136,12 @@ def test_an_installed_wheel_is_plain_then_whole(wheel: Path, tmp_path: Path) -> 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_a_wheel_that_is_built_from_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:
-    build = "import setuptools.build_meta as backend; print(backend.build_sdist({!r}))"
-    _run(sys.executable, "-c", build.format(str(tmp_path)), folder=_source(tmp_path))
+    python = _new_venv(tmp_path)
+    _run(python, *PIP, "install", "-q", "setuptools>=77")
+    build = "import setuptools.build_meta as backend; backend.build_sdist({!r})"
+    _run(python, "-c", build.format(str(tmp_path)), folder=_source(tmp_path))
     (sdist,) = tmp_path.glob("*.tar.gz")
-    command = (sys.executable, *PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "of", sdist)
-    _run(*command)
+    _run(python, *PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "of", sdist)
     (again,) = (tmp_path / "of").iterdir()
     assert again.name == wheel.name
     with ZipFile(wheel) as first, ZipFile(again) as second:
@@ -205,7 +206,8 @@ def test_each_imported_module_of_an_extra_is_in_the_table_of_extras() -> None:
         for line in extras[extra]
     }
     found = {name: of[maker] for name in imported for maker in map(_plain, makers.get(name, [])) if maker in of}
-    assert found == EXTRA_OF
+    assert found.items() <= EXTRA_OF.items()  # not all of them are installed on every processor
+    assert EXTRA_OF.keys() <= imported
 
 
 def _roots(path: Path) -> Iterator[str]:
