@@ -35,7 +35,7 @@ CONTROL_TESTS := tests/jobs/control
 CONTRACT_TESTS := tests/contract
 WORKER_TESTS := tests/workers
 API_TESTS := tests/api
-PIPELINE_TESTS := tests/pipeline
+PIPELINE_TESTS := tests/pipeline tests/batch_inference_pipeline
 MATRIX_TESTS ?= tests/jobs tests/api
 SMOKE_TESTS := tests/pipeline/test_run_batch.py::test_every_line_is_answered_rightly_in_input_order \
   tests/pipeline/test_serve.py::test_the_official_client_streams_the_right_tokens \
@@ -49,9 +49,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
-	$(BIN)/pipeline run-batch examples/requests.jsonl
-	@echo "Answers with structure, of the last two lines:"; tail -n 2 examples/requests.results.jsonl | \
-	  $(BIN)/python -c 'import json, sys; from pipeline.summary import shown; [print(shown(json.loads(line))) for line in sys.stdin]'
+	$(BIN)/pipeline demo
 
 # $(call lane,NAME,COMMAND): run a lane and say how long it took; `lanes` repeats that at the end of all output.
 LANE_TIMES := .lanes
@@ -111,8 +109,9 @@ coverage: $(VENV)/.installed-test  ## the share of each package's lines that the
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -q $(TESTS); tests=$$?; $(BIN)/coverage combine --quiet && $(BIN)/python -m tests.coverage_table && exit $$tests
 
-docs: $(VENV)/.installed  ## the tables of docs/ that follow from the code
+docs: $(VENV)/.installed  ## the tables of docs/, and the client's names of the API, that follow from the code
 	$(BIN)/python -m tools.docs_tables
+	$(BIN)/python -m tools.client_vocabulary
 
 helm: $(VENV)/.installed  ## docker/helm/rendered/, by the `helm` on PATH
 	$(BIN)/python -m tools.helm_chart
@@ -133,7 +132,7 @@ bench-gpu: $(VENV)/.installed  ## one GPU, in under 8 minutes: the table of docs
 	$(BIN)/python -m benchmarks.gpu
 
 $(VENV)/.installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else f"Python {v[0]}.{v[1]} found; this needs 3.11 or 3.12. Say which: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else f"Python {v[0]}.{v[1]} found; this needs 3.11 or later. Say which: make $(MAKECMDGOALS) PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -e '.[worker]'
 	touch $@

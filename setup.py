@@ -3,6 +3,7 @@ machine's kind, where there is a C compiler; pyproject.toml has the rest.
 """
 
 import platform
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from workers.engine.native.build import NativeUnavailable, compile_library, find_compiler
 from workers.engine.native.choose import PREBUILT, library_name
 from workers.engine.native.levels import LEVELS
+
+GLIBC_VERSION = re.compile(rb"\0GLIBC_(\d+)\.(\d+)")
+"""A version of symbols, in the strings of an ELF file."""
+OLDEST_GLIBC = (2, 17)
 
 
 def compiler() -> list[str]:
@@ -68,7 +73,18 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, plat = super().get_tag()
-        return (python, abi, plat) if self.root_is_pure else ("py3", "none", plat)
+        if self.root_is_pure:
+            return python, abi, plat
+        if platform.libc_ver()[0] == "glibc":
+            plat = plat.replace("linux_", f"manylinux_{self._glibc()}_")
+        return "py3", "none", plat
+
+    def _glibc(self) -> str:
+        """Return the oldest glibc that has every symbol of the libraries, as a tag writes it."""
+        folder = Path(self.get_finalized_command("build").build_lib) / PREBUILT.relative_to(Path(__file__).parent)
+        found = [version for path in folder.glob("*.so") for version in GLIBC_VERSION.findall(path.read_bytes())]
+        newest = max([OLDEST_GLIBC, *((int(major), int(minor)) for major, minor in found)])
+        return "{}_{}".format(*newest)
 
 
 setup(distclass=WithKernels, cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel})

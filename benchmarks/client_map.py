@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from batch_inference_pipeline import Pipeline
+from batch_inference_pipeline.lines import LineOptions, encoded, line_of
 from benchmarks.report import arguments, by_turns, write_report
-from pipeline.client import Pipeline
-from pipeline.client.lines import LineOptions, encoded, line_of
 
 _TOKENS = {"max_tokens": 8, "temperature": 0}
 

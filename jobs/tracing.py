@@ -16,6 +16,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from jobs.extras import install_command
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
@@ -29,7 +31,10 @@ _EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
-_PACKAGES = {"http/protobuf": "'batch-inference-pipeline[tracing]'", "grpc": "opentelemetry-exporter-otlp-proto-grpc"}
+_INSTALL = {
+    "http/protobuf": install_command("tracing"),
+    "grpc": "pip install opentelemetry-exporter-otlp-proto-grpc",
+}
 _LONGEST_STATE = 512  # characters of a tracestate, which W3C asks everyone to pass on
 
 
@@ -63,7 +68,7 @@ def check_endpoint(endpoint: str | None) -> None:
         choices = " and ".join(_EXPORTERS)
         raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}, and there are {choices} only")
     if not all(_is_installed(module) for module in ("opentelemetry.sdk.trace", _EXPORTERS[protocol])):
-        raise ValueError(f"traces by {protocol} need packages that are missing: pip install {_PACKAGES[protocol]}")
+        raise ValueError(f"traces by {protocol} need packages that are missing: {_INSTALL[protocol]}")
 
 
 class Tracing:

@@ -1,3 +1,3 @@
-from pipeline.main import main
+from batch_inference_pipeline.__main__ import main
 
 main()

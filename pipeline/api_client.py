@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from batch_inference_pipeline.passing import is_cut, is_passing
 from pipeline.errors import Refused, Unfinished, one_line
 from pipeline.options import all_of, flag, json_option
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NO_KEY = "none"  # the client insists on one; a server without keys looks at none
-_PASSING = (408, 425, 429)
-_CUTS = (("httpx2", "RequestError"), ("h11", "LocalProtocolError"))  # h11: a file grew while it was sent
 _LONGEST_MESSAGE = 500
 
 
@@ -107,20 +105,6 @@ def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
         if not is_cut(error):
             raise
         raise Unfinished(f"the connection to {base_url} was cut: {_cause(error)}; run the same command again") from None
-
-
-def is_passing(error: Exception) -> bool:
-    """Return whether the same call may succeed a little later."""
-    import openai
-
-    if isinstance(error, openai.APIStatusError):
-        return error.status_code >= 500 or error.status_code in _PASSING
-    return isinstance(error, openai.APIConnectionError) or is_cut(error)
-
-
-def is_cut(error: Exception) -> bool:
-    """Return whether a connection ended in the middle of a call."""
-    return any(isinstance(error, getattr(sys.modules[module], name)) for module, name in _CUTS if module in sys.modules)
 
 
 def _check_answer(response: Any) -> None:

@@ -16,7 +16,7 @@ from jobs.batch.manifest import Manifest, load_manifest
 from pipeline.batch_task import Task, spec_of, start_worker
 from pipeline.completed import find_completed, replace_folder
 from pipeline.errors import CommandEnd, LinesFailed, Refused
-from pipeline.private_folder import RUN_LOCK, empty_folder, held
+from pipeline.held_folder import RUN_LOCK, empty_folder, held
 from pipeline.progress import Progress, make_progress
 from pipeline.row_options import check_rows
 from pipeline.signals import Signals

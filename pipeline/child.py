@@ -66,6 +66,11 @@ class Child:
         return self._errors[-1] if self._errors else ""
 
     @property
+    def _last_words(self) -> str:
+        """Return the last error that the process printed, else its last line."""
+        return next(iter([*reversed(self._errors), *reversed(self._last_lines)]), "")
+
+    @property
     def has_stopped(self) -> bool:
         """Return whether `check` has found its end after an order to stop."""
         return self._stopping and self._process is None
@@ -183,6 +188,8 @@ class Child:
         self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
         if code == Refused.exit_code and not self._deaths and self._errors:
             raise ChildRefused(self._errors[-1])
+        if code > 0 and "No module named" in self._last_words:
+            raise ChildRefused(f"the {self.name} process cannot run: {self._last_words}")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         pause = self._count_death(how)
         why = f" ({self._errors[-1]})" if self._errors else ""

@@ -5,7 +5,7 @@ CommandEnd
   Unfinished     1      it stopped before its end
     LinesFailed  1      lines of a batch failed, or got no answer
     ChildFailed  1      a child ends again and again
-      ChildRefused  2   it refused its first start
+      ChildRefused  2   it refused its first start, or lacks a module
   Interrupted    130    it was asked to stop
 """
 
@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import click
 
+from jobs.extras import hint_for
 from pipeline.stderr import write_line
 
 _MAKE_ROOM = "free some space and run the same command again, it resumes"
@@ -46,7 +47,7 @@ class ChildFailed(Unfinished):
 
 
 class ChildRefused(ChildFailed):
-    """A child refused its first start."""
+    """A child refused its first start, or lacks a module."""
 
     exit_code = Refused.exit_code
 
@@ -87,6 +88,9 @@ def explained(error: BaseException) -> CommandEnd | None:
     """Return the end that an error of ours, of Redis or of the disk means, None for a fault of the
     program.
     """
+    if isinstance(error, ModuleNotFoundError):
+        install = hint_for(error.name or "")
+        return None if install is None else Refused(f"{one_line(error)}: {install}")
     from jobs.errors import JobsError
     from jobs.store.storage import StoreFull
     from workers.engine.messages.errors import EngineError

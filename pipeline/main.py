@@ -5,13 +5,14 @@ from importlib import import_module
 
 import click
 
-from jobs.process import buffer_stdout
+from jobs.process import buffer_stdout, die_with_parent
 from pipeline.errors import exit_code_of
 from pipeline.stderr import drop_unwritten
 
 COMMANDS = {
     "api": "Answer HTTP: live calls, files, batches, models, health.",
     "batches": "Create, show, wait for and cancel batches of a server.",
+    "demo": "Answer the requests of the demo with its model.",
     "files": "Upload, list, fetch and delete files of a server.",
     "fleet": "Place workers on a Ray cluster as the queue grows and shrinks.",
     "health": "Exit with 0 if the processes of this host are at work.",
@@ -55,11 +56,14 @@ def cli() -> None:
     """
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, parent: int | None = None) -> None:
     """Run the command line and exit with its code.
 
-    An error that a user can correct is one sentence, never a traceback.
+    An error that a user can correct is one sentence, never a traceback. The kernel kills this
+    process with the thread of `parent` that started it.
     """
+    if parent is not None:
+        die_with_parent(parent)
     buffer_stdout()
     try:
         code = cli.main(args=arguments, prog_name="pipeline", standalone_mode=False)

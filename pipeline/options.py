@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from api.http_settings import HttpSettings
 from api.settings import ApiSettings
+from jobs.extras import install_command, missing_module
 from jobs.process import FORMAT_VARIABLE
 from jobs.queue.redis_url import parse_redis_url, without_secrets
 from jobs.queue.settings import QueueSettings
@@ -428,6 +429,14 @@ replicas_option = flag(
         " CPU they share the threads: OMP_NUM_THREADS, else one for each CPU, divided equally among all processes."
     ),
 )
+
+
+def require_extra(extra: str, ctx: click.Context) -> None:
+    """Raise `Refused` for a command that needs an extra which is not installed."""
+    if (module := missing_module(extra)) is not None:
+        raise Refused(
+            f"`pipeline {ctx.info_name}` needs the extra {extra}. No module named '{module}': {install_command(extra)}"
+        )
 
 
 def check_model_flags(ctx: click.Context) -> None:

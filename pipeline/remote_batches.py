@@ -12,14 +12,14 @@ from urllib.parse import quote
 
 import click
 
+from batch_inference_pipeline.idempotency import new_header
+from batch_inference_pipeline.passing import is_passing
 from jobs.batch.input_files import InputError, first_line
 from jobs.protocol.chat import CHAT
-from jobs.protocol.idempotency import new_header
 from jobs.protocol.lines import decode_json
 from jobs.protocol.states import END_STATES
 from jobs.store.storage import StoreError
 from pipeline import remote_files
-from pipeline.api_client import is_passing
 from pipeline.errors import Refused
 from pipeline.progress import Counts
 from pipeline.remote_views import counts_of, describe

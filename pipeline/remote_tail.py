@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
 
-from pipeline.api_client import is_passing
+from batch_inference_pipeline.event_stream import EventParser, ServerSentEvent
+from batch_inference_pipeline.passing import is_passing
 from pipeline.errors import Unfinished, one_line
 
 if TYPE_CHECKING:
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
 _SILENCE_SECONDS = 60.0  # the server sends something at least every 15 s
 _PATIENCE_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
-
-
-class ServerSentEvent(NamedTuple):
-    """One server-sent event."""
-
-    id: str | None
-    data: str
 
 
 def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
@@ -89,30 +83,6 @@ class Printer:
                 write(f"{_label(name, key[1])}: {rest}\n")
         if status == "failed":
             write(f"{name}: failed\n")
-
-
-class EventParser:
-    """Takes the pieces of a stream whose data are single lines, and skips comments.
-
-    A line ends at a line feed and nowhere else.
-    """
-
-    def __init__(self) -> None:
-        self._id: str | None = None
-        self._begun = b""
-
-    def feed(self, chunk: bytes) -> list[ServerSentEvent]:
-        """Return the events that a piece completes."""
-        events = list[ServerSentEvent]()
-        *lines, self._begun = (self._begun + chunk).split(b"\n")
-        for line in lines:
-            name, _, value = line.partition(b":")
-            if name == b"id":
-                self._id = value.decode().strip()
-            elif name == b"data":
-                events.append(ServerSentEvent(self._id, value.decode().strip()))
-                self._id = None
-        return events
 
 
 def parse_events(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:

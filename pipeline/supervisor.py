@@ -4,7 +4,6 @@ supervised by this process.
 
 import contextlib
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,12 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from api.http.listening import SharedListener
+from batch_inference_pipeline.command import python_command
+from batch_inference_pipeline.private_folder import private_folder
 from jobs.queue.settings import QueueSettings
 from pipeline.child import Child
 from pipeline.errors import ChildFailed
 from pipeline.kept_server import KeptServer
 from pipeline.options import CHILD_VARIABLE
-from pipeline.private_folder import private_folder
 from workers.engine.messages.config import all_threads
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ class Supervisor:
         if file_store is not None:
             self.settings.webhook_key()
         first, *others = (f"jobs-{number}" for number in range(_JOB_PROCESSES))
-        command = partial(_python, "jobs.control.rq_worker")
+        command = partial(python_command, "jobs.control.rq_worker")
         self._add(first, command, on_death=self._start_rest)
         self._rest = [self._add(name, command, later=rest_after) for name in others]
         store = ["--file-store", file_store] if file_store is not None else []
-        self._rest.append(self._add("ticker", partial(_python, "jobs.control.ticker", *store), later=rest_after))
+        self._rest.append(self._add("ticker", partial(python_command, "jobs.control.ticker", *store), later=rest_after))
 
     def start_workers(
         self,
@@ -131,9 +131,8 @@ class Supervisor:
         replica that the system cannot start is tried again, too.
         """
         # Always given, since the environment that a child inherits may hold another value.
-        command = partial(
-            _python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments
-        )
+        fixed = ("--log-level", self._log_level, "--data-parallel-size", "1")
+        command = partial(python_command, "pipeline", "worker", *fixed, *arguments)
         kind = f"worker-{name}" if name else "worker"
         must_start = on_failure is None
         if replicas == 1:
@@ -160,7 +159,7 @@ class Supervisor:
 
         `arguments` are the flags of `pipeline api`.
         """
-        command = partial(_python, "pipeline", "api", "--log-level", self._log_level, *arguments)
+        command = partial(python_command, "pipeline", "api", "--log-level", self._log_level, *arguments)
         if listener is None:
             self._add("api", command)
             return
@@ -177,7 +176,7 @@ class Supervisor:
 
     def start_placement(self, environment: Mapping[str, str]) -> Child:
         """Start the process that places workers on a Ray cluster."""
-        return self._add("fleet", partial(_python, "pipeline.ray.placement"), environment)
+        return self._add("fleet", partial(python_command, "pipeline.ray.placement"), environment)
 
     def check(self) -> float:
         """Restart ended children, and start those whose time has come.
@@ -283,7 +282,3 @@ class Supervisor:
             for record in queue.workers():
                 if record.pid == pid and record.host == socket.gethostname():
                     queue.remove_worker(record.id)
-
-
-def _python(module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", module, *arguments]

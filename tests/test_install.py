@@ -13,25 +13,31 @@ import venv
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from site import getsitepackages
 from zipfile import ZipFile
 
 import pytest
 
+from jobs.extras import EXTRA_OF
+from tools.errors import PACKAGES
 from workers.engine.native.build import find_compiler
 from workers.engine.native.choose import PREBUILT, library_name
 from workers.engine.native.levels import LEVELS, Level, fitting_levels, processor_features
 
 REPOSITORY = Path(__file__).parent.parent
-PACKAGES = ("jobs", "workers", "api", "pipeline")
 PIP = ("-m", "pip", "--disable-pip-version-check")
 PROGRAM = """
 import importlib.resources, importlib.util, jobs.queue.request_queue, jobs.control.rq_worker
 import jobs.control.ticker, api.app, pipeline.main
 for absent in ("torch", "transformers", "triton"):
     assert importlib.util.find_spec(absent) is None, absent
-for package in ("jobs", "workers", "api", "pipeline"):
+for package in ("jobs", "workers", "api", "pipeline", "batch_inference_pipeline"):
     assert importlib.resources.files(package).joinpath("py.typed").is_file(), package
+"""
+
+CLIENT = """
+from batch_inference_pipeline import Pipeline
+with Pipeline() as p:
+    assert [one.text for one in p.map(["Count from 2 to 5."], temperature=0)] == ["Count: 2, 3, 4, 5"]
 """
 
 needs_gcc = pytest.mark.skipif(
@@ -65,13 +71,15 @@ def test_api_and_jobs_install_and_start_without_torch(wheel: Path, tmp_path: Pat
 @needs_gcc
 def test_a_wheel_carries_the_kernels_and_needs_no_compiler(wheel: Path, tmp_path: Path) -> None:
     python = _new_venv(tmp_path)
-    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    tag = re.search(r"-py3-none-(manylinux_2_\d+_\w+)\.whl$", wheel.name)
+    assert tag is not None, wheel.name
+    said = _run(sys.executable, "-m", "auditwheel", "show", wheel).replace("\n", " ")
+    assert f'consistent with the following platform tag: "{tag[1]}"' in said
     folder = Path(*PREBUILT.parts[-4:])
     with ZipFile(wheel) as archive:
         carried = {Path(name) for name in archive.namelist() if Path(name).parent == folder}
     assert carried == {folder / library_name(level) for level in LEVELS[platform.machine()] if _is_known(level)}
-    (own,) = python.parents[1].glob("lib/python*/site-packages")
-    (own / "dependencies.pth").write_text("\n".join(getsitepackages()))  # lines of a .pth there are not read
+    _add_dependencies(python)
     _run(python, *PIP, "install", "-q", "--no-deps", "--no-index", wheel)
     lines = (REPOSITORY / "examples" / "requests.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "requests.jsonl").write_text("".join(lines[:3]))
@@ -82,6 +90,62 @@ def test_a_wheel_carries_the_kernels_and_needs_no_compiler(wheel: Path, tmp_path
     assert f"/site-packages/{folder}/{library_name(best)}" in said
     assert "3 requests, 0 failed" in said
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_an_installed_wheel_is_plain_then_whole(wheel: Path, tmp_path: Path) -> None:
+    """Refused without the extra, in words; with it the demo runs, and the client in any project."""
+    python = _new_venv(tmp_path)
+    _run(python, *PIP, "install", "-q", wheel)
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pipeline.py").touch()
+    for name in ("api", "jobs"):
+        (project / name).mkdir()
+        (project / name / "__init__.py").touch()
+    environment = {"PATH": str(python.parent), "HOME": str(tmp_path), "PIPELINE_DEVICE": "cpu"}
+    redis = {**environment, "REDIS_URL": "redis://127.0.0.1:1"}
+    install = "pip install 'batch-inference-pipeline[{}]'\n"
+    for arguments, variables, extra in (
+        (("run-batch", "requests.jsonl"), environment, "worker"),
+        (("serve",), environment, "worker"),
+        (("demo",), environment, "worker"),
+        (("worker",), redis, "worker"),
+        (("fleet", "--ray-address", "auto"), redis, "ray"),
+    ):
+        refused = subprocess.run(
+            [python, "-m", "batch_inference_pipeline", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=project,
+            env=variables,
+        )
+        assert refused.returncode == 2, refused.stderr
+        assert refused.stderr.startswith("Error: "), refused.stderr
+        assert refused.stderr.endswith(install.format(extra)), refused.stderr
+        assert refused.stderr.count("\n") == 1, refused.stderr
+    _add_dependencies(python)
+    said = _run(python.with_name("pipeline"), "demo", "-o", "found.jsonl", environment=environment, folder=project)
+    assert "302 requests, 0 failed" in said
+    assert "example-tool: add {" in said
+    assert len((project / "found.jsonl").read_text().splitlines()) == 302
+    _run(python, "-c", CLIENT, environment=environment, folder=project)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_a_wheel_that_is_built_from_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:
+    python = _new_venv(tmp_path)
+    _run(python, *PIP, "install", "-q", "setuptools>=77")
+    build = "import setuptools.build_meta as backend; backend.build_sdist({!r})"
+    _run(python, "-c", build.format(str(tmp_path)), folder=_source(tmp_path))
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    _run(python, *PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "of", sdist)
+    (again,) = (tmp_path / "of").iterdir()
+    assert again.name == wheel.name
+    with ZipFile(wheel) as first, ZipFile(again) as second:
+        assert sorted(second.namelist()) == sorted(first.namelist())
 
 
 def _is_known(level: Level) -> bool:
@@ -132,6 +196,20 @@ def test_what_is_imported_is_declared() -> None:
     assert [name for name in sorted(names) if not names[name] & declared] == []
 
 
+def test_each_imported_module_of_an_extra_is_in_the_table_of_extras() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    makers = {"pynvml": ["nvidia-ml-py"], **packages_distributions()}
+    imported = {name for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py") for name in _roots(path)}
+    of = {
+        _plain(re.split(r"[\[<>=;, ]", line)[0]): extra
+        for extra in ("worker", "cuda", "ray", "tracing")
+        for line in extras[extra]
+    }
+    found = {name: of[maker] for name in imported for maker in map(_plain, makers.get(name, [])) if maker in of}
+    assert found.items() <= EXTRA_OF.items()  # not all of them are installed on every processor
+    assert EXTRA_OF.keys() <= imported
+
+
 def _roots(path: Path) -> Iterator[str]:
     """The first part of the name of each module that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -163,8 +241,15 @@ def _wheels(folder: Path) -> list[Path]:
     return list((folder / "wheels").iterdir())
 
 
-def _run(*command: object, environment: dict[str, str] | None = None) -> str:
+def _add_dependencies(python: Path) -> None:
+    """Let an environment import what is installed beside pytest; a .pth there is not read."""
+    folders = [path for path in sys.path if path.endswith("-packages")]
+    (own,) = python.parents[1].glob("lib/python*/site-packages")
+    (own / "dependencies.pth").write_text("\n".join(folders))
+
+
+def _run(*command: object, environment: dict[str, str] | None = None, folder: Path = Path("/")) -> str:
     """What a command says that must succeed."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd="/", env=environment)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout + done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import REPOSITORY
-from tools.errors import TREES, exception_classes
+from tools.errors import PACKAGES, TREES, exception_classes
 
 TORCH_FREE = [
     "jobs.queue.request_queue",
@@ -115,7 +115,7 @@ def test_the_api_does_not_load_the_official_client() -> None:
     ],
 )
 def test_a_parameter_is_in_the_files_that_the_architecture_names(parameter: str, files: set[str]) -> None:
-    sources = (path for package in ("jobs", "workers", "api", "pipeline") for path in (REPOSITORY / package).rglob("*"))
+    sources = (path for package in PACKAGES[:-1] for path in (REPOSITORY / package).rglob("*"))
     found = {path for path in sources if path.suffix in (".py", ".lua", ".c", ".h") and parameter in path.read_text()}
     assert {str(path.relative_to(REPOSITORY)) for path in found} == files
 
@@ -192,7 +192,7 @@ def test_every_type_that_is_decoded_is_ready_once_its_module_is_imported() -> No
     made: one that decodes the type meanwhile crashes the process. So a decoder is made as its
     module is imported, and so is what `msgspec.convert` uses.
     """
-    paths = [path for folder in ("api", "jobs", "pipeline", "workers") for path in (REPOSITORY / folder).rglob("*.py")]
+    paths = [path for folder in PACKAGES for path in (REPOSITORY / folder).rglob("*.py")]
     calls = [
         (str(path.relative_to(REPOSITORY)), call)
         for path in paths

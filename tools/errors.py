@@ -1,4 +1,4 @@
-"""Every exception class of the four packages, found in the source."""
+"""Every exception class of the packages, found in the source."""
 
 import ast
 import builtins
@@ -8,21 +8,22 @@ from typing import Any
 
 import click
 
+from batch_inference_pipeline.errors import ClientError
 from jobs.errors import JobsError
-from pipeline.client.errors import ClientError
 from pipeline.errors import CommandEnd
 from workers.engine.messages.errors import EngineError
 from workers.errors import WorkerError
 from workers.text.errors import TextError
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("jobs", "workers", "api", "pipeline", "batch_inference_pipeline")
 TREES: tuple[type[Any], ...] = (JobsError, EngineError, TextError, WorkerError, CommandEnd, ClientError)
 """The base of each tree."""
 
 
 def exception_classes() -> list[type[Any]]:
     """Return them in the order of their files."""
-    paths = (path for package in ("jobs", "workers", "api", "pipeline") for path in (ROOT / package).rglob("*.py"))
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     found = [
         (".".join(path.relative_to(ROOT).with_suffix("").parts), node)
         for path in sorted(paths)

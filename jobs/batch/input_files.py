@@ -39,10 +39,8 @@ _PARQUET_MEMORY_BYTES = 1 << 30
 _PARQUET_CPU_SECONDS = 120
 _COPY_CHUNK = 1 << 20
 _SHOWN_CHARACTERS = 2000
-# No module of the working folder is in its way, and its limit of memory is not spent on pools and
-# threads
+# Its limit of memory is not spent on pools and threads
 _READER_ENVIRONMENT = {
-    "PYTHONSAFEPATH": "1",
     "PYTHONUTF8": "1",
     "ARROW_DEFAULT_MEMORY_POOL": "system",
     "MALLOC_ARENA_MAX": "1",

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from pipeline.options import (
     model_arguments,
     model_options,
     queue_options,
+    require_extra,
     served_models_options,
     shutdown_option,
     values_of,
@@ -78,10 +78,9 @@ def fleet(
     of the command takes them over. Of several such commands for one queue, one works and the others
     wait.
     """
+    require_extra("ray", ctx)
     log_settings(ctx)
     check_model_flags(ctx)
-    if find_spec("ray") is None:
-        raise Refused("`pipeline fleet` needs Ray: pip install 'batch-inference-pipeline[ray]'")
     from jobs.queue.redis_url import address_of
     from jobs.queue.settings import QueueSettings
     from pipeline.hosting.models import served_models

@@ -24,6 +24,7 @@ from pipeline.options import (
     queue_options,
     redis_option,
     replicas_option,
+    require_extra,
     values_of,
 )
 from pipeline.row_options import read_names, row_flags, row_options
@@ -161,6 +162,9 @@ def run_batch(
     Exit codes: 0 every line has its answer (an error is one too), 1 stopped unfinished, 2 refused,
     130 interrupted.
     """
+    starts_worker = redis_url is None or local_worker
+    if starts_worker:
+        require_extra("worker", ctx)
     if detach and (partition_by or isinstance(output_file, Uri)):
         raise Refused(f"--detach exits at once, but the results are to be written to {output_file}: leave out --detach")
     if partition_by and isinstance(output_file, Uri):
@@ -177,7 +181,6 @@ def run_batch(
     from pipeline.batch_task import Task
 
     log_settings(ctx, logging.DEBUG)
-    starts_worker = redis_url is None or local_worker
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = _hosted(ctx, models, model_flags, redis_url, hosting) if starts_worker else []
     if len(models) > 1 and not starts_worker:

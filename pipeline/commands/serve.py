@@ -21,6 +21,7 @@ from pipeline.options import (
     queue_options,
     redis_option,
     replicas_option,
+    require_extra,
     served_models_options,
     served_store_option,
     values_of,
@@ -68,6 +69,7 @@ def serve(
     Files and batches are kept in the file store, and resumed at the next start. Several models are
     loaded when work for them waits.
     """
+    require_extra("worker", ctx)
     log_settings(ctx)
     check_model_flags(ctx)
     from api.http.listening import listening
@@ -118,7 +120,7 @@ def serve(
 def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContextManager[None]:
     """Lock the file store against a second server with a Redis of its own."""
     from jobs.store.storage import is_local
-    from pipeline.private_folder import held
+    from pipeline.held_folder import held
 
     if redis_url is not None:
         return contextlib.nullcontext()

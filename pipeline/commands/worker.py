@@ -21,6 +21,7 @@ from pipeline.options import (
     one_model,
     queue_options,
     replicas_option,
+    require_extra,
     shutdown_option,
 )
 
@@ -58,6 +59,7 @@ def worker(
     A replica is a worker process and an engine core process on the device. With
     --data-parallel-size N this process starts N replicas, and restarts those that end.
     """
+    require_extra("worker", ctx)
     log_settings(ctx)
     check_model_flags(ctx)
     name = one_model(ctx, model, model_option)

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from batch_inference_pipeline.private_folder import private_folder
 from jobs.batch.manifest import load_manifest
 from pipeline.batch_start import batch_folder, served_names
 from pipeline.batch_task import Task, start_worker
 from pipeline.errors import Refused
-from pipeline.private_folder import empty_folder, private_folder
+from pipeline.held_folder import empty_folder
 from pipeline.progress import Progress, make_progress
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor

@@ -3,18 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jobs.batch.row_requests import RowOptions
+    from batch_inference_pipeline import Rows
 
 
 class Predictor:
     """A class for `Dataset.map_batches`: adds a column of answers to each block, and one of errors.
 
-    Each actor of the stage is a client (`pipeline.client.Pipeline`), with one batch for each block.
+    Each actor of the stage is a client (`batch_inference_pipeline.Pipeline`), with one batch for
+    each block.
     """
 
     def __init__(
         self,
-        rows: "RowOptions",
+        rows: "Rows",
         *,
         column: str = "answer",
         error_column: str = "error",
@@ -22,7 +23,7 @@ class Predictor:
         **client: Any,
     ) -> None:
         """`parameters` are those of all requests, `client` the arguments of `Pipeline`."""
-        from pipeline.client import Pipeline
+        from batch_inference_pipeline import Pipeline
 
         self._rows, self._column, self._error_column = rows, column, error_column
         self._parameters = parameters or {}

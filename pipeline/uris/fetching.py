@@ -10,7 +10,7 @@ import msgspec
 
 from jobs.store.storage import AtomicWriter, list_names, make_folder, sweep
 from pipeline.errors import Refused, Unfinished
-from pipeline.private_folder import RUN_LOCK
+from pipeline.held_folder import RUN_LOCK
 from pipeline.uris.addresses import AllowedHosts
 from pipeline.uris.notes import read_note, write_note
 from pipeline.uris.opened import OpenSource, SourceStamp

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from batch_inference_pipeline.command import python_command
 from jobs.batch.input_files import OWN_FILE
 from jobs.process import die_with_parent, limit_resource
 from pipeline.errors import CommandEnd, Interrupted, Refused, Unfinished, explained, one_line
@@ -41,7 +42,7 @@ def run_order(module: str, order: StoreOrder, signals: Signals, interrupted: str
         stdin.write(msgspec.json.encode(order))  # not as an argument, since a URI may hold secrets
         stdin.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
+            python_command(module),
             stdin=stdin,
             stdout=2,
             stderr=stderr,

@@ -75,7 +75,7 @@ def test_an_image_holds_every_file_of_the_packages_and_no_torch(engine: Containe
         path for layer in control.layers for path in engine.seen(layer).glob("python/lib/python3*/site-packages")
     ]
     tracked = subprocess.run(
-        ["git", "ls-files", "jobs", "workers", "api", "pipeline"],
+        ["git", "ls-files", "jobs", "workers", "api", "pipeline", "batch_inference_pipeline"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from batch_inference_pipeline.private_folder import private_folder, remove_abandoned
 from pipeline.child import Child
-from pipeline.errors import ChildFailed
-from pipeline.private_folder import private_folder, remove_abandoned
+from pipeline.errors import ChildFailed, ChildRefused
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.waiting import wait_until
 
@@ -71,6 +71,20 @@ def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pyt
     assert caught.value.exit_code == 1
     assert next(line for line in said if "restarting it" in line).endswith("restarting it")
     assert "in 0.0 s" in said[-2]
+
+
+def test_a_child_that_lacks_a_module_is_given_up_at_once(make: Make, tmp_path: Path, said: list[str]) -> None:
+    """Also one that ran before: no restart repairs its environment."""
+    ran = tmp_path / "ran"
+    child = make(
+        f"from pathlib import Path\nif Path({str(ran)!r}).exists(): import no_such_module\n"
+        f"Path({str(ran)!r}).touch(); raise SystemExit(7)"
+    )
+    with pytest.raises(ChildRefused, match=r"^the test process cannot run: ModuleNotFoundError: No module .*'$"):
+        wait_until(lambda: child.check(), 60, "the refusal")
+    assert [line for line in said if "restarting it" in line] == [
+        "the test process ended with exit code 7; restarting it"
+    ]
 
 
 def test_a_child_whose_program_is_away_for_a_while_is_tried_again(tmp_path: Path, said: list[str]) -> None:

@@ -15,9 +15,9 @@ import openai
 import pytest
 import torch
 
+from batch_inference_pipeline import AsyncPipeline, Pipeline
+from batch_inference_pipeline.vllm_shapes import EmbeddedOutput
 from jobs.protocol.states import END_STATES
-from pipeline.client import AsyncPipeline, Pipeline
-from pipeline.client.vllm_shapes import EmbeddedOutput
 from tests.support import http_calls
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.pooling_models import LONGEST, SIZE, embedding, save_cross_encoder, save_embedder, score

@@ -14,7 +14,7 @@ from pyarrow import Table, parquet
 
 from jobs.batch.manifest import NAME, BatchSpec, Manifest, load_manifest, save_manifest
 from jobs.batch.parts import merge_parts
-from pipeline.private_folder import RUN_LOCK, held
+from pipeline.held_folder import RUN_LOCK, held
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
 from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline

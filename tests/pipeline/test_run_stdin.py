@@ -23,8 +23,8 @@ from jobs.batch.manifest import NAME, BatchSpec, Manifest, load_manifest, save_m
 from jobs.batch.open_requests import SOURCE_NAME
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
+from pipeline.held_folder import RUN_LOCK
 from pipeline.piped.outstanding import MOST_LINES
-from pipeline.private_folder import RUN_LOCK
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import read_results
 from tests.support.commands import REPOSITORY, command, command_environment

@@ -66,4 +66,4 @@ def test_a_command_under_nohup_outlives_its_terminal(redis_url: str, tmp_path: P
 def tickers(jobs: RunningCommand) -> list[int]:
     """The processes that run the ticker by now, and no longer the command."""
     below = descendants(jobs.process.pid)
-    return [pid for pid in below if command_line(pid).startswith(f"{sys.executable} -m jobs.control.ticker")]
+    return [pid for pid in below if command_line(pid).startswith(f"{sys.executable} -P -m jobs.control.ticker")]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from jobs.extras import install_command
 from jobs.queue.gauges import GpuGauges
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ def gpu_gauges(uuids: list[str]) -> list[GpuGauges]:
         pynvml.nvmlInit()  # counted by the library; the first call alone does something
         return [_gauges_of(pynvml, uuid) for uuid in uuids]
     except ImportError:
-        _warn_once("nvidia-ml-py is not installed (it comes with the extra `cuda`)")
+        _warn_once(f"nvidia-ml-py is not installed: {install_command('cuda')}")
     except Exception as error:
         _warn_once(f"{type(error).__name__}: {error}")
     return []

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from jobs.batch.manifest import NAME, BatchSpec, Manifest, save_manifest
+from pipeline.held_folder import RUN_LOCK
 from pipeline.piped.start import _start_over
-from pipeline.private_folder import RUN_LOCK
 
 
 @pytest.mark.parametrize(("of_a_pipe", "left"), [(True, [RUN_LOCK]), (False, [RUN_LOCK, "input", NAME])])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from batch_inference_pipeline import Pipeline
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
-from pipeline.client import Pipeline
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.processes import descendants
 from tests.support.redis_server import keep_all_that_is_said, kill_and_start, running_server

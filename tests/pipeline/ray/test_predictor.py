@@ -8,7 +8,7 @@ import pandas
 import pyarrow
 import pytest
 
-from pipeline.client import Rows
+from batch_inference_pipeline import Rows
 from pipeline.ray import Predictor
 from tests.support.commands import REPOSITORY, command_environment
 
@@ -44,7 +44,7 @@ def test_a_row_without_an_answer_has_the_reason_as_its_error(predictor: Predicto
 
 SCRIPT = """
 import ray
-from pipeline.client import Rows
+from batch_inference_pipeline import Rows
 from pipeline.ray import Predictor
 
 ray.init(address="local", num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)

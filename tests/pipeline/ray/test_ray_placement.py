@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from batch_inference_pipeline import BatchHandle
 from jobs.queue.registry import WorkerRecord
-from pipeline.client import BatchHandle
 from tests.pipeline.ray.conftest import LEASE, START_SECONDS, RayFleet, ray_nodes
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.processes import command_line, descendants, is_running

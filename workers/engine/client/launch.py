@@ -58,7 +58,6 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
             process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",
                     "-m",
                     CORE_MODULE,
                     "--fd",

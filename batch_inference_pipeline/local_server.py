@@ -1,0 +1,107 @@
+"""The processes that a client starts: a whole `pipeline serve`, or an API of a fleet."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from batch_inference_pipeline.command_process import CommandProcess
+from batch_inference_pipeline.errors import ServerFailed
+from batch_inference_pipeline.private_folder import private_folder
+
+_START_SECONDS = 300.0
+_STOP_SECONDS = 30.0
+_POLL_SECONDS = 0.02
+# A certificate of the environment or of a config file is for another server
+_NO_TLS = ["--ssl-certfile", "", "--ssl-keyfile", "", "--ssl-ca-certs", "", "--ssl-cert-reqs", "0"]
+_SENDING = {
+    "otlp_traces_endpoint": "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "webhook_url": "PIPELINE_WEBHOOK_URL",
+    "config": "PIPELINE_CONFIG",
+}
+"""Flags, and their variables, by which processes send something elsewhere before they end."""
+
+
+class LocalServer:
+    """Serves at the Unix socket `uds`, in a folder of this user alone, until `stop`.
+
+    With no `redis_url` it is a server of its own, whose files are removed at the end. The kernel
+    ends it with the thread that called `start`, which also calls `check` now and then.
+    """
+
+    def __init__(self, redis_url: str | None, file_store: str | None, flags: dict[str, Any]) -> None:
+        self._exit = contextlib.ExitStack()
+        self._redis_url = redis_url
+        self._store = file_store
+        self._flags = flags
+        self._process: CommandProcess | None = None
+        self.uds = ""
+
+    def start(self) -> None:
+        """Start the process."""
+        folder = self._exit.enter_context(private_folder())
+        self.uds = str(folder / "api.sock")
+        environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text"}
+        self._process = CommandProcess(self._arguments(self._store or str(folder / "store")), environment)
+        self._process.start()
+
+    async def wait_until_listening(self) -> None:
+        """Return once it accepts connections. Raise `ServerFailed`."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not _accepts(self.uds):
+            self.check()
+            if time.monotonic() > deadline:
+                last = "" if self._process is None else self._process.last_lines
+                raise ServerFailed(f"the server has not listened for {_START_SECONDS:.0f} s{last}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def check(self) -> None:
+        """Start it again if it was killed. Raise `ServerFailed`."""
+        if self._process is not None:
+            self._process.check()
+
+    async def stop(self) -> None:
+        """Stop the processes, and remove the files of a server of its own."""
+        with self._exit:
+            if self._process is None:
+                return
+            # No state of a server of its own is kept
+            self._process.ask_to_stop(at_once=self._redis_url is None and not self._may_send)
+            deadline = time.monotonic() + _STOP_SECONDS
+            while not self._process.has_ended and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL_SECONDS)
+            self._process.end()
+
+    def _arguments(self, store: str) -> list[str]:
+        kind = "serve" if self._redis_url is None else "api"
+        return [kind, "--uds", self.uds, "--file-store", store, *_NO_TLS, *flags_of_options(self._flags)]
+
+    @property
+    def _may_send(self) -> bool:
+        return any(self._flags.get(name) or os.environ.get(variable) for name, variable in _SENDING.items())
+
+
+def _accepts(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.connect(path)
+        return True
+    return False
+
+
+def flags_of_options(options: dict[str, Any]) -> list[str]:
+    """Return options of Python as flags: `max_num_seqs=8` is `--max-num-seqs 8`."""
+    flags: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            flags.append(_flag(name) if value else _flag(f"no_{name}"))
+        elif value is not None:
+            for one in value if isinstance(value, list | tuple) else (value,):
+                flags += [_flag(name), os.fspath(one) if isinstance(one, Path) else str(one)]
+    return flags
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
