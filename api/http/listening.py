@@ -15,6 +15,7 @@ import stat
 from collections.abc import Iterator
 
 from api.http_settings import HttpSettings
+from jobs.host import shared_file
 
 INHERITED_VARIABLE = "PIPELINE_LISTENER"
 """Names the descriptors that a process inherits (socket, counts), and its place in the counts."""
@@ -53,7 +54,7 @@ class SharedListener:
 
     def __init__(self, listener: socket.socket, processes: int) -> None:
         self._listener = listener
-        self._memory = io.FileIO(os.memfd_create("api-connections"), "r+")
+        self._memory = shared_file("api-connections")
         self._memory.truncate(_BYTES * processes)
         self._counts = ConnectionCounts(self._memory.fileno(), processes)
         for number in range(processes):
