@@ -34,7 +34,7 @@ static struct {
     void *work;
     ptrdiff_t started;
     int knows_forks;
-    int spin; /* nanoseconds */
+    atomic_int spin; /* nanoseconds */
     helper helpers[MOST_THREADS];
     _Alignas(LINE) atomic_size_t order;
     _Alignas(LINE) atomic_size_t running; /* helpers that have not ended their part */
@@ -59,7 +59,7 @@ static int64_t nanoseconds(void) {
 }
 
 static int spins_until_changed(atomic_size_t *word, size_t old) {
-    int64_t until = nanoseconds() + pool.spin;
+    int64_t until = nanoseconds() + atomic_load_explicit(&pool.spin, memory_order_relaxed);
     do
         for (int i = 0; i < PAUSES; i++) {
             if (atomic_load_explicit(word, memory_order_acquire) != old)
@@ -151,7 +151,8 @@ static ptrdiff_t start_helpers(ptrdiff_t threads) {
         return threads;
     if (!pool.knows_forks)
         pool.knows_forks = !pthread_atfork(NULL, NULL, forget_helpers);
-    pool.spin = threads > count_processors() ? SHORT_SPIN : SPIN_NANOSECONDS;
+    int spin = threads > count_processors() ? SHORT_SPIN : SPIN_NANOSECONDS;
+    atomic_store_explicit(&pool.spin, spin, memory_order_relaxed);
     while (pool.started + 1 < threads && start_helper(&pool.helpers[pool.started], pool.started + 1))
         pool.started++;
     return pool.started + 1;
