@@ -1,4 +1,4 @@
-"""What Linux alone has, each with a portable way beside it, which macOS takes.
+"""Functions of Linux alone, each with a portable way beside it, which macOS takes.
 
 PIPELINE_PORTABLE=1 has Linux take the portable ways too, so that its tests run them. The engine
 imports nothing of `jobs`, and its processes are all Python's: it has its own way to end with a
@@ -29,7 +29,7 @@ kill -0 "$1" || kill -9 "$2"
 
 
 def has_linux() -> bool:
-    """Return whether this process may use what Linux alone has."""
+    """Return whether this process may use functions of Linux alone."""
     return sys.platform == "linux" and not os.environ.get("PIPELINE_PORTABLE")
 
 

@@ -1,4 +1,4 @@
-"""What Linux alone has, and the portable ways beside it, by the same tests."""
+"""Functions of Linux alone, and the portable ways beside them, by the same tests."""
 
 import mmap
 import os

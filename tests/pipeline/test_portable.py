@@ -1,4 +1,4 @@
-"""The whole product on the portable ways, with what Linux alone has taken away."""
+"""The whole product on the portable ways, with the functions of Linux alone taken away."""
 
 import os
 import re
@@ -19,7 +19,7 @@ WITHOUT_LINUX = {
 pytestmark = pytest.mark.proof
 
 
-def test_a_batch_file_is_answered_without_what_linux_alone_has(tmp_path: Path) -> None:
+def test_a_batch_file_is_answered_without_functions_of_linux(tmp_path: Path) -> None:
     source = examples(tmp_path / "requests.jsonl", 3)
     done = run_pipeline("run-batch", source, **WITHOUT_LINUX)
     assert done.returncode == 0, done.stderr
@@ -27,7 +27,7 @@ def test_a_batch_file_is_answered_without_what_linux_alone_has(tmp_path: Path) -
     check_answers(source, tmp_path / "requests.results.jsonl")
 
 
-def test_a_server_answers_and_its_processes_end_with_it_without_what_linux_alone_has() -> None:
+def test_a_server_answers_and_its_processes_end_with_it_without_functions_of_linux() -> None:
     with running_pipeline("serve", "--port", 0, "--api-server-count", 2, **WITHOUT_LINUX) as command:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None

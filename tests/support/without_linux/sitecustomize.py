@@ -39,5 +39,6 @@ def _refuse_proc(event: str, arguments: tuple[object, ...]) -> None:
         raise FileNotFoundError(2, "macOS has no such file", arguments[0])
 
 
+sys.modules["uvloop"] = None  # type: ignore[assignment]
 ctypes.CDLL.__getattr__ = _find_portable  # type: ignore[assignment,method-assign]
 sys.addaudithook(_refuse_proc)
