@@ -15,7 +15,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workers.engine.native.build import NativeUnavailable, compile_library, find_compiler
+from workers.engine.native.build import NativeUnavailable, compile_by_first, find_compilers
 from workers.engine.native.choose import PREBUILT, library_name
 from workers.engine.native.levels import LEVELS
 
@@ -24,12 +24,12 @@ GLIBC_VERSION = re.compile(rb"\0GLIBC_(\d+)\.(\d+)")
 OLDEST_GLIBC = (2, 17)
 
 
-def compiler() -> list[str]:
-    """Return the C compiler's command, empty where a wheel of this platform has no libraries."""
+def compilers() -> list[list[str]]:
+    """Return the C compilers' commands, none where a wheel of this platform has no libraries."""
     if sys.platform != "linux" or platform.machine() not in LEVELS:
         return []
     try:
-        return find_compiler()
+        return find_compilers()
     except NativeUnavailable:
         return []
 
@@ -38,7 +38,7 @@ class WithKernels(Distribution):
     """A distribution whose wheel is for one platform where it carries libraries."""
 
     def has_ext_modules(self) -> bool:
-        return bool(compiler())
+        return bool(compilers())
 
 
 class BuildKernels(build_py):
@@ -50,19 +50,19 @@ class BuildKernels(build_py):
             return
         folder = Path(self.build_lib) / PREBUILT.relative_to(Path(__file__).parent)
         shutil.rmtree(folder, ignore_errors=True)  # those of an earlier build
-        if command := compiler():
-            self._compile(command, folder)
+        if commands := compilers():
+            self._compile(commands, folder)
         else:
             self.warn("without a C compiler the wheel carries no CPU kernels: where it is used there has to be one")
 
-    def _compile(self, command: list[str], folder: Path) -> None:
+    def _compile(self, commands: list[list[str]], folder: Path) -> None:
         folder.mkdir()
         for level in LEVELS[platform.machine()]:
             with TemporaryDirectory() as scratch:
                 library = Path(scratch) / library_name(level)
                 try:
-                    compile_library(command, level.flags, library)
-                except NativeUnavailable as error:  # a compiler that is older than the instructions
+                    compile_by_first(commands, level.flags, library)
+                except NativeUnavailable as error:  # compilers that are older than the instructions
                     self.warn(f"the wheel carries no CPU kernels for {level.name}: {error}")
                 else:
                     shutil.copy(library, folder)

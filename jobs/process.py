@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import io
 import json
@@ -14,6 +13,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from jobs.host import tie_to_parent
+
 FORMAT_VARIABLE = "PIPELINE_LOG_FORMAT"
 """Says how log lines are written, text or json, in this process and those that it starts."""
 
@@ -22,20 +23,17 @@ NAME_VARIABLE = "PIPELINE_LOG_NAME"
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded before a fork, after which nothing may be
-
 
 def die_with_parent(parent: int | None = None) -> None:
-    """The kernel kills this process once the thread that started it is gone, however it ends;
-    nothing of a batch is lost by that (Linux).
+    """Have this process killed once its parent is gone, however that ends; nothing of a batch is
+    lost by it.
 
     `parent` is the process that must still be there, by default the present one. As
     `preexec_fn=partial(die_with_parent, os.getpid())`, or as the first thing that a process does.
     """
     expected = os.getppid() if parent is None else parent
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != expected:  # it ended before the order above took hold
+    tie_to_parent(expected)
+    if os.getppid() != expected:  # it ended before it was tied
         os._exit(1)
 
 

@@ -2,12 +2,11 @@
 call to Redis can block.
 """
 
-import os
-import select
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from jobs.host import WakeUp, wait_for_end
 from jobs.server import PrivateServer, ServerError
 
 _LOOK_SECONDS = 0.1
@@ -28,7 +27,7 @@ class KeptServer:
         self._say = say
         self._started = threading.Event()
         self._stopping = threading.Event()
-        self._stop_order = os.eventfd(0)  # wakes the thread
+        self._stop_order = WakeUp()  # wakes the thread
         self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._keep, name="private-redis", daemon=True)
         self.url = ""
@@ -38,15 +37,15 @@ class KeptServer:
         self._started.wait()
         if self._start_error is not None:
             self._thread.join()
-            os.close(self._stop_order)
+            self._stop_order.close()
             raise self._start_error
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stopping.set()
-        os.eventfd_write(self._stop_order, 1)
+        self._stop_order.ring()
         self._thread.join()
-        os.close(self._stop_order)
+        self._stop_order.close()
 
     def _keep(self) -> None:
         try:
@@ -71,19 +70,10 @@ class KeptServer:
             self._server.stop()
 
     def _stops(self) -> bool:
-        """Wait until the server ends or is to be stopped, without waking up meanwhile; return
-        whether it is to be stopped.
-        """
+        """Wait until the server ends or is to be stopped; return whether it is to be stopped."""
         if not self._server.is_running():
             return self._stopping.wait(_LOOK_SECONDS)
-        process = os.pidfd_open(self._server.pid)
-        try:
-            ended = select.poll()
-            for one in (process, self._stop_order):
-                ended.register(one, select.POLLIN)
-            ended.poll()
-        finally:
-            os.close(process)
+        wait_for_end(self._server.pid, self._server.is_running, self._stop_order)
         return self._stopping.is_set() or self._stopping.wait(_LOOK_SECONDS)
 
     def _start_again(self) -> None:

@@ -6,6 +6,8 @@ import signal
 import socket
 from types import FrameType
 
+from jobs.host import WakeUp
+
 _PATIENCE = 2
 _LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)  # as a shell's `&` and `nohup` have them
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -40,15 +42,15 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
-    def wait(self, seconds: float, *others: int) -> bool:
+    def wait(self, seconds: float, *others: int | WakeUp) -> bool:
         """Wait for a signal, for one of the other files to be readable, or for `seconds`; return
         whether a signal came.
         """
-        reader = self._reader.fileno()
-        readable, _, _ = select.select([reader, *others], [], [], max(0.0, seconds))
-        if reader in readable:
+        files: list[int | WakeUp | socket.socket] = [self._reader, *others]
+        readable, _, _ = select.select(files, [], [], max(0.0, seconds))
+        if self._reader in readable:
             self._reader.recv(4096)
-        return reader in readable
+        return self._reader in readable
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGCHLD or (number == signal.SIGHUP and self._hung_up):

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 
 from api.http_settings import HttpSettings
+from jobs.host import shared_file
 
 INHERITED_VARIABLE = "PIPELINE_LISTENER"
 """The inherited descriptors of socket and counts, and the place of the process in the counts."""
@@ -52,7 +53,7 @@ class SharedListener:
 
     def __init__(self, listener: socket.socket, processes: int) -> None:
         self._listener = listener
-        self._memory = io.FileIO(os.memfd_create("api-connections"), "r+")
+        self._memory = shared_file("api-connections")
         self._memory.truncate(_BYTES * processes)
         self._counts = ConnectionCounts(self._memory.fileno(), processes)
         for number in range(processes):

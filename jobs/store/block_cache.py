@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO
 
+from jobs.host import open_again
+
 BLOCK_BYTES = 1 << 20
 _AT_ONCE = 8  # blocks that one request reads
 _MOST_BYTES = 4 << 30
@@ -84,7 +86,7 @@ class CachedObject:
 
     def open(self, buffering: int) -> BinaryIO:
         """Return a file of its own, which need not know of blocks. Raise FileNotFoundError."""
-        return open(f"/proc/self/fd/{self._file.fileno()}", "rb", buffering=buffering)
+        return open_again(self._file, buffering)
 
     def write(self, data: bytes) -> bool:
         """Append to an object that is being written here; `size` says how much is. Return whether

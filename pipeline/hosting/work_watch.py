@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import redis
 
+from jobs.host import WakeUp
 from jobs.queue.connection import MAX_BLOCK_SECONDS
 from jobs.queue.gauges import WorkerGauges
 from jobs.queue.on_demand import OnDemandModel
@@ -66,7 +67,7 @@ class WorkWatch:
 
     def __init__(self, queue: "Queue") -> None:
         self.server = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.news = WakeUp()
         self.unsettled = False  # whether to look again soon
         self._queue = queue
         self._models: Mapping[str, ModelToWatch] = {}
@@ -86,8 +87,7 @@ class WorkWatch:
 
     def take(self) -> Look:
         """Return what the last look found."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.news)
+        self.news.clear()
         return self._found
 
     def stop(self) -> None:
@@ -124,7 +124,7 @@ class WorkWatch:
         gauges = self._queue.gauges([worker.id for worker in workers])
         works = {title: _work(model, workers, waiting, held, gauges) for title, model in models.items()}
         self._found = Look(began, works)
-        os.eventfd_write(self.news, 1)
+        self.news.ring()
         before, self._waiting = self._waiting, frozenset(_without_worker(works))
         if not self._waiting.issuperset(before):  # what waited is gone, and the next work has to ring
             return 0.0

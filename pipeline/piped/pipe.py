@@ -2,13 +2,13 @@
 where they are written.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
 
 from jobs.batch.manifest import BatchSpec
 from jobs.batch.parts import PartDamaged
+from jobs.host import WakeUp
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
 from jobs.queue.tasks import wake
@@ -35,7 +35,7 @@ class Pipe:
 
     def __init__(self, queue: Queue, batch: str, spec: BatchSpec, sink: Sink, ordered: bool, signals: Signals) -> None:
         self.written = 0
-        self.news = os.eventfd(0)
+        self.news = WakeUp()
         """Readable once it is over."""
         self.outstanding = Outstanding(ordered)
         self.intake = LineIntake(queue, batch, spec, self.outstanding, durable=sink.resumes)
@@ -44,7 +44,7 @@ class Pipe:
         self._batch = batch
         self._sink = sink
         self._signals = signals
-        self._stop = os.eventfd(0)
+        self._stop = WakeUp()
         self._is_stopping = self._is_left = False
         self._wait_until = 0.0  # for the end of stdin, once the reader of stdout is gone
         self._is_resumed = self.is_read = False
@@ -59,7 +59,7 @@ class Pipe:
 
     def __exit__(self, *error: object) -> None:
         self._is_stopping = True
-        os.eventfd_write(self._stop, 1)
+        self._stop.ring()
         self.outstanding.close()
         for thread in (self._reader, self._writer):
             self._wait_for(thread)
@@ -103,7 +103,7 @@ class Pipe:
         except Exception as error:
             self._failure = self._failure or error
             self.outstanding.close()
-            os.eventfd_write(self.news, 1)
+            self.news.ring()
 
     def _read(self) -> None:
         self._is_resumed = self.intake.resume(self._sink.written, self._sink.failed, self._sink.refused)
@@ -134,7 +134,7 @@ class Pipe:
                     look_at = 0.0  # there is room for more lines of earlier runs, which no note names
         self.answers.collect_all()
         self._write_answers(with_gaps=not self._sink.resumes)
-        os.eventfd_write(self.news, 1)
+        self.news.ring()
 
     def _look(self) -> None:
         self._follow()

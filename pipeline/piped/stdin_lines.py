@@ -5,6 +5,7 @@ import select
 from collections.abc import Iterator
 
 from jobs.batch.input_files import ArrivingLines, InputLine
+from jobs.host import WakeUp
 from jobs.protocol.lines import BOM
 
 _READ_BYTES = 1 << 16
@@ -13,11 +14,11 @@ _READ_BYTES = 1 << 16
 class StdinLines:
     """Iterate over groups of lines that are not blank: those that one read completed.
 
-    It ends at the end of the input, or as soon as the file `stop` is readable. One read and the
+    It ends at the end of the input, or as soon as `stop` has rung. One read and the
     line in which it ends are in memory; nothing is read while the caller works on a group.
     """
 
-    def __init__(self, descriptor: int, stop: int) -> None:
+    def __init__(self, descriptor: int, stop: WakeUp) -> None:
         self._descriptor = descriptor
         self._stop = stop
         self._arriving = ArrivingLines()
@@ -32,7 +33,8 @@ class StdinLines:
 
     def _read(self) -> bytes | None:
         """Return what has arrived, b"" at the end, None once the reading is to stop."""
-        readable, _, _ = select.select([self._descriptor, self._stop], [], [])
+        files: list[int | WakeUp] = [self._descriptor, self._stop]
+        readable, _, _ = select.select(files, [], [])
         return None if self._stop in readable else os.read(self._descriptor, _READ_BYTES)
 
 

@@ -1,7 +1,5 @@
 """When a server looks for work of models that it has not loaded."""
 
-import os
-
 from jobs.queue.connection import MAX_BLOCK_SECONDS
 from jobs.queue.on_demand import OnDemandModel
 from jobs.queue.request_queue import Queue
@@ -32,7 +30,7 @@ def test_work_rings_again_once_what_waited_was_taken_by_another_server(queue: Qu
     assert watch.take().works["a"].waiting == 0
     assert watch.look() < MAX_BLOCK_SECONDS
     assert watch.take().works["a"].waiting == 1
-    os.close(watch.news)
+    watch.news.close()
 
 
 def test_an_offer_is_not_repeated_after_it_was_taken_back(queue: Queue) -> None:
@@ -43,4 +41,4 @@ def test_an_offer_is_not_repeated_after_it_was_taken_back(queue: Queue) -> None:
     watch.stop()
     assert watch.look() == 0.0
     assert queue.on_demand() == {}
-    os.close(watch.news)
+    watch.news.close()

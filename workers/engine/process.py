@@ -11,6 +11,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +24,7 @@ _SPINS = "10000"  # a tenth of a millisecond or two
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_IN_HEAP = 32 << 20  # the most that glibc allows
 _KEPT = 256 << 20
+_LOOK_SECONDS = 1.0  # for a parent
 
 
 def become_child(parent: int, connection: socket.socket, name: str, log_level: int) -> None:
@@ -51,13 +54,13 @@ def child_environment() -> dict[str, str]:
 
 
 def bound_spinning() -> None:
-    """To be called before torch is imported: has a compute thread that waits for another spin for a
-    moment before it sleeps.
+    """To be called before torch is imported: has one of torch's threads that waits for another spin
+    for a moment before it sleeps.
 
-    If it sleeps at once, a step of few rows takes a third longer, for there are some eighty waits
-    in it. If it spins for as long as OpenMP would, milliseconds, it takes the processor from the
-    thread it waits for as soon as anything else runs beside them, and a step takes ten times as
-    long. OMP_WAIT_POLICY and GOMP_SPINCOUNT have the last word.
+    If it sleeps at once, a step of few rows on plain torch takes a third longer, for there are some
+    eighty waits in it. If it spins for as long as OpenMP would, milliseconds, it takes the
+    processor from the thread it waits for, or from one of the CPU kernels', and a step takes ten
+    times as long. OMP_WAIT_POLICY and GOMP_SPINCOUNT have the last word.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
@@ -121,8 +124,18 @@ class _JsonRecords(logging.Formatter):
 
 
 def _die_with_parent(parent: int) -> None:
-    """The kernel kills this process once the thread that started it is gone (Linux)."""
-    if sys.platform == "linux":
+    """Have this process killed once its parent is gone: by Linux once the thread that started it
+    is gone, elsewhere, or with PIPELINE_PORTABLE set, by a thread that looks for the parent.
+    """
+    if sys.platform == "linux" and not os.environ.get("PIPELINE_PORTABLE"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the order above took hold
+    else:
+        threading.Thread(target=_end_after_parent, args=(parent,), name="parent", daemon=True).start()
+    if os.getppid() != parent:  # it ended before it was tied
         os._exit(1)
+
+
+def _end_after_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

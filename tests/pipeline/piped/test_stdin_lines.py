@@ -8,18 +8,19 @@ import pytest
 
 from jobs.batch import input_files
 from jobs.batch.input_files import InputLine
+from jobs.host import WakeUp
 from pipeline.piped import stdin_lines
 from pipeline.piped.stdin_lines import StdinLines
 
 
 @pytest.fixture
-def stop() -> Iterator[int]:
-    descriptor = os.eventfd(0)
-    yield descriptor
-    os.close(descriptor)
+def stop() -> Iterator[WakeUp]:
+    wake_up = WakeUp()
+    yield wake_up
+    wake_up.close()
 
 
-def read_all(data: bytes, stop: int) -> list[tuple[int, bytes | None]]:
+def read_all(data: bytes, stop: WakeUp) -> list[tuple[int, bytes | None]]:
     """What is read of a pipe into which all is written."""
     reader, writer = os.pipe()
 
@@ -35,17 +36,17 @@ def read_all(data: bytes, stop: int) -> list[tuple[int, bytes | None]]:
     return lines
 
 
-def test_blank_lines_count_and_the_last_needs_no_line_feed(stop: int) -> None:
+def test_blank_lines_count_and_the_last_needs_no_line_feed(stop: WakeUp) -> None:
     assert read_all(b"\xef\xbb\xbfa\n\n  \r\nb\r\nc", stop) == [(1, b"a"), (4, b"b\r"), (5, b"c")]
     assert read_all(b"", stop) == []
 
 
-def test_lines_may_be_larger_than_one_read(stop: int) -> None:
+def test_lines_may_be_larger_than_one_read(stop: WakeUp) -> None:
     large = b"x" * (3 * stdin_lines._READ_BYTES + 7)
     assert read_all(large + b"\n" + large + b"\nend\n", stop) == [(1, large), (2, large), (3, b"end")]
 
 
-def test_too_long_a_line_is_passed_over(stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_a_line_is_passed_over(stop: WakeUp, monkeypatch: pytest.MonkeyPatch) -> None:
     assert input_files.MAX_LINE_BYTES > 10
     monkeypatch.setattr(input_files, "MAX_LINE_BYTES", 10)
     assert read_all(b"0123456789\n01234567890\nb\n" + b"y" * 11, stop) == [
@@ -56,7 +57,7 @@ def test_too_long_a_line_is_passed_over(stop: int, monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_each_group_comes_as_soon_as_its_lines_are_whole(stop: int) -> None:
+def test_each_group_comes_as_soon_as_its_lines_are_whole(stop: WakeUp) -> None:
     reader, writer = os.pipe()
     groups = iter(StdinLines(reader, stop))
     os.write(writer, b"a\nb\nc")
@@ -64,7 +65,7 @@ def test_each_group_comes_as_soon_as_its_lines_are_whole(stop: int) -> None:
     os.write(writer, b"d\n")
     assert next(groups) == [InputLine(3, 0, b"cd")]
     os.write(writer, b"e\nf")
-    os.eventfd_write(stop, 1)
+    stop.ring()
     assert next(groups, None) is None
     os.close(reader)
     os.close(writer)

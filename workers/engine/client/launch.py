@@ -15,7 +15,10 @@ from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.transport import frame
 from workers.engine.process import child_environment
 
+logger = logging.getLogger(__name__)
+
 CORE_MODULE = "workers.engine.core_process"
+_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 
 
 @dataclass
@@ -81,10 +84,16 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
 
 
 def _log_and_parent() -> list[str]:
-    return ["--parent", str(os.getpid()), "--log-level", str(logging.getLogger(__name__).getEffectiveLevel())]
+    return ["--parent", str(os.getpid()), "--log-level", str(logger.getEffectiveLevel())]
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """Return the core's environment, with thread counts that torch reads at import."""
-    threads = str(config.threads)
-    return {**child_environment(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    """Return the core's environment, with thread counts that torch reads at import.
+
+    OpenMP would bind the thread that starts those of the CPU kernels to one processor, which they
+    all would share with it.
+    """
+    threads, inherited = str(config.threads), child_environment()
+    if bound := sorted(name for name in _BINDING if inherited.pop(name, None)):
+        logger.warning("%s ignored: choose the processors of a worker by taskset or numactl", ", ".join(bound))
+    return {**inherited, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

@@ -17,10 +17,10 @@ from workers.engine.messages.errors import EngineError
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "source"
-_COMPILERS = ("cc", "gcc")
+_COMPILERS = ("gcc", "cc", "clang")
 _SECONDS = 300.0  # that a compiler may take
 _FLAGS = (
-    *("-std=c11", "-O3", "-fopenmp", "-fPIC", "-Wall"),
+    *("-std=c11", "-O3", "-fopenmp-simd", "-pthread", "-fPIC", "-Wall"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
 
@@ -47,27 +47,44 @@ def given_compiler() -> list[str]:
     return command
 
 
-def find_compiler() -> list[str]:
-    """Return the command of the C compiler to use. Raises NativeUnavailable."""
+def find_compilers() -> list[list[str]]:
+    """Return the commands of the C compilers to try, the best first: CC alone where that is set.
+
+    Raises NativeUnavailable.
+    """
     if given := given_compiler():
-        return given
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if found is None:
-        raise NativeUnavailable(f"there is no C compiler ({' or '.join(_COMPILERS)}) on PATH")
-    return [found]
+        return [given]
+    found = {os.path.realpath(path): path for path in map(shutil.which, reversed(_COMPILERS)) if path}
+    if not found:
+        raise NativeUnavailable(f"there is no C compiler ({', '.join(_COMPILERS[:-1])} or {_COMPILERS[-1]}) on PATH")
+    return [[path] for path in reversed(found.values())]
+
+
+def compile_by_first(compilers: Sequence[Sequence[str]], instructions: Sequence[str], library: Path) -> None:
+    """Compile the library by the first of the compilers that can.
+
+    Raises NativeUnavailable, which says why each of them cannot.
+    """
+    reasons = []
+    for compiler in compilers:
+        try:
+            return compile_library(compiler, instructions, library)
+        except NativeUnavailable as error:
+            reasons.append(str(error))
+    raise NativeUnavailable("; ".join(reasons))
 
 
 def compile_library(compiler: Sequence[str], instructions: Sequence[str], library: Path) -> None:
-    """Write the library for a set of `instructions`, flags of gcc; leave objects beside it.
+    """Write the library for a set of `instructions`, flags of gcc and clang; leave objects beside
+    it.
 
     Raises NativeUnavailable.
     """
     started = time.monotonic()
     sources = sorted(SOURCE.glob("*.c"))
     _run([*compiler, *_FLAGS, *instructions, "-c", *map(str, sources)], library.parent)
-    # Without -fopenmp the library names no OpenMP runtime, and uses the one that torch has loaded.
     objects = [path.with_suffix(".o").name for path in sources]
-    _run([*compiler, "-shared", *objects, "-lm", "-o", library.name], library.parent)
+    _run([*compiler, "-shared", "-pthread", *objects, "-lm", "-o", library.name], library.parent)
     logger.debug("compiled the CPU kernels in %.1f s", time.monotonic() - started)
 
 

@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from workers.engine.cache_folder import cache_folder, locked
 from workers.engine.native.build import (
     NativeUnavailable,
-    compile_library,
-    find_compiler,
+    compile_by_first,
+    find_compilers,
     given_compiler,
     source_digest,
 )
@@ -81,12 +81,12 @@ def _compiled(cached: Path, stack: contextlib.ExitStack) -> Path:
     """Compile the library into a temporary folder, which `stack` removes; return its copy in the
     cache, or that one itself where there can be no copy.
     """
-    compiler = find_compiler()
+    compilers = find_compilers()
     try:
         library = Path(stack.enter_context(TemporaryDirectory(prefix="batch-inference-pipeline-"))) / cached.name
     except OSError as error:
         raise NativeUnavailable(f"there is no temporary folder to build it in: {error}") from error
-    compile_library(compiler, THIS_PROCESSOR, library)
+    compile_by_first(compilers, THIS_PROCESSOR, library)
     try:
         _keep(library, cached)
     except OSError as error:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,12 +19,13 @@ class NativeDraw(TorchDraw):
     def apply_masks(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
         check_masks(logits, rows, masks)
         rows, masks = np.ascontiguousarray(rows), np.ascontiguousarray(masks)
-        _mask_rows()(logits.data_ptr(), logits.shape[1], rows.ctypes.data, len(rows), masks.ctypes.data)
+        rows_and_masks = rows.ctypes.data, len(rows), masks.ctypes.data
+        _mask_rows()(logits.data_ptr(), logits.shape[1], *rows_and_masks, torch.get_num_threads())
 
 
 @functools.cache
 def _mask_rows() -> ctypes._FuncPointer:
     function, pointer, size = load().mask_rows, ctypes.c_void_p, ctypes.c_ssize_t
-    function.argtypes = (pointer, size, pointer, size, pointer)
+    function.argtypes = (pointer, size, pointer, size, pointer, size)
     function.restype = None
     return function

@@ -15,7 +15,7 @@ class Level:
     """One instruction set."""
 
     name: str
-    flags: tuple[str, ...]  # gcc's
+    flags: tuple[str, ...]  # of gcc and clang
     features: frozenset[str]  # that the processor must have, as /proc/cpuinfo names them
 
 
@@ -41,8 +41,8 @@ _I8MM = _level("armv8.2-i8mm", "-march=armv8.2-a+dotprod+i8mm", "i8mm", _DOT)
 LEVELS = {"x86_64": (_V3, _AVX_VNNI, _V4, _VNNI, _BF16, _AMX), "aarch64": (_ARM, _DOT, _I8MM)}
 """By machine, as `platform.machine` names it, the best last."""
 
-THIS_PROCESSOR = ("-march=native", *((_WIDE,) if platform.machine() == "x86_64" else ()))
-"""Flags of gcc for all that the processor at hand has."""
+THIS_PROCESSOR = ("-march=native", _WIDE) if platform.machine() == "x86_64" else ("-mcpu=native",)
+"""Flags of gcc and clang for all that the processor at hand has."""
 
 
 def fitting_levels(machine: str, features: frozenset[str]) -> list[Level]:

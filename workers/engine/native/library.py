@@ -1,7 +1,5 @@
-"""The native library in this process.
-
-Its threads are OpenMP's, of the one runtime that torch has loaded already, whatever its file is
-called: the library names none.
+"""The native library in this process. Its threads are its own (`source/parallel.h`): as many as
+torch has, and they sleep while torch's compute.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import logging
 import platform
 from pathlib import Path
 
-import torch  # noqa: F401  (its OpenMP runtime has to be there first: a second one would have threads of its own)
-
 from workers.engine.native.build import NativeUnavailable
 from workers.engine.native.choose import PREBUILT, native_library
 
@@ -23,8 +19,8 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def load() -> ctypes.CDLL:
     """Return the library. Raises NativeUnavailable; a failure is not kept."""
-    if platform.system() != "Linux":
-        raise NativeUnavailable("the native library is for Linux only")
+    if platform.system() not in ("Linux", "Darwin"):
+        raise NativeUnavailable("the native library is for Linux and macOS only")
     return _load(PREBUILT)
 
 

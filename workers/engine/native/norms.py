@@ -19,10 +19,10 @@ def native_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor
     """
     y = torch.empty_like(x)
     added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))
-    rows, size, floats = x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.float32
-    _norm_rows()(
-        x.data_ptr(), added, weight.data_ptr(), biases, y.data_ptr(), rows, size, eps, bias is not None, floats
-    )
+    rows, size = x.numel() // x.shape[-1], x.shape[-1]
+    kind = bias is not None, x.dtype == torch.float32
+    pointers = x.data_ptr(), added, weight.data_ptr(), biases, y.data_ptr()
+    _norm_rows()(*pointers, rows, size, eps, *kind, torch.get_num_threads())
     return y
 
 
@@ -40,6 +40,7 @@ def _norm_rows() -> ctypes._FuncPointer:
         ctypes.c_float,
         ctypes.c_int,
         ctypes.c_int,
+        size,
     )
     function.restype = None
     return function

@@ -138,7 +138,7 @@ class PackedMatrix:
         x = x.contiguous()
         rows = x.numel() // self._size_in
         y = torch.empty((*x.shape[:-1], self.columns), dtype=self._dtype)
-        if self._multiply(self.pointer, x.data_ptr(), rows, y.data_ptr()):
+        if self._multiply(self.pointer, x.data_ptr(), rows, y.data_ptr(), torch.get_num_threads()):
             raise MemoryError(f"a product of {rows} rows with a matrix of integers")
         return y
 
@@ -149,7 +149,8 @@ class PackedMatrix:
         Not of a gated matrix.
         """
         y = torch.empty((len(indices), self._size_in), dtype=self.dtype)
-        _functions().packed_lookup(self.pointer, indices.data_ptr(), len(indices), y.data_ptr())
+        threads = torch.get_num_threads()
+        _functions().packed_lookup(self.pointer, indices.data_ptr(), len(indices), y.data_ptr(), threads)
         return y
 
 
@@ -176,7 +177,7 @@ def _stored_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of fewest bits that holds each number of a contiguous weight exactly."""
     if weight.dtype != torch.float32:
         return weight.dtype
-    return _STORED[_functions().narrowest(weight.data_ptr(), weight.numel())]
+    return _STORED[_functions().narrowest(weight.data_ptr(), weight.numel(), torch.get_num_threads())]
 
 
 def _pack(weight: Tensor, gated: bool, kept: bool = True) -> Tensor:
@@ -189,7 +190,8 @@ def _pack(weight: Tensor, gated: bool, kept: bool = True) -> Tensor:
     depth = -(-k // at_once) * at_once // (2 if weight.dtype == torch.uint8 else 1)
     panels = (huge_zeros if kept else torch.zeros)((count, depth, PANEL), dtype=weight.dtype)
     weight = weight.contiguous()
-    _functions().pack_rows(weight.data_ptr(), n, k, _STORED.index(weight.dtype), gated, panels.data_ptr())
+    stored, threads = _STORED.index(weight.dtype), torch.get_num_threads()
+    _functions().pack_rows(weight.data_ptr(), n, k, stored, gated, panels.data_ptr(), threads)
     return panels
 
 
@@ -260,10 +262,10 @@ def _example(plain: Tensor) -> QuantizedWeight:
 @functools.cache
 def _functions() -> ctypes.CDLL:
     library, pointer, size = load(), ctypes.c_void_p, ctypes.c_ssize_t
-    library.narrowest.argtypes = (pointer, size)
-    library.pack_rows.argtypes = (pointer, size, size, ctypes.c_int, ctypes.c_int, pointer)
-    library.packed_matmul.argtypes = (pointer, pointer, size, pointer)
-    library.packed_lookup.argtypes = (pointer, pointer, size, pointer)
+    library.narrowest.argtypes = (pointer, size, size)
+    library.pack_rows.argtypes = (pointer, size, size, ctypes.c_int, ctypes.c_int, pointer, size)
+    library.packed_matmul.argtypes = (pointer, pointer, size, pointer, size)
+    library.packed_lookup.argtypes = (pointer, pointer, size, pointer, size)
     library.use_tiles.argtypes = (ctypes.c_int, ctypes.c_int)
     for stored in (torch.bfloat16, *_AT_ONCE):
         library.use_tiles(_STORED.index(stored), True)

@@ -51,7 +51,7 @@ class _Stack(ctypes.Structure):
         ("norm", _Norm),
         *(
             (name, ctypes.c_int32)
-            for name in ("post_norm", "num_layers", "hidden", "queries", "keys", "mlp_rows", "floats")
+            for name in ("post_norm", "num_layers", "hidden", "queries", "keys", "mlp_rows", "floats", "threads")
         ),
         ("interrupted", ctypes.c_void_p),
         ("seconds", ctypes.c_double * len(PARTS)),
@@ -104,6 +104,7 @@ class NativeStack(LayerStack):
         turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
         needed = None if attend.needed is None else attend.needed.contiguous()
         assert needed is None or needed.dtype == torch.int64
+        self._c_stack.threads = torch.get_num_threads()
         self._c_stack.interrupted = attend.interruption.address if attend.interruption is not None else None
         failed = self._run(
             self._pointer,

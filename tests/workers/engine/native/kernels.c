@@ -9,13 +9,14 @@
 #include "kernels.h"
 #include "matmul.h"
 
+enum { THREADS = 3 };
 enum { ROWS = 101, FEW = 3, OUTPUTS = 70, INPUTS = 1026 };
 enum { PANELS = 3, INT8_GROUP = 36, INT4_GROUP = 64, MOST_GROUPS = (INPUTS + INT8_GROUP - 1) / INT8_GROUP };
 
 const char *wrong_attention(void);
 int multiplies_quads(void);
-int narrowest(const float *w, ptrdiff_t count);
-void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
+int narrowest(const float *w, ptrdiff_t count, ptrdiff_t threads);
+void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels, ptrdiff_t threads);
 
 static float x[ROWS][INPUTS], w[OUTPUTS][INPUTS], bias[PANELS * PANEL], scales[PANELS * MOST_GROUPS * PANEL];
 static float y[ROWS][OUTPUTS], alone[OUTPUTS], few[FEW][OUTPUTS];
@@ -67,20 +68,20 @@ static const void *weights(int stored) {
 
 static int product_is_right(int stored) {
     draw(stored);
-    if (!is_integer(stored) && narrowest(w[0], OUTPUTS * INPUTS) != stored)
+    if (!is_integer(stored) && narrowest(w[0], OUTPUTS * INPUTS, THREADS) != stored)
         return 0;
     memset(panels, 0, sizeof panels);
-    pack_rows(weights(stored), OUTPUTS, INPUTS, stored, 0, panels);
+    pack_rows(weights(stored), OUTPUTS, INPUTS, stored, 0, panels, THREADS);
     packed_matrix matrix = {
         .panels = panels, .scales = scales, .zeros = zeros, .bias = bias, .n = OUTPUTS, .k = INPUTS,
         .group = group_of(stored), .stored = stored, .floats = 1,
     };
-    packed_matmul(&matrix, x, ROWS, y);
-    packed_matmul(&matrix, x, FEW, few);
+    packed_matmul(&matrix, x, ROWS, y, THREADS);
+    packed_matmul(&matrix, x, FEW, few, THREADS);
     if (memcmp(few, y, sizeof few))
         return 0;
     for (int row = 0; row < ROWS; row++) {
-        packed_matmul(&matrix, x[row], 1, alone);
+        packed_matmul(&matrix, x[row], 1, alone, THREADS);
         if (memcmp(alone, y[row], sizeof alone))
             return 0;
         for (int output = 0; output < OUTPUTS; output++) {
@@ -104,7 +105,7 @@ static int norm_is_right(void) {
         rows[0][i] = i % 2 ? -3.0f : 3.0f;
     for (int i = 0; i < 64; i++)
         weight[i] = (float)i;
-    norm_rows(rows, NULL, weight, NULL, normed, 600, 64, 0.0f, 0, 1);
+    norm_rows(rows, NULL, weight, NULL, normed, 600, 64, 0.0f, 0, 1, THREADS);
     for (int i = 0; i < 64; i++)
         if (fabsf(normed[599][i] - (i % 2 ? -weight[i] : weight[i])) > 1e-4f)
             return 0;

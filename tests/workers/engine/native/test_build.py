@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine.native.build import SOURCE, NativeUnavailable, compile_library, find_compiler
-from workers.engine.native.levels import LEVELS, Level, fitting_levels, processor_features
+from workers.engine.native.build import SOURCE, NativeUnavailable, compile_by_first, compile_library, find_compilers
+from workers.engine.native.levels import LEVELS, THIS_PROCESSOR, Level, fitting_levels, processor_features
 
 X86 = LEVELS["x86_64"]
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
@@ -49,7 +50,7 @@ def test_a_compiler_that_does_not_run(
 ) -> None:
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(NativeUnavailable, match=reason):
-        compile_library(find_compiler(), (), tmp_path / "native.so")
+        compile_by_first(find_compilers(), (), tmp_path / "native.so")
     assert not list(tmp_path.iterdir())
 
 
@@ -57,7 +58,22 @@ def test_no_compiler_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NativeUnavailable, match="no C compiler"):
-        find_compiler()
+        find_compilers()
+
+
+def test_where_one_compiler_fails_the_next_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    works = 'case "$*" in *-shared*) for last; do :; done; echo made by cc > "$last" ;; esac'
+    for name, body in (("gcc", "echo 'error: of gcc' >&2; exit 1"), ("cc", works)):
+        script = tmp_path / name
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+    library = tmp_path / "native.so"
+    compile_by_first(find_compilers(), (), library)
+    assert library.read_text() == "made by cc\n"
+    with pytest.raises(NativeUnavailable, match=r"of gcc; .*false does not compile it"):
+        compile_by_first([[str(tmp_path / "gcc")], ["false"]], (), library)
 
 
 def test_the_best_level_that_a_processor_runs_comes_first() -> None:
@@ -100,8 +116,8 @@ def test_the_library_of_a_level_has_no_instruction_beyond_it(level: Level, tmp_p
 def compiled(compiler: str, flags: Sequence[str], folder: Path) -> Path:
     """Return a program that compares the kernels of a set of instructions with plain loops."""
     library, program = folder / "native.so", folder / "kernels"
-    compile_library([compiler], flags, library)
-    command = [compiler, "-I", SOURCE, *PROGRAM, library, "-fopenmp", "-lm", "-o", program]
+    compile_library(shlex.split(compiler), flags, library)
+    command = [*shlex.split(compiler), "-I", SOURCE, *PROGRAM, library, "-lm", "-o", program]
     subprocess.run(command, check=True)
     return program
 
@@ -125,6 +141,17 @@ def test_kernels_are_right_with_fewer_instructions_than_the_processor_has(flags:
     assert subprocess.check_output([compiled("gcc", flags, tmp_path), *halves], text=True) == "right\n"
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("compiler", ["gcc-11", "gcc-12", "clang-14", "clang"])
+def test_kernels_are_right_by_every_compiler(compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    program = compiled(compiler, THIS_PROCESSOR, tmp_path)
+    needed = subprocess.check_output(["ldd", tmp_path / "native.so"], text=True)
+    assert "omp" not in needed
+    assert subprocess.check_output([program], text=True) == "right\n"
+
+
 @needs_gcc
 @pytest.mark.proof
 @pytest.mark.skipif("avx512f" not in processor_features(), reason="this processor has nothing above AVX2")
@@ -140,9 +167,11 @@ def test_products_of_integers_are_right_without_avx512(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="there is no gcc for aarch64")
+@pytest.mark.parametrize("compiler", ["aarch64-linux-gnu-gcc", "clang-14 --target=aarch64-linux-gnu"])
 @pytest.mark.parametrize("level", LEVELS["aarch64"], ids=lambda level: level.name)
-def test_the_sources_compile_for_arm_and_run(level: Level, tmp_path: Path) -> None:
-    compiler = "aarch64-linux-gnu-gcc"
+def test_the_sources_compile_for_arm_and_run(level: Level, compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler.split()[0]) is None:
+        pytest.skip(f"there is no {compiler}")
     program = compiled(compiler, level.flags, tmp_path)
     assert (tmp_path / "native.so").read_bytes()[18:20] == b"\xb7\x00"  # EM_AARCH64
     disassembly = ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", tmp_path / "native.so"]
@@ -151,6 +180,6 @@ def test_the_sources_compile_for_arm_and_run(level: Level, tmp_path: Path) -> No
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator is None:
         pytest.skip("compiled, and not run: there is no qemu-user")
-    libraries = subprocess.check_output([compiler, "-print-file-name=libc.so.6"], text=True).strip()
+    libraries = subprocess.check_output(["aarch64-linux-gnu-gcc", "-print-file-name=libc.so.6"], text=True).strip()
     root = Path(libraries).resolve().parents[1]
     assert subprocess.check_output([emulator, "-L", root, program, "halves"], text=True) == "right\n"

@@ -24,7 +24,7 @@ from workers.engine.layers.stack import LayerStack
 from workers.engine.messages.core import EngineRequest, SamplingParams
 from workers.engine.native import checks, ops
 from workers.engine.native.attention import CpuAttention
-from workers.engine.native.build import find_compiler
+from workers.engine.native.build import find_compilers
 from workers.engine.native.checks import attention_matches_torch, norms_match_torch
 from workers.engine.native.norms import native_norm
 from workers.engine.native.stack import NativeStack
@@ -131,7 +131,7 @@ assert answers(make_core(MODEL, place=CPU)) == answers(make_core(MODEL, place=TO
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
 def test_a_library_with_wrong_square_roots(tmp_path: Path) -> None:
     """Norms have them, those of queries and keys within attention too."""
-    compiler = shlex.join([*find_compiler(), "-Dsqrtf=fabsf"])
+    compiler = shlex.join([*find_compilers()[0], "-Dsqrtf=fabsf"])
     settings = {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     run_it = [sys.executable, "-c", WRONG_SQUARE_ROOTS]
     done = subprocess.run(run_it, cwd=REPOSITORY, env=os.environ | settings, capture_output=True, text=True)

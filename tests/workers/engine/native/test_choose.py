@@ -22,7 +22,6 @@ from workers.engine.native.choose import carried_library, library_name, native_l
 from workers.engine.native.levels import LEVELS, fitting_levels, processor_features
 
 ROOT = Path(__file__).resolve().parents[4]
-THREADS = "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'iomp' in line}))"
 needs_gcc = pytest.mark.skipif(not shutil.which("cc") and not shutil.which("gcc"), reason="there is no C compiler")
 needs_a_level = pytest.mark.skipif(
     not fitting_levels(platform.machine(), processor_features()), reason="no level fits this processor"
@@ -40,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler whose library is the word "library"."""
     script = 'case "$*" in *-shared*) for last; do :; done; echo library > "$last" ;; esac'
-    compiler = command(tmp_path / "bin" / "cc", script)
+    compiler = command(tmp_path / "bin" / "gcc", script)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.delenv("CC", raising=False)
     return compiler
@@ -215,18 +214,11 @@ def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
 
 
 @needs_native
-def test_threads_are_torch_s_own() -> None:
-    code = f"from workers.engine.native.library import load; load(); {THREADS}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=_environment({}))
-    assert done.stdout.strip() == b"1"
-
-
-@needs_native
-def test_the_library_names_no_openmp_runtime() -> None:
+def test_the_library_needs_no_openmp_runtime() -> None:
     with native_library() as library:
         code = library.read_bytes()
-    assert b"GOMP_parallel" in code
-    assert b"libgomp" not in code
+    assert b"run_parts" in code
+    assert not [name for name in (b"GOMP_", b"omp_get_", b"__kmpc_", b"libgomp", b"libomp") if name in code]
 
 
 def _environment(settings: dict[str, str]) -> dict[str, str]:

@@ -40,8 +40,9 @@ def test_narrower_vectors(narrower: str, tmp_path: Path, monkeypatch: pytest.Mon
     if os.uname().machine != "x86_64":
         pytest.skip("AVX is of x86-64")
     library = tmp_path / "mask.so"
-    compiler = [*build.find_compiler(), *build._FLAGS, "-shared", *THIS_PROCESSOR, narrower]
-    subprocess.run([*compiler, str(build.SOURCE / "grammar_mask.c"), "-o", str(library)], check=True)
+    compiler = [*build.find_compilers()[0], *build._FLAGS, "-shared", *THIS_PROCESSOR, narrower]
+    sources = [str(build.SOURCE / name) for name in ("grammar_mask.c", "parallel.c")]
+    subprocess.run([*compiler, *sources, "-o", str(library)], check=True)
     print(shlex.join(compiler))
     monkeypatch.setattr(draw, "load", lambda: ctypes.CDLL(str(library)))
     draw._mask_rows.cache_clear()

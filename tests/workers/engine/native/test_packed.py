@@ -2,11 +2,7 @@
 tile.
 """
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -142,24 +138,6 @@ def test_a_row_is_the_same_whatever_is_computed_beside_it(stored: torch.dtype, d
     together = matrix(x)
     for rows in (1, 2, 3, 4, 7, 12, 13, 16, 17, 25, 32, 33, 50, 64, 193, 650):
         assert matrix(x[:rows]).equal(together[:rows])
-
-
-SMALL_STACKS = """
-import torch
-from workers.engine.native.packed import PackedMatrix, can_pack
-for dtype in filter(lambda dtype: can_pack(torch.empty(1, 768, dtype=dtype)), (torch.float32, torch.bfloat16)):
-    x, weight = torch.randn(200, 768).to(dtype), torch.randn(256, 768).to(dtype)
-    matrix = PackedMatrix(weight)
-    assert matrix(x)[:12].equal(matrix(x[:12]))
-"""
-
-
-@pytest.mark.proof
-def test_threads_need_no_large_stacks() -> None:
-    settings = {"OMP_STACKSIZE": "256k", "OMP_NUM_THREADS": "4"}
-    run = [sys.executable, "-c", SMALL_STACKS]
-    done = subprocess.run(run, cwd=Path(__file__).parents[4], env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_calls_at_the_same_time_work_apart(dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.engine.native.available import needs_native
+from workers.engine.native.build import SOURCE
 
 CHECKS = (
     # Behind all other flags: at -O3 that takes minutes
@@ -58,3 +59,19 @@ def test_the_kernels_stay_within_their_memory(tmp_path: Path) -> None:
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "no native library" not in done.stdout, done.stdout[-4000:]
+
+
+@pytest.mark.proof
+def test_threads_share_nothing_unasked(tmp_path: Path) -> None:
+    if shutil.which("gcc") is None or shutil.which("setarch") is None:
+        pytest.skip("there is no gcc, or no setarch")
+    program = tmp_path / "threads"
+    flags = ("-std=c11", "-O1", "-g", "-pthread", "-fsanitize=thread", "-I", SOURCE)
+    sources = (FOLDER / "threads.c", SOURCE / "parallel.c")
+    built = subprocess.run(["gcc", *flags, *sources, "-o", program], capture_output=True, text=True)
+    if "tsan" in built.stderr:
+        pytest.skip("gcc has no thread sanitizer")
+    assert built.returncode == 0, built.stderr
+    # The sanitizer knows no address space that is laid out at random
+    done = subprocess.run(["setarch", "-R", program], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr

@@ -15,13 +15,10 @@
    What lies behind the end of a row in its last panel, be it no numbers at all, changes nothing: scores with such keys
    are thrown away, and such values are never multiplied with. */
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "attention_few.h"
 #include "attention_many.h"
 #include "attention_plan.h"
+#include "parallel.h"
 
 ptrdiff_t attention_scratch(int32_t mode, int32_t kv_heads, int32_t head_dim, int32_t block_size);
 
@@ -96,32 +93,31 @@ ALWAYS_INLINE void attend(const attention_layer *layer, ptrdiff_t thread, ptrdif
     if (step->any_ahead) {
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
             write_share(layer, &work, share, mode);
-#pragma omp barrier
+        meet_parts(threads);
     }
     for (ptrdiff_t share = thread; share < step->shares; share += threads)
         attend_share(layer, &work, step->starts[share], step->starts[share + 1], mode);
     if (step->partials) {
-#pragma omp barrier
+        meet_parts(threads);
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
             combine_share(layer, &work, share, mode);
     }
 }
 
-/* A function for each mode, since what runs in parallel is not compiled for its arguments. */
-static void attend_floats(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads) {
+/* A function for each mode, which is compiled for it. */
+static void attend_floats(void *layer, ptrdiff_t thread, ptrdiff_t threads) {
     attend(layer, thread, threads, FLOATS);
 }
 
-static void attend_pairs(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads) {
+static void attend_pairs(void *layer, ptrdiff_t thread, ptrdiff_t threads) {
     attend(layer, thread, threads, PAIRS);
 }
 
-static void attend_floats_by_pairs(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads) {
+static void attend_floats_by_pairs(void *layer, ptrdiff_t thread, ptrdiff_t threads) {
     attend(layer, thread, threads, FLOATS_BY_PAIRS);
 }
 
-typedef void attender(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads);
-static attender *const attenders[] = {attend_floats, attend_pairs, attend_floats_by_pairs};
+static part_runner *const attenders[] = {attend_floats, attend_pairs, attend_floats_by_pairs};
 
 /* Writes k and v to the cache, then attend q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
    head_dim numbers each, with the step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys
@@ -130,13 +126,5 @@ void attend_layer(const attention_step *step, const head_rotation *rotation, uin
                   const void *k, const void *v, void *out, const void *query_norm, const void *key_norm, float eps,
                   float scale) {
     attention_layer layer = {step, rotation, cache, q, k, v, query_norm, key_norm, out, eps, scale};
-#pragma omp parallel
-    {
-        ptrdiff_t thread = 0, threads = 1;
-#ifdef _OPENMP
-        thread = omp_get_thread_num();
-        threads = omp_get_num_threads();
-#endif
-        attenders[step->mode](&layer, thread, threads);
-    }
+    run_parts(attenders[step->mode], &layer, step->shares);
 }

@@ -1,6 +1,7 @@
 /* Logits that grammars rule out, by a bit for each token: 1 where it is allowed. */
 
 #include "lanes.h"
+#include "parallel.h"
 
 /* Words of a part; logits that are worth waking threads for. */
 enum { BITS = 32, PART = 512, MANY = 1 << 18 };
@@ -11,7 +12,8 @@ static const uint32_t BIT[BITS] = {
     1u << 22, 1u << 23, 1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29, 1u << 30, 1u << 31,
 };
 
-void mask_rows(float *logits, ptrdiff_t vocab, const int64_t *rows, ptrdiff_t count, const uint32_t *masks);
+void mask_rows(float *logits, ptrdiff_t vocab, const int64_t *rows, ptrdiff_t count, const uint32_t *masks,
+               ptrdiff_t threads);
 
 static void rule_out(float *logits, ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++)
@@ -46,17 +48,38 @@ static void mask_words(float *logits, const uint32_t *mask, ptrdiff_t count) {
     }
 }
 
-/* Row rows[i] of logits [][vocab] by masks [count][vocab / 32, rounded up]. Bits beyond the vocabulary count for
-   nothing. */
-void mask_rows(float *logits, ptrdiff_t vocab, const int64_t *rows, ptrdiff_t count, const uint32_t *masks) {
-    ptrdiff_t whole = vocab / BITS, words = (vocab + BITS - 1) / BITS, parts = (words + PART - 1) / PART;
-#pragma omp parallel for if (count * vocab > MANY)
-    for (ptrdiff_t item = 0; item < count * parts; item++) {
+typedef struct {
+    float *logits;
+    ptrdiff_t vocab;
+    const int64_t *rows;
+    const uint32_t *masks;
+} masked_rows;
+
+static ptrdiff_t words_of(ptrdiff_t vocab) {
+    return (vocab + BITS - 1) / BITS;
+}
+
+static ptrdiff_t parts_of(ptrdiff_t vocab) {
+    return (words_of(vocab) + PART - 1) / PART;
+}
+
+static void mask_range(void *work, ptrdiff_t from, ptrdiff_t to) {
+    const masked_rows *all = work;
+    ptrdiff_t vocab = all->vocab, whole = vocab / BITS, words = words_of(vocab), parts = parts_of(vocab);
+    for (ptrdiff_t item = from; item < to; item++) {
         ptrdiff_t first = item % parts * PART, end = first + PART < whole ? first + PART : whole;
-        float *row = logits + rows[item / parts] * vocab;
-        const uint32_t *mask = masks + item / parts * words;
+        float *row = all->logits + all->rows[item / parts] * vocab;
+        const uint32_t *mask = all->masks + item / parts * words;
         mask_words(row + first * BITS, mask + first, end - first);
         if (first + PART >= words && whole < words)
             mask_last_word(row + whole * BITS, mask[whole], vocab - whole * BITS);
     }
+}
+
+/* Row rows[i] of logits [][vocab] by masks [count][vocab / 32, rounded up]. Bits beyond the vocabulary count for
+   nothing. */
+void mask_rows(float *logits, ptrdiff_t vocab, const int64_t *rows, ptrdiff_t count, const uint32_t *masks,
+               ptrdiff_t threads) {
+    masked_rows all = {logits, vocab, rows, masks};
+    run_ranges(mask_range, &all, count * parts_of(vocab), count * vocab > MANY ? threads : 1);
 }

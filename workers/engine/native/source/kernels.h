@@ -16,10 +16,10 @@ typedef struct {
     ptrdiff_t stride;      /* in numbers, from token to token */
 } head_rotation;
 
-int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y);
+int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y, ptrdiff_t threads);
 void norm_rows(
     void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps,
-    int centered, int floats
+    int centered, int floats, ptrdiff_t threads
 );
 void attend_layer(const attention_step *step, const head_rotation *rotation, uint32_t *cache, const void *q,
                   const void *k, const void *v, void *out, const void *query_norm, const void *key_norm, float eps,

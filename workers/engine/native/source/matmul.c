@@ -13,7 +13,6 @@
 
 #define _DEFAULT_SOURCE /* of system calls (matmul_tiles.h) */
 
-#include <omp.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -26,6 +25,7 @@
 #include "matmul_integers.h"
 #endif
 #include "matmul_tiles.h"
+#include "parallel.h"
 
 int multiplies_bf16(void);
 int multiplies_quads(void);
@@ -79,40 +79,53 @@ static size_t room_bytes(const product *p, ptrdiff_t threads);
 static size_t integer_bytes(const product *p);
 static workspace *take_workspace(size_t size);
 static void free_workspace(workspace *space);
-static void quantize_rows(product *p, char *room);
+static void multiply_part(void *work, ptrdiff_t thread, ptrdiff_t threads);
+static void quantize_rows(product *p, char *room, ptrdiff_t threads);
 static void multiply_units(const product *p, uint32_t *room, ptrdiff_t first, ptrdiff_t end, int backward,
-                           ptrdiff_t *taken);
+                           atomic_ptrdiff_t *taken);
 static void enter_block(const product *p, ptrdiff_t index, uint32_t *room, row_block *block);
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next);
 
-/* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few
-   rows all threads take from one place: memory is quicker where what they read is near. Returns whether there is no
-   memory for it. */
-int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y) {
+typedef struct {
+    const product *p;
+    char *rooms; /* NULL for none */
+    atomic_ptrdiff_t *taken;
+} shared_product;
+
+/* Returns whether there is no memory for it. */
+int packed_matmul(const packed_matrix *matrix, const void *x, ptrdiff_t m, void *y, ptrdiff_t threads) {
     product p = make_product(matrix, x, m, y);
-    ptrdiff_t most = omp_get_max_threads(), units = p.blocks * p.runs, pairs = (most + 1) / 2, taken[pairs];
-    size_t rooms = room_bytes(&p, most), size = rooms + integer_bytes(&p);
+    ptrdiff_t pairs = (threads + 1) / 2;
+    atomic_ptrdiff_t taken[pairs];
+    size_t rooms = room_bytes(&p, threads), size = rooms + integer_bytes(&p);
     workspace *space = size ? take_workspace(size) : NULL;
-    memset(taken, 0, sizeof taken);
+    for (ptrdiff_t pair = 0; pair < pairs; pair++)
+        atomic_init(&taken[pair], 0);
     if (is_integer(matrix->stored) && m) {
         if (!space)
             return 1;
-        quantize_rows(&p, space->bytes + rooms);
+        quantize_rows(&p, space->bytes + rooms, threads);
     }
-#pragma omp parallel
-    {
-        ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
-        uint32_t *room = space && rooms ? (uint32_t *)(void *)(space->bytes + thread * BLOCK_BYTES) : NULL;
-        ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
-        begin_tiles(&p);
-        if (p.few)
-            multiply_units(&p, room, 0, units, 0, &taken[0]);
-        else
-            multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
-        end_tiles(&p);
-    }
+    shared_product shared = {&p, space && rooms ? space->bytes : NULL, taken};
+    run_parts(multiply_part, &shared, threads);
     free_workspace(space);
     return 0;
+}
+
+/* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few
+   rows all threads take from one place: memory is quicker where what they read is near. */
+static void multiply_part(void *work, ptrdiff_t thread, ptrdiff_t threads) {
+    const shared_product *shared = work;
+    const product *p = shared->p;
+    ptrdiff_t units = p->blocks * p->runs, pair = thread / 2;
+    uint32_t *room = shared->rooms ? (uint32_t *)(void *)(shared->rooms + thread * BLOCK_BYTES) : NULL;
+    ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
+    begin_tiles(p);
+    if (p->few)
+        multiply_units(p, room, 0, units, 0, &shared->taken[0]);
+    else
+        multiply_units(p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &shared->taken[pair]);
+    end_tiles(p);
 }
 
 static int multiplies_words(const packed_matrix *matrix) {
@@ -209,17 +222,29 @@ static void free_workspace(workspace *space) {
         free(atomic_exchange(&kept_workspace, space));
 }
 
+typedef struct {
+    const product *p;
+    char *room;
+    float *scales;
+    int32_t *totals; /* NULL for none */
+} quantized_rows;
+
+static void quantize_range(void *work, ptrdiff_t first, ptrdiff_t end) {
+    const quantized_rows *rows = work;
+    const product *p = rows->p;
+    const packed_matrix *matrix = p->matrix;
+    ptrdiff_t from = matrix->k * (ptrdiff_t)(matrix->floats ? sizeof(float) : sizeof(bf16)), to = row_bytes(matrix);
+    for (ptrdiff_t i = first; i < end; i++)
+        quantize_integers(matrix, (const char *)p->x + i * from, rows->room + i * to, rows->scales + i * p->scales_of_row,
+                          rows->totals ? rows->totals + i * p->sums_of_row : NULL);
+}
+
 /* The product's x becomes one of integers. */
-static void quantize_rows(product *p, char *room) {
-    ptrdiff_t k = p->matrix->k, from = k * (ptrdiff_t)(p->matrix->floats ? sizeof(float) : sizeof(bf16)),
-              to = row_bytes(p->matrix);
-    const char *x = p->x;
-    float *scales = (float *)(void *)(room + p->m * to);
+static void quantize_rows(product *p, char *room, ptrdiff_t threads) {
+    float *scales = (float *)(void *)(room + p->m * row_bytes(p->matrix));
     int32_t *totals = p->sums_of_row ? (int32_t *)(scales + p->m * p->scales_of_row) : NULL;
-#pragma omp parallel for if (p->m * k > PARALLEL_NUMBERS)
-    for (ptrdiff_t i = 0; i < p->m; i++)
-        quantize_integers(p->matrix, x + i * from, room + i * to, scales + i * p->scales_of_row,
-                          totals ? totals + i * p->sums_of_row : NULL);
+    quantized_rows rows = {p, room, scales, totals};
+    run_ranges(quantize_range, &rows, p->m, p->m * p->matrix->k > PARALLEL_NUMBERS ? threads : 1);
     p->x = room, p->scales = scales, p->totals = totals;
 }
 
@@ -251,12 +276,10 @@ static product make_product(const packed_matrix *matrix, const void *x, ptrdiff_
 }
 
 static void multiply_units(const product *p, uint32_t *room, ptrdiff_t first, ptrdiff_t end, int backward,
-                           ptrdiff_t *taken) {
+                           atomic_ptrdiff_t *taken) {
     row_block block = {0};
     for (ptrdiff_t own = 0, held = -1;; own++) {
-        ptrdiff_t ticket;
-#pragma omp atomic capture
-        ticket = (*taken)++;
+        ptrdiff_t ticket = atomic_fetch_add_explicit(taken, 1, memory_order_relaxed);
         if (ticket >= end - first)
             return;
         ptrdiff_t unit = p->few ? ticket : backward ? end - 1 - own : first + own;

@@ -5,6 +5,7 @@
 #include <stddef.h>
 
 #include "kernels.h"
+#include "parallel.h"
 
 enum { MANY = 1 << 15 }; /* elements that are worth waking threads for */
 
@@ -50,20 +51,35 @@ ALWAYS_INLINE void norm_row(
     }
 }
 
+typedef struct {
+    char *x;
+    const char *residual;
+    const void *weight, *bias;
+    char *y;
+    ptrdiff_t n;
+    float eps;
+    int centered, floats;
+} normed_rows;
+
+static void norm_range(void *work, ptrdiff_t first, ptrdiff_t end) {
+    const normed_rows *rows = work;
+    ptrdiff_t n = rows->n, stride = n * (ptrdiff_t)(rows->floats ? sizeof(float) : sizeof(bf16));
+    float row[n];
+    for (ptrdiff_t i = first; i < end; i++) {
+        void *own = rows->x + i * stride, *out = rows->y + i * stride;
+        const void *added = rows->residual ? rows->residual + i * stride : NULL;
+        if (rows->floats)
+            norm_row(own, added, rows->weight, rows->bias, out, n, rows->eps, rows->centered, 1, row);
+        else
+            norm_row(own, added, rows->weight, rows->bias, out, n, rows->eps, rows->centered, 0, row);
+    }
+}
+
 /* x is changed only where there is a residual; residual, bias: NULL for none. All bf16, or all float. */
 void norm_rows(
     void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps,
-    int centered, int floats
+    int centered, int floats, ptrdiff_t threads
 ) {
-    size_t stride = (size_t)n * (floats ? sizeof(float) : sizeof(bf16));
-#pragma omp parallel for if (m * n > MANY)
-    for (ptrdiff_t i = 0; i < m; i++) {
-        float row[n];
-        void *own = (char *)x + (size_t)i * stride, *out = (char *)y + (size_t)i * stride;
-        const void *added = residual ? (const char *)residual + (size_t)i * stride : NULL;
-        if (floats)
-            norm_row(own, added, weight, bias, out, n, eps, centered, 1, row);
-        else
-            norm_row(own, added, weight, bias, out, n, eps, centered, 0, row);
-    }
+    normed_rows rows = {x, residual, weight, bias, y, n, eps, centered, floats};
+    run_ranges(norm_range, &rows, m, m * n > MANY ? threads : 1);
 }

@@ -1,14 +1,16 @@
 /* Matrices of weights in the order in which matmul.c multiplies with them. */
 
 #include <math.h>
+#include <stdatomic.h>
 
 #include "kernels.h"
 #include "lanes.h"
 #include "matmul.h"
+#include "parallel.h"
 
-int narrowest(const float *w, ptrdiff_t count);
-void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels);
-void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y);
+int narrowest(const float *w, ptrdiff_t count, ptrdiff_t threads);
+void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels, ptrdiff_t threads);
+void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y, ptrdiff_t threads);
 
 /* Which row of w is row `lane` of a panel; n or more for padding. */
 static inline ptrdiff_t source_row(ptrdiff_t panel, ptrdiff_t lane, ptrdiff_t n, int gated) {
@@ -58,13 +60,25 @@ ALWAYS_INLINE void pack_panel(int stored, const char *w, ptrdiff_t panel, ptrdif
     }
 }
 
-/* w [n][k] in the dtype `stored`, int4 as uint8. k is even for bf16, and panels are zeroed before. */
-void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels) {
-#pragma omp parallel for
-    for (ptrdiff_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++) {
-        char *to = (char *)panels + panel * PANEL * padded(k, stored) * stored_bits(stored) / 8;
-        WITH_STORED(pack_panel, stored, w, panel, n, k, gated, to)
+typedef struct {
+    const void *w;
+    ptrdiff_t n, k;
+    int stored, gated;
+    char *panels;
+} rows_to_pack;
+
+static void pack_range(void *work, ptrdiff_t first, ptrdiff_t end) {
+    const rows_to_pack *all = work;
+    for (ptrdiff_t panel = first; panel < end; panel++) {
+        char *to = all->panels + panel * PANEL * padded(all->k, all->stored) * stored_bits(all->stored) / 8;
+        WITH_STORED(pack_panel, all->stored, all->w, panel, all->n, all->k, all->gated, to)
     }
+}
+
+/* w [n][k] in the dtype `stored`, int4 as uint8. k is even for bf16, and panels are zeroed before. */
+void pack_rows(const void *w, ptrdiff_t n, ptrdiff_t k, int stored, int gated, void *panels, ptrdiff_t threads) {
+    rows_to_pack all = {w, n, k, stored, gated, panels};
+    run_ranges(pack_range, &all, (n + PANEL - 1) / PANEL, threads);
 }
 
 /* Bit 0 is set where bf16 does not hold x exactly, bit 1 where float16 does not, or this processor cannot widen it. */
@@ -75,18 +89,29 @@ static inline int misfits(float x) {
     return ((bits & 0xffff) != 0) | (!in_f16 || !HAS_F16) << 1;
 }
 
-/* The kind of fewest bits that holds all numbers exactly. */
-int narrowest(const float *w, ptrdiff_t count) {
-    enum { PART = 1 << 14 };
-    int found = 0;
-#pragma omp parallel for reduction(| : found)
-    for (ptrdiff_t first = 0; first < count; first += PART) {
+typedef struct {
+    const float *w;
+    ptrdiff_t count;
+    atomic_int found;
+} numbers;
+
+enum { PART = 1 << 14 };
+
+static void find_misfits(void *work, ptrdiff_t part, ptrdiff_t end) {
+    numbers *all = work;
+    for (; part < end && atomic_load_explicit(&all->found, memory_order_relaxed) != 3; part++) {
         int of_part = 0;
-        if (found != 3)
-            for (ptrdiff_t i = first; i < first + PART && i < count; i++)
-                of_part |= misfits(w[i]);
-        found |= of_part;
+        for (ptrdiff_t i = part * PART; i < (part + 1) * PART && i < all->count; i++)
+            of_part |= misfits(all->w[i]);
+        atomic_fetch_or_explicit(&all->found, of_part, memory_order_relaxed);
     }
+}
+
+/* The kind of fewest bits that holds all numbers exactly. */
+int narrowest(const float *w, ptrdiff_t count, ptrdiff_t threads) {
+    numbers all = {w, count, 0};
+    run_ranges(find_misfits, &all, (count + PART - 1) / PART, threads);
+    int found = all.found;
     return !(found & 1) ? STORED_BF16 : !(found & 2) ? STORED_F16 : STORED_F32;
 }
 
@@ -124,11 +149,23 @@ ALWAYS_INLINE void look_up(int stored, const packed_matrix *matrix, int64_t row,
     }
 }
 
-/* y [count, k]: rows of w themselves, as an embedding table gives them. Not for gated matrices. */
-void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y) {
+typedef struct {
+    const packed_matrix *matrix;
+    const int64_t *rows;
+    char *y;
+} looked_up_rows;
+
+static void look_up_range(void *work, ptrdiff_t first, ptrdiff_t end) {
+    const looked_up_rows *all = work;
+    const packed_matrix *matrix = all->matrix;
     ptrdiff_t row_bytes = matrix->k * (ptrdiff_t)(matrix->floats ? sizeof(float) : sizeof(bf16));
-#pragma omp parallel for if (count > 64)
-    for (ptrdiff_t i = 0; i < count; i++) {
-        WITH_STORED(look_up, matrix->stored, matrix, rows[i], (char *)y + i * row_bytes)
+    for (ptrdiff_t i = first; i < end; i++) {
+        WITH_STORED(look_up, matrix->stored, matrix, all->rows[i], all->y + i * row_bytes)
     }
+}
+
+/* y [count, k]: rows of w themselves, as an embedding table gives them. Not for gated matrices. */
+void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, void *y, ptrdiff_t threads) {
+    looked_up_rows all = {matrix, rows, y};
+    run_ranges(look_up_range, &all, count, count > 64 ? threads : 1);
 }

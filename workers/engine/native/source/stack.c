@@ -2,6 +2,8 @@
    nothing but buffers between them. Activations, norms and rotations are all in bf16, or all in float; matrices and the
    cache may be in 16 bits under float. */
 
+#define _DEFAULT_SOURCE /* of clocks */
+
 #include <string.h>
 #include <time.h>
 
@@ -30,6 +32,7 @@ typedef struct {
     int32_t num_layers, hidden, queries, keys; /* the latter three: numbers of a token */
     int32_t mlp_rows;                          /* tokens that go through an MLP together */
     int32_t floats;                            /* whether numbers are float instead of bf16 */
+    int32_t threads;
     const int32_t *interrupted;                /* not 0: end at the next layer; NULL: never */
     double seconds[PARTS];                     /* spent so far, for those who profile */
 } decoder_stack;
@@ -68,7 +71,7 @@ static void count(decoder_stack *stack, stack_pass *pass, int part) {
 /* x becomes x + residual, and y its norm; y may be the residual's place. */
 static void add_norm(decoder_stack *stack, stack_pass *pass, const norm *norm, char *x, const char *residual, char *y) {
     norm_rows(x, residual, norm->weight, norm->bias, y, pass->tokens, stack->hidden, norm->eps, norm->bias != NULL,
-              stack->floats);
+              stack->floats, stack->threads);
     count(stack, pass, NORMS);
 }
 
@@ -94,7 +97,7 @@ static void scatter_needed(const decoder_stack *stack, const stack_pass *pass) {
    independent: the pass goes on with the needed ones. */
 static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_layer *layer, const char *x, char *y) {
     char *keys = pass->wide + bytes(stack, stack->queries), *values = keys + bytes(stack, stack->keys);
-    pass->failed |= packed_matmul(layer->qkv, x, pass->tokens, pass->wide);
+    pass->failed |= packed_matmul(layer->qkv, x, pass->tokens, pass->wide, stack->threads);
     count(stack, pass, MATRIX);
     attend_layer(pass->steps[layer->step], pass->rotations ? pass->rotations + layer->rotation : NULL, layer->cache,
                  pass->wide, keys, values, pass->narrow, layer->query_norm, layer->key_norm, layer->head_eps,
@@ -105,7 +108,7 @@ static void run_attention(decoder_stack *stack, stack_pass *pass, const decoder_
         pass->tokens = pass->num_needed;
     }
     count(stack, pass, ATTENTION);
-    pass->failed |= packed_matmul(layer->output, pass->narrow, pass->tokens, y);
+    pass->failed |= packed_matmul(layer->output, pass->narrow, pass->tokens, y, stack->threads);
     count(stack, pass, MATRIX);
 }
 
@@ -113,8 +116,8 @@ static void run_mlp(decoder_stack *stack, stack_pass *pass, const decoder_layer 
     ptrdiff_t size = bytes(stack, stack->hidden), parts = (pass->tokens + stack->mlp_rows - 1) / stack->mlp_rows;
     for (ptrdiff_t part = 0, first = 0; part < parts; part++) {
         ptrdiff_t end = (part + 1) * pass->tokens / parts;
-        pass->failed |= packed_matmul(layer->up, x + first * size, end - first, pass->wide);
-        pass->failed |= packed_matmul(layer->down, pass->wide, end - first, y + first * size);
+        pass->failed |= packed_matmul(layer->up, x + first * size, end - first, pass->wide, stack->threads);
+        pass->failed |= packed_matmul(layer->down, pass->wide, end - first, y + first * size, stack->threads);
         first = end;
     }
     count(stack, pass, MATRIX);
