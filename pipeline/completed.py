@@ -12,7 +12,7 @@ from jobs.batch.manifest import BatchSpec, Manifest, load_manifest
 from jobs.protocol.unknown_members import described
 from jobs.store.storage import Busy, StoreError, exclusive, stamp_of
 from pipeline.errors import Refused
-from pipeline.private_folder import RUN_LOCK, held
+from pipeline.held_folder import RUN_LOCK, held
 from pipeline.uris.notes import note_path, read_note, write_note
 
 _PATIENCE_SECONDS = 5.0

@@ -84,13 +84,6 @@ def _worker_metrics() -> Iterator[tuple[str, ...]]:
         yield f"`{_exported(metric)}`", metric.kind, metric.label and f"`{metric.label}`", metric.help
 
 
-def _buckets() -> Iterator[tuple[str, ...]]:
-    yield "name", "bounds"
-    for metric in statistics.declared_metrics():
-        if metric.buckets:
-            yield f"`{metric.name}`", ", ".join(f"{bound:.16g}" for bound in metric.buckets)
-
-
 def _queue_metrics() -> Iterator[tuple[str, ...]]:
     yield "name", "kind", "labels", "what it is"
     for metric in QUEUE_METRICS:
@@ -121,21 +114,23 @@ def _errors() -> Iterator[tuple[str, ...]]:
     yield "error", "HTTP status", "exit code", "retry"
     kinds = [kind for kind in exception_classes() if not kind.__name__.startswith("_")]
     for root in TREES:
-        yield from _branch(root, kinds, 0)
+        yield from _branch(root, kinds, ())
 
 
-def _branch(kind: Any, kinds: list[Any], depth: int) -> Iterator[tuple[str, ...]]:
-    """The rows of an error and of those that derive from it."""
+def _branch(kind: Any, kinds: list[Any], above: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of an error and of its subclasses, but none that repeats the row above it."""
     retry = getattr(kind, "retry", None)
     columns = (
-        getattr(kind, "status", "–"),
-        getattr(kind, "exit_code", "–"),
+        str(getattr(kind, "status", "–")),
+        str(getattr(kind, "exit_code", "–")),
         {True: "yes", False: "no", None: "–"}[retry],
     )
-    yield f"{'· ' * depth}`{kind.__name__}`", *map(str, columns)
+    if above[-1:] != (columns,):
+        yield f"{'· ' * len(above)}`{kind.__name__}`", *columns
+        above = (*above, columns)
     for one in sorted(kinds, key=lambda one: str(one.__name__)):
         if kind in one.__bases__:
-            yield from _branch(one, kinds, depth + 1)
+            yield from _branch(one, kinds, above)
 
 
 def _default(value: Any) -> str:
@@ -150,7 +145,6 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "pooling_parameters": _pooling_parameters,
     "pooling_unsupported": partial(_unsupported, pooling_parameters.POOLING_UNSUPPORTED),
     "worker_metrics": _worker_metrics,
-    "buckets": _buckets,
     "queue_metrics": _queue_metrics,
     "errors": _errors,
     "queue_settings": partial(_settings, QueueSettings),
