@@ -64,7 +64,7 @@ class GrammarCompiler:
             try:
                 return await self._try(wanted)
             except CompilerEndedError as error:
-                logger.warning("%s; compiling again what it had", error)
+                logger.warning("%s; compiling its unfinished grammars again", error)
         async with self._alone():
             try:
                 return await self._try(wanted)

@@ -43,11 +43,11 @@ class AnswerParsers:
         if call.tool_choice == "auto" and self._tools is None:
             message = (
                 '\'tool_choice\' must be "none", "required" or a function: "auto" needs a parser for the'
-                " way in which the model writes its calls: start the worker with --tool-call-parser."
+                " model's tool calls: start the worker with --tool-call-parser."
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_value")
         if call.thinking_token_budget is not None and self._reasoning is None:
-            message = "'thinking_token_budget' needs a worker with --reasoning-parser, which says where thinking ends."
+            message = "'thinking_token_budget' needs a worker with --reasoning-parser, to detect where thinking ends."
             raise ApiError(400, message, param="thinking_token_budget", code="unsupported_value")
 
     def in_reasoning(self, call: Call, prompt: str) -> bool | None:
@@ -111,7 +111,7 @@ def find_parsers(settings: WorkerSettings, template: ChatTemplate) -> AnswerPars
     flags = zip(("--tool-call-parser", "--reasoning-parser"), (given_tools, given_reasoning), found.names, strict=True)
     recognized = [f"{flag} {name}" for flag, given, name in flags if given is None and name is not None]
     if recognized:
-        logger.info("recognized in the chat template: %s; the flag chooses another, or none", ", ".join(recognized))
+        logger.info("recognized in the chat template: %s; set the flag to override it", ", ".join(recognized))
     return found
 
 

@@ -168,7 +168,7 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
             token_ids = self._last(token_ids, kept, framed=not call.messages and isinstance(item.given[number], str))
         token_ids = token_ids or self._tokenizer.empty_prompt
         if not token_ids:
-            message = f"Invalid '{param}': it has no tokens, and the model has none to begin with."
+            message = f"Invalid '{param}': it has no tokens, and the model has no token that begins a text."
             raise ApiError(400, message, param=param, code="invalid_value")
         if max(token_ids) >= self._limits.vocab_size:
             place = next(i for i, token in enumerate(token_ids) if token >= self._limits.vocab_size)

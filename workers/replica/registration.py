@@ -62,6 +62,6 @@ async def _call(action: Callable[[], object]) -> bool:
     try:
         await asyncio.to_thread(action)
     except QueueUnavailable as error:
-        logger.warning("Redis unavailable; the worker's record expires by itself if it stays away: %s", error)
+        logger.warning("Redis unavailable; the worker's record expires unless Redis returns: %s", error)
         return isinstance(error, QueueFull)
     return True

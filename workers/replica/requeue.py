@@ -108,7 +108,7 @@ async def _until_recorded(action: Callable[[], object]) -> None:
 def dead_letter(error: EngineDeadError) -> Result:
     """Return the result of a request that crashed an engine core even in isolation."""
     message = (
-        "This request was given up, because every time it ran the engine failed, at last with nothing beside it:"
+        "The request was given up: the engine failed every time it ran, the last time without other requests:"
         f" {error.reason}."
     )
     return ApiError(500, message, "server_error", code="engine_crashed").result(new_request_id())

@@ -409,7 +409,7 @@ class Running:
         """
         request, sequence = self._sequences[request_id]
         if finish > Finish.LENGTH:
-            reason = error or "The engine gave this request up."
+            reason = error or "The engine ended this request without a reason."
             if finish == Finish.INVALID:
                 return self._fail(request, ApiError(400, reason, code="invalid_value"))
             return self._fail(request, ApiError(500, reason, "server_error", code="engine_error"))

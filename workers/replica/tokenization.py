@@ -133,5 +133,5 @@ def _check_size(text: str, param: str) -> None:
     """Raise ApiError for a text that is too large for an answer."""
     size = len(text.encode(errors="replace"))
     if size > MOST_BYTES:
-        message = f"Invalid '{param}': its text has {size} bytes, and at most {MOST_BYTES} are taken: send it in parts."
+        message = f"Invalid '{param}': its text has {size} bytes, but the limit is {MOST_BYTES}: send it in parts."
         raise ApiError(400, message, param=param, code="string_above_max_length")

@@ -58,7 +58,7 @@ class ChatTemplate:
         """Log a warning if messages are joined without a template."""
         if self._missing_in is not None:
             logger.warning(
-                "%s has no chat template: messages are joined plainly; --chat-template gives one", self._missing_in
+                "%s has no chat template: messages are joined by line breaks; set --chat-template", self._missing_in
             )
 
     def mentions(self, text: str) -> bool:
@@ -122,7 +122,7 @@ def _cut_behind(content: str, rendered: str) -> str:
     """
     end = rendered.rfind(_CUT.strip())
     if end < 0 or content.strip() not in rendered:
-        raise TemplateError("The model's chat template leaves the content of the last message out.")
+        raise TemplateError("The model's chat template omits the content of the last message.")
     return rendered[:end] if rendered.startswith(_CUT, end) else rendered[:end].rstrip()
 
 
@@ -163,7 +163,7 @@ def _compile(source: str, origin: str) -> Callable[..., str]:
     ) as error:  # Python's errors for the code that Jinja generates: nested too deeply, a number too long
         reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
         raise TokenizerError(
-            f"The chat template of {origin} cannot be compiled: {reason}; --chat-template gives another."
+            f"The chat template of {origin} cannot be compiled: {reason}; set another with --chat-template."
         ) from None
     return functools.partial(render_chat, template)
 

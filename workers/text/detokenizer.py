@@ -76,7 +76,7 @@ class DetokenizerFactory:
         """
         if self._table is None:
             raise FormatError(
-                "The model's tokenizer has no fixed text for each token, so that its answers cannot be held to a form:"
+                "The model's tokenizer has no fixed text for each token, so that its answers cannot follow a form:"
                 " leave the form out, or use another model."
             )
         ids = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -184,12 +184,12 @@ def locate(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
     except LocalEntryNotFoundError:
         raise TokenizerError(
-            f"{source!r} is neither a folder here nor in the local cache, and the model hub is out of reach: give a"
-            " folder."
+            f"{source!r} is neither a local folder nor in the local cache, and the model hub is out of reach: give"
+            " a folder."
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).split("\n", 1)[0].rstrip(".")
-        raise TokenizerError(f"The tokenizer of {source!r} cannot be had from the model hub: {reason}.") from None
+        raise TokenizerError(f"The tokenizer of {source!r} cannot be loaded from the model hub: {reason}.") from None
 
 
 _HUB_FILES = [

@@ -272,7 +272,7 @@ class AsyncEngine:
         if self._stopping:
             how, by_itself = "was stopped", False
         elif self._hung:
-            how, by_itself = f"was killed, for its step hung: nothing came in {self._hung}", True
+            how, by_itself = f"was killed because its step hung: nothing came in {self._hung}", True
         elif last:
             how, by_itself = f"{how}: {last[0]}", True
         reason = f"the engine core {how}"
@@ -359,7 +359,7 @@ class _CoreProcess:
         while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
             self._reading.join(0.01)
         words = " | ".join(line.strip() for line in list(self._lines) if line.strip())
-        return f"; the last it wrote: {words[-_LAST_WORDS:]}" if words else ""
+        return f"; its last output: {words[-_LAST_WORDS:]}" if words else ""
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None

@@ -152,7 +152,7 @@ class Weights:
         resolved = self._resolve(name)
         if resolved not in self._readers:
             raise ModelLoadError(
-                f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?"
+                f"the checkpoint has no tensor {resolved!r}; check that it is complete and matches config.json"
             )
         tensor = self._readers[resolved]()
         _check_shape(resolved, tensor.shape, shape)

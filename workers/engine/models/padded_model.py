@@ -217,11 +217,11 @@ def _check_batches(model: PaddedModel, config: ModelConfig, size: int) -> None:
         pairs = zip(torch.split(together, [len(text) for text in texts]), texts, strict=True)
         apart = max(_apart(rows, model.alone(text.to(model.device))) for rows, text in pairs)
     if together.shape[1] != size:
-        raise refusal(name, f"it gives {together.shape[1]} numbers where config.json implies {size}")
+        raise refusal(name, f"it returns {together.shape[1]} numbers, but config.json implies {size}")
     if not apart <= _TOLERANCES[model.dtype]:
         raise refusal(
             name,
-            f"texts in a batch give numbers that are {apart:.2g} of their size away from those of each text alone;"
+            f"a text's output in a batch differs from its output alone by {apart:.2g} of its size;"
             " choose another model",
         )
 

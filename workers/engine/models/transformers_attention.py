@@ -96,7 +96,7 @@ def watch(
     **others: Any,
 ) -> tuple[Tensor, None]:
     if attend is None:
-        raise ValueError("its layers do not hand keywords down to their attention")
+        raise ValueError("its layers do not pass keywords on to their attention")
     layer = getattr(module, "layer_idx", None)
     mask = None if attention_mask is None else int(attention_mask)
     objection = _objection(query, key, value, others)

@@ -225,13 +225,13 @@ def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
     for call in calls:
         if call.objection is not None:
             raise refusal(
-                name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not do"
+                name, f"layer {call.layer} needs {call.objection}, which the engine's attention does not support"
             )
     layers = sorted(-1 if call.layer is None else call.layer for call in calls)
     expected = int(getattr(settings, "num_hidden_layers", len(calls)))
     if layers != list(range(expected)):
         raise refusal(
-            name, f"of its {expected} layers {len(set(layers))} attend, in {len(calls)} calls; each has to do so once"
+            name, f"{len(set(layers))} of its {expected} layers attend, in {len(calls)} calls; each must do so once"
         )
     if len({(call.heads, call.kv_heads, call.head_dim) for call in calls}) > 1:
         raise refusal(name, "its layers differ in the number or size of their heads")
@@ -291,7 +291,7 @@ def read_weights(
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(
-            f"the checkpoint has no tensor {missing[0]!r}; is it whole, and of the architecture in config.json?"
+            f"the checkpoint has no tensor {missing[0]!r}; check that it is complete and matches config.json"
         )
     for name, stored, implied in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"tensor {name!r} has shape {list(stored)}, but config.json implies {list(implied)}")
@@ -326,7 +326,7 @@ def _quantize(module: Pretrained, ops: Int8Ops) -> None:
     quantized = sum(one.weight.numel() for one in found.values())
     if quantized < whole / 2:
         logger.warning(
-            "--quantization int8: %d of the %d weights of transformers' %s are stored in int8; the rest stays in %s",
+            "--quantization int8: %d of the %d weights of transformers' %s are stored in int8, the others in %s",
             *(quantized, whole, type(module).__name__, str(module.dtype).removeprefix("torch.")),
         )
 

@@ -55,7 +55,7 @@ def load_checked(
     module, unused = read_weights(found.model_class, found.settings, folder, weights, attn_implementation=PAGED)
     if unused:
         logger.warning(
-            "%s does not use %d tensors of %s, the first is %s",
+            "%s does not use %d tensors of %s; the first is %s",
             config.architecture, len(unused), folder, unused[0],
         )  # fmt: skip
     model = TransformersModel(module, found.body, config, weights, max_model_len)
@@ -79,7 +79,7 @@ def patterns_by_masks(model: TransformersModel) -> tuple[AttentionPattern, ...]:
         model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
     for call in calls:
         if call.mask is None or call.mask == OTHER:
-            raise refusal(model.config.architecture, f"the mask of layer {call.layer} is no window")
+            raise refusal(model.config.architecture, f"the mask of layer {call.layer} is not a sliding window")
     seen = {call.layer: call.mask for call in calls}
     return tuple(
         AttentionPattern(
@@ -102,7 +102,7 @@ def check_parity(model: TransformersModel, dtype: torch.dtype) -> None:
     apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     if not apart <= _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]):
         raise refusal(
-            model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own"
+            model.config.architecture, f"its logits on a paged cache differ from its own by {apart:.2g} of their size"
         )
 
 
