@@ -225,7 +225,7 @@ def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
     for call in calls:
         if call.objection is not None:
             raise refusal(
-                name, f"layer {call.layer} needs {call.objection}, which the engine's attention does not support"
+                name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not support"
             )
     layers = sorted(-1 if call.layer is None else call.layer for call in calls)
     expected = int(getattr(settings, "num_hidden_layers", len(calls)))
