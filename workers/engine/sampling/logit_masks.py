@@ -98,8 +98,8 @@ class BadWords:
     """Rule out the last token of a word if the output ends with the word's other tokens."""
 
     def __init__(self) -> None:
-        self._last = Lists()  # of each word: its last token, and the number of tokens before it
-        # Of each token before the last of a word: its distance from the last, and its id
+        self._last = Lists()  # by word: its last token, and the number of tokens before it
+        # By earlier token of a word: its distance from the last token, and its id
         self._rest = Lists()
 
     def uses(self, params: SamplingParams) -> bool:

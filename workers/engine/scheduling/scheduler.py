@@ -9,12 +9,12 @@ Read a step in this order:
 2. `StepPlanner` (`step_planner.py`) gives tokens and blocks to the running requests, then lets
    waiting ones start: live requests first, then batch requests.
 3. While a live request runs or waits, the step's time has a limit too (`live_steps.py`).
-4. `RequestQueues` (`queues.py`) preempts requests where slots or blocks run out. What they lose is
-   free once the last launched step that uses it has been retired (`slots.py`).
+4. `RequestQueues` (`queues.py`) preempts requests if slots or blocks run out. Their slots and
+   blocks become free once the last launched step that uses them has been retired (`slots.py`).
 5. `update` retires the oldest launched step: its tokens become known, and some requests end.
    `undo` is for a step that could not be launched.
 
-A pooling request runs as one that samples a single token, in whose place its model's numbers come.
+A pooling request runs like one that samples a single token, and returns its model's numbers.
 
 A request with a guide (`guides/`) samples under a mask. `schedule` names its samples, `update`
 advances the guide, and the request ends where the guide says so.

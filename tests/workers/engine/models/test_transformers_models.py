@@ -174,7 +174,7 @@ def saved(tmp_path: Path, config_class: str, **settings: Any) -> Path:
         (
             "Lfm2Config",
             {"layer_types": ["conv", "full_attention", "conv"]},
-            "Lfm2ForCausalLM cannot run on this engine: of its 3 layers 1 attend",
+            "Lfm2ForCausalLM cannot run on this engine: 1 of its 3 layers attend",
         ),
     ],
 )
