@@ -43,7 +43,7 @@ class DueTokens:
         self._next_sweep = 0.0
 
     def begin(self, request: AnyInFlight, now: float) -> None:
-        """Record a request if a client watched it when it was claimed."""
+        """Record a request if it is a live call, or if a client watched it when it was claimed."""
         if request.publishes and (request.claim.live or request.claim.watched):
             self.watched[request] = math.inf if request.claim.live else now + WATCHED_SECONDS
 

@@ -148,7 +148,8 @@ class Duplicates:
         """Return True if the request waits for another's answer, False if it must run.
 
         A request with published tokens must run, since its readers have seen the beginning. All
-        suspects run until one is answered: one after another would crash as many cores.
+        duplicates of a suspect run until one is answered: one after another would crash as many
+        cores.
         """
         if not item.digest:
             return False

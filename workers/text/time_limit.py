@@ -46,7 +46,7 @@ class TimeLimit:
     def run(self, work: Callable[[], Result]) -> Result:
         """Return the result of `work`.
 
-        Raises TimeLimitError during the work if it exceeds the limit by up to a tenth.
+        Raises TimeLimitError if the work exceeds the limit, at most a tenth of the limit later.
         """
         thread = threading.get_ident()
         with self._lock:

@@ -40,7 +40,7 @@ from workers.engine.models.transformers_model import (
     refused_as,
 )
 
-_TRIED_LENGTHS = (3, 4, 9, 12, 17)  # of the texts checked at start, besides two as long as the context or this
+_TRIED_LENGTHS = (3, 4, 9, 12, 17)  # tokens of the texts checked at start, besides the longest and 3/4 of it
 _LONGEST_TRIED = 512
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 _CACHED_NUMBERS = 16  # per token in the paged cache, which is never read
