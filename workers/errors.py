@@ -4,7 +4,7 @@
 class WorkerError(Exception):
     """The worker cannot start or continue; the message is one sentence.
 
-    `retry`: a later start may succeed with nothing changed.
+    `retry` means that a later start may succeed with nothing changed.
     """
 
     exit_code = 2

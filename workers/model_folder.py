@@ -1,17 +1,17 @@
-"""Where in a model's folder its files are."""
+"""Locate the files in a model's folder."""
 
 import json
 from pathlib import Path
 
 MODULES = "modules.json"
-"""What sentence-transformers lists the modules of a model in."""
+"""The file in which sentence-transformers lists the modules of a model."""
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Return where config.json, tokenizer and weights are: in the folder that `modules.json` names
-    first, if there is a config.json, else in `folder`.
+    """Return the folder of config.json, tokenizer and weights.
 
-    A `modules.json` that cannot be read counts as none.
+    This is the first folder in `modules.json` if it has a config.json, else `folder`. A
+    `modules.json` that cannot be read is ignored.
     """
     try:
         inner = folder / json.loads((folder / MODULES).read_bytes())[0]["path"]

@@ -1,6 +1,6 @@
-"""What one worker runs with.
+"""Define the settings of one worker.
 
-One frozen value; the command line makes it from flags, environment and config file.
+They are one frozen value, which the command line creates from flags, environment and config file.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from workers.text.parsers.reasoning_formats import REASONING_FORMATS
 from workers.text.parsers.registry import NO_PARSER, TOOL_PARSERS, find_reasoning_format, find_tool_parser
 
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
-"""The small model that ships with the package and answers when no other is named."""
+"""The small model that ships with the package, used if no other is named."""
 
 DEMO_NAME = "demo"
 
@@ -44,7 +44,7 @@ def _check_found(find: Callable[[str], object], name: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WorkerSettings(QueueSettings):
-    """Configuration of a worker process: that of its queue, of its engine core, and its own."""
+    """Configuration of a worker process, including its queue and its engine core."""
 
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=DEMO_MODEL))
     # None: the model as it was given, a folder's own name too, "demo" for the one that ships
@@ -82,7 +82,7 @@ class WorkerSettings(QueueSettings):
 
     @property
     def models(self) -> list[str]:
-        """The names that requests may use."""
+        """Return the model names that requests may use."""
         if self.served_model_name:
             return list(dict.fromkeys(self.served_model_name))
         if self.engine.model == DEMO_MODEL:
@@ -94,5 +94,5 @@ class WorkerSettings(QueueSettings):
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer is read from."""
+        """Return the source of the tokenizer."""
         return self.engine.tokenizer or self.engine.model

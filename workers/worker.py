@@ -1,8 +1,8 @@
-"""A worker's process: requests come from Redis, go through the engine core in its own process, and
-return as tokens and results.
+"""Run a worker process: requests come from Redis, go through the engine core in its own process,
+and return as tokens and results.
 
-`main(settings)` runs one until it is ordered to stop. Redis stores at any moment what it is
-responsible for, so it may be killed at any moment.
+`main(settings)` runs one until it is ordered to stop. Redis always stores everything that the
+worker is responsible for, so it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from workers.text.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 MAX_ENGINE_RESTARTS = 5
-"""A worker gives up after one death more than that of cores in a row of which none got a request
-answered; those during an isolated run do not count.
+"""Most consecutive deaths of cores that answered no request; a worker gives up after one more.
+Deaths during an isolated run do not count.
 """
 
 CALL_RETRY_SECONDS = 2.0
-"""How long one call to Redis tries again by itself; who calls decides what happens then."""
+"""Seconds for which one call to Redis retries by itself; the caller handles the failure."""
 
 _LONGEST_PAUSE = 32.0  # seconds
 
@@ -55,11 +55,11 @@ T = TypeVar("T")
 def main(
     settings: WorkerSettings, launched: LaunchedCore | None = None, was_stopped: Callable[[], bool] = lambda: False
 ) -> int:
-    """Run a worker to its end; return the exit code: 0 when it was ordered to stop, 1 when it could
-    not go on or Redis was unavailable, 2 when it could not start.
+    """Run a worker to its end; return the exit code: 0 if it was ordered to stop, 1 if it could not
+    continue or Redis was unavailable, 2 if it could not start.
 
-    `launched`: its first core, if it was launched before all of this was imported. `was_stopped`:
-    whether an order to stop came until then.
+    `launched` is its first core, if it was launched before all of this was imported. `was_stopped`
+    returns whether an order to stop came before that.
     """
     worker = Worker(settings, launched, was_stopped)
     try:
@@ -73,7 +73,9 @@ def main(
 
 
 class Worker:
-    """The process: its tokenizer, the signals that stop it, and one engine core after the other."""
+    """Run the process: its tokenizer, the signals that stop it, and one engine core after
+    another.
+    """
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Worker:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether an order to stop came."""
+        """Return whether an order to stop came."""
         return self._stop_orders > 0
 
     async def run(self) -> None:
@@ -160,8 +162,10 @@ class Worker:
                 self.was_ready = self.was_ready or replica.was_ready
 
     def _may_start_yet(self, error: EngineStartError) -> bool:
-        """Return whether another try is worth it: a signal says nothing about the model, and who
-        was ready once may lack memory for a moment.
+        """Return whether another try can help.
+
+        A signal does not point to the model, and a worker that was ready once may lack memory for a
+        moment.
         """
         return self.was_ready or (error.returncode is not None and error.returncode < 0)
 
@@ -188,8 +192,7 @@ async def _vocabulary(tokenizer: asyncio.Future[TextTokenizer]) -> list[bytes]:
 
 
 class Deaths:
-    """The deaths of cores that brought nothing, and how long to wait after each: 0, 1, 2, 4, ...
-    seconds.
+    """Count the deaths of cores that answered nothing; wait 0, 1, 2, 4, ... seconds after each.
 
     Crashes during an isolated run are expected and counted apart; they never end the worker.
     """
@@ -199,8 +202,10 @@ class Deaths:
         self._isolated = 0
 
     def count(self, *, isolated: bool, answered: bool, cleared: bool) -> float:
-        """Count a crash and return the seconds to wait; `answered`, `cleared`: whether that core
-        had answered a request or released one from quarantine.
+        """Count a crash and return the seconds to wait.
+
+        `answered` and `cleared`: whether that core had answered a request or released one from
+        quarantine.
         """
         if answered:
             self.in_a_row = 0
@@ -215,15 +220,15 @@ class Deaths:
 
 
 def _in_daemon_thread(action: Callable[[], T]) -> asyncio.Future[T]:
-    """What `action` returns or raises.
+    """Return the result of `action`, or raise its error.
 
-    Unlike a thread of a pool this one holds nothing up when the process wants to end.
+    Unlike a thread of a pool, this thread does not delay the exit of the process.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(outcome: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop may be closed by now
+        with suppress(RuntimeError):  # the loop may already be closed
             loop.call_soon_threadsafe(lambda: None if future.done() else outcome())
 
     def run() -> None:

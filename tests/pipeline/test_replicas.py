@@ -113,7 +113,7 @@ def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path
         queue.redis.close()
         assert run.wait(120) == 0, run.output
         assert re.search(
-            r"the engine core was ended by SIGKILL; the last it wrote: .*rank 1 \(process \d+\) was ended by SIGKILL",
+            r"the engine core was ended by SIGKILL; its last output: .*rank 1 \(process \d+\) was ended by SIGKILL",
             run.output,
         )
     check_answers(source, output)

@@ -1,6 +1,6 @@
-"""The engine core's loop over scheduler and executor.
+"""Run the engine core's loop over scheduler and executor.
 
-Runs in a process of its own, or synchronously inside a test.
+It runs in a separate process, or synchronously inside a test.
 """
 
 import logging
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One admission batch is a 16th of the slots, where steps without a prompt are CUDA graphs
+# An admission batch is a 16th of the slots, if steps without a prompt are CUDA graphs
 _ADMISSION_BATCHES = 16
-# Of the steps' time, what abandoned ones may lose, and how many seconds of that are saved up
+# Share of step time that abandoned steps may lose, and the most seconds of it that accumulate
 _LOST_SHARE, _MOST_LOST_SECONDS = 0.05, 5.0
 _IDLE_SECONDS = 0.5  # without a message, until blocks of the cache are populated
-_POPULATE_PAUSE = 0.002  # seconds between two pieces, unless a message comes
+_POPULATE_PAUSE = 0.002  # seconds between two parts, unless a message arrives
 _SINGLE_TOKEN_TRIES = 3
 _SINGLE_TOKEN_PAUSE = 0.2  # seconds
 
@@ -62,7 +62,7 @@ class EngineCore:
         self._depth = config.depth
         self._whole_prompts = model.whole_prompts
         self._devices = config.tensor_parallel_size
-        self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with the time of its planning
+        self._launched: deque[tuple[StepPlan, LaunchedStep, float]] = deque()  # with its planning time
         self._last: LaunchedStep | None = None  # to be retired
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
@@ -73,8 +73,8 @@ class EngineCore:
         self._serving = False
         self._interruption = executor.interruption
         self._interruptible_until = 0.0  # by time.perf_counter()
-        self._may_lose = _MOST_LOST_SECONDS  # by steps that are abandoned
-        self._live_received = self._live_taken = 0  # messages
+        self._may_lose = _MOST_LOST_SECONDS  # seconds that abandoned steps may still lose
+        self._live_received = self._live_taken = 0  # message counts
         self._trace = StepTrace(Path(config.profile), config.device) if config.profile else None
         if config.nvtx:
             mark_spans()
@@ -118,9 +118,9 @@ class EngineCore:
         )
 
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:
-        """Serve until a `Shutdown` comes.
+        """Serve until a `Shutdown` message.
 
-        Raises what the executor raises; the core is unusable afterwards.
+        Raises the executor's errors; the core is unusable afterwards.
         """
         self._serving = True
         self._guides.woken = lambda: inbox.put(AddRequests([]))
@@ -139,9 +139,10 @@ class EngineCore:
             self._trace.close()
 
     def interrupt_for(self, message: ToCore) -> None:
-        """Abandon a step of batch requests alone for a live request, unless it is about to end.
+        """Abandon a step that has only batch requests for a live request, unless it is about to
+        end.
 
-        To be called by the thread that receives, once the message is in the inbox.
+        The receiving thread must call this once the message is in the inbox.
         """
         if self._interruption is not None and _has_live(message):
             self._live_received += 1
@@ -149,7 +150,7 @@ class EngineCore:
                 self._interruption.set()
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
-        """Add requests; one with a guide waits until that is made, beside the steps of others."""
+        """Add requests; one with a guide waits for its compilation while other requests run."""
         for request in requests:
             if request.guide is None or is_void(request.guide):
                 self.scheduler.add(request)
@@ -165,7 +166,7 @@ class EngineCore:
                 self.scheduler.abort([request_id])
 
     def set_vocabulary(self, tokens: list[bytes]) -> None:
-        """Take the bytes of each token, which requests with a guide need."""
+        """Set the bytes of each token, which requests with a guide need."""
         self._guides.set_vocabulary(tokens)
 
     @property
@@ -174,10 +175,11 @@ class EngineCore:
         return bool(self._has_steps or self._guides.waiting)
 
     def step(self) -> StepOutput | None:
-        """Launch the next step, if one can be, and retire the oldest once more than `depth` are
-        launched; return what that brought.
+        """Launch the next step, if possible, and retire the oldest if more than `depth` are
+        launched.
 
-        Where all requests wait for their guides, and no message can come meanwhile, it waits too.
+        Returns the output of the retired step. If all requests wait for their guides, and no
+        message can arrive meanwhile, it waits too.
         """
         self._add_guided(wait=not (self._has_steps or self._serving))
         began = time.perf_counter()
@@ -208,20 +210,21 @@ class EngineCore:
         return bool(self.scheduler.unfinished or self._launched)
 
     def _add_guided(self, wait: bool) -> None:
-        """Hand requests whose guides are made to the scheduler."""
+        """Pass requests whose guides are compiled to the scheduler."""
         for request, made in self._guides.take_made(wait):
             if isinstance(made, Guide):
                 self.scheduler.add(request, made)
             else:
                 self.scheduler.refuse(request, Finish.ERROR, made)
-        # Where live requests came so often that no more steps may be abandoned, short ones are due
+        # Once no more steps may be abandoned, because live requests came too often, short steps are
+        # needed
         self.scheduler.expect_live(self._guides.live_wait or self._may_lose <= 0)
 
     def _launch(self, plan: StepPlan) -> "LaunchedStep":
         """Launch a step.
 
-        Masks are made beside the model's forward pass: from its beginning where all tokens before
-        are known, else once it is launched and the step before it retired.
+        Masks are computed in parallel with the model's forward pass: from its start if all earlier
+        tokens are known, else once it is launched and the step before it is retired.
         """
         if self._interruption is not None:
             self._prepare_interruption(self._interruption, plan)
@@ -234,14 +237,15 @@ class EngineCore:
         try:
             return self._executor.launch(plan, lambda: self._checked(plan, begun()))
         finally:
-            begun()  # nothing else may touch the guides meanwhile
+            begun()  # nothing else may access the guides meanwhile
 
     def _prepare_interruption(self, interruption: "Interruption", plan: StepPlan) -> None:
-        """Set until when this step may be abandoned: while more of it is left than a live step
-        takes, unless too much was lost already. Live requests that come more often than a batch's
-        steps end would stop the batch.
+        """Set the time until which this step may be abandoned.
 
-        A live request may have arrived since the inbox was emptied.
+        A step may be abandoned while more of it is left than a live step takes, unless too much
+        time was already lost. Live requests that arrive more often than batch steps end would
+        otherwise stop the batch. The interruption is set at once if a live request has arrived
+        since the inbox was emptied.
         """
         may_lose = self._may_lose > 0 and not self.scheduler.has_live
         long = self.scheduler.seconds_beyond_live_step(plan) if may_lose else 0.0
@@ -298,7 +302,8 @@ class EngineCore:
     def _handle_out_of_memory(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
         """Handle a step that did not fit into memory: halve the token budget.
 
-        A request whose single token, or whole prompt where it cannot be cut, does not fit fails.
+        A request fails if its single token does not fit, or its whole prompt if that cannot be
+        split.
         """
         request_ids, tokens = self.scheduler.undo(plan), int(plan.counts.sum())
         if len(plan.counts) > 1 if self._whole_prompts else tokens > 1:
@@ -306,7 +311,7 @@ class EngineCore:
             logger.warning("a step of %d tokens does not fit into memory (%s); trying smaller steps", tokens, error)
         elif not self._launched:
             self._single_token_tries += 1
-            time.sleep(_SINGLE_TOKEN_PAUSE)  # another process may have used the memory for a moment
+            time.sleep(_SINGLE_TOKEN_PAUSE)  # another process may have used the memory briefly
         if self._retired is not None:
             return self._take_retired()
         if self._launched:

@@ -1,8 +1,8 @@
-"""The engine core's process: `python -m workers.engine.core_process --fd N --parent PID`.
+"""Run the engine core's process: `python -m workers.engine.core_process --fd N --parent PID`.
 
-N is its end of a socket pair; the worker process PID, holds the other.
+N is its end of a socket pair; the worker process PID has the other end.
 
-Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the worker process
+It reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the worker process
 sends `Shutdown`, closes its end or dies.
 """
 
@@ -61,14 +61,13 @@ def main() -> int:
 
 def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender, cores: "list[EngineCore]") -> None:
     bound_spinning()
-    gc.disable()  # looking through what the imports make takes a sixth of their time
-    # Imported here, when messages are already received, since importing torch takes
-    # seconds.
+    gc.disable()  # scanning the imported objects takes a sixth of the import time
+    # Imported here, once messages are being received, since importing torch takes seconds.
     from workers.engine.core import EngineCore
     from workers.engine.device.executor import Executor
     from workers.engine.device.ranks import RankDeath, end_likewise
 
-    gc.freeze()  # collections while the weights are read skip what the imports made
+    gc.freeze()  # collections while the weights are read skip the imported objects
     gc.enable()
 
     def on_rank_death(death: RankDeath) -> None:
@@ -96,7 +95,7 @@ def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore], cores: "list[Engin
     except msgspec.MsgspecError as error:
         print(f"a frame from the worker process could not be read: {error}", file=sys.stderr, flush=True)
         status = 1
-    # No client is left that could send a message or use a result.
+    # No client is left to send a message or use a result.
     os._exit(status)
 
 

@@ -1,1 +1,1 @@
-"""Forms of answers become grammars of llguidance, compiled in a process that can be killed."""
+"""Compile output formats to llguidance grammars, in a process that can be killed."""

@@ -1,7 +1,7 @@
-"""Objects that name their properties get no others, where a JSON Schema does not say.
+"""Forbid further properties of objects that name some, unless the JSON Schema says otherwise.
 
-xgrammar and OpenAI's strict mode have it so. Else an answer may go on with properties of any name
-for ever.
+xgrammar and OpenAI's strict mode do the same. Otherwise an answer could continue forever with
+properties of any name.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patt
 
 
 def close_objects(nodes: list[dict[str, Any]], pointed: dict[str, Any]) -> None:
-    """Forbid further properties in the schemas that name some, among all those inside one schema.
+    """Forbid further properties in each schema of `nodes` that names some.
 
-    Where two schemas speak of the same object nothing is changed in either, since one may need what
-    the other does not name. `pointed` has the targets of references.
+    Schemas that apply to the same object stay unchanged, since one may require properties that
+    another does not name. `pointed` has the targets of references.
     """
     shared = _find_shared(nodes, pointed)
     for node in nodes:
@@ -27,7 +27,7 @@ def close_objects(nodes: list[dict[str, Any]], pointed: dict[str, Any]) -> None:
 
 
 def _names_all(node: dict[str, Any]) -> bool:
-    """Return whether it says nothing of an object but what some of its properties are."""
+    """Return whether a schema describes an object only by some of its properties."""
     named, required = node.get("properties"), node.get("required", [])
     if not isinstance(named, dict) or not named or not isinstance(required, list):
         return False
@@ -37,7 +37,7 @@ def _names_all(node: dict[str, Any]) -> bool:
 
 
 def _find_shared(nodes: list[dict[str, Any]], pointed: dict[str, Any]) -> set[int]:
-    """Return the schemas that speak of values of which another one speaks too, by `id`."""
+    """Return the schemas, by `id`, whose values another schema also constrains."""
     left = [node for node in nodes if _combines(node)]
     shared: set[int] = set()
     while left:
@@ -52,7 +52,7 @@ def _find_shared(nodes: list[dict[str, Any]], pointed: dict[str, Any]) -> set[in
 
 
 def _combines(node: dict[str, Any]) -> bool:
-    """Return whether a value must meet more than one schema here."""
+    """Return whether a value must satisfy more than one schema here."""
     applied = _APPLICATORS & node.keys()
     every = node.get("allOf")
     return (

@@ -1,4 +1,4 @@
-"""Compile the form of an answer as the engine core will do it, to find out whether that works."""
+"""Compile an output format as the engine core does, to find out whether it compiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.text.errors import FormatError
 
 
 def compile_format(wanted: OutputFormat, vocabulary: Vocabulary) -> str:
-    """Return the grammar of a form, which compiles and has a first token.
+    """Return the grammar of a form, checked to compile and to have a first token.
 
     Raises FormatError.
     """

@@ -1,9 +1,9 @@
-"""The process that compiles grammars: `python -m workers.grammars.compiler_process --fd N --parent
-PID`.
+"""Run the process that compiles grammars: `python -m workers.grammars.compiler_process --fd N
+--parent PID`.
 
-It may be killed at any moment: by the worker process PID where a grammar takes too long, by itself
-where one needs too much memory or stack. Whatever compiles here compiles in the engine core, which
-has more of both.
+It may die at any moment: the worker process PID kills it if a grammar takes too long, and it fails
+by itself if one needs too much memory or stack. A grammar that compiles here also compiles in the
+engine core, which has more of both.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from workers.grammars.messages import THREADS, Compile, Compiled
 from workers.text.errors import FormatError
 
 MEMORY = 1 << 30
-"""Bytes of address space that compiling may take, beside what the process has when it begins."""
+"""Bytes of address space for compiling, beyond the process's own at its start."""
 
 _VOCABULARY_DECODER = msgspec.msgpack.Decoder(SetVocabulary)
 _DECODER = msgspec.msgpack.Decoder(Compile)
 
-_STACK = 32 << 20  # bytes; half of what the core's threads have
+_STACK = 32 << 20  # bytes; half the stack of the core's threads
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def main() -> int:
     given = parser.parse_args()
     connection = socket.socket(fileno=given.fd)
     become_child(given.parent, connection, "grammars", logging.WARNING)
-    faulthandler.disable()  # a caller's grammar may crash this process; the worker process says so
+    faulthandler.disable()  # a caller's grammar may crash this process; the worker process logs it
     reader, sender = FrameReader(connection), FrameSender(connection)
     tokens = reader.read(_VOCABULARY_DECODER)
     if tokens is not None:
@@ -52,8 +52,8 @@ def main() -> int:
 
 
 def _serve(reader: FrameReader, sender: FrameSender, vocabulary: Vocabulary) -> None:
-    """Compile until the worker process closes its end."""
-    vocabulary.compile('start: "a"').compute_bitmask()  # what the library makes at its first use
+    """Compile until the worker process closes the connection."""
+    vocabulary.compile('start: "a"').compute_bitmask()  # initializes the library
     inbox: SimpleQueue[Compile] = SimpleQueue()
     threading.stack_size(_STACK)
     for _ in range(THREADS):

@@ -1,4 +1,4 @@
-"""What the grammar library says against a form, as a sentence for the caller."""
+"""Translate errors of the grammar library into a sentence for the caller."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _UNSATISFIABLE = re.compile(r"Unsatisfiable schema: (.*)")
 _REGEX = re.compile(r"regex parse error:\n\s*(.*)\n(?:.*\n)*?error: (.*)")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
 _EXCESS = re.compile("panic|too complex|too large|limit|fuel exhausted", re.IGNORECASE)
-_LONGEST = 300  # characters of what the library said
+_LONGEST = 300  # characters quoted from the library's error
 
 
 def explain(wanted: OutputFormat, error: str) -> str:
-    """Return one sentence that says what is wrong and, where that is known, where."""
+    """Return one sentence that names the error and, if known, its position."""
     if match := _UNSUPPORTED.search(error):
         return _unsupported(wanted, json.loads(match[1]))
     if match := _UNSATISFIABLE.search(error):
@@ -52,7 +52,7 @@ def _unsupported(wanted: OutputFormat, keywords: list[str]) -> str:
 
 
 def _place(wanted: OutputFormat, keyword: str) -> str:
-    """Where in a schema a keyword is: the first such place."""
+    """Return the first position of a keyword in a schema, as text for the sentence."""
     if wanted.kind == "json_schema":
         with contextlib.suppress(ValueError, RecursionError):
             path = _find(json.loads(wanted.source), keyword, "$")

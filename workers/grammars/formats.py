@@ -1,4 +1,4 @@
-"""From the form that an answer must have to the grammar that says so."""
+"""Convert output formats to grammars."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from workers.text.errors import FormatError
 
 
 def grammar_of(wanted: OutputFormat) -> str:
-    """Return the grammar of a form, in llguidance's JSON form; whether it compiles is not known
-    yet.
+    """Return the grammar of a form, in llguidance's JSON form; it may not compile.
 
     Raises FormatError.
     """

@@ -1,4 +1,4 @@
-"""The worker process' side of the process that compiles grammars."""
+"""Manage the process that compiles grammars, from the worker process."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from workers.text.errors import CompilerEndedError, FormatError, GrammarCompiler
 logger = logging.getLogger(__name__)
 
 SECONDS = 5.0
-"""How long one grammar may take to compile."""
+"""Seconds that one grammar may take to compile."""
 
 _START_SECONDS = 30.0
 
 
 class GrammarCompiler:
-    """Compiles in a process of its own, which starts with the first grammar and is replaced when a
-    grammar makes an end of it.
+    """Compile grammars in a separate process.
 
-    For one event loop, whose thread must outlive it: the process ends with that.
+    The process starts with the first grammar and is replaced after a grammar has ended it. Use it
+    from one event loop, whose thread must outlive it: the process ends with that thread.
     """
 
     def __init__(self, tokens: Callable[[], Awaitable[list[bytes]]], seconds: float = SECONDS) -> None:
-        """`tokens` makes the bytes of each token of the vocabulary; it may raise FormatError."""
+        """`tokens` returns the bytes of each token of the vocabulary; it may raise FormatError."""
         self._tokens = tokens
         self._seconds = seconds
         self._numbers = itertools.count(1)
@@ -50,20 +50,21 @@ class GrammarCompiler:
 
     @property
     def pid(self) -> int | None:
-        """The process' id, None while there is none."""
+        """Return the process id, or None without a process."""
         return None if self._process is None or self._process.ended else self._process.pid
 
     async def compile(self, wanted: OutputFormat) -> str:
         """Return the grammar of a form.
 
-        Raises FormatError, also where compiling would take too long or ends the process, and
-        GrammarCompilerError. What was compiled when the process ended is compiled once more, alone.
+        Raises FormatError, also if compiling takes too long or ends the process, and
+        GrammarCompilerError. Grammars in progress when the process ended are compiled once more,
+        one at a time.
         """
         async with self._turns:
             try:
                 return await self._try(wanted)
             except CompilerEndedError as error:
-                logger.warning("%s; compiling again what it had", error)
+                logger.warning("%s; compiling its unfinished grammars again", error)
         async with self._alone():
             try:
                 return await self._try(wanted)
@@ -103,17 +104,17 @@ class GrammarCompiler:
             return self._process
 
     def _replace(self) -> None:
-        """Start the next process before it is needed, which takes a second for many tokens."""
+        """Start the next process early, since a start takes a second for many tokens."""
 
         async def start() -> None:
-            with suppress(GrammarCompilerError):  # the next grammar finds out
+            with suppress(GrammarCompilerError):  # reported by the next grammar
                 await self._started()
 
         self._replacing = asyncio.create_task(start(), name="grammars")
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """While nothing else is compiled."""
+        """Hold the compiler while nothing else compiles."""
         async with self._isolating, AsyncExitStack() as turns:
             for _ in range(THREADS):
                 await turns.enter_async_context(self._turns)
@@ -121,7 +122,7 @@ class GrammarCompiler:
 
 
 class _CompilerProcess:
-    """One such process, from its start to its end."""
+    """One compiler process, from its start to its end."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -132,7 +133,7 @@ class _CompilerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, None before its start."""
+        """Return its process id, or None before its start."""
         return None if self._process is None else self._process.pid
 
     async def start(self, tokens: list[bytes]) -> None:
@@ -157,11 +158,11 @@ class _CompilerProcess:
             raise
 
     async def compile(self, number: int, wanted: OutputFormat) -> Compiled:
-        """Return what it says of a form. Raises CompilerEndedError."""
+        """Return its reply for a form. Raises CompilerEndedError."""
         return await self._answer_to(number, Compile(number, wanted))
 
     async def end(self) -> None:
-        """Kill it; return once it is gone."""
+        """Kill it; return once it has exited."""
         self.ended = True
         if self._process is not None:
             self._process.kill()
@@ -188,7 +189,7 @@ class _CompilerProcess:
                     [sys.executable, *command, "--parent", str(os.getpid())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # the library prints what a caller's grammar makes it fail at
+                    stderr=subprocess.DEVNULL,  # the library prints an error for a caller's bad grammar
                     env=child_environment(),
                 )
         except BaseException:
@@ -197,7 +198,7 @@ class _CompilerProcess:
         return ours
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Pass its answers on, until its end."""
+        """Complete the waiting calls with its replies, until its end."""
         while (message := await read_frame(reader, _DECODER)) is not None:
             future = self._waiting.get(message.number)
             if future is not None and not future.done():

@@ -1,5 +1,5 @@
-"""A JSON Schema as llguidance takes it: nothing in it that loosens it, whitespace bounded, dates
-exact, and no way in from which there is no end.
+"""Prepare a JSON Schema for llguidance: no keyword that loosens it, bounded whitespace, exact
+dates, and no reference that can never end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from workers.grammars.schema_walk import MAX_DEPTH, Schema, subschemas, targets
 from workers.text.errors import FormatError
 
 WHITESPACE = r" |\n(?: {1,16}|\t{1,8})?"
-"""What may stand between the tokens of JSON by default: one space, or one line feed with an
-indentation. Without a bound a model may emit whitespace for ever.
+"""Whitespace between the tokens of JSON by default: one space, or one line feed with an
+indentation. Without a bound a model may emit whitespace forever.
 """
 
 _YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -34,7 +34,7 @@ _PATTERNS = {
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
 }
-"""Formats that llguidance does not have, or less exactly: it knows no leap years."""
+"""Formats that llguidance lacks or implements loosely: it has no leap years."""
 
 _NARROWER = {
     "idn-email": "email",
@@ -44,7 +44,7 @@ _NARROWER = {
     "uri-reference": "uri",
     "uri-template": "uri",
 }
-"""Formats whose texts include all of another one."""
+"""Formats whose texts include all texts of another format."""
 
 _BOUNDS = {
     "minimum": ROUND_CEILING,
@@ -57,7 +57,7 @@ _KNOWN_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uu
 
 
 def prepare_schema(source: str, whitespace: str | None = None) -> dict[str, Any]:
-    """Return the schema that is to be compiled. Raises FormatError."""
+    """Return the schema to compile. Raises FormatError."""
     schema = parse_json(source, "The schema")
     if not isinstance(schema, dict | bool):
         raise FormatError("The schema must be a JSON object or a boolean.")
@@ -65,7 +65,7 @@ def prepare_schema(source: str, whitespace: str | None = None) -> dict[str, Any]
 
 
 def prepare_parsed(schema: Schema, whitespace: str | None = None) -> dict[str, Any]:
-    """As `prepare_schema`, of a schema that is parsed; it is changed."""
+    """Prepare a parsed schema in place; otherwise as `prepare_schema`."""
     if schema is False:
         raise FormatError("The schema is false, which no JSON value can meet.")
     root: dict[str, Any] = {} if schema is True else schema
@@ -96,15 +96,15 @@ def _refuse_constant(name: str) -> None:
 
 
 def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
-    """The only options of llguidance's that a schema has: those that it came with are gone."""
+    """Return the llguidance options of a schema. They replace all options it came with."""
     if whitespace == "":
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
 
 
 def _make_formats_exact(node: dict[str, Any]) -> None:
-    """Replace formats by patterns, or by others; drop those that are not known, which JSON Schema
-    calls annotations.
+    """Replace formats by patterns or by other formats; drop unknown ones, since JSON Schema calls
+    them annotations.
     """
     name = node.get("format")
     if not isinstance(name, str):
@@ -123,8 +123,9 @@ def _make_formats_exact(node: dict[str, Any]) -> None:
 
 
 def _round_bounds_inward(node: dict[str, Any]) -> None:
-    """Round bounds to as many decimals as llguidance has, which takes the nearest: one that lets
-    too much pass.
+    """Round bounds inward to llguidance's number of decimals.
+
+    llguidance rounds to the nearest decimal, which may allow too much.
     """
     for name, rounding in _BOUNDS.items():
         bound = node.get(name)

@@ -1,4 +1,4 @@
-"""Pieces of grammars in llguidance's variant of Lark."""
+"""Build pieces of grammars in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from workers.text.errors import FormatError
 
-_UNWRITABLE = re.compile(r"([\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+)")  # in a string of Lark's
+_UNWRITABLE = re.compile(r"([\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+)")  # not allowed in a Lark string
 _GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 
 
 def literal(text: str) -> str:
-    """Return what matches a text that is not empty, for rules and for terminals.
+    """Return a Lark expression for a nonempty text, for rules and for terminals.
 
-    Raises FormatError for one that has no UTF-8.
+    Raises FormatError for a text that cannot be encoded in UTF-8.
     """
     try:
         text.encode()
@@ -34,9 +34,9 @@ def _piece(part: str) -> str:
 
 
 def choice(texts: Iterable[str]) -> str:
-    """Return the grammar of one of some texts, in llguidance's JSON form.
+    """Return the grammar of a choice between texts, in llguidance's JSON form.
 
-    They are one terminal: a rule of as many takes ten times as long to compile.
+    The choice is one terminal: a rule with as many alternatives takes ten times as long to compile.
     """
     distinct = list(dict.fromkeys(texts))
     alternatives = " | ".join(f"({literal(text)})" for text in distinct if text)
@@ -52,8 +52,10 @@ def grammar_text(lark: str) -> str:
 
 
 def to_lark(grammar: str) -> str:
-    """Return a caller's grammar as Lark: it may be GBNF, as vLLM's EBNF is called elsewhere, with
-    `root ::=` for its start. Raises FormatError.
+    """Return a caller's grammar as Lark.
+
+    The input may also be GBNF, which vLLM calls EBNF, with `root ::=` as its start. Raises
+    FormatError.
     """
     if not _GBNF_RULE.search(grammar):
         return grammar
@@ -66,6 +68,6 @@ def to_lark(grammar: str) -> str:
 
 
 def regex_terminal(pattern: str) -> str:
-    """Return a regular expression as a terminal: between slashes, those inside it escaped."""
+    """Return a regular expression as a terminal: between slashes, with inner slashes escaped."""
     start: str = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
     return start.removeprefix("start: ")

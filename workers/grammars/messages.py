@@ -1,7 +1,7 @@
-"""Messages between the worker process and the process that compiles its grammars.
+"""Define the messages between the worker process and its grammar compiler process.
 
-The worker process' first frame is a `SetVocabulary`, which the other answers with an empty
-`Compiled`; from then on each `Compile` gets its `Compiled`, in any order.
+The worker process sends a `SetVocabulary` first, answered by an empty `Compiled`; then each
+`Compile` is answered by a `Compiled`, in any order.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import msgspec
 from jobs.protocol.output_format import OutputFormat
 
 THREADS = 4
-"""Grammars compiled at the same time, so that one that takes long does not hold up all others."""
+"""Grammars compiled at the same time, so that a slow one does not delay all others."""
 
 
 class Compile(msgspec.Struct, array_like=True):
-    """Compile a form; `number` is the caller's own."""
+    """Compile a form; `number` is chosen by the sender."""
 
     number: int
     wanted: OutputFormat
 
 
 class Compiled(msgspec.Struct, array_like=True):
-    """The grammar of the form of that number, or a sentence that says why there is none."""
+    """The grammar of the form with that number, or a sentence with the error."""
 
     number: int = 0
     grammar: str = ""

@@ -1,5 +1,5 @@
-"""Which parts of a JSON Schema refer to themselves without end, so that no JSON text can meet
-them.
+"""Find the parts of a JSON Schema that refer to themselves without end, so that no JSON text can
+satisfy them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _WITH_PARTS = frozenset({"object", "array"})
 
 
 def cut_endless(nodes: list[dict[str, Any]], root: dict[str, Any], pointed: dict[str, Any]) -> None:
-    """Make `false` of each reference from which there is no end: an answer that took it could
-    never be completed.
+    """Replace by `false` each reference that never ends: an answer that took it could never be
+    completed.
 
-    `nodes` are all schemas inside `root`, the innermost first, and `pointed` has the targets of
-    references. Raises FormatError when the whole has no end.
+    `nodes` are all schemas inside `root`, innermost first; `pointed` has the targets of references.
+    Raises FormatError if the whole schema never ends.
     """
     if not pointed:
         return
@@ -35,8 +35,10 @@ def cut_endless(nodes: list[dict[str, Any]], root: dict[str, Any], pointed: dict
 
 
 def _find_ending(nodes: list[dict[str, Any]], pointed: dict[str, Any]) -> set[int]:
-    """Return which schemas a text of finite length can meet, as far as recursion goes, by `id`: the
-    least set that follows from itself.
+    """Return the schemas, by `id`, that a text of finite length can satisfy as far as recursion
+    goes.
+
+    This is the least fixed point.
     """
     ending: set[int] = set()
     left = nodes
@@ -84,7 +86,7 @@ def _has_ending_type(node: dict[str, Any], good: Any) -> bool:
 
 
 def _required(node: dict[str, Any]) -> list[Any]:
-    """The schemas of the properties that must be there."""
+    """Return the schemas of the required properties."""
     properties = node.get("properties")
     named = properties if isinstance(properties, dict) else {}
     other = node.get("additionalProperties", True)
@@ -94,7 +96,7 @@ def _required(node: dict[str, Any]) -> list[Any]:
 
 
 def _first_items(node: dict[str, Any]) -> list[Any]:
-    """The schemas of the items that must be there."""
+    """Return the schemas of the required items."""
     least = node.get("minItems")
     if not isinstance(least, int) or least <= 0:
         return []

@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema that the grammar library lacks, said with those that it has."""
+"""Express keywords of JSON Schema that the grammar library lacks by others that it has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _NARROWER = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", 
 
 
 def rewrite(node: dict[str, Any]) -> None:
-    """Change one schema, without those inside it, where that is possible without changing what it
-    means; the other keywords stay, to be refused by name.
+    """Rewrite one schema, without its subschemas, where its meaning stays the same; the other
+    keywords stay and are refused by name.
     """
     if node.get("uniqueItems") is False or (node.get("uniqueItems") is True and _at_most_one(node)):
         del node["uniqueItems"]
@@ -42,7 +42,9 @@ def _rewrite_names(node: dict[str, Any]) -> None:
 
 
 def _rewrite_unevaluated(node: dict[str, Any]) -> None:
-    """Without schemas beside it, all properties and items that it does not name are unevaluated."""
+    """Rewrite `unevaluated*`: without adjacent schemas, it covers all unnamed properties and
+    items.
+    """
     for keyword, other in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         if keyword in node:
             node.setdefault(other, node[keyword])

@@ -1,4 +1,4 @@
-"""The subschemas of a JSON Schema, and what its references point to."""
+"""Iterate over the subschemas of a JSON Schema, and resolve its references."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.text.errors import FormatError
 Schema = dict[str, Any] | bool
 
 MAX_DEPTH = 100
-"""How deep a schema may be nested; llguidance's parser reads 127 levels."""
+"""Deepest nesting of a schema; llguidance's parser reads 127 levels."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -31,10 +31,10 @@ _SINGLES = (
 
 
 def subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all schemas inside one that are objects, itself too, the innermost first, and those at
-    other places that references point to.
+    """Return all object schemas inside a schema, itself included, innermost first, and the targets
+    of references at other places.
 
-    Raises FormatError where it is nested too deeply.
+    Raises FormatError if it is nested too deeply.
     """
     found: list[dict[str, Any]] = []
     _collect(root, 0, found)
@@ -48,7 +48,7 @@ def subschemas(root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def children(node: dict[str, Any]) -> Iterator[tuple[dict[str, Any] | list[Any], Any, Any]]:
-    """What may be a schema right below one: the container, its key there, and the value."""
+    """Yield possible schemas directly below a schema: the container, the key and the value."""
     for name in _MAPS:
         if isinstance(inner := node.get(name), dict):
             yield from ((inner, key, value) for key, value in inner.items())
@@ -63,8 +63,9 @@ def children(node: dict[str, Any]) -> Iterator[tuple[dict[str, Any] | list[Any],
 
 
 def targets(nodes: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
-    """Return what each reference of these schemas points to, by the reference; those that point
-    elsewhere, or nowhere, are left out.
+    """Return the target of each reference in these schemas, by reference.
+
+    References to other documents or to missing places are left out.
     """
     anchors = {f"#{node['$anchor']}": node for node in nodes if isinstance(node.get("$anchor"), str)}
     ids = {name: node for node in nodes for key in ("$id", "id") if isinstance(name := node.get(key), str)}

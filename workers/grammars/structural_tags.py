@@ -1,7 +1,7 @@
-"""Structural tags: free text in which tags have contents of a given form.
+"""Compile structural tags: free text in which tags have contents of a given form.
 
-Two shapes are read: vLLM's older one of `structures` and `triggers`, and the newer one, a tree of
-formats under `format`.
+Two shapes are accepted: vLLM's older one of `structures` and `triggers`, and the newer one, a tree
+of formats under `format`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def structural_tag(value: Any, whitespace: str | None = None) -> str:
 
 
 def _tags_of_structures(value: dict[str, Any]) -> list[Any]:
-    """The older shape's structures as tags of the newer one."""
+    """Convert the older shape's structures to tags of the newer one."""
     structures = value["structures"]
     _check(isinstance(structures, list) and bool(structures), "'structures' must be a list of one object or more.")
     for number, item in enumerate(structures):
@@ -46,7 +46,7 @@ def _tags_of_structures(value: dict[str, Any]) -> list[Any]:
 
 
 class _Builder:
-    """Lark rules, one after the other; what is nested in them refers to them by name."""
+    """Build Lark rules in sequence; nested formats are referenced by rule name."""
 
     def __init__(self, whitespace: str | None) -> None:
         self._whitespace = whitespace
@@ -120,8 +120,8 @@ class _Builder:
         return self.triggered(_tags(wanted), _texts(wanted, "triggers"), wanted)
 
     def triggered(self, tags: Sequence[Any], triggers: list[str], options: dict[str, Any]) -> str:
-        """Free text until one of `triggers` is written, which then must become a tag of those that
-        begin with it.
+        """Return an expression for free text until a trigger, which must then become one of the
+        tags that begin with it.
         """
         _check(bool(triggers) and all(triggers), "'triggers' must be a list of one text or more, none of them empty.")
         excluded = "".join(map(_without, _texts(options, "excludes")))
@@ -160,7 +160,7 @@ class _Builder:
         return f"{_literal(begin)} {self.rule_of(content)} {self._group(list(map(_literal, ends)), ' | ')}"
 
     def _text_until(self, wanted: dict[str, Any], ends: list[str]) -> str:
-        """Return an expression for free text up to the first of `ends`, and that."""
+        """Return an expression for free text up to and including the first of `ends`."""
         text = self.any_text(wanted)
         name = f"r{len(self._lines)}"
         self._lines.append(f"{name}[lazy]: {text} ({' | '.join(map(literal, ends))})")
@@ -243,6 +243,6 @@ def _literal(text: str) -> str:
 
 
 def _without(text: str) -> str:
-    """Return what a terminal adds so as not to hold a text."""
+    """Return the Lark suffix that excludes a text from a terminal."""
     _check(bool(text), "A text that is excluded must not be empty.")
     return f" & ~(/(?s:.*)/ {literal(text)} /(?s:.*)/)"

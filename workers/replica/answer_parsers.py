@@ -1,4 +1,4 @@
-"""Which parsers read a call's answers, and what guides these beside a grammar."""
+"""Choose the parsers of a call's answers, and the output guide beside the grammar."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WITHOUT_CALLS = ("json_object", "json_schema", "choice")  # an answer of this f
 
 
 class AnswerParsers:
-    """The parsers of a model's answers, if there are any."""
+    """Hold the reasoning parser and the tool-call parser of a model; each may be missing."""
 
     def __init__(self, tools: type[ToolParser] | None = None, reasoning: ReasoningFormat | None = None) -> None:
         self._tools = tools
@@ -39,19 +39,19 @@ class AnswerParsers:
         self.names = (None if tools is None else tools.name, None if reasoning is None else reasoning.name)
 
     def check(self, call: Call) -> None:
-        """Raise ApiError for a call that needs a parser which is not there."""
+        """Raise ApiError for a call that needs a parser this worker does not have."""
         if call.tool_choice == "auto" and self._tools is None:
             message = (
                 '\'tool_choice\' must be "none", "required" or a function: "auto" needs a parser for the'
-                " way in which the model writes its calls: start the worker with --tool-call-parser."
+                " model's tool calls: start the worker with --tool-call-parser."
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_value")
         if call.thinking_token_budget is not None and self._reasoning is None:
-            message = "'thinking_token_budget' needs a worker with --reasoning-parser, which says where thinking ends."
+            message = "'thinking_token_budget' needs a worker with --reasoning-parser, to detect where thinking ends."
             raise ApiError(400, message, param="thinking_token_budget", code="unsupported_value")
 
     def in_reasoning(self, call: Call, prompt: str) -> bool | None:
-        """Return whether the answer to a rendered prompt begins inside reasoning; None where it
+        """Return whether the answer to a rendered prompt begins inside reasoning, or None if it
         may.
         """
         if self._reasoning is None or not call.messages:
@@ -61,7 +61,7 @@ class AnswerParsers:
         return self._reasoning.in_reasoning(prompt)
 
     def guide(self, call: Call, inside: bool | None, output_format: OutputFormat | None) -> OutputGuide | None:
-        """Return what guides the answers, without the grammar; None where nothing does."""
+        """Return the output guide of a call without the grammar, or None if it needs no guide."""
         budget = -1 if call.thinking_token_budget is None else call.thinking_token_budget
         if self._reasoning is None or inside is False:
             return None if output_format is None else OutputGuide()
@@ -71,7 +71,7 @@ class AnswerParsers:
         return OutputGuide("", self._reasoning.end, True, budget, begin)
 
     def parsing(self, call: Call, inside: bool | None) -> Parsing | None:
-        """Return how the answers to a call are read; None where their text is their content."""
+        """Return how the answers to a call are parsed, or None if their text is their content."""
         calls = self._find_calls_parser(call)
         reasoning = self._reasoning if call.messages else None
         if reasoning is None and calls is None:
@@ -99,8 +99,8 @@ class AnswerParsers:
 
 
 def find_parsers(settings: WorkerSettings, template: ChatTemplate) -> AnswerParsers:
-    """Return the parsers that the worker was given; for one that it was not, the one that fits the
-    template, if any. Raises ParserError.
+    """Return the parsers named in the settings. For each one not named, use the parser that fits
+    the chat template, if any. Raises ParserError.
     """
     from workers.text.template_parsers import recognize_reasoning, recognize_tool_parser
 
@@ -111,7 +111,7 @@ def find_parsers(settings: WorkerSettings, template: ChatTemplate) -> AnswerPars
     flags = zip(("--tool-call-parser", "--reasoning-parser"), (given_tools, given_reasoning), found.names, strict=True)
     recognized = [f"{flag} {name}" for flag, given, name in flags if given is None and name is not None]
     if recognized:
-        logger.info("recognized in the chat template: %s; the flag chooses another, or none", ", ".join(recognized))
+        logger.info("recognized in the chat template: %s; set the flag to override it", ", ".join(recognized))
     return found
 
 

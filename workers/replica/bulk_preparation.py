@@ -1,4 +1,4 @@
-"""What the preparation of claimed requests has in common, many at a time."""
+"""Prepare claimed requests in bulk: the steps shared by generation and pooling."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class PendingRequest(Protocol):
-    """A request on its way."""
+    """A request under preparation."""
 
     claim: Claim
-    error: Exception | None  # why its texts have no token ids
+    error: Exception | None  # why tokenization failed
 
 
 Pending = TypeVar("Pending", bound=PendingRequest)
@@ -29,14 +29,14 @@ Prepared = TypeVar("Prepared")
 
 
 class BulkPreparation(ABC, Generic[Pending, Prepared]):
-    """Parses requests one by one, tokenizes their texts together, and checks them one by one."""
+    """Parse requests one by one, tokenize their texts together, and check them one by one."""
 
     def __init__(self, models: Sequence[str], traces: RequestTraces | None) -> None:
         self._models = frozenset(models)
         self._traces = traces
 
     def prepare(self, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
-        """What can run, in order, and the error results of what cannot."""
+        """Return the requests that can run, in claim order, and error results for the others."""
         if self._traces is not None:
             self._traces.claimed(claims)
         pending: list[Pending] = []
@@ -65,19 +65,19 @@ class BulkPreparation(ABC, Generic[Pending, Prepared]):
 
     @abstractmethod
     def _adds_special_tokens(self, item: Pending) -> bool:
-        """Return whether its texts get the tokens that the model expects around them."""
+        """Return whether the tokenizer adds the model's special tokens to this request's texts."""
 
     @abstractmethod
     def _encode(self, pending: Sequence[Pending], special_tokens: bool) -> None:
-        """Give each text its token ids. Raise EncodingError."""
+        """Set the token ids of each text. Raise EncodingError."""
 
     @abstractmethod
     def _check(self, item: Pending) -> Prepared:
-        """Return what the engine can run. Raise ApiError."""
+        """Return the prepared request. Raise ApiError."""
 
     @abstractmethod
     def _trace(self, traces: RequestTraces, prepared: Sequence[Prepared]) -> None:
-        """Note what requests ask for."""
+        """Record the parameters of the requests in their spans."""
 
     def _check_model(self, model: str) -> None:
         if model not in self._models:
@@ -85,10 +85,10 @@ class BulkPreparation(ABC, Generic[Pending, Prepared]):
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _tokenize(self, pending: Sequence[Pending], special_tokens: bool) -> None:
-        """Give each text its token ids, or its request the error of a bad one."""
+        """Set the token ids of each text; a request with a bad text gets the error."""
         try:
             self._encode(pending, special_tokens)
-        except EncodingError as error:  # which text it was is not said
+        except EncodingError as error:  # the error does not name the text
             if len(pending) == 1:
                 pending[0].error = error
             for item in pending if len(pending) > 1 else ():
@@ -96,7 +96,7 @@ class BulkPreparation(ABC, Generic[Pending, Prepared]):
 
 
 def error_of(error: Exception, claim: Claim) -> ApiError:
-    """Return the caller's error; an unforeseen one ends this request alone."""
+    """Return the API error for a failed preparation. An unforeseen error ends only this request."""
     if isinstance(error, ApiError):
         return error
     logger.error("failed to prepare request %s", claim.key, exc_info=error)

@@ -1,7 +1,6 @@
-"""Whether an answer is the JSON that its request asks for.
+"""Check whether an answer is the JSON that its request asks for.
 
-A grammar sees to that, but for an answer that was cut, or that never came to the end of its
-reasoning.
+A grammar guarantees it, except for an answer that was truncated or never left its reasoning.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _REGEXES = ('"pattern"', '"patternProperties"')
 
 
 def is_json(form: OutputFormat | None) -> bool:
-    """Return whether answers of this form can be checked."""
+    """Return whether answers of this form can be checked as JSON."""
     return form is not None and form.kind in ("json_object", "json_schema")
 
 
 def has_form(text: str, form: OutputFormat) -> bool:
-    """Return whether a text is JSON, and of the schema that the form has."""
+    """Return whether a text is JSON that conforms to the schema of the form, if it has one."""
     try:
         value = msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -36,10 +35,11 @@ def has_form(text: str, form: OutputFormat) -> bool:
 
 @functools.lru_cache(64)
 def _validator(source: str) -> Callable[[Any], bool]:
-    """Return what checks a value against a schema.
+    """Return a function that checks a value against a schema.
 
-    One with regular expressions accepts all: Python's may take for ever. So does one that takes too
-    long, or cannot be read here, such as for a reference to elsewhere, which is not followed.
+    The function accepts every value if the schema has regular expressions, since Python may take
+    exponential time on them. It also accepts a value if the check takes too long or the schema
+    cannot be read here: for example, references to other documents are not followed.
     """
     from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
     from referencing import Registry

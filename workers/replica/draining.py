@@ -1,4 +1,4 @@
-"""The end of a worker process's work: how requests in flight stop."""
+"""Drain a worker process: stop its requests in flight."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from workers.replica.running import Running
 logger = logging.getLogger(__name__)
 
 MEASURE_SECONDS = 0.5
-"""How long a draining worker measures, at least, before it decides which requests cannot finish in
-time.
+"""Shortest time for which a draining worker measures its speed before it selects the requests that
+cannot finish in time.
 """
 
 MEASURE_STEPS = 2
-"""How many steps it sees meanwhile, at least, unless the core's process is stopped."""
+"""Fewest steps in that measurement, unless the core's process is stopped."""
 
 _LOOK_SECONDS = 0.02
 
@@ -27,10 +27,11 @@ _LOOK_SECONDS = 0.02
 async def drain(
     running: Running, engine: AsyncEngine, requeue: Requeue, steps: asyncio.Task[None], timeout: float
 ) -> None:
-    """Requeue what has not started, then what cannot finish in time, then the rest after `timeout`
-    seconds, each request from its checkpoint. Nothing is claimed any more.
+    """Requeue requests in three groups, each from its checkpoint: those not started, then those
+    that cannot finish in time, then the rest after `timeout` seconds.
 
-    `steps` takes the core's steps. Raises EngineDeadError if the core crashes by itself meanwhile.
+    Intake must be paused. `steps` is the task that processes the core's steps. Raises
+    EngineDeadError if the core crashes by itself meanwhile.
     """
     unstarted = running.drop_unstarted()
     await requeue.requeue(unstarted)
@@ -55,7 +56,7 @@ async def drain(
 async def _find_slow(
     running: Running, engine: AsyncEngine, goes_on: Callable[[], bool], deadline: float
 ) -> list[RequestKey]:
-    """Measure the speed of requests; return those that would not end before the deadline."""
+    """Measure the speed of each request; return the requests that would miss the deadline."""
     time = asyncio.get_running_loop().time
     start, before, first_step = time(), running.tokens_left(), running.steps
     while goes_on():
@@ -67,10 +68,10 @@ async def _find_slow(
 
 
 def hopeless(before: Mapping[RequestKey, int], left: Mapping[RequestKey, int], times: float) -> list[RequestKey]:
-    """Return the batch requests that at their speed since `before` would need more than `times` as
-    long again to use up the tokens that are `left`.
+    """Return the batch requests that cannot use up their tokens `left` in time.
 
-    One of them may still end before that by itself; it loses little by going on elsewhere, and a
-    live call's client waits.
+    A request is hopeless if, at its speed since `before`, it needs more than `times` as long again.
+    It may still end early by itself; it loses little by continuing on another worker. Live calls
+    are never returned, since their clients wait.
     """
     return [key for key, now in left.items() if not key.live and now > max(0, before.get(key, now) - now) * times]

@@ -1,5 +1,5 @@
-"""Which requests' tokens are due to be published: those that a client watches, and at times the
-others.
+"""Decide when generated tokens are due for publishing: at once for requests that a client watches,
+once per stream interval for the others.
 """
 
 from __future__ import annotations
@@ -13,40 +13,42 @@ from workers.replica.in_flight import InFlight
 AnyInFlight = InFlight[Any]
 
 WATCHED_SECONDS = 60.0
-"""How long a request counts as watched that was when it was claimed; its reader says so again
-before that.
+"""Seconds for which a request watched at claim time counts as watched; its reader renews this in
+time.
 """
 
 _SWEEPS_PER_INTERVAL = 8
 
 
 class Waking(Protocol):
-    """What sends tokens, and asks for them when it does."""
+    """The outbox, as seen by `DueTokens`: it is woken and later asks for the tokens."""
 
     def live_tokens_wait(self) -> None:
-        """Live calls have new tokens."""
+        """Wake: live calls have new tokens."""
 
     def tokens_wait(self, first: bool) -> None:
-        """Watched requests of batches have new tokens, the first ones of some of them."""
+        """Wake: watched batch requests have new tokens; `first` if these are the first of a
+        request.
+        """
 
 
 class DueTokens:
-    """The requests that a client watches, and when the tokens of the others are due."""
+    """Track which requests a client watches, and when the tokens of the others are due."""
 
     def __init__(self, outbox: Waking, clock: Callable[[], float], stream_interval: float) -> None:
         self._outbox = outbox
         self._clock = clock
         self._stream_interval = stream_interval
-        self.watched: dict[AnyInFlight, float] = {}  # until when, on the clock; a step looks at it
+        self.watched: dict[AnyInFlight, float] = {}  # end of each watch, on the clock; checked at each step
         self._next_sweep = 0.0
 
     def begin(self, request: AnyInFlight, now: float) -> None:
-        """Note a request that a client watches when it was claimed, if one does."""
+        """Record a request if it is a live call, or if a client watched it when it was claimed."""
         if request.publishes and (request.claim.live or request.claim.watched):
             self.watched[request] = math.inf if request.claim.live else now + WATCHED_SECONDS
 
     def watch(self, requests: Iterable[AnyInFlight], seconds: int) -> None:
-        """A client reads the tokens of these requests for a while."""
+        """Record that a client reads the tokens of these requests for `seconds`."""
         until = self._clock() + seconds
         for request in requests:
             if request.publishes:
@@ -54,12 +56,14 @@ class DueTokens:
         self._outbox.tokens_wait(True)
 
     def forget(self, request: AnyInFlight) -> None:
-        """A request has left."""
+        """Remove a request that has ended or was dropped."""
         self.watched.pop(request, None)
 
     def requests(self, running: Collection[AnyInFlight], live_only: bool) -> list[AnyInFlight]:
-        """Return those that are due now: live calls and others that a client watches, the rest of
-        the `running` ones once per stream interval.
+        """Return the requests whose tokens are due now.
+
+        Live calls and other watched requests are always due; the other `running` requests are due
+        once per stream interval.
         """
         if live_only:
             return [request for request in self.watched if request.claim.live]
@@ -75,7 +79,7 @@ class DueTokens:
         return due
 
     def announce(self, news: list[AnyInFlight]) -> None:
-        """Have new tokens of requests sent that a client watches."""
+        """Wake the outbox for new tokens of watched requests."""
         of_batches = [request.announced for request in news if not request.claim.live]
         if len(of_batches) < len(news):
             self._outbox.live_tokens_wait()

@@ -1,9 +1,9 @@
-"""Duplicates: requests of one batch that must get the same answer. One of them, the original, runs;
-its copies wait and get its answer.
+"""Deduplicate requests of one batch that must get the same answer. One of them, the original, runs;
+its copies wait for its answer.
 
-A copy is held under a lease of its own, as any request, and has no slot in the engine. Where the
-original ends without an answer, the first copy becomes the original. Where it failed, all copies
-run: most often each fails in the same way, and one after the other would take many times as long.
+Each copy is held under its own lease and takes no engine slot. If the original ends without an
+answer, the first copy becomes the original. If the original fails, all copies run: most often each
+fails in the same way, and running them one after another would take many times as long.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from workers.replica.prepared import Prepare, Prepared
 from workers.replica.tracing import RequestTraces
 
 MAX_KEPT_BYTES = 1 << 24
-"""Memory that finished answers take at most, for copies that are claimed later."""
+"""Largest memory, in bytes, of finished answers kept for copies claimed later."""
 
 MAX_COPIES = 128
-"""Copies that wait for originals that run; more of the same run beside them. They hold up no other
-work, and their answers add no more than so many to the results in Redis.
+"""Most copies that wait for running originals; further duplicates run. Waiting copies delay no
+other work, and their answers add at most this many results in Redis.
 """
 
-_BYTES_OF_OBJECTS = 10  # that a byte of JSON becomes, about
-_BYTES_OF_TOKEN = 200  # the same of a token, shown or not
-_MOST_SUSPECTS = 4096  # beyond which all are forgotten
+_BYTES_OF_OBJECTS = 10  # about: size in memory of one byte of JSON
+_BYTES_OF_TOKEN = 200  # about: size in memory of one token, shown or not
+_MOST_SUSPECTS = 4096  # all are forgotten above this number
 
 Digest = tuple[str, bytes]
-"""Of a batch the id, and of its request what `digest_of` returns."""
+"""A batch id, and the digest of a request from `digest_of`."""
 
 
 def prepare_once(
@@ -44,11 +44,10 @@ def prepare_once(
     traces: RequestTraces | None,
     claims: Sequence[Claim],
 ) -> tuple[list[Prepared], list[Finished]]:
-    """Prepare requests, of those that get the same answer only one, and say which these are; return
-    them in the order of the claims.
+    """Prepare requests, but only one of each set of duplicates; return them in claim order.
 
-    `known` as `Duplicates.prepared`. The first one, prepared, says whether the answer is certain;
-    where it is not, and where the first one cannot run, each is prepared.
+    The other duplicates get a copy of the prepared request. `known` is `Duplicates.prepared`. Every
+    request of a set is prepared by itself if the first one is not deterministic or cannot run.
     """
     digests = {claim.key: (claim.key.batch, digest) for claim in claims if (digest := digest_of(claim))}
     alike = {digest: item for digest in set(digests.values()) if (item := known(digest)) is not None}
@@ -77,8 +76,8 @@ def prepare_once(
 
 
 def digest_of(claim: Claim) -> bytes:
-    """Return what requests of a batch have in common that may get the same answer: their endpoint
-    and their body, byte for byte.
+    """Return the digest of a request's endpoint and body, byte for byte; equal digests in a batch
+    mean duplicates.
 
     It is empty for a live call, and for a request that may have crashed an engine core.
     """
@@ -88,25 +87,25 @@ def digest_of(claim: Claim) -> bytes:
 
 
 class Copy(NamedTuple):
-    """A request that waits for an answer, and when it was claimed, on the monotonic clock."""
+    """A request that waits for an answer, and its claim time on the monotonic clock."""
 
     claim: Claim
     arrived: float
 
 
 class _KeptAnswer(NamedTuple):
-    """A request that has ended, for copies that are claimed later, and how it was prepared."""
+    """A finished request and its prepared form, kept for copies claimed later."""
 
     answer: AnyInFlight
     prepared: Prepared
-    size: int  # bytes, about
+    size: int  # bytes, approximate
 
 
 @dataclass(slots=True)
 class _CopyGroup:
-    """The original of some requests, how each of them is to run, and its copies."""
+    """An original, the prepared form of its duplicates, and its waiting copies."""
 
-    original: RequestKey | None  # None: it has ended
+    original: RequestKey | None  # None once it has ended
     prepared: Prepared
     answer: AnyInFlight | None = None
     failed: bool = False  # whether the original ended with an error
@@ -114,7 +113,7 @@ class _CopyGroup:
 
 
 class Duplicates:
-    """The originals and copies of one engine core. Used from the event loop only."""
+    """Track the originals and copies of one engine core. Use from the event loop only."""
 
     def __init__(
         self,
@@ -122,9 +121,11 @@ class Duplicates:
         start: Callable[[Prepared], None],
         suspects: set[Digest] | None = None,
     ) -> None:
-        """`repeat` gives a copy the answer of a request that has ended, `start` runs one.
+        """Create an empty tracker.
 
-        `suspects`: what ran when earlier cores of this worker crashed, and was not answered since.
+        `repeat` gives a copy the answer of a finished request; `start` runs a request. `suspects`
+        are the digests that ran when earlier cores of this worker crashed and have not been
+        answered since.
         """
         self._repeat = repeat
         self._start = start
@@ -136,17 +137,19 @@ class Duplicates:
         self._kept_bytes = 0
 
     def prepared(self, digest: Digest) -> Prepared | None:
-        """Return how a request was prepared that has or gets the answer of this digest, if there is
-        one. It only reads: the thread that prepares may call it.
+        """Return the prepared form of a running or finished request with this digest, or None.
+
+        It only reads, so the preparation thread may call it.
         """
         known = self._groups.get(digest) or self._kept.get(digest)
         return None if known is None else known.prepared
 
     def take(self, item: Prepared, now: float) -> bool:
-        """Have a request wait for an answer and return True; else it is to run.
+        """Return True if the request waits for another's answer, False if it must run.
 
-        One of which something was published runs: its readers have seen the beginning. So do all
-        suspects, as long as none is answered: one after the other would crash as many cores.
+        A request with published tokens must run, since its readers have seen the beginning. All
+        duplicates of a suspect run until one is answered: one after another would crash as many
+        cores.
         """
         if not item.digest:
             return False
@@ -171,17 +174,17 @@ class Duplicates:
         return True
 
     def waiting(self) -> list[RequestKey]:
-        """Return the copies that wait."""
+        """Return the keys of the waiting copies."""
         return [key for group in self._groups.values() for key in group.copies]
 
     def claim(self, key: RequestKey) -> Claim | None:
-        """Return the claim of a copy that waits."""
+        """Return the claim of a waiting copy, or None."""
         group = self._group_of(key)
         copy = None if group is None else group.copies.get(key)
         return None if copy is None else copy.claim
 
     def answered(self, request: AnyInFlight, finished: Finished) -> None:
-        """Note the answer of a request that ran."""
+        """Record the answer of a request that ran."""
         item = self._items.get(request.claim.key)
         if item is None:
             return
@@ -195,7 +198,7 @@ class Duplicates:
         self.leave(request.claim.key)
 
     def leave(self, key: RequestKey, failed: bool = False) -> None:
-        """Forget a request that has ended in some way; copies that waited for it go on."""
+        """Remove a request that has ended; copies that waited for it continue."""
         group, item = self._group_of(key), self._items.pop(key, None)
         if group is None or item is None:
             return
@@ -206,18 +209,20 @@ class Duplicates:
             self._go_on_soon(_digest_in_batch(item))
 
     def suspect(self, keys: Iterable[RequestKey]) -> None:
-        """Note requests that ran when the core crashed."""
+        """Record the requests that ran when the core crashed."""
         if len(self._suspects) > _MOST_SUSPECTS:
             self._suspects.clear()
         self._suspects.update(_digest_in_batch(self._items[key]) for key in keys if key in self._items)
 
     def forget_batch(self, batch: str) -> None:
-        """Drop what is kept of a batch."""
+        """Drop the kept answers of a batch."""
         for digest in [digest for digest in self._kept if digest[0] == batch]:
             self._drop(digest)
 
     def _group_of(self, key: RequestKey) -> _CopyGroup | None:
-        """Return the group of a request; it lasts as long as its original and its copies."""
+        """Return the group of a request, or None. A group lasts as long as its original and
+        copies.
+        """
         item = self._items.get(key)
         return None if item is None else self._groups.get(_digest_in_batch(item))
 
@@ -225,8 +230,10 @@ class Duplicates:
         asyncio.get_running_loop().call_soon(self._go_on, digest)
 
     def _go_on(self, digest: Digest) -> None:
-        """Answer one copy of an original that has ended, then let others work; without an answer
-        the copy becomes the original, and after an error the others run beside it.
+        """Process the next copy of an original that has ended.
+
+        With an answer, answer one copy and reschedule, so that other tasks run in between. Without
+        one, the copy becomes the original. After an error, all copies run.
         """
         group = self._groups[digest]
         copy = next(iter(group.copies.values()), None)

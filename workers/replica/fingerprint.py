@@ -1,4 +1,4 @@
-"""The fingerprint of what a worker's answers depend on, besides the request."""
+"""Compute the system fingerprint: everything besides the request that answers depend on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from workers.engine.messages.core import Ready
 
 
 def system_fingerprint(info: Ready) -> str:
-    """Return OpenAI's `system_fingerprint`: the same for workers of one version that run the same
-    weights with the same arithmetic, on one kind of device.
+    """Return OpenAI's `system_fingerprint`.
+
+    It is equal for workers of one version that run the same weights with the same arithmetic on one
+    kind of device.
     """
     kind = info.device.partition(":")[0]
     arithmetic = (info.dtype, info.cache_dtype, info.quantization, kind, info.backend)

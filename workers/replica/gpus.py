@@ -1,4 +1,4 @@
-"""Figures of GPUs from their driver, through NVML; its library is imported only for a GPU."""
+"""Read GPU metrics from the driver through NVML; its library is imported only for a GPU."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 def gpu_gauges(uuids: list[str]) -> list[GpuGauges]:
-    """Return use, memory and power of these GPUs. Blocks for milliseconds.
+    """Return utilization, memory and power of these GPUs. Blocks for milliseconds.
 
-    Empty without GPU, library (nvidia-ml-py) or driver, and with another library of that name; the
-    reason is logged once.
+    The list is empty without GPU, library (nvidia-ml-py) or driver, and if another library has that
+    name; the reason is logged once.
     """
     if not uuids:
         return []
     try:
         import pynvml
 
-        pynvml.nvmlInit()  # counted by the library; the first call alone does something
+        pynvml.nvmlInit()  # reference-counted; only the first call initializes
         return [_gauges_of(pynvml, uuid) for uuid in uuids]
     except ImportError:
         _warn_once(f"nvidia-ml-py is not installed: {install_command('cuda')}")
@@ -39,11 +39,11 @@ def _warn_once(reason: str) -> None:
 
 
 def _gauges_of(nvml: Any, uuid: str) -> GpuGauges:
-    """Raise NVMLError where the driver does not know the GPU."""
+    """Return the metrics of one GPU. Raise NVMLError if the driver does not have it."""
     gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def reported(ask: Callable[[Any], Any]) -> Any:
-        """Return None for a figure that this GPU, or a partition of one, does not report."""
+        """Return a metric, or None if this GPU or partition does not report it."""
         try:
             return ask(gpu)
         except nvml.NVMLError:

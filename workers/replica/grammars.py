@@ -1,4 +1,4 @@
-"""The grammars of requests' answers: compiled once each, in another process, and kept."""
+"""Compile the grammars of answers in another process, once each, and cache them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from workers.text.errors import FormatError
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 1024
-"""How many compiled forms are kept."""
+"""Most compiled forms in the cache."""
 
 MAX_KEPT_CHARACTERS = 1 << 25
-"""How long all of them, with their grammars, may be together."""
+"""Largest total size of the cache, grammars included."""
 
 _Key = tuple[str, str, str | None]
 Grammar = str | ApiError
-"""A grammar that compiles, or why there is none."""
+"""A compiled grammar, or the error of one that does not compile."""
 
 
 class Compiler(Protocol):
-    """What compiles."""
+    """A grammar compiler."""
 
     async def compile(self, wanted: OutputFormat) -> str:
         """Return a form's grammar. Raises FormatError."""
@@ -34,9 +34,9 @@ class Compiler(Protocol):
 
 
 class Grammars:
-    """What is known of the forms that answers must have, by their content.
+    """Cache the grammars of output formats by their content.
 
-    Used from the event loop only.
+    Use from the event loop only.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -46,7 +46,7 @@ class Grammars:
         self._compiling: dict[_Key, asyncio.Task[str | Exception]] = {}
 
     def lookup(self, wanted: OutputFormat) -> Grammar | None:
-        """Return what is known of a form, None where it is to be compiled first."""
+        """Return the grammar or error of a form, or None if it must be compiled first."""
         if len(wanted.source) > MOST_SOURCE:
             message = f"Invalid '{wanted.param}': it has {len(wanted.source)} characters, more than {MOST_SOURCE}."
             return ApiError(400, message, param=wanted.param, code="invalid_value")
@@ -73,7 +73,7 @@ class Grammars:
         task.add_done_callback(finished)
 
     async def close(self) -> None:
-        """Compile nothing more; what waits for it is never told."""
+        """Stop compiling; pending callbacks are never called."""
         tasks = list(self._compiling.values())
         for task in tasks:
             task.cancel()

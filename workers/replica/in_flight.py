@@ -1,4 +1,4 @@
-"""What `Running` needs of a request that the engine has, and of its parts there."""
+"""Define the interface between `Running` and a request in the engine with its parts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from workers.engine.messages.metrics import KINDS
 
 
 class EngineSequence(Protocol):
-    """What the engine has under one id: a choice of a prompt, or an input that is pooled."""
+    """The engine's work under one id: a choice of a prompt, or a pooled input."""
 
-    cached_tokens: int  # of its prompt, from the prefix cache
-    device_seconds: float  # that it took here, once it has ended
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    device_seconds: float  # device time used by this worker, set at the end
     ended: bool  # whether it gets no more tokens
-    last_token: float  # when it got one from this worker, on the monotonic clock
-    token_ids: list[int]  # its output
+    last_token: float  # time of its newest token from this worker, on the monotonic clock
+    token_ids: list[int]  # output tokens
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier worker began it."""
+        """Return whether an earlier worker began it."""
 
     @property
     def new_tokens(self) -> int:
-        """How many this worker generated."""
+        """Return how many tokens this worker generated."""
 
     @property
     def prompt_length(self) -> int: ...
@@ -38,23 +38,22 @@ class EngineSequence(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens of its prompt and its output."""
+        """Return the number of prompt and output tokens."""
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
         """Add generated tokens; return whether its text ended it."""
 
     def end(self, reason: FinishReason, stop_token: int = -1) -> None:
-        """No more comes."""
+        """End the sequence; it gets no more tokens."""
 
 
 Part = TypeVar("Part", bound=EngineSequence)
 
 
 class InFlight(ABC, Generic[Part]):
-    """One claimed request on its way through the engine, in parts that run under one lease.
+    """One claimed request in the engine; its parts run under one lease.
 
-    What only some requests have is nothing by default: tokens to publish, more to begin with later,
-    another try.
+    The defaults are for a request without tokens to publish, follow-up parts or retries.
     """
 
     __slots__ = (
@@ -69,32 +68,32 @@ class InFlight(ABC, Generic[Part]):
         "system_fingerprint",
     )
 
-    publishes: ClassVar[bool] = True  # whether there is something of it before its answer
+    publishes: ClassVar[bool] = True  # whether it publishes anything before its answer
 
     announced: bool  # whether anything of it was published
     next_publish: float
     sequences: list[Part]
-    running: dict[int, Part]  # those that have not ended, by engine id
+    running: dict[int, Part]  # the parts that have not ended, by engine id
 
     def __init__(self, claim: Claim, now: float, system_fingerprint: str | None) -> None:
-        """A live call arrived when the API took it, a batch line arrives `now`, on the monotonic
-        clock.
+        """Set the arrival time on the monotonic clock: the time at which the API took a live call,
+        or `now` for a batch line.
         """
         created = claim.request.created
         self.claim = claim
         self.arrived = now - max(0.0, time.time() - created) if created else now
-        self.kind = KINDS[not claim.live]  # its label in metrics
-        self.grammar = ""  # what its outputs must follow, "" for nothing
+        self.kind = KINDS[not claim.live]  # label in metrics
+        self.grammar = ""  # grammar of its outputs, "" for none
         self.system_fingerprint = system_fingerprint
 
     @property
     @abstractmethod
     def started(self) -> bool:
-        """Whether this worker has anything of its answer."""
+        """Return whether this worker has generated part of the answer."""
 
     @abstractmethod
     def begin(self, grammar: str = "") -> list[EngineRequest]:
-        """Return what the engine is to have at once."""
+        """Return the engine requests to start now."""
 
     def accepted(self) -> Delta:
         """Return the first message of a live call, before its answer."""
@@ -106,12 +105,13 @@ class InFlight(ABC, Generic[Part]):
         """Return the result, once all parts have ended."""
 
     def device_microseconds(self) -> int:
-        """Return what the parts took of the devices here."""
+        """Return the device time that the parts used on this worker."""
         return round(1e6 * sum(part.device_seconds for part in self.sequences))
 
     def repeat(self, claim: Claim, arrived: float) -> Finished:
-        """Return the result again, as that of another claim which asks for the same: its prompts
-        count as cached, and it took no time of a device.
+        """Return the result for another claim with the same request.
+
+        All prompt tokens count as cached, and device time is zero.
         """
         self.claim, self.arrived = claim, arrived
         for part in self.sequences:
@@ -121,43 +121,45 @@ class InFlight(ABC, Generic[Part]):
     @property
     @abstractmethod
     def tokens_left(self) -> int:
-        """How many more the part may get that may get the most; of one without tokens, how many
-        parts have not ended.
+        """Return the largest number of tokens that any part may still get. For pooled requests,
+        return the number of unfinished parts.
         """
 
     @abstractmethod
     def all_have(self, tokens: int) -> bool:
-        """Return whether every part that has not ended got so many tokens from this worker."""
+        """Return whether every unfinished part got at least `tokens` tokens from this worker."""
 
     @property
     def pooled_tokens(self) -> int:
-        """About how many tokens the parts have that are to be pooled."""
+        """Return the approximate number of tokens in parts that are pooled."""
         return 0
 
     @property
     def fresh_tokens(self) -> int:
-        """Tokens that are to be published and are not yet."""
+        """Return how many tokens are due for publishing."""
         return 0
 
     @property
     def published_tokens(self) -> int:
-        """Tokens that were published, by this worker or an earlier one."""
+        """Return how many tokens were published, by this worker or an earlier one."""
         return 0
 
     def delta(self) -> Delta:
-        """Return what is not published yet, which counts as published from now on."""
+        """Return the unpublished part of the answer and mark it published."""
         return Delta(self.claim.key, self.claim.fence, self.published_tokens, [], self.claim.request.reply_to)
 
     def follow(self, request_id: int) -> list[EngineRequest]:
-        """Return what the engine is to have after the first token of a part."""
+        """Return the engine requests to start after the first token of a part."""
         return []
 
     def try_again(self, ids: Iterator[int]) -> bool:
-        """Begin anew where the answer lacks its form; return whether that is so."""
+        """Restart the request if its answer lacks the required form; return whether it
+        restarted.
+        """
         return False
 
     def take_prompt_logprobs(self, request_id: int, items: list[TokenLogprobs]) -> None:
-        """Take the log probabilities of a part's prompt, if it asked for them."""
+        """Record the log probabilities of a part's prompt, if requested."""
 
     def take_pooled(self, request_id: int, numbers: bytes) -> None:
-        """Take what the model gave for a part, if it is to be pooled: float32, little-endian."""
+        """Record the model's output for a pooled part: float32, little-endian."""

@@ -1,5 +1,5 @@
-"""Intake: takes from Redis as many requests as the engine can soon use, and no more, so that other
-workers find work too.
+"""Claim requests from Redis: as many as the engine can soon use and no more, so that other workers
+get work too.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from workers.replica.tracing import RequestTraces
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""How often an idle worker asks for work without a notification."""
+"""Seconds between claims of an idle worker without a notification."""
 
 _PAUSE_AFTER_ERROR = 0.5
-_SHORT_BYTES = 2048  # of the bodies of requests that are prepared at once
-_FEW_QUOTES = 40  # in these: two of each text
+_SHORT_BYTES = 2048  # most bytes of request bodies for preparation in the event loop
+_FEW_QUOTES = 40  # most quotes in these: two for each text
 _OF_SINGLE_TEXTS = {EMBEDDINGS, CLASSIFY, POOLING}
-_FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
-_MOST_BESIDE = 4096  # requests beside those of the engine: copies, and results that Redis does not have yet
-_STEPS_AHEAD = 16  # that texts for numbers fill; other workers find work too
+_FIRST_CLAIM = 16  # requests; at least the size of a quarantine group
+_MOST_BESIDE = 4096  # most requests outside the engine: copies, and results not yet stored in Redis
+_STEPS_AHEAD = 16  # steps that claimed pooling inputs may fill; the rest is left to other workers
 
 
 class IntakeState(Enum):
-    """What the next claim depends on."""
+    """The condition for the next claim."""
 
-    WOKEN = auto()  # there may be work; claim when a live call has a place
-    BACKLOG = auto()  # the last claim was full; claim when some batch requests have places
-    EMPTY = auto()  # the last claim got all there was; claim when woken
-    UNAVAILABLE = auto()  # Redis did not answer; claim again after a moment
-    CLAIMING = auto()  # the answer decides, unless a call changes the state before
-    ISOLATED = auto()  # the claim got quarantined requests, beside which nothing may run
+    WOKEN = auto()  # there may be work; claim when a live call fits
+    BACKLOG = auto()  # the last claim was full; claim when several batch requests fit
+    EMPTY = auto()  # the last claim emptied the queue; claim when woken
+    UNAVAILABLE = auto()  # Redis did not answer; claim again after a pause
+    CLAIMING = auto()  # the claim's result sets the next state, unless a method changes it first
+    ISOLATED = auto()  # the claim returned quarantined requests, which run alone
     PAUSED = auto()  # claim nothing until `resume`
 
 
 class Intake:
-    """Claims and prepares.
+    """Claim requests and prepare them.
 
-    The next claim is made when enough room is free, or when an order from Redis wakes it.
+    The next claim is made when enough room is free, or when a control message from Redis wakes it.
     """
 
     def __init__(
@@ -67,8 +67,10 @@ class Intake:
         load: Callable[[], Load],
         traces: RequestTraces | None = None,
     ) -> None:
-        """`prepare` makes requests of claims, in a thread unless they are short; `load` is what the
-        engine has.
+        """Create the intake.
+
+        `prepare` turns claims into requests, in a thread unless they are short; `load` returns the
+        engine's load.
         """
         self._queue = queue
         self._worker = worker
@@ -81,15 +83,15 @@ class Intake:
         self._load = load
         self._traces = traces
         self._state = IntakeState.WOKEN
-        self.has_backlog = False  # whether the last claim of batches' lines was full
+        self.has_backlog = False  # whether the last claim of batch lines was full
         self._changed = asyncio.Event()
-        self._claiming = asyncio.Lock()  # until what was claimed has been handed on
-        # Rises over the life of the worker's name, whatever happened to earlier claims
+        self._claiming = asyncio.Lock()  # held until claimed requests have been passed on
+        # Increases over the life of the worker's id, also after failed claims
         self._seq = time.time_ns() // 1000
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
 
     async def run(self, start: Callable[[list[Prepared], list[Finished]], None]) -> None:
-        """Claim until cancelled; `start` takes what was prepared, and the results of what cannot
+        """Claim until cancelled; `start` gets prepared requests and results of those that cannot
         run.
         """
         while True:
@@ -105,24 +107,24 @@ class Intake:
 
     @property
     def isolated(self) -> bool:
-        """Whether the last claim returned quarantined requests, beside which nothing may run."""
+        """Return whether the last claim returned quarantined requests, which run alone."""
         return self._state is IntakeState.ISOLATED
 
     def wake(self) -> None:
-        """There may be work."""
+        """Note that there may be work."""
         self._change(IntakeState.WOKEN, IntakeState.BACKLOG, IntakeState.EMPTY, IntakeState.CLAIMING)
 
     def room_made(self) -> None:
-        """Requests have ended."""
+        """Note that requests have ended."""
         if self._state in (IntakeState.WOKEN, IntakeState.BACKLOG):
             self._changed.set()
 
     def end_isolation(self) -> None:
-        """Claim again: no quarantined request is left here."""
+        """Resume claiming; no quarantined request is left on this worker."""
         self._change(IntakeState.WOKEN, IntakeState.ISOLATED)
 
     async def pause(self) -> None:
-        """Claim nothing more until `resume`; return when what was claimed has been handed on."""
+        """Stop claiming until `resume`; return once claimed requests have been passed on."""
         self._change(IntakeState.PAUSED, *set(IntakeState) - {IntakeState.ISOLATED})
         async with self._claiming:
             pass
@@ -131,12 +133,12 @@ class Intake:
         self._change(IntakeState.WOKEN, IntakeState.PAUSED)
 
     def close(self) -> None:
-        """Wait for nothing."""
+        """Stop waiting."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._tokenization.close()
 
     def _change(self, state: IntakeState, *sources: IntakeState) -> None:
-        """Enter `state` from one of `sources`; in any other state nothing happens."""
+        """Enter `state` from one of `sources`; do nothing in any other state."""
         if self._state in sources:
             self._state = state
             self._changed.set()
@@ -150,7 +152,7 @@ class Intake:
         return self._state is IntakeState.BACKLOG and batch >= max(1, slots // 16)
 
     async def _take(self, load: Load, start: Callable[[list[Prepared], list[Finished]], None]) -> None:
-        """Claim once, and hand on what was given."""
+        """Claim once and pass the requests on."""
         before, self._state = self._state, IntakeState.CLAIMING
         slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
         room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs, slots))
@@ -182,8 +184,8 @@ class Intake:
     def _without_lost(
         self, claims: list[Claim], prepared: list[Prepared], errors: list[Finished]
     ) -> tuple[list[Prepared], list[Finished]]:
-        """Drop requests that were cancelled, or whose leases were lost, while they were prepared:
-        another worker may have them by now.
+        """Drop requests that were cancelled, or whose leases were lost, during preparation: another
+        worker may hold them now.
         """
         lost = {claim.key: claim for claim in claims if not self._leases.holds((claim.key, claim.fence))}
         if not lost:
@@ -196,11 +198,11 @@ class Intake:
         return held, [finished for finished in errors if finished.key not in lost]
 
     def _room_beside(self, load: Load) -> int:
-        """Return how many more requests may wait here beside those of the engine."""
+        """Return how many more requests may wait on this worker outside the engine."""
         return _MOST_BESIDE - (self._leases.count() - load.requests)
 
     def _claim(self, room: int, live_room: int) -> list[Claim]:
-        """After an outage the same number asks again."""
+        """Claim from Redis. After an outage the same claim number is repeated."""
         return self._queue.claim(self._worker, self._seq, room, models=self._models, live_limit=live_room)
 
     async def _wait(self) -> None:
@@ -213,9 +215,9 @@ class Intake:
 
 
 def is_short(claims: Sequence[Claim]) -> bool:
-    """Return whether preparing them takes no longer than the way to a thread and back: a few short
-    texts for numbers, which no template renders, no grammar is looked up for, and none is paired
-    with others.
+    """Return whether preparation in the event loop is faster than in a thread.
+
+    This is so for a few short pooling texts, which need no template, no grammar and no pairing.
     """
     bodies = [claim.request.body for claim in claims if claim.request.endpoint in _OF_SINGLE_TEXTS]
     return (
@@ -226,8 +228,10 @@ def is_short(claims: Sequence[Claim]) -> bool:
 
 
 def batch_slots(load: Load, max_num_seqs: int, step_tokens: int) -> int:
-    """Return how many slots batch requests may take: of texts for numbers those that some steps
-    fill, by the lengths of those in flight.
+    """Return how many slots batch requests may take.
+
+    For pooling texts, these are the slots that a few steps fill, estimated from the lengths of the
+    texts in flight.
     """
     if not load.pooled_tokens:
         return max_num_seqs
@@ -236,11 +240,11 @@ def batch_slots(load: Load, max_num_seqs: int, step_tokens: int) -> int:
 
 
 def free_places(load: Load, max_num_seqs: int, slots: int) -> tuple[int, int]:
-    """Return how many more choices of batch requests, which may take `slots`, and of live calls, a
-    worker takes.
+    """Return how many more choices a worker takes, of batch requests (which may take `slots`) and
+    of live calls.
 
-    Both share the slots and an eighth more; live calls have as many places as the engine has slots
-    beside them. Requests of many choices may take more than their places, but not those of live
+    Both share the slots and an eighth more; live calls have as many places beside them as the
+    engine has slots. Requests with many choices may exceed their places, but not take those of live
     calls.
     """
     room, most = (count + max(2, count // 8) for count in (slots, max_num_seqs))
@@ -248,8 +252,9 @@ def free_places(load: Load, max_num_seqs: int, slots: int) -> tuple[int, int]:
 
 
 def requests_for(places: int, load: Load) -> int:
-    """Return how many requests fill so many places, by the choices of those in flight; a few if
-    there are none to go by.
+    """Return how many requests fill this many places.
+
+    The estimate uses the choices of the requests in flight; without any it is a small number.
     """
     if places <= 0:
         return 0

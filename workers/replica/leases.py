@@ -1,5 +1,5 @@
-"""The leases that this worker holds, renewed from a thread of their own that neither the event loop
-nor the engine can starve.
+"""Renew the leases of this worker in a separate thread, which neither the event loop nor the engine
+can block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RENEWALS_PER_LEASE = 4
 
 
 class Leases:
-    """Which requests the worker answers for, from claim to commit. Thread-safe."""
+    """Hold the leases of the requests on this worker, from claim to commit. Thread-safe."""
 
     def __init__(
         self,
@@ -28,7 +28,9 @@ class Leases:
         generated: Callable[[], int],
         on_lost: Callable[[list[Held]], object],
     ) -> None:
-        """`generated` says how many tokens the worker has generated in its life; `on_lost` is
+        """Start the renewing thread.
+
+        `generated` returns how many tokens the worker has generated in its life; `on_lost` is
         called in the renewing thread.
         """
         self._queue = queue
@@ -45,7 +47,7 @@ class Leases:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the renewals; what is still held runs out by itself."""
+        """Stop renewing; leases still held expire."""
         self._stopped.set()
 
     def add(self, held: Iterable[Held]) -> None:
@@ -53,7 +55,7 @@ class Leases:
             self._fences.update(held)
 
     def drop(self, held: Iterable[Held]) -> None:
-        """Forget leases that ended; one that was taken anew since, under another fence, stays."""
+        """Remove leases that ended; keep one that was claimed again under another fence."""
         with self._lock:
             for key, fence in held:
                 if self._fences.get(key) == fence:
@@ -65,13 +67,13 @@ class Leases:
         return self._fences.get(key) == fence
 
     def named(self, order: ControlMessage) -> list[Held]:
-        """Return those of the requests that an order names."""
+        """Return the held leases of the requests named in a control message."""
         with self._lock:
             of_batch = [key for key in self._fences if key.batch == order.batch] if order.batch else []
             return [(key, self._fences[key]) for key in {*order.keys, *of_batch} if key in self._fences]
 
     def count(self) -> int:
-        """Return how many there are."""
+        """Return the number of leases."""
         return len(self._fences)
 
     def all(self) -> list[Held]:

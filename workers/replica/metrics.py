@@ -1,4 +1,4 @@
-"""The metrics that a worker process counts; those that its engine counts are in `Stats`."""
+"""Define the metrics counted in the worker process; the engine's are in `Stats`."""
 
 import msgspec
 
@@ -9,9 +9,9 @@ _TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa i
 
 
 class RequestMetrics:
-    """Metrics of the requests of one engine core, and gauges of its cache and its speed.
+    """Count the requests of one engine core, with gauges of its cache and speed.
 
-    As in vLLM, each choice of a request counts as a request, but for errors.
+    As in vLLM, each choice of a request counts as a request, except for errors.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Orders to this worker, read from its own stream in Redis by a thread that blocks there: work has
-come, cancel, watch, make room for quarantined requests.
+"""Read control messages for this worker from its stream in Redis, in a thread that blocks there:
+new work, cancel, watch, make room for quarantined requests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PAUSE_AFTER_ERROR = 1.0
 
 
 class Orders:
-    """Reads orders until stopped."""
+    """Read control messages until stopped."""
 
     def __init__(self, queue: Queue, worker: str, on_orders: Callable[[list[ControlMessage]], object]) -> None:
-        """`on_orders` is called in the reading thread."""
+        """Start the reading thread, in which `on_orders` is called."""
         self._queue = queue
         self._worker = worker
         self._on_orders = on_orders
@@ -32,7 +32,7 @@ class Orders:
         self._thread.start()
 
     def stop(self) -> None:
-        """Deliver no more orders; the thread ends with its blocking read."""
+        """Deliver no more control messages; the thread ends with its blocking read."""
         self._stopped.set()
 
     def _read_until_stopped(self) -> None:

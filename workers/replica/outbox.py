@@ -1,10 +1,10 @@
-"""What goes back to Redis: tokens that are due, and results.
+"""Deliver due tokens and results to Redis.
 
-One delivery at a time, so that a request's tokens come before its end.
+Deliveries run one at a time, so that a request's tokens precede its end.
 
-While Redis is unavailable nothing is lost and nothing piles up: results wait here, tokens wait with
-their requests. A Redis without memory refuses tokens but takes results, which free memory once they
-are drained: then results go first, with the tokens that belong to them.
+While Redis is unavailable, nothing is lost and memory stays bounded: results wait in the outbox,
+tokens stay with their requests. A Redis that is out of memory refuses tokens but takes results,
+which free memory once drained; results then go first, with the tokens of their requests.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from jobs.queue.request_queue import Held, Queue, QueueFull, QueueUnavailable
 logger = logging.getLogger(__name__)
 
 COALESCE_SECONDS = 0.05
-"""Longest time that results of batches, and their tokens that a client watches, wait to be sent
+"""Longest time that batch results, and tokens of watched batch requests, wait to be sent
 together.
 """
 
 BACKLOG_SECONDS = 0.25
-"""The same for results while more lines wait for this worker than it can take, and no tokens are
-watched: each call costs Redis as much as several results.
+"""The same for results while no tokens are watched and more lines are queued than this worker can
+take: each call costs Redis as much as several results.
 """
 
 _MOST_RESULTS = 100
-"""That wait for each other: Redis does nothing else while it stores them, for a millisecond."""
+"""Most results in one call: Redis does nothing else while it stores them, for a millisecond."""
 
 _SHORTEST_INTERVAL = 0.003
-"""Seconds from one delivery to the next: tokens of live calls are sent at once, but a fast engine
-must not flood Redis.
+"""Seconds between deliveries: tokens of live calls are sent at once, but a fast engine must not
+flood Redis.
 """
 
 _PAUSE_AFTER_ERROR = 0.2
 
 
 class Outbox:
-    """Used from the event loop; Redis is waited for in a thread of its own."""
+    """Deliver from the event loop; a separate thread waits for Redis."""
 
     def __init__(
         self,
@@ -57,33 +57,34 @@ class Outbox:
         on_ended: Callable[[list[Held]], None],
         on_lost: Callable[[list[Held]], None],
     ) -> None:
-        """`generated` says how many tokens the worker has generated in its life, in the sending
-        thread.
+        """Create the outbox.
 
-        `on_ended` is called with leases that ended with a result, `on_lost` with lost ones.
+        `generated` returns how many tokens the worker has generated in its life; it is called in
+        the sending thread. `on_ended` is called with leases that ended with a result, `on_lost`
+        with lost leases.
         """
         self._queue = queue
         self._worker = worker
         self._publisher = Publisher(queue, worker)
         self._sweep_seconds = max(COALESCE_SECONDS, min(stream_interval / 4, 0.5))
         self._backlog_seconds = min(BACKLOG_SECONDS, stream_interval / 8)
-        self.results_may_wait: Callable[[], bool] = lambda: False  # for BACKLOG_SECONDS
+        self.results_may_wait: Callable[[], bool] = lambda: False  # whether results may wait for BACKLOG_SECONDS
         self._generated = generated
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._accepted: list[Delta] = []
-        self._acceptances: dict[Held, asyncio.TimerHandle] = {}  # that are sent unless a result comes first
-        # By a full Redis; they come before any later ones of the same requests
+        self._acceptances: dict[Held, asyncio.TimerHandle] = {}  # sent by the timer, unless a result comes first
+        # Results refused by a full Redis; they precede later ones of the same requests
         self._refused: list[Delta] = []
         self._finished: list[Finished] = []
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._last = 0.0  # when everything was delivered last
-        self._next = 0.0  # before which nothing is sent
-        self._others_wait = False  # something else than live calls has news
+        self._last = 0.0  # time of the last full delivery
+        self._next = 0.0  # earliest time of the next delivery
+        self._others_wait = False  # whether anything but live calls has new data
         self._all_at_once = False
         self._sending = asyncio.Lock()
-        self._is_answered = True  # everything that was sent
+        self._is_answered = True  # whether Redis has answered everything sent
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._failing = False
@@ -94,14 +95,12 @@ class Outbox:
         self._wake_at(self._next)
 
     def accept_later(self, delta: Delta) -> None:
-        """Send the first message of a live call whose next one is its result, unless that comes
-        soon.
-        """
+        """Send the first message of a live call, unless its result comes soon."""
         lease, loop = (delta.key, delta.fence), asyncio.get_running_loop()
         self._acceptances[lease] = loop.call_later(COALESCE_SECONDS, self._accept_late, lease, delta)
 
     def finish(self, finished: Finished) -> None:
-        """Commit a result: at once for a live call, else with those that end about then."""
+        """Commit a result: at once for a live call, else together with others."""
         if acceptance := self._acceptances.pop((finished.key, finished.fence), None):
             acceptance.cancel()
         self._finished.append(finished)
@@ -113,23 +112,26 @@ class Outbox:
             self._wake_at(self._last + (self._results_seconds() if waits else COALESCE_SECONDS))
 
     def live_tokens_wait(self) -> None:
-        """Live calls have new tokens: send them at once."""
+        """Wake for new tokens of live calls; they are sent at once."""
         self._wake_at(self._next)
 
     def tokens_wait(self, first: bool) -> None:
-        """Watched requests of batches have new tokens, the first ones of some of them."""
+        """Wake for new tokens of watched batch requests; `first` if they are the first of a
+        request.
+        """
         self._others_wait = True
         self._all_at_once = self._all_at_once or first
         self._wake_at(self._next if first else self._last + COALESCE_SECONDS)
 
     def requests_run(self) -> None:
-        """There are requests whose tokens will be due at some time."""
+        """Wake: running requests will have tokens due later."""
         self._wake_at(self._last + self._sweep_seconds)
 
     async def run(self, due: Callable[[bool], Iterable[list[Delta]]], busy: Callable[[], bool]) -> None:
-        """Deliver results and the tokens that are `due`, of live calls alone or all, until
-        cancelled; it is asked now and then while requests run (`busy`). Each group of tokens is
-        sent before the next one is asked for.
+        """Deliver results and `due` tokens until cancelled.
+
+        `due` yields tokens of live calls alone or of all requests; it is called periodically while
+        `busy`. Each group of tokens is sent before the next one is requested.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -147,7 +149,9 @@ class Outbox:
                 self._wake_at(self._last + self._sweep_seconds)
 
     async def deliver(self, deltas: list[Delta]) -> None:
-        """Publish these tokens and commit the results there are; return once Redis has them."""
+        """Publish these tokens and commit the pending results; return once Redis has stored
+        them.
+        """
         await self._deliver([deltas], False)
 
     async def _deliver(self, groups: Iterable[list[Delta]], live_only: bool) -> None:
@@ -178,7 +182,7 @@ class Outbox:
         return max(COALESCE_SECONDS, self._backlog_seconds if self.results_may_wait() else 0.0)
 
     def _accept_late(self, lease: Held, delta: Delta) -> None:
-        self._acceptances.pop(lease, None)  # none where a Redis that went back gave it out again
+        self._acceptances.pop(lease, None)  # None if a restored Redis dispatched the request again
         self.accept(delta)
 
     def _take_finished(self, live_only: bool) -> list[Finished]:
@@ -187,11 +191,11 @@ class Outbox:
         return taken
 
     def _rest(self, began: float, ended: float) -> None:
-        """Leave Redis, and the clients' API, as much time for others as this delivery took."""
+        """Pause as long as this delivery took, so that Redis and the API can serve others."""
         self._next = max(began + _SHORTEST_INTERVAL, ended + min(ended - began, COALESCE_SECONDS))
 
     def close(self) -> None:
-        """Give up what Redis does not take; nothing is sent any more."""
+        """Discard undelivered data; nothing more is sent."""
         self._closed.set()
         for timer in (self._timer, *self._acceptances.values()):
             if timer is not None:
@@ -199,7 +203,7 @@ class Outbox:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, deltas: list[Delta], finished: list[Finished]) -> list[Held] | None:
-        """The leases that turned out to be lost; None when it was closed before Redis answered."""
+        """Return the leases that turned out to be lost, or None if closed before Redis answered."""
         while not self._closed.is_set():
             generated = self._generated()
             try:
@@ -243,14 +247,12 @@ class Outbox:
 
 
 def _checked(delta: Delta) -> Delta:
-    """Return a delta for which Redis looks whether it has the tokens before."""
+    """Return a delta marked for a check by Redis that it does not have the tokens yet."""
     return msgspec.structs.replace(delta, continues=False) if delta.continues else delta
 
 
 def with_their_tokens(finished: list[Finished], deltas: list[Delta]) -> tuple[list[Finished], list[Delta]]:
-    """Results that carry all tokens of their requests, and the deltas that are left, of requests
-    that go on.
-    """
+    """Return results with all tokens of their requests, and the deltas of the other requests."""
     by_lease: dict[Held, list[Delta]] = {(item.key, item.fence): [] for item in finished}
     left: list[Delta] = []
     for delta in deltas:

@@ -1,4 +1,4 @@
-"""What a parser reads from one choice's text: deltas for a stream, and the message at its end."""
+"""Parse one choice's text: into deltas for a stream, and the message at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.text.parsers.base import Parsed, ToolCallPiece
 
 
 class ParsedText:
-    """Collects what a parser returns."""
+    """Collect a parser's output."""
 
     __slots__ = (
         "_call",
@@ -30,45 +30,48 @@ class ParsedText:
     )
 
     def __init__(self, parsing: Parsing, call: Call, name: str) -> None:
-        """`name` names the choice on every worker: its calls are called by it."""
+        """Create the state of one choice. `name` is the choice's name on every worker; ids of its
+        tool calls derive from it.
+        """
         self.parsing = parsing
         self._parser = parsing.new_parser()
         self._call = call
         self.name = name
-        self._read = 0  # characters
+        self._read = 0  # characters read
         self.has_reasoning = False
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._tool_calls: list[tuple[str, list[str]]] = []  # name and pieces of arguments
+        self._tool_calls: list[tuple[str, list[str]]] = []  # function name, and pieces of the arguments
         self._deltas: list[ParsedDelta] | None = [] if call.stream else None
 
     @property
     def follows(self) -> bool:
-        """Whether it reads each token by itself, for a stream, instead of all at the end."""
+        """Return whether it parses each token separately, for a stream, or all text at the end."""
         return self._deltas is not None
 
     def read(self, text: str, tokens: int) -> None:
-        """Read on in the text of a choice, which has so many tokens."""
+        """Parse further text of a choice that has this many tokens."""
         new, self._read = text[self._read :], len(text)
         if new:
             self._take(self._parser.feed(new), tokens)
 
     def finish(self, text: str, tokens: int) -> None:
-        """Read to the end; what was kept until then counts as that of one token more."""
+        """Parse to the end; text held back until then counts as part of one token more."""
         self.read(text, tokens + 1)
         self._take(self._parser.finish(), tokens + 1)
 
     def deltas(self, published_tokens: int) -> list[ParsedDelta] | None:
-        """Return what tokens beyond those that are published gave, once; None without a stream."""
+        """Return the deltas of unpublished tokens, once; None without a stream."""
         if self._deltas is None:
             return None
         deltas, self._deltas = self._deltas, []
         return [delta for delta in deltas if delta.tokens > published_tokens]
 
     def add_to(self, choice: Choice) -> Choice:
-        """Return an ended choice with what was read of it.
+        """Return an ended choice with its parsed content, reasoning and calls.
 
-        As in OpenAI's API a function that the caller named is no reason for its end.
+        As in OpenAI's API, a call of a function that the caller named does not change the finish
+        reason.
         """
         called = choice.finish_reason == "stop" and self._tool_calls and self._call.tool_name is None
         reason: FinishReason = "tool_calls" if called else choice.finish_reason
@@ -76,7 +79,7 @@ class ParsedText:
 
     @property
     def content(self) -> str:
-        """What was read that is neither reasoning nor a call."""
+        """Return the text that is neither reasoning nor a call."""
         return "".join(self._content)
 
     def _message(self) -> ParsedMessage:
@@ -98,7 +101,7 @@ class ParsedText:
             self._deltas.append(ParsedDelta(tokens, parsed.content, reasoning, calls))
 
     def _take_piece(self, piece: ToolCallPiece) -> ToolCallDelta:
-        """Add a piece of a call; the first one of each call has its name."""
+        """Add a piece of a call; the first piece of each call has the function's name."""
         if piece.name is None:
             self._tool_calls[piece.index][1].append(piece.arguments)
             return ToolCallDelta(piece.index, piece.arguments)
@@ -106,6 +109,6 @@ class ParsedText:
         return ToolCallDelta(piece.index, piece.arguments, self._call_id(piece.index), piece.name)
 
     def _call_id(self, index: int) -> str:
-        """Return the same id on any worker."""
+        """Return the id of a tool call, the same on any worker."""
         digest = hashlib.sha256(f"{self.name}/{index}".encode()).hexdigest()
         return digest[:9] if self.parsing.short_ids else f"call_{digest[:24]}"

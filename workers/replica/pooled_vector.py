@@ -1,4 +1,4 @@
-"""What a model gave for one input, and how bodies show it."""
+"""Represent the model's output for one input, and encode it for response bodies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ENCODE = msgspec.json.Encoder().encode
-_FEW = 16  # numbers; Python is faster with them
+_FEW = 16  # numbers; for fewer, plain Python is faster
 _SCALES = {"float32": (1e12, 1e11, 1e10, 1e9, 1e8, 1e7), "float16": (1e8, 1e7, 1e6, 1e5, 1e4, 1e3)}
 
 
 class PooledVector:
-    """Numbers, in rows of one per token where `width` says how many a row has, else in one.
+    """Numbers of one pooled input: one row, or one row per token if `width` (numbers per row) is
+    set.
 
-    They come as float32 and are rounded to `dtype`. Raise ValueError where one is no finite number,
-    and ApiError where the type has none so large.
+    They arrive as float32 and are rounded to `dtype`. Raises ValueError for a number that is not
+    finite, and ApiError for a number too large for the type.
     """
 
     def __init__(self, raw: bytes, width: int = 0, dtype: str = "float32") -> None:
@@ -44,16 +45,16 @@ class PooledVector:
         return shortest(self._rows) if self._rows.size > _FEW else [float(str(number)) for number in self._rows]
 
     def encoded(self, encoding_format: str) -> msgspec.Raw | str:
-        """Return it as a body contains it."""
+        """Return the numbers in the form of the response body."""
         return base64.b64encode(self.raw).decode() if encoding_format == "base64" else self.json
 
     @functools.cached_property
     def json(self) -> msgspec.Raw:
-        """The numbers as JSON, the shortest that is read back as the same number."""
+        """Return the numbers as JSON, with the fewest digits that read back as the same number."""
         return msgspec.Raw(_ENCODE(shortest(self._rows)))
 
     def cosine(self, other: PooledVector) -> PooledVector:
-        """Return how alike two rows of length 1 are."""
+        """Return the cosine similarity of two rows of length 1."""
         import numpy
 
         return PooledVector(numpy.float32(self._rows @ other._rows).tobytes())
@@ -71,10 +72,10 @@ def _rounded(row: NDArray[numpy.floating], dtype: str) -> NDArray[numpy.floating
 
 
 def shortest(numbers: NDArray[numpy.floating]) -> Any:
-    """Return, as lists, doubles that have few decimals and become the same numbers again.
+    """Return doubles, as lists, with the fewest decimals that round back to the same numbers.
 
-    One without any of so many decimals is returned as it is. Each candidate is the double nearest
-    to its decimals, since both parts of the quotient are exact.
+    A number that needs more decimals than tried is returned as it is. Each candidate is the double
+    nearest to its decimals, since both parts of the quotient are exact.
     """
     import numpy
 

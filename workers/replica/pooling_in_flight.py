@@ -1,6 +1,4 @@
-"""One claimed request for numbers on its way through the engine: its inputs, and the result that
-they end as.
-"""
+"""Track one claimed pooling request in the engine: its inputs and its result."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ _NO_TOKENS = SamplingParams(max_tokens=0)
 
 @dataclass(slots=True)
 class PreparedPooling:
-    """A claimed request for numbers that can run: parsed, tokenized and checked against the model's
+    """A claimed pooling request that can run: parsed, tokenized and checked against the model's
     limits.
 
-    `width` is how many numbers a row has where there is one for each token, else 0. With `compared`
-    the inputs are the queries and then the documents of a call, whose embeddings are compared.
+    `width` is the numbers per row if there is one row per token, else 0. With `compared` the inputs
+    are the queries and then the documents of a call, whose embeddings are compared.
     """
 
     claim: Claim
@@ -39,11 +37,11 @@ class PreparedPooling:
     compared: bool = False
     system_fingerprint: str = ""
     output_format: None = None
-    digest: bytes = b""  # as of `duplicates.digest_of`
+    digest: bytes = b""  # from `duplicates.digest_of`
 
 
 class PoolingSequence:
-    """One input; it gets no tokens."""
+    """One pooled input; it gets no tokens."""
 
     __slots__ = ("_encoded", "cached_tokens", "device_seconds", "ended", "last_token", "output", "token_ids")
 
@@ -72,13 +70,13 @@ class PoolingSequence:
         return False
 
     def end(self, reason: FinishReason, stop_token: int = -1) -> None:
-        """Raise ValueError where the engine gave nothing."""
+        """End the input. Raise ValueError if the engine gave no numbers."""
         if self.output is None:
             raise ValueError("the engine gave no numbers for an input")
         self.ended = True
 
     def engine_request(self, request_id: int, item: PreparedPooling, arrived: float) -> EngineRequest:
-        """Return what the engine is to do."""
+        """Return the engine request of this input."""
         live, key, encoded = item.claim.live, item.claim.key, self._encoded
         return EngineRequest(
             request_id,
@@ -95,9 +93,9 @@ class PoolingSequence:
 
 
 class PoolingInFlight(InFlight[PoolingSequence]):
-    """All inputs run side by side under one lease.
+    """Run all inputs of a request under one lease.
 
-    There is no checkpoint: after a worker's death the next one begins anew.
+    There is no checkpoint: after a worker's death the next one starts again.
     """
 
     __slots__ = ("_at_once", "_item", "_tokens")
@@ -105,7 +103,7 @@ class PoolingInFlight(InFlight[PoolingSequence]):
     publishes = False
 
     def __init__(self, item: PreparedPooling, ids: Iterator[int], now: float) -> None:
-        """Take an id for each input. Times are those of `RequestInFlight`."""
+        """Take an engine id for each input. Times are those of `RequestInFlight`."""
         super().__init__(item.claim, now, item.system_fingerprint)
         self.announced = True
         self.next_publish = now
@@ -137,10 +135,11 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         return added
 
     def take_pooled(self, request_id: int, numbers: bytes) -> None:
-        """Raise ValueError for what is no finite number, and ApiError for one beyond `embed_dtype`.
+        """Encode the numbers of one input.
 
-        What a body shows is made here, input by input, since all at the end would hold up the
-        worker's other requests.
+        Encoding input by input keeps the event loop free; encoding all at the end would delay other
+        requests. Raises ValueError for a number that is not finite, and ApiError for one too large
+        for `embed_dtype`.
         """
         sequence, item = self.running[request_id], self._item
         sequence.output = PooledVector(numbers, item.width, item.call.embed_dtype)

@@ -1,5 +1,5 @@
-"""From claimed requests for numbers to what the engine takes: parsed, tokenized many at a time,
-checked against the model's limits.
+"""Prepare claimed pooling requests for the engine: parse, tokenize in bulk, check against the
+model's limits.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from workers.text.inputs import EncodedInput, Input
 from workers.text.sentence_files import SentenceFiles
 from workers.text.tokenizer import TextTokenizer
 
-_MOST_NUMBERS = 1 << 23  # of one answer, some 100 MB as JSON
+_MOST_NUMBERS = 1 << 23  # most numbers in one answer, about 100 MB as JSON
 
 
 @dataclass(slots=True)
 class _Part:
-    """One input as it came, and the parameter that holds it."""
+    """One input as received, and the name of its parameter."""
 
     given: Input | list[int]
     param: str
     encoded: EncodedInput | None = None
-    unpooled: int = 0  # tokens of its prompt that are not pooled
+    unpooled: int = 0  # prompt tokens that are not pooled
 
 
 @dataclass(slots=True)
 class _PendingPooling:
-    """A request on its way."""
+    """A pooling request under preparation."""
 
     claim: Claim
     call: PoolingCall
     parts: list[_Part]
     compared: bool
     error: Exception | None = None
-    texts: list[_Part] = field(init=False)  # the parts that are tokenized
+    texts: list[_Part] = field(init=False)  # the parts to tokenize
 
     def __post_init__(self) -> None:
         self.texts = [part for part in self.parts if not isinstance(part.given, list)]
 
 
 class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
-    """Prepares requests in bulk; thread-safe."""
+    """Prepare pooling requests in bulk; thread-safe."""
 
     def __init__(
         self,
@@ -65,7 +65,9 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         traces: RequestTraces | None = None,
         system_fingerprint: str = "",
     ) -> None:
-        """`info` is what the core says of its model, `files` what the model's folder does."""
+        """Create the preparation. `info` comes from the engine core, `files` from the model's
+        folder.
+        """
         super().__init__(models, traces)
         self._tokenizer = tokenizer
         self._info = info
@@ -73,7 +75,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         self._system_fingerprint = system_fingerprint
         self._longest = min(info.max_model_len, files.max_seq_length or info.max_model_len)
         self._long_texts = LongTexts(tokenizer, self._longest)
-        self._unpooled_of: dict[tuple[str, bool], int] = {}  # by the folder's prompts and special tokens
+        self._unpooled_of: dict[tuple[str, bool], int] = {}  # by prompt text, and whether special tokens are added
 
     def _parse(self, claim: Claim) -> _PendingPooling:
         call = POOLING_ENDPOINTS[claim.request.endpoint].read(decode_body(claim.request.body))
@@ -86,7 +88,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         return _PendingPooling(claim, call, parts, compared)
 
     def _texts_of(self, call: PoolingCall) -> list[_Part]:
-        """Texts with the prompt before them, or token ids as they are."""
+        """Return the inputs: texts with the prompt prepended, token ids unchanged."""
         prompt = self._files.prompt(call.prompt_name)
         if prompt is None:
             known = ", ".join(f"'{name}'" for name in self._files.prompts) or "none"
@@ -100,8 +102,10 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         return parts
 
     def _unpooled(self, prompt: str, special_tokens: bool) -> int:
-        """Return how many tokens of texts with a prompt are not pooled: those of the prompt alone,
-        as sentence-transformers counts them, but for a special one at its end.
+        """Return how many tokens at the start of prompted texts are not pooled.
+
+        As in sentence-transformers, these are the tokens of the prompt alone, without a special
+        token at its end.
         """
         if self._files.include_prompt:
             return 0
@@ -116,7 +120,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         return len(token_ids) - bool(ends)
 
     def _shorten(self, part: _Part, call: PoolingCall) -> Input | list[int]:
-        """The part of an input that can matter, so that a long one is not tokenized for nothing."""
+        """Return an input cut to the part that can matter, so that tokenization stays short."""
         given = part.given
         if isinstance(given, list):
             return given
@@ -133,7 +137,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         return self._long_texts.shorten(text, kept, self._tokenizer.inputs.from_left(call.truncation_side))
 
     def _kept(self, call: PoolingCall) -> int | None:
-        """How many of an input's tokens the call wants to keep at most."""
+        """Return the most tokens of an input that the call keeps, or None."""
         return self._longest if call.truncate_prompt_tokens == -1 else call.truncate_prompt_tokens
 
     def _adds_special_tokens(self, item: _PendingPooling) -> bool:
@@ -197,7 +201,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         return PoolingParams(task, call.dimensions or 0, True if compared else call.use_activation)
 
     def _check_dimensions(self, model: str, dimensions: int) -> None:
-        """Raise ApiError for what the model was not trained for."""
+        """Raise ApiError for dimensions that the model was not trained for."""
         size, allowed = self._info.embedding_size, self._info.matryoshka
         if dimensions == size or dimensions in allowed or (not allowed and dimensions < size):
             return
@@ -206,7 +210,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
         raise ApiError(400, message, param="dimensions", code="invalid_value")
 
     def _check_size(self, call: PoolingCall, pooling: PoolingParams, inputs: Sequence[EncodedInput]) -> None:
-        """Raise ApiError for an answer that would be too large."""
+        """Raise ApiError if the answer would be too large."""
         if pooling.task == "classify":
             return
         rows = sum(len(one.token_ids) for one in inputs) if pooling.task == "token_embed" else len(inputs)
@@ -219,7 +223,7 @@ class PoolingPreparation(BulkPreparation[_PendingPooling, PreparedPooling]):
 def prepare_each(
     texts: Preparation, numbers: PoolingPreparation, claims: Sequence[Claim]
 ) -> tuple[list[Prepared], list[Finished]]:
-    """Prepare each request in the way of its endpoint."""
+    """Prepare each request according to its endpoint."""
     pooled = [claim for claim in claims if claim.request.endpoint in POOLING_ENDPOINTS]
     others = [claim for claim in claims if claim.request.endpoint not in POOLING_ENDPOINTS]
     prepared: list[Prepared] = []
@@ -236,7 +240,7 @@ def _parts(texts: Sequence[str | list[int]], param: str) -> list[_Part]:
 
 
 def _compared(call: PoolingCall) -> list[_Part]:
-    """Queries, then documents, each by itself."""
+    """Return the queries, then the documents, each as an input."""
     queries, documents = (
         _parts(texts, name) for name, texts in zip(call.fields, (call.queries, call.documents), strict=True)
     )
@@ -244,7 +248,7 @@ def _compared(call: PoolingCall) -> list[_Part]:
 
 
 def _pairs(call: PoolingCall) -> list[_Part]:
-    """Queries with documents; an error names the document."""
+    """Return pairs of query and document as inputs; an error names the document."""
     documents = _parts(call.documents, call.fields[1])
     return [_Part(pair, document.param) for pair, document in zip(call.pairs, documents, strict=True)]
 

@@ -1,5 +1,5 @@
-"""From claimed requests to what the engine takes: parsed, rendered, tokenized many at a time,
-checked against the model's limits.
+"""Prepare claimed requests for the engine: parse, render, tokenize in bulk, check against the
+model's limits.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from workers.replica.tracing import RequestTraces
 from workers.text.errors import FormatError
 from workers.text.tokenizer import TextTokenizer
 
-# Read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
+# Tokens read beyond those kept of a truncated prompt: a cut changes the tokens next to it
 _SPARE_TOKENS = 64
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request on its way: its prompts as they came, then as token ids."""
+    """A request under preparation: its prompts as received, then as token ids."""
 
     claim: Claim
     call: Call
     sampling: SamplingMaker
     given: Sequence[str | list[int]]
-    in_reasoning: bool | None = False  # whether an answer begins inside; None where it may
+    in_reasoning: bool | None = False  # whether an answer begins inside; None if it may
     token_ids: list[list[int]] = field(default_factory=list)
     error: Exception | None = None
 
     def param(self, number: int) -> str:
-        """What the caller knows one of the prompts as."""
+        """Return the caller's name for one of the prompts."""
         name = self.call.endpoint.prompt_field
         return name if len(self.given) == 1 else f"{name}[{number}]"
 
@@ -65,8 +65,10 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         traces: RequestTraces | None = None,
         system_fingerprint: str | None = None,
     ) -> None:
-        """`retries`: how often a batch line is answered again whose answer is not the JSON that it
-        asks for. `system_fingerprint` is what answers say of the worker.
+        """Create the preparation.
+
+        `retries` is how often a batch line is retried if its answer is not the JSON it asks for.
+        `system_fingerprint` is part of every answer.
         """
         super().__init__(models, traces)
         self._system_fingerprint = system_fingerprint
@@ -89,7 +91,7 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         return item
 
     def _cut(self, prompt: str | list[int], item: _Pending, number: int) -> str | list[int]:
-        """The part of a prompt that can matter, so that a long one is not tokenized for nothing."""
+        """Return a prompt cut to the part that can matter, so that tokenization stays short."""
         kept = self._kept(item.call)
         if isinstance(prompt, list):
             return prompt if kept is None else prompt[-kept:]
@@ -100,13 +102,13 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         return prompt
 
     def _kept(self, call: Call) -> int | None:
-        """How many of a prompt's last tokens the call wants to keep at most."""
+        """Return how many of a prompt's last tokens the call keeps at most, or None."""
         if call.truncate_prompt_tokens == -1:
             return max(1, self._limits.max_model_len - max(1, call.max_tokens or 0))
         return call.truncate_prompt_tokens
 
     def _adds_special_tokens(self, item: _Pending) -> bool:
-        return not item.call.messages  # a rendered chat has them
+        return not item.call.messages  # a rendered chat has its own
 
     def _encode(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
         texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
@@ -126,7 +128,7 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         return self._with_form(PreparedRequest(item.claim, item.call, prompts, self._tokenizer), item.in_reasoning)
 
     def _with_form(self, prepared: PreparedRequest, in_reasoning: bool | None) -> PreparedRequest:
-        """Say what form the answers must have, and how they are read."""
+        """Set the output format of the answers, and their parsing."""
         call, parsers = prepared.call, self._parsers
         prepared.system_fingerprint = self._system_fingerprint
         prepared.output_format = format_of(call, parsers.call_syntax)
@@ -139,8 +141,9 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         return prepared
 
     def _check_vocabulary(self) -> None:
-        """Raise ApiError where the engine cannot be told what the tokens' texts are; a form of
-        answers finds that out when it is compiled.
+        """Raise ApiError if the texts of the tokens cannot be determined.
+
+        A call with an output format gets this error when its grammar is compiled.
         """
         if self._vocabulary_error is not None:
             param = "thinking_token_budget"
@@ -148,7 +151,10 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
 
     @functools.cached_property
     def _vocabulary_error(self) -> str | None:
-        """Why tokens have no texts of their own. Finding out here has them ready for the engine."""
+        """Return the reason if the tokens have no texts of their own, else None.
+
+        The check also computes the texts for the engine.
+        """
         try:
             self._tokenizer.vocabulary()
         except FormatError as error:
@@ -162,7 +168,7 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
             token_ids = self._last(token_ids, kept, framed=not call.messages and isinstance(item.given[number], str))
         token_ids = token_ids or self._tokenizer.empty_prompt
         if not token_ids:
-            message = f"Invalid '{param}': it has no tokens, and the model has none to begin with."
+            message = f"Invalid '{param}': it has no tokens, and the model has no token that begins a text."
             raise ApiError(400, message, param=param, code="invalid_value")
         if max(token_ids) >= self._limits.vocab_size:
             place = next(i for i, token in enumerate(token_ids) if token >= self._limits.vocab_size)
@@ -174,8 +180,9 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         )
 
     def _last(self, token_ids: list[int], kept: int, framed: bool) -> list[int]:
-        """The last tokens; where the tokenizer puts special ones in front (`framed`), they stay
-        there and count.
+        """Return the last `kept` tokens.
+
+        With `framed`, the leading special tokens of the tokenizer stay in front and count.
         """
         front = self._tokenizer.encode([""], special_tokens=True)[0] if framed else []
         if front and len(front) < kept and token_ids[: len(front)] == front:
@@ -183,8 +190,9 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         return token_ids[-kept:]
 
     def _echo(self, call: Call, number: int, token_ids: list[int]) -> str:
-        """The prompt's text: as it was given, unless it was given as token ids or cut. Of token ids
-        each has its text: the caller named the special ones too.
+        """Return the prompt's text as it was given.
+
+        A prompt that was cut or given as token ids is decoded, including its special tokens.
         """
         given = call.prompts[number]
         if isinstance(given, str) and call.truncate_prompt_tokens is None:

@@ -1,4 +1,4 @@
-"""What preparation makes of a claim: all that is known of a request before its first token."""
+"""Define a prepared request: everything known before its first token."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from workers.replica.pooling_in_flight import PreparedPooling
 from workers.text.parsers.base import OutputParser
 from workers.text.tokenizer import TextTokenizer
 
-_MULTIPLIER = 6364136223846793005  # of Knuth's generator (MMIX), whose period is all of 64 bits
+_MULTIPLIER = 6364136223846793005  # Knuth's MMIX generator, full period of 64 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answers of a request are read.
+    """How the answers of a request are parsed.
 
-    `reasoning_ends` are the texts that end their reasoning: none where they begin behind it, None
-    where no reasoning is looked for. `markers` are texts that the parser needs even where they are
-    special tokens, which the call would leave out. With `short_ids` a call's id is one that
-    Mistral's templates take.
+    `reasoning_ends` are the texts that end the reasoning: empty if the answers begin after it, None
+    if reasoning is not parsed. `markers` are texts that the parser needs even if they are special
+    tokens, which the call would omit. With `short_ids`, ids of tool calls fit Mistral's templates.
     """
 
     new_parser: Callable[[], OutputParser]
@@ -36,20 +35,20 @@ class Parsing:
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, as the engine takes it.
+    """One prompt of a request, ready for the engine.
 
-    `sampling` is meant for every choice: its `choice` is not looked at. `stop_token_ids` are all
-    that can end a choice, the model's own among them. `logprobs` is 0 where only the best of
-    several choices count, else what the call asks for; `prompt_logprobs` is what echo or the call's
-    own `prompt_logprobs` needs, whichever is more. `max_tokens` may be 0.
+    `sampling` applies to every choice; its `choice` field is ignored. `stop_token_ids` are all
+    tokens that end a choice, the model's own included. `logprobs` is 0 if log probabilities only
+    rank the choices, else the number requested; `prompt_logprobs` is the larger of the needs of
+    echo and the call's own `prompt_logprobs`. `max_tokens` may be 0.
     """
 
     token_ids: list[int]
     sampling: SamplingParams
-    text: str = ""  # with echo: what precedes every choice's text
+    text: str = ""  # with echo: text that precedes each choice
 
     def with_next_seed(self) -> Prompt:
-        """Return the same to be answered in another way; the seed follows from this one's."""
+        """Return the prompt with the next seed, for another try; it is derived from this seed."""
         seed = (self.sampling.seed * _MULTIPLIER + 1) & MAX_SEED
         return Prompt(self.token_ids, msgspec.structs.replace(self.sampling, seed=seed), self.text)
 
@@ -59,23 +58,23 @@ class PreparedRequest:
     """A claimed request that can run: parsed, rendered, tokenized and checked against the model's
     limits.
 
-    `guide` is all of what guides its answers but the grammar that `output_format` becomes; it is
-    there wherever `output_format` is. `retries` is how often at most it is answered again where an
-    answer lacks that form.
+    `guide` is the output guide without the grammar compiled from `output_format`; it is set if
+    `output_format` is. `retries` is how often the request may run again if an answer lacks that
+    form.
     """
 
     claim: Claim
     call: Call
-    prompts: list[Prompt]  # one for chats
-    tokenizer: TextTokenizer  # for the way back
+    prompts: list[Prompt]  # one for a chat
+    tokenizer: TextTokenizer  # to decode the output
     output_format: OutputFormat | None = None
     guide: OutputGuide | None = None
     parsing: Parsing | None = None
     retries: int = 0
     system_fingerprint: str | None = None
-    digest: bytes = b""  # as of `duplicates.digest_of`
+    digest: bytes = b""  # from `duplicates.digest_of`
 
 
 Prepared = PreparedRequest | PreparedPooling
 Prepare = Callable[[Sequence[Claim]], tuple[list[Prepared], list[Finished]]]
-"""Makes requests of claims, and error results of those that cannot run."""
+"""Prepares claims: returns requests, and error results of those that cannot run."""

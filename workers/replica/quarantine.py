@@ -1,5 +1,5 @@
-"""Quarantine: requests that were in flight when an engine core crashed run again in isolation,
-until they are known to be harmless.
+"""Quarantine: requests in flight during an engine crash run again in isolation, until they are
+known to be harmless.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from workers.replica.running import Running
 logger = logging.getLogger(__name__)
 
 HARMLESS_TOKENS = 8
-"""A request in isolation that generated this many tokens is released from quarantine: it continues
-from its checkpoint.
+"""Tokens after which an isolated request is released from quarantine; it continues from its
+checkpoint.
 """
 
 _LOOK_SECONDS = 0.02
@@ -51,7 +51,7 @@ class Quarantine:
         self._wake.set()
 
     def make_room(self) -> None:
-        """Requeue everything: quarantined requests wait, and no worker is idle."""
+        """Requeue everything, since quarantined requests wait and no worker is idle."""
         self._ordered = True
         self._wake.set()
 

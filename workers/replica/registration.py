@@ -1,4 +1,4 @@
-"""The record of a worker process in Redis, as `pipeline status` shows it."""
+"""Register a worker process in Redis, for `pipeline status` among others."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from workers.replica.fingerprint import system_fingerprint
 from workers.replica.statistics import declared_metrics
 
 _ASSUMED: tuple[Task, ...] = ("generate", "tokenize")
-"""What a worker's record says until its model is loaded."""
+"""The tasks in a worker's record until its model is loaded."""
 
 logger = logging.getLogger(__name__)
 
 
 class Registration:
-    """One engine core under an id of its own, since numbered claims belong to one life."""
+    """Register one engine core under its own id, since claim numbers start again with each core."""
 
     def __init__(self, queue: Queue, models: list[str]) -> None:
         self._queue = queue
@@ -36,20 +36,17 @@ class Registration:
         self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics(), _ASSUMED)
 
     async def set_state(self, state: WorkerState, info: Ready | None = None) -> None:
-        """Write the record with this state, and with what the core says of itself once it is
-        ready.
-        """
+        """Write the record with this state; once the core is ready, `info` describes it."""
         engine = {} if info is None else _described(info)
         self._record = msgspec.structs.replace(self._record, state=state, **engine)
         await _call(lambda: self._queue.register_worker(self._record))
 
     async def remove(self, generated: int) -> bool:
-        """Delete the record; leases that the worker still holds count as lost. Return whether Redis
-        answered.
+        """Delete the record; leases still held count as lost. Return whether Redis answered.
 
-        `generated`: tokens that it generated in its life.
+        `generated` is the number of tokens that the worker generated in its life.
         """
-        # A worker that ends asks a Redis that hangs once, for which it waits long enough
+        # A stopping worker makes one call to a Redis that does not respond, with a long timeout
         return await _call(lambda: self._queue.renew(self.id, [], generated)) and await _call(
             lambda: self._queue.remove_worker(self.id)
         )
@@ -65,6 +62,6 @@ async def _call(action: Callable[[], object]) -> bool:
     try:
         await asyncio.to_thread(action)
     except QueueUnavailable as error:
-        logger.warning("Redis unavailable; the worker's record expires by itself if it stays away: %s", error)
+        logger.warning("Redis unavailable; the worker's record expires unless Redis returns: %s", error)
         return isinstance(error, QueueFull)
     return True

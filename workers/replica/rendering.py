@@ -1,4 +1,4 @@
-"""The prompt's text of a chat, by the model's template."""
+"""Render a chat into the prompt's text with the model's template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.text.tokenizer import TextTokenizer
 
 
 class Chat(Protocol):
-    """What a call says of a chat."""
+    """The parts of a call that describe a chat."""
 
     @property
     def messages(self) -> Sequence[dict[str, Any]]: ...
@@ -27,7 +27,7 @@ class Chat(Protocol):
 
 
 def render(tokenizer: TextTokenizer, chat: Chat) -> str:
-    """Return the prompt's text. Raise `ApiError` 400, which names what the template fails at."""
+    """Return the prompt's text. Raise `ApiError` 400, which names the parameter that fails."""
     variables = {
         **chat.chat_template_kwargs,
         "tools": chat.tools or None,
@@ -43,7 +43,7 @@ def render(tokenizer: TextTokenizer, chat: Chat) -> str:
 
 
 def _find_cause(tokenizer: TextTokenizer, chat: Chat, variables: dict[str, Any]) -> str:
-    """Return the parameter without which the messages can be rendered, else that of these."""
+    """Return the parameter without which the messages can be rendered, else the messages' own."""
     for param, left_out in (("tools", ["tools"]), ("chat_template_kwargs", chat.chat_template_kwargs)):
         if getattr(chat, param):
             with contextlib.suppress(TemplateError):

@@ -1,6 +1,6 @@
-"""One engine core and everything that answers for what it has: intake, leases, orders, results.
+"""Serve one engine core: intake, leases, control messages and results of its requests.
 
-The worker process starts the core (`starting.py`), serves with it (`serving.py`) until an order to
+The worker process starts the core (`starting.py`), serves with it (`serving.py`) until ordered to
 stop, and then drains (`draining.py`).
 """
 
@@ -49,10 +49,9 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """One engine core, the requests that the worker holds for it, and the tasks that serve them.
+    """One engine core, the requests held for it, and the tasks that serve them.
 
-    It lasts from the start of the core to its end; the next core gets a new one, with an id of its
-    own.
+    A replica lasts as long as its core; the next core gets a new one, with its own id.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class Replica:
         tracing: Tracing | None = None,
         suspects: set[Digest] | None = None,
     ) -> None:
-        """`stopping` is set when it is to end.
+        """Create a replica; `stopping` is set when it must end.
 
-        `longest_at_death`: tokens of the longest request that an earlier core of this worker had
-        when it ended by itself; 0 for none. `launched`: a core that loads its model already.
-        `suspects` as `Duplicates` takes them.
+        `longest_at_death` is the token count of the longest request of an earlier core of this
+        worker that crashed by itself, or 0. `launched` is a core that already loads its model.
+        `suspects` is passed to `Duplicates`.
         """
         self.was_ready = False
-        self.isolated = False  # whether it ran, at its end, quarantined requests only
+        self.isolated = False  # whether only quarantined requests ran at its end
         self.longest_at_death = longest_at_death
         self._settings = settings
         self._queue = queue
@@ -84,7 +83,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         self._registration = Registration(queue, settings.models)
         worker, interval = self._registration.id, settings.stream_interval
-        self._parsers = AnswerParsers()  # until the chat template is known
+        self._parsers = AnswerParsers()  # replaced once the chat template is loaded
         self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched, self._vocabulary)
         self._leases = Leases(
             queue,
@@ -107,20 +106,20 @@ class Replica:
 
     @property
     def has_answered(self) -> bool:
-        """Whether a request got its answer here."""
+        """Return whether a request was answered here."""
         return self._running.finished > self._running.failed
 
     @property
     def cleared_requests(self) -> bool:
-        """Whether requests were released from quarantine here."""
+        """Return whether requests were released from quarantine here."""
         return self._requeue.cleared
 
     async def run(self, pause: float = 0.0) -> None:
-        """Serve until ordered to stop; the core is started after `pause` seconds, in which the
-        registry has the worker already.
+        """Serve until ordered to stop. The worker is registered at once; the core starts after
+        `pause` seconds.
 
-        Raise WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything
-        requeued, after a death.
+        Raises WorkerError or EngineStartError if it cannot start. After a crash it requeues
+        everything and raises EngineDeadError.
         """
         try:
             await self._registration.set_state("loading")
@@ -161,7 +160,8 @@ class Replica:
         serving = self._make_serving(tokenizer, files)
         await self._registration.set_state("ready", self._engine.info)
         self.was_ready = True
-        # What loading left behind stays; looking through it would hold up every token
+        # Objects that live on after loading; the garbage collector would delay tokens by scanning
+        # them
         gc.collect()
         gc.freeze()
         seconds, worker, models = time.monotonic() - started, self._registration.id, ", ".join(self._settings.models)
@@ -191,13 +191,13 @@ class Replica:
         return Serving(queue, registration, engine, running, outbox, self._requeue, intake, quarantine)
 
     async def _sentence_files(self) -> SentenceFiles:
-        """Return what the model's folder says about texts, if it is for numbers."""
+        """Return the text settings in the model's folder, for pooling models only."""
         if "generate" in self._engine.info.tasks:
             return SentenceFiles()
         return await asyncio.to_thread(lambda: SentenceFiles.read(locate(self._settings.engine.model)))
 
     def _vocabulary(self) -> list[bytes]:
-        """Return the bytes of each token: a guide has to see where reasoning ends."""
+        """Return the bytes of each token, which a guide needs to detect the end of reasoning."""
         return self._tokenizer.result().vocabulary(self._parsers.reasoning_markers)
 
     async def _serve(self, serving: Serving) -> None:
@@ -208,7 +208,7 @@ class Replica:
             self.longest_at_death = max(self.longest_at_death, serving.longest_at_death)
 
     async def _end(self) -> None:
-        """Leave nothing registered and nothing running; what is still held counts as lost."""
+        """Remove the registration and stop all tasks; leases still held count as lost."""
         self._leases.stop()
         self._orders.stop()
         self._outbox.close()
@@ -219,8 +219,9 @@ class Replica:
         await self._engine.stop()
 
     def _generated(self) -> int:
-        """Tokens that this core has generated for requests, not for the self test; those of copies
-        count too, since they are delivered.
+        """Return how many tokens this core has generated for requests, excluding the self-test.
+
+        Tokens of copies count too, since they are delivered.
         """
         if not self.was_ready:
             return 0
@@ -235,7 +236,7 @@ class Replica:
     def _cancel(self, order: ControlMessage) -> None:
         self._running.cancel(order)
         self._cancel_in_tokenizer(order.keys)
-        self._on_ended(self._leases.named(order))  # those that are being prepared too
+        self._on_ended(self._leases.named(order))  # including requests under preparation
 
     def _on_ended(self, held: list[Held]) -> None:
         self._leases.drop(held)

@@ -1,6 +1,4 @@
-"""One claimed request on its way through the engine: the choices of all its prompts, and the result
-that they end as.
-"""
+"""Track one claimed request in the engine: the choices of all its prompts, and its result."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from workers.replica.sequence import Sequence, at_most, positions
 
 
 class _EncodedAnswer(NamedTuple):
-    """The body of an answer, and what it was made with besides the choices."""
+    """The encoded body of an answer, and the inputs besides the choices that it was made from."""
 
     head: AnswerHead
     usage: Usage
@@ -40,11 +38,11 @@ class _EncodedAnswer(NamedTuple):
 
 
 class RequestInFlight(InFlight[Sequence]):
-    """All choices run side by side under one lease, numbered prompt by prompt.
+    """Run all choices of a request under one lease, numbered prompt by prompt.
 
-    Of each prompt the first choice that has something left to do goes ahead: it computes the
-    prompt, whose log probabilities come with its first token, and the others find it in the prefix
-    cache.
+    For each prompt, the first unfinished choice goes first: it computes the prompt, and the
+    prompt's log probabilities come with its first token. The other choices then find the prompt in
+    the prefix cache.
     """
 
     __slots__ = (
@@ -63,8 +61,9 @@ class RequestInFlight(InFlight[Sequence]):
     )
 
     def __init__(self, prepared: PreparedRequest, ids: Iterator[int], now: float, stream_interval: float) -> None:
-        """Take an id for each choice that needs the engine; its first tokens are due after
-        `stream_interval` seconds, on the monotonic clock of `now`.
+        """Take an engine id for each choice that needs the engine.
+
+        The first tokens are due after `stream_interval` seconds from `now`, on the monotonic clock.
         """
         super().__init__(prepared.claim, now, prepared.system_fingerprint)
         # Whether any of its tokens were published
@@ -73,17 +72,17 @@ class RequestInFlight(InFlight[Sequence]):
         self.running: dict[int, Sequence] = {}  # by engine id
         self.waiting: dict[
             int, list[EngineRequest]
-        ] = {}  # what the engine is to have later, by the id of the choice that goes ahead
+        ] = {}  # engine requests to submit later, by the id of the choice that goes first
         self._at_once: list[EngineRequest] = []
         self._call = prepared.call
         self._prompts = prepared.prompts
-        self._published = 0  # the fence of the lease under which tokens were published last
+        self._published = 0  # fence of the lease of the last published tokens
         self._tokenizer = prepared.tokenizer
         self._guide = prepared.guide
         self._parsing = prepared.parsing
         self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         self._tries_left = prepared.retries
-        self._spent: Usage | None = None  # what earlier tries took
+        self._spent: Usage | None = None  # usage of earlier tries
         self._last_body: _EncodedAnswer | None = None
         self.sequences = self._make_sequences({} if self.claim.checkpoint is None else self.claim.checkpoint.choices)
         for number in range(len(self._prompts)):
@@ -91,7 +90,7 @@ class RequestInFlight(InFlight[Sequence]):
 
     @property
     def fresh_tokens(self) -> int:
-        """Tokens that are to be published and are not yet; those of a second try never are."""
+        """Return how many tokens are due for publishing; those of a second try are never due."""
         if self._spent is not None:
             return 0
         fresh = 0
@@ -101,20 +100,20 @@ class RequestInFlight(InFlight[Sequence]):
 
     @property
     def started(self) -> bool:
-        """Whether this worker generated anything for it."""
+        """Return whether this worker generated any of its tokens."""
         return any(sequence.started for sequence in self.sequences)
 
     def all_have(self, tokens: int) -> bool:
-        """Return whether every choice that has not ended got so many tokens from this worker."""
+        """Return whether every unfinished choice got at least `tokens` tokens from this worker."""
         return all(sequence.new_tokens >= tokens for sequence in self.running.values())
 
     @property
     def tokens_left(self) -> int:
-        """How many more the choice may get that may get the most."""
+        """Return the largest number of tokens that any choice may still get."""
         return max((sequence.tokens_left for sequence in self.running.values()), default=0)
 
     def begin(self, grammar: str = "") -> list[EngineRequest]:
-        """What the engine is to have at once; `grammar` is what each output must follow, "" for
+        """Return the engine requests to start now; `grammar` constrains each output, "" for
         none.
         """
         added, self._at_once, self.grammar = self._at_once, [], grammar
@@ -125,10 +124,10 @@ class RequestInFlight(InFlight[Sequence]):
         return added
 
     def try_again(self, ids: Iterator[int]) -> bool:
-        """Begin anew with another seed, where an answer that has ended lacks its form and tries are
-        left; return whether that is so. The engine is to have what `begin` returns.
+        """Restart with another seed if an ended answer lacks its form and tries are left.
 
-        Another worker does the same from the end of the first try: no later one is published.
+        Returns whether it restarted; then the engine needs the result of `begin`. Another worker
+        restarts from the end of the first try too, since later tries are not published.
         """
         form = self._call.output_format
         if self._tries_left < 1 or form is None or all(has_form(one.content, form) for one in self.sequences):
@@ -143,11 +142,11 @@ class RequestInFlight(InFlight[Sequence]):
         return True
 
     def follow(self, request_id: int) -> list[EngineRequest]:
-        """What the engine is to have after the first token of `request_id`."""
+        """Return the engine requests to start after the first token of `request_id`."""
         return self.waiting.pop(request_id, [])
 
     def take_prompt_logprobs(self, request_id: int, items: list[TokenLogprobs]) -> None:
-        """`items`: one for each token of the prompt from the second on."""
+        """Record the prompt's log probabilities: one item per token from the second on."""
         number = self.running[request_id].number // self._call.best_of
         token_bytes = self._tokenizer.token_bytes
         start = self._prompts[number].token_ids[0]
@@ -156,11 +155,11 @@ class RequestInFlight(InFlight[Sequence]):
 
     @property
     def published_tokens(self) -> int:
-        """Tokens that were published, by this worker or an earlier one."""
+        """Return how many tokens were published, by this worker or an earlier one."""
         return sum(sequence.published_tokens for sequence in self.sequences)
 
     def delta(self) -> Delta:
-        """What is not published yet, which counts as published from now on."""
+        """Return the unpublished part of the answer and mark it published."""
         chunks: list[TokenChunk] = []
         total = 0
         for sequence in self.sequences:
@@ -177,14 +176,14 @@ class RequestInFlight(InFlight[Sequence]):
         return Delta(key, fence, total, chunks, self.claim.request.reply_to, continues=continues)
 
     def finish(self) -> Finished:
-        """The result, once all choices have ended."""
+        """Return the result, once all choices have ended."""
         usage = self._usage()
         result = Result(200, self._body(usage), usage, new_request_id())
         delta = None if self._spent is not None else self.delta()
         return Finished(self.claim.key, self.claim.fence, result, delta, self.claim.request.reply_to)
 
     def repeat(self, claim: Claim, arrived: float) -> Finished:
-        """Return the result again, with all tokens: nothing of this claim is published yet."""
+        """Return the result for a copy, with all tokens: none of this claim is published yet."""
         self.announced = False
         for sequence in self.sequences:
             sequence.unpublish(f"{claim.key}/{sequence.number}")
@@ -196,8 +195,8 @@ class RequestInFlight(InFlight[Sequence]):
     def _body(self, usage: Usage) -> bytes:
         """Return the body of the answer.
 
-        The bodies of copies differ in their ids alone, unless calls of tools have ids too, or a
-        second has passed. To make one of many log probabilities takes milliseconds.
+        Encoding many log probabilities takes milliseconds, so the last body is reused. Bodies of
+        copies differ only in their ids, unless tool calls have ids too or a second has passed.
         """
         call, created = self._call, int(self.claim.request.created or time.time())
         head = AnswerHead(call.endpoint.new_id(), call.model, created, self.system_fingerprint, call.service_tier)
@@ -217,7 +216,7 @@ class RequestInFlight(InFlight[Sequence]):
         ]
 
     def _usage(self) -> Usage:
-        """Return what all tries took."""
+        """Return the usage of all tries."""
         before = self._spent or Usage()
         reasoning = self._reasoning_tokens()
         return Usage(
@@ -247,8 +246,10 @@ class RequestInFlight(InFlight[Sequence]):
         return ParsedText(self._parsing, self._call, f"{self.claim.key}/{number}")
 
     def _line_up(self, prompt: int, ids: Iterator[int]) -> None:
-        """Make engine requests of a prompt's choices; without any left, of the first one if the
-        prompt's log probabilities are needed.
+        """Create the engine requests of a prompt's unfinished choices.
+
+        If all have ended but the prompt's log probabilities are needed, create that of the first
+        choice.
         """
         sequences = self._choices_of(prompt)
         needs_prompt = self._prompts[prompt].sampling.prompt_logprobs >= 0
@@ -277,14 +278,18 @@ class RequestInFlight(InFlight[Sequence]):
         return self.sequences[prompt * self._call.best_of : (prompt + 1) * self._call.best_of]
 
     def _best_of(self, prompt: int) -> list[Sequence]:
-        """The choices of a prompt that are answered, the best first if there are more than that."""
+        """Return the choices of a prompt that are answered: the best first if `best_of` exceeds
+        `n`.
+        """
         choices = self._choices_of(prompt)
         if self._call.best_of > self._call.n:
             choices.sort(key=lambda sequence: -sequence.mean_logprob)
         return choices[: self._call.n]
 
     def _echoed(self, sequence: Sequence) -> list[PositionLogprobs] | None:
-        """The prompt's log probabilities, where a stream shows them before those of the output."""
+        """Return the prompt's log probabilities if a stream shows them before the output's, else
+        None.
+        """
         call = self._call
         if not (call.echo and call.stream) or call.logprobs is None:
             return None
@@ -292,5 +297,5 @@ class RequestInFlight(InFlight[Sequence]):
 
 
 def rejected(claim: Claim, error: ApiError) -> Finished:
-    """The end of a request that cannot run, or cannot go on."""
+    """Return the error result of a request that cannot run or continue."""
     return Finished(claim.key, claim.fence, error.result(new_request_id()), None, claim.request.reply_to)

@@ -1,4 +1,4 @@
-"""How a worker process gives requests up, each with what it has generated."""
+"""Requeue the requests of a worker process, each with its generated tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from workers.replica.stopping import wait_or_stop
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 5.0
-"""How long a stopping worker waits for Redis to take its last results and the requests that it
-requeues.
-"""
+"""Seconds that a stopping worker waits for Redis to take its last results and requeued requests."""
 
 _RETRY_SECONDS = 0.5
 
 
 class Requeue:
-    """Requeues requests, or puts them in quarantine, from what was published last."""
+    """Requeue requests, or put them in quarantine, from their last published state."""
 
     def __init__(
         self, queue: Queue, worker: str, running: Running, outbox: Outbox, leases: Leases, stopping: asyncio.Event
@@ -44,7 +42,7 @@ class Requeue:
         """Publish pending results, then requeue the requests from their checkpoints; return how
         many.
 
-        `cleared`: they are released from quarantine.
+        With `cleared` they are released from quarantine.
         """
         deltas = self._running.checkpoint(keys)
         held = self._running.drop(keys)
@@ -54,21 +52,23 @@ class Requeue:
         return len(held)
 
     async def publish(self, deltas: list[Delta]) -> None:
-        """Publish these tokens, and the results that wait."""
+        """Publish these tokens and the pending results."""
         if not await self._in_time(self._outbox.deliver(deltas)):
             logger.warning("Redis unavailable; the last results are lost and their requests run again")
 
     async def requeue(self, held: list[Held], cleared: bool = False) -> None:
-        """Requeue requests that do not run, and of which everything is published."""
+        """Requeue requests that do not run and are fully published."""
         await self._finish_leases(held, lambda: self._queue.requeue(self._worker, held, cleared=cleared))
 
     async def quarantine(self, held: list[Held], error: EngineDeadError) -> None:
-        """Put requests in quarantine, which may have caused the error of the core."""
+        """Put requests in quarantine that may have caused the core's crash."""
         await self._finish_leases(held, lambda: self._queue.quarantine(self._worker, held, dead_letter(error)))
 
     async def _finish_leases(self, held: list[Held], action: Callable[[], object]) -> None:
-        """Run `action` and drop the leases. They are renewed until Redis has recorded it: expired,
-        they would count as a worker's death.
+        """Run `action` and drop the leases.
+
+        The leases are renewed until Redis has recorded it: an expired lease would count as a
+        worker's death.
         """
         if held:
             if not await self._in_time(_until_recorded(action)):
@@ -76,9 +76,10 @@ class Requeue:
             self._leases.drop(held)
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Wait for Redis as long as it takes; once the worker is to stop, GOODBYE_SECONDS more.
+        """Wait for Redis without a limit; once the worker is stopping, at most GOODBYE_SECONDS
+        more.
 
-        Return whether the work was done.
+        Returns whether the work was done.
         """
         task = asyncio.create_task(work)
         try:
@@ -107,7 +108,7 @@ async def _until_recorded(action: Callable[[], object]) -> None:
 def dead_letter(error: EngineDeadError) -> Result:
     """Return the result of a request that crashed an engine core even in isolation."""
     message = (
-        "This request was given up, because every time it ran the engine failed, at last with nothing beside it:"
+        "The request was given up: the engine failed every time it ran, the last time without other requests:"
         f" {error.reason}."
     )
     return ApiError(500, message, "server_error", code="engine_crashed").result(new_request_id())

@@ -1,4 +1,4 @@
-"""The requests that the engine has, and what each step means for their choices."""
+"""Track the requests in the engine, and apply each step's output to their choices."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from workers.replica.tracing import RequestTraces
 logger = logging.getLogger(__name__)
 
 _GROUP = 32
-"""Requests whose tokens are published together: while Redis and the API processes work on one group
-the next one is made.
+"""Most requests whose tokens are published together: the next group is prepared while Redis and the
+API processes handle one.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much the engine has: requests, and their choices that have not ended, of batches and of
-    live calls; and the tokens of those that are texts for numbers.
+    """The engine's load: requests and unfinished choices, of batches and of live calls, and the
+    tokens of pooling inputs.
     """
 
     requests: int = 0
@@ -48,9 +48,9 @@ class Load:
 
 
 class Running:
-    """The requests of one engine core that have not ended, and their choices by engine id.
+    """Hold the unfinished requests of one engine core, and their choices by engine id.
 
-    Used from the event loop only.
+    Use from the event loop only.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Running:
         traces: RequestTraces | None = None,
         suspects: set[Digest] | None = None,
     ) -> None:
-        """`suspects` as `Duplicates` takes them."""
+        """Create the state of one core; `suspects` is passed to `Duplicates`."""
         self._traces = traces
         self._engine = engine
         self._outbox = outbox
@@ -75,23 +75,23 @@ class Running:
         self._ids = itertools.count(1)
         self._sequences: dict[int, tuple[AnyInFlight, EngineSequence]] = {}
         self._requests: dict[RequestKey, AnyInFlight] = {}
-        self._without_grammar: set[AnyInFlight] = set()  # their grammars are being compiled
-        self._last_step = math.nan  # when it came, on the clock
-        self._step_number = 0  # the engine's own
+        self._without_grammar: set[AnyInFlight] = set()  # grammars still compiling
+        self._last_step = math.nan  # time of the last step, on the clock
+        self._step_number = 0  # the engine's step number
         self.room_made: Callable[[], None] = lambda: None  # called when requests end without a step
         self.metrics = RequestMetrics()
         self.steps = 0
-        self.copied_tokens = 0  # output of copies
+        self.copied_tokens = 0  # output tokens of copies
         self.finished = 0
         self.failed = 0
 
     @property
     def num_sequences(self) -> int:
-        """Choices that have not ended, the engine's unit of work."""
+        """Return the number of unfinished choices, the engine's unit of work."""
         return len(self._sequences)
 
     def any(self) -> bool:
-        """Return whether a choice has not ended."""
+        """Return whether any choice is unfinished."""
         return bool(self._sequences)
 
     @property
@@ -106,13 +106,11 @@ class Running:
         return Load(len(self._requests), len(self._sequences) - live, live, tokens)
 
     def prepared(self, digest: Digest) -> Prepared | None:
-        """As `Duplicates.prepared`."""
+        """Return the prepared duplicate; see `Duplicates.prepared`."""
         return self._duplicates.prepared(digest)
 
     def start(self, prepared: Iterable[Prepared]) -> None:
-        """Hands requests to the engine, with what earlier workers generated as a forced
-        beginning.
-        """
+        """Pass requests to the engine, with the output of earlier workers as a forced beginning."""
         now = self._clock()
         added: list[EngineRequest] = []
         for item in prepared:
@@ -127,7 +125,7 @@ class Running:
             self._end(item)
 
     def on_step(self, output: StepOutput) -> None:
-        """Give every choice its tokens; end what is done."""
+        """Give every choice its tokens; end the finished ones."""
         self.steps += 1
         before, now = self._last_step, self._clock()
         self._last_step, self._step_number = now, output.step
@@ -176,64 +174,65 @@ class Running:
         self._due.announce(news)
 
     def due(self, live_only: bool) -> Iterator[list[Delta]]:
-        """Yield what is to be published now, in groups: everything of live calls and of requests
-        that a client watches, of the others once per stream interval.
+        """Yield the deltas to publish now, in groups.
+
+        Live calls and watched requests are always due, the others once per stream interval.
         """
         requests = self._due.requests(self._requests.values(), live_only)
         for begin in range(0, len(requests), _GROUP):
             yield self._deltas(requests[begin : begin + _GROUP])
 
     def keys(self) -> list[RequestKey]:
-        """All requests in flight, copies that wait included."""
+        """Return the keys of all requests in flight, waiting copies included."""
         return [*self._requests, *self._duplicates.waiting()]
 
     def keys_in_engine(self) -> list[RequestKey]:
-        """All requests in flight but copies and those that wait for their grammars."""
+        """Return the keys of all requests in flight, without copies and those that wait for a
+        grammar.
+        """
         return [key for key, request in self._requests.items() if request not in self._without_grammar]
 
     def longest(self) -> int:
-        """Tokens of the longest choice, its prompt's included; 0 if there is none."""
+        """Return the tokens of the longest choice, prompt included, or 0 without any."""
         return max((sequence.length for _, sequence in self._sequences.values()), default=0)
 
     def checkpoint(self, keys: Iterable[RequestKey]) -> list[Delta]:
-        """Everything of these requests that is not published yet."""
+        """Return the unpublished part of these requests."""
         return self._deltas(self._requests[key] for key in keys if key in self._requests)
 
     def all_have(self, tokens: int) -> bool:
-        """Return whether every request got so many tokens from this engine; those that have ended
-        are not asked for.
-        """
+        """Return whether every unfinished request got at least `tokens` tokens from this engine."""
         return all(request.all_have(tokens) for request in self._requests.values())
 
     def tokens_left(self) -> dict[RequestKey, int]:
-        """How many tokens the choice of each request may still get that may get the most."""
+        """Return the largest number of tokens that any choice of each request may still get."""
         return {key: request.tokens_left for key, request in self._requests.items()}
 
     def watch(self, order: ControlMessage) -> None:
-        """A client reads the tokens of these requests, or of every request of a batch, for a
+        """Record that a client reads the tokens of these requests, or of a whole batch, for a
         while.
         """
         keys = self._named(order)
         for key in keys:
             if (copy := self._duplicates.claim(key)) is not None:
-                copy.watched = True  # from its start on, if it takes over
+                copy.watched = True  # applies from its start, if it becomes the original
         self._due.watch([self._requests[key] for key in keys if key in self._requests], order.seconds)
 
     def cancel(self, order: ControlMessage) -> list[Held]:
-        """Drop the requests that an order names; return what was held of them."""
+        """Drop the requests named in a control message; return their leases."""
         if order.batch:
             self._duplicates.forget_batch(order.batch)
         return self._cancel(self._named(order))
 
     def lose(self, held: Iterable[Held]) -> int:
-        """Drop requests whose lease another worker may have by now; return how many were still
+        """Drop requests whose leases another worker may hold; return how many were still
         running.
         """
         keys = [key for key, fence in held if (claim := self._claim(key)) is not None and claim.fence == fence]
         return len(self._cancel(keys))
 
     def drop(self, keys: Iterable[RequestKey], why: str = "requeued") -> list[Held]:
-        """Stop requests without a result; return what was held of them. `why` is for traces."""
+        """Stop requests without a result; return their leases. `why` is for traces."""
         dropped = [claim for key in dict.fromkeys(keys) if (claim := self._claim(key)) is not None]
         running = [self._requests[claim.key] for claim in dropped if claim.key in self._requests]
         self._abort([request_id for request in running for request_id in self._forget(request)])
@@ -244,16 +243,16 @@ class Running:
         return [(claim.key, claim.fence) for claim in dropped]
 
     def suspect(self, keys: Iterable[RequestKey]) -> None:
-        """Note the requests that the engine core had when it crashed."""
+        """Record the requests that the engine core had when it crashed."""
         self._duplicates.suspect(keys)
 
     def drop_unstarted(self) -> list[Held]:
-        """Stop the requests that have no tokens from here yet, and copies, which have none."""
+        """Stop the requests without tokens from this worker, and copies; return their leases."""
         unstarted = [key for key, request in self._requests.items() if not request.started]
         return self.drop([*unstarted, *self._duplicates.waiting()])
 
     def _cancel(self, keys: Iterable[RequestKey]) -> list[Held]:
-        """Drop requests that do not go on; each of their choices that runs counts as aborted."""
+        """Drop requests for good; each of their running choices counts as aborted."""
         before = len(self._sequences)
         held = self.drop(keys, "cancelled or lost")
         self.metrics.finished.add(before - len(self._sequences), "abort")
@@ -280,7 +279,7 @@ class Running:
                 self._engine.abort(request_ids)
 
     def _begin_or_end(self, item: Prepared, now: float) -> list[EngineRequest]:
-        """Do as `_begin`; a request that fails ends with an error."""
+        """Start a request as `_begin` does; a failure ends it with an error."""
         try:
             return self._begin(item, now)
         except Exception as error:
@@ -290,7 +289,7 @@ class Running:
             return []
 
     def _start_copy(self, item: Prepared) -> None:
-        """Run a copy whose original got no answer."""
+        """Run a copy whose original ended without an answer."""
         added = self._begin_or_end(item, self._clock())
         try:
             self._add(added)
@@ -298,7 +297,7 @@ class Running:
             self._fail(self._requests[item.claim.key], _unforeseen(item.claim, error))
 
     def _repeat(self, request: AnyInFlight, copy: Copy) -> None:
-        """Give a copy the answer of a request that has ended."""
+        """Give a copy the answer of a finished request."""
         try:
             finished = request.repeat(copy.claim, copy.arrived)
         except Exception as error:
@@ -309,8 +308,9 @@ class Running:
         self._complete(request, finished)
 
     def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
-        """What the engine is to have of a request at once; nothing if what was published is the
-        whole of it, or if its grammar is not there yet.
+        """Return the engine requests of a request to start now.
+
+        There are none if its checkpoint is already complete, or if its grammar is still compiling.
         """
         claim, request = item.claim, self._in_flight(item, now)
         if not request.running and not request.try_again(self._ids):
@@ -337,7 +337,7 @@ class Running:
         self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
 
     def _take_grammar(self, request: AnyInFlight, grammar: Grammar) -> None:
-        """Go on with a request whose grammar was compiled, if it is still there."""
+        """Continue a request whose grammar was compiled, if it is still in flight."""
         if request not in self._without_grammar:
             return
         self._without_grammar.discard(request)
@@ -349,9 +349,7 @@ class Running:
             self.room_made()
 
     def _enter(self, request: AnyInFlight, grammar: Grammar) -> list[EngineRequest]:
-        """Accept a request and return what the engine is to have of it; end it if it cannot have a
-        grammar.
-        """
+        """Accept a request and return its engine requests; end it if its grammar is an error."""
         if isinstance(grammar, ApiError):
             self._fail(request, grammar)
             return []
@@ -369,8 +367,8 @@ class Running:
     def _late_token(
         self, output: StepOutput, request_id: int, count: int, cached: int, now: float
     ) -> list[EngineRequest]:
-        """Record a choice's first token from this worker, or one after steps that gave it none;
-        return what the engine is to have then.
+        """Record a choice's first token from this worker, or its first after steps without one;
+        return the engine requests to start then.
         """
         metrics, (request, sequence) = self.metrics, self._sequences[request_id]
         if self._traces is not None:
@@ -398,7 +396,7 @@ class Running:
         return deltas
 
     def _fail(self, request: AnyInFlight, error: ApiError) -> list[int]:
-        """End a request with an error; return what is left of it in the engine."""
+        """End a request with an error; return the engine ids to abort."""
         self.metrics.finished.add(len(request.sequences), "error")
         left = self._forget(request)
         self._duplicates.leave(request.claim.key, failed=True)
@@ -406,12 +404,12 @@ class Running:
         return left
 
     def _end_choice(self, request_id: int, finish: int, stop_token: int, error: str | None) -> list[int]:
-        """End one choice, and the request if it is the last one or failed; return what is to leave
-        the engine.
+        """End one choice, and its request if it is the last one or failed. Return the engine ids to
+        abort.
         """
         request, sequence = self._sequences[request_id]
         if finish > Finish.LENGTH:
-            reason = error or "The engine gave this request up."
+            reason = error or "The engine ended this request without a reason."
             if finish == Finish.INVALID:
                 return self._fail(request, ApiError(400, reason, code="invalid_value"))
             return self._fail(request, ApiError(500, reason, "server_error", code="engine_error"))
@@ -447,7 +445,7 @@ class Running:
         self._outbox.finish(finished)
 
     def _forget(self, request: AnyInFlight) -> list[int]:
-        """Return the ids of the choices that the engine has and that have not ended."""
+        """Return the engine ids of the unfinished choices in the engine."""
         if self._traces is not None:
             self._traces.left(request, self._step_number)
         del self._requests[request.claim.key]
@@ -461,9 +459,9 @@ class Running:
 
 
 def _unforeseen(claim: Claim, error: Exception) -> ApiError:
-    """Return the error of a request that failed for an unforeseen reason; the worker goes on.
+    """Return the error of a request that failed for an unforeseen reason; the worker continues.
 
-    One that was made for the client is returned as it is.
+    An error made for the client is returned as it is.
     """
     if isinstance(error, ApiError):
         return error

@@ -1,5 +1,5 @@
-"""From what a call asks for to the engine's parameters, checked against the vocabulary and the room
-that its prompt leaves.
+"""Convert a call's parameters to the engine's, checked against the vocabulary and the room that its
+prompt leaves.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from workers.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the engine can take, tokens of prompt and output together and token ids, which of these
-    end a text, and what its model does.
+    """The limits of the model: tokens of prompt and output together, token ids, the token ids that
+    end a text, and the supported tasks.
     """
 
     max_model_len: int
@@ -30,34 +30,34 @@ class ModelLimits:
 
 
 MOST_LOGPROBS = 2**19
-"""Log probabilities that one request may ask for, of about 25 bytes in its checkpoint each; its
-worker and its answer hold all at once.
+"""Most log probabilities that one request may ask for, at about 25 bytes each in its checkpoint;
+its worker and its answer hold all at once.
 """
 
 _NOMINAL_TOKENS = 4096
-"""What a choice counts for that may take the rest of the context: few take it, and a long context
+"""Tokens counted for a choice that may use the rest of the context: few use it, and a long context
 alone should refuse no request.
 """
 
 
 MOST_BAD_WORD_TOKENS = 8192
-"""Tokens of all the runs that write a request's bad words; each is compared at each step."""
+"""Most tokens in all encodings of a request's bad words; each is compared at each step."""
 
 
 _MADE = {"max_tokens", "seed", "stop_token_ids", "logit_bias", "bad_words", "logprobs", "prompt_logprobs"}
 _COPIED = tuple(
     name for name in SamplingParams.__struct_fields__ if name in Parameters.__struct_fields__ and name not in _MADE
 )
-"""Fields that the engine takes as the call has them; the others need the model or its tokenizer."""
+"""Fields copied to the engine unchanged; the others need the model or its tokenizer."""
 
 
 class SamplingMaker:
-    """Makes the parameters of one call's prompts."""
+    """Create the sampling parameters of one call's prompts."""
 
     def __init__(self, call: Call, seed: int, tokenizer: TextTokenizer, limits: ModelLimits) -> None:
-        """`seed` is for a call that names none.
+        """Validate the call; `seed` applies if the call has none.
 
-        Raises ApiError for a parameter that the model cannot honor.
+        Raises ApiError for a parameter that the model does not support.
         """
         self._call = call
         self._seed = (seed if call.seed is None else call.seed) & MAX_SEED
@@ -69,9 +69,10 @@ class SamplingMaker:
         self._check_allowed()
 
     def make(self, prompt_tokens: int, param: str) -> SamplingParams:
-        """For a prompt of this many tokens, at least one, which the caller knows as `param`.
+        """Return the parameters for a prompt of this many tokens, at least one.
 
-        Raises ApiError when prompt and output do not fit together.
+        `param` is the caller's name for the prompt. Raises ApiError if prompt and output exceed the
+        context.
         """
         call = self._call
         echoed = -1 if call.logprobs is None or not call.echo else call.logprobs
@@ -98,7 +99,7 @@ class SamplingMaker:
         )
 
     def _check_allowed(self) -> None:
-        """Raise ApiError where other parameters may leave no token that could be generated."""
+        """Raise ApiError if the parameters together may allow no token at all."""
         call, allowed = self._call, set(self._call.allowed_token_ids)
         if not allowed or call.max_tokens == 0:
             return
@@ -110,7 +111,7 @@ class SamplingMaker:
             raise ApiError(400, message, param="allowed_token_ids", code="invalid_value")
 
     def _max_tokens(self, prompt_tokens: int, param: str) -> int:
-        """How many tokens to generate at most."""
+        """Return the most tokens to generate."""
         call, longest, name = self._call, self._longest, self._call.endpoint.prompt_field
         if prompt_tokens >= longest:
             too_long(f"your {name} resulted in {prompt_tokens} tokens", param, longest, name)
@@ -131,9 +132,7 @@ def too_long(asked: str, param: str, longest: int, reducible: str) -> NoReturn:
 
 
 def check_logprobs(call: Call, prompts: Sequence[Prompt]) -> None:
-    """Raise ApiError for a call that asks for more log probabilities than a worker should hold at
-    once.
-    """
+    """Raise ApiError for a call that asks for more log probabilities than a worker may hold."""
     count = 0
     for prompt in prompts:
         sampling = prompt.sampling
@@ -181,7 +180,7 @@ def check_token(token: int, vocab_size: int, param: str) -> None:
 
 
 def _bad_words(words: list[str], tokenizer: TextTokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The runs of tokens that write each word."""
+    """Return the token sequences that write each word."""
     runs: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(words):
         param = f"bad_words[{i}]"

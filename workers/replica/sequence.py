@@ -1,5 +1,5 @@
-"""One choice of one prompt: its tokens, their text and log probabilities, how much of that is
-published, and how it ended.
+"""Track one choice of one prompt: its tokens, text and log probabilities, how much is published,
+and how it ended.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from workers.text.tokenizer import TextTokenizer
 
 
 class Sequence:
-    """Output tokens become text only when someone needs the text: at once for stop strings, else
-    when they are published or at the end.
+    """One choice of a prompt.
 
-    It starts from its checkpoint, which may show that it has ended: by a stop string, by a token
-    that stops, or by its length.
+    Output tokens are decoded only when their text is needed: at once for stop strings, else for
+    publishing or at the end. A sequence resumes from its checkpoint, which may already be complete:
+    by a stop string, a stop token or its length.
     """
 
     __slots__ = (
@@ -62,13 +62,15 @@ class Sequence:
         checkpoint: ChoiceCheckpoint | None,
         parsed: ParsedText | None = None,
     ) -> None:
-        """`number` counts the choices of all prompts of a request; it is the `choice` of the
-        noise. `parsed` reads its text, if a parser applies.
+        """Create a sequence, from its checkpoint if there is one.
+
+        `number` counts the choices of all prompts of a request; it is the `choice` of the sampling
+        noise. `parsed` parses the text, if a parser applies.
         """
         self.number = number
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
         self.published_tokens = self._resumed_tokens = len(self.token_ids)
-        # Of the prompt, from its first engine's prefix cache
+        # Prompt tokens found in the prefix cache of its first engine
         self.cached_tokens = 0 if checkpoint is None else checkpoint.cached_tokens
         self.device_seconds = 0.0
         self._prompt = prompt
@@ -86,7 +88,7 @@ class Sequence:
         self._published_characters = 0 if checkpoint is None else checkpoint.text_length
         self.announced = checkpoint is not None  # whether anything was published
         self.ended = False  # whether it gets no more tokens
-        self.last_token = 0.0  # when it got one from this worker, on the monotonic clock
+        self.last_token = 0.0  # time of its newest token from this worker, on the monotonic clock
         self._ending: tuple[FinishReason, int | str | None] = "stop", None
         self.logprobs: list[PositionLogprobs] | None = None
         if prompt.sampling.logprobs >= 0:
@@ -95,17 +97,17 @@ class Sequence:
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier worker began it."""
+        """Return whether an earlier worker began it."""
         return self._resumed_tokens > 0
 
     @property
     def started(self) -> bool:
-        """Whether this worker generated anything for it."""
+        """Return whether this worker generated any of its tokens."""
         return self.new_tokens > 0
 
     @property
     def new_tokens(self) -> int:
-        """How many this worker generated."""
+        """Return how many tokens this worker generated."""
         return len(self.token_ids) - self._resumed_tokens
 
     @property
@@ -114,22 +116,22 @@ class Sequence:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended."""
+        """Return why it ended."""
         return self._ending[0]
 
     @property
     def length(self) -> int:
-        """Tokens of its prompt and its output."""
+        """Return the number of prompt and output tokens."""
         return self.prompt_length + len(self.token_ids)
 
     @property
     def tokens_left(self) -> int:
-        """How many more it may get."""
+        """Return how many more tokens it may get."""
         return self._sampling.max_tokens - len(self.token_ids)
 
     @property
     def mean_logprob(self) -> float:
-        """The log probability per token, by which the best of several is found."""
+        """Return the mean log probability per token, which ranks the choices of `best_of`."""
         chosen = [position.chosen.logprob or 0.0 for position in self.logprobs or ()]
         return sum(chosen) / max(1, len(chosen))
 
@@ -143,10 +145,10 @@ class Sequence:
         arrived: float = 0.0,
         guide: OutputGuide | None = None,
     ) -> EngineRequest:
-        """What the engine is to do: go on from here or, when nothing is left to generate, look at
-        the prompt alone.
+        """Return the engine request that continues this sequence.
 
-        `batch_id` names requests whose outputs may be about as long; `arrived` as there.
+        A sequence with nothing left to generate only scores the prompt. `batch_id` groups requests
+        with outputs of similar length. `arrived` is the time in `EngineRequest`.
         """
         prompt_logprobs = self._sampling.prompt_logprobs if with_prompt_logprobs else -1
         if self.ended:
@@ -171,11 +173,11 @@ class Sequence:
         )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
-        """Add generated tokens, in order; whether a stop string ended it, after which it keeps no
-        more of them.
+        """Append generated tokens in order; return True if a stop string ended the sequence.
 
-        `stop_token`, if any, is the last of the tokens: it counts but gives no text, unless the
-        call includes it. `logprobs` has one item per token, if it asked.
+        Tokens after the stop string are discarded. A `stop_token` other than -1 is the last of the
+        tokens: it counts but adds no text, unless the call includes it. `logprobs` has one item per
+        token, if requested.
         """
         stopped = False
         if self._stops is None:
@@ -188,9 +190,9 @@ class Sequence:
         return stopped
 
     def end(self, reason: FinishReason, stop_token: int = -1) -> None:
-        """No more tokens come; `stop_token` as for `take`.
+        """End the sequence; `stop_token` as for `take`.
 
-        A stop string that was found goes before any other reason.
+        A stop string already found takes precedence over `reason`.
         """
         stop_reason: int | str | None = stop_token if stop_token in self._call.stop_token_ids else None
         self._decode(self._shown_tokens(stop_token))
@@ -204,7 +206,9 @@ class Sequence:
         self.ended, self._ending = True, (reason, stop_reason)
 
     def chunk(self) -> TokenChunk | None:
-        """What is not published yet, which counts as published from now on."""
+        """Return the unpublished tokens and text, and mark them published; None if there are
+        none.
+        """
         index, offset = self.published_tokens, self._published_characters
         if index == len(self.token_ids) and not self.ended:
             return None
@@ -227,7 +231,9 @@ class Sequence:
         return chunk
 
     def unpublish(self, name: str) -> None:
-        """Begin anew with what is published, as the choice of another request (`ParsedText`)."""
+        """Mark everything unpublished, for the choice `name` of another request (see
+        `ParsedText`).
+        """
         self.published_tokens = self._published_characters = 0
         self.announced = False
         if self._parsed is not None:
@@ -235,12 +241,12 @@ class Sequence:
 
     @property
     def content(self) -> str:
-        """Its text without reasoning, once it has ended."""
+        """Return the text without reasoning, once it has ended."""
         return self._text if self._parsed is None else self._parsed.content
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens it has up to the end of its reasoning, that included."""
+        """Return the number of tokens up to and including the end of the reasoning."""
         if self._parsed is None or not self._parsed.has_reasoning:
             return 0
         ends = self._parsed.parsing.reasoning_ends or ()
@@ -254,7 +260,7 @@ class Sequence:
         return min(ended, tokens)
 
     def choice(self, index: int, prompt_logprobs: list[PositionLogprobs] | None) -> Choice:
-        """The whole of it, for the response, once it has ended."""
+        """Return the choice for the response, once it has ended."""
         call, logprobs = self._call, self.logprobs if self._call.logprobs is not None else None
         if logprobs is not None and call.echo:
             logprobs = [*at_most(prompt_logprobs or [], call.logprobs or 0), *logprobs]
@@ -272,8 +278,8 @@ class Sequence:
         return choice if self._parsed is None else self._parsed.add_to(choice)
 
     def _recognize_end(self) -> None:
-        """End the sequence where its checkpoint is the whole of it: by the last token, by a stop
-        string or by its length.
+        """End the sequence if its checkpoint is already complete: by the last token, a stop string
+        or its length.
         """
         last = self.token_ids[-1] if self.token_ids else -1
         stop_token = last if last in self._sampling.stop_token_ids else -1
@@ -285,7 +291,7 @@ class Sequence:
             self.end("length")
 
     def _shown_tokens(self, stop_token: int) -> int:
-        """Return how many of the tokens give text, when the last is `stop_token`."""
+        """Return how many of the tokens add text, if the last is `stop_token`."""
         return len(self.token_ids) - (stop_token >= 0 and not self._call.include_stop_str_in_output)
 
     def _take_until_stop(self, stops: StopStrings, token_ids: list[int], stop_token: int) -> bool:
@@ -299,7 +305,7 @@ class Sequence:
         return False
 
     def _decode(self, upto: int) -> None:
-        """Make text of tokens; a parser that follows them reads that of each by itself."""
+        """Decode tokens into text; a streaming parser reads the text of each token separately."""
         if self._parsed is None or not self._parsed.follows:
             self._add_text(upto)
             return
@@ -308,7 +314,7 @@ class Sequence:
             self._parsed.read(self._text, tokens)
 
     def _add_text(self, upto: int) -> None:
-        """Decode tokens; of the first `min_tokens` none can complete a stop string."""
+        """Decode tokens; the first `min_tokens` cannot complete a stop string."""
         stops = self._stops
         if stops is not None and self._decoded < self._min_tokens:
             early = min(upto, self._min_tokens)
@@ -321,7 +327,7 @@ class Sequence:
 
 
 def positions(items: Iterable[TokenLogprobs], token_bytes: Callable[[int], bytes]) -> Iterator[PositionLogprobs]:
-    """The engine's log probabilities, with the tokens' texts."""
+    """Yield the engine's log probabilities with the tokens' texts."""
     for item in items:
         ranks = itertools.chain((item.rank,), itertools.count(1))
         own, *likeliest = map(TokenLogprob, item.token_ids, map(token_bytes, item.token_ids), item.logprobs, ranks)
@@ -329,5 +335,5 @@ def positions(items: Iterable[TokenLogprobs], token_bytes: Callable[[int], bytes
 
 
 def at_most(items: Iterable[PositionLogprobs], most: int) -> list[PositionLogprobs]:
-    """The same with fewer of the likeliest tokens."""
+    """Return the same positions with at most `most` top tokens each."""
     return [item if len(item.top) <= most else PositionLogprobs(item.chosen, item.top[:most]) for item in items]

@@ -1,4 +1,4 @@
-"""A worker process at work: it claims, runs and answers requests until it is to stop."""
+"""Run a worker process: claim, run and answer requests until ordered to stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Serving:
-    """A worker process with a core that is ready, and what its tasks work on."""
+    """A worker process with a ready core, and the objects that its tasks use."""
 
     queue: Queue
     registration: Registration
@@ -40,7 +40,7 @@ class Serving:
     async def run(self, stopping: asyncio.Event, shutdown_timeout: float) -> None:
         """Serve until ordered to stop, then drain.
 
-        Raise EngineDeadError, everything requeued, after a death.
+        After a crash of the core it requeues everything and raises EngineDeadError.
         """
         tasks = self._start_tasks()
         try:
@@ -91,10 +91,11 @@ class Serving:
         await self.intake.pause()
 
     async def _handle_crash(self, error: EngineDeadError) -> None:
-        """Publish what the dead core had generated: its requests continue from there on another
-        core, once their leases are lost with the registration.
+        """Publish the output of the dead core.
 
-        If the core crashed by itself they are quarantined; what never reached it is requeued.
+        Its requests continue from there on another core, once their leases are lost with the
+        registration. If the core crashed by itself they are quarantined; requests that never
+        reached it are requeued.
         """
         running, reached = self.running, self.running.keys_in_engine()
         logger.error("%s; requests in flight: %d", error, len(reached))

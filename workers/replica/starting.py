@@ -1,4 +1,4 @@
-"""The start of an engine core, which ends with a request of the worker's own."""
+"""Start an engine core and run a self-test on it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from workers.replica.quarantine import HARMLESS_TOKENS
 
 logger = logging.getLogger(__name__)
 
-_SELF_TEST_LENGTH = 15  # tokens; fewer than a block of the KV cache, so that nothing of it stays there
+_SELF_TEST_LENGTH = 15  # tokens; less than a KV cache block, so that none of it is cached
 
 
 async def start_engine(engine: AsyncEngine, timeout: float, longest_at_death: int) -> None:
     """Start the core and test it.
 
-    `longest_at_death`: tokens of the longest request of an earlier core when it crashed, or 0.
-    Raises EngineStartError or EngineDeadError.
+    `longest_at_death` is the token count of the longest request of an earlier core when it crashed,
+    or 0. Raises EngineStartError or EngineDeadError.
     """
     await engine.start(timeout)
     info = engine.info
@@ -39,12 +39,13 @@ def described(info: Ready) -> str:
 
 
 async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
-    """Run a request of the worker's own before any claim, so that no request is dead-lettered for
-    a device that fails at everything.
+    """Run a self-test request before any claim, so that no request is dead-lettered for a device
+    that always fails.
 
-    After a crash it is as long as the longest request of the crashed core, and generates the tokens
-    that release a request from quarantine: a core that fails here too fails at that length. It also
-    loads what the first request would wait for, and starts the estimate of step times.
+    After a crash it is as long as the longest request of the crashed core, and it generates the
+    tokens that release a request from quarantine: a core that fails here too fails at that length.
+    The request also loads what the first request would wait for, and starts the estimate of step
+    times.
     """
     length, tokens = (longest_at_death, HARMLESS_TOKENS) if longest_at_death else (_SELF_TEST_LENGTH, 2)
     tokens = min(tokens, engine.info.max_model_len - 1)
@@ -68,12 +69,12 @@ async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
 
 
 def _pooling(info: Ready) -> PoolingParams | None:
-    """Return what is asked of a model that does not generate."""
+    """Return the pooling parameters of the self-test for a model that does not generate."""
     return None if "generate" in info.tasks else PoolingParams("embed" if "embed" in info.tasks else "classify")
 
 
 async def _error_of(engine: AsyncEngine, request: EngineRequest) -> str | None:
-    """Run a request alone, to its end; return the error it ended with, if any."""
+    """Run a request alone, to its end; return its error, if any."""
     engine.add([request])
     async for output in engine.steps():
         if any(output.finish):

@@ -1,4 +1,4 @@
-"""Statistics of an engine: a log line every ten seconds while it works, and gauges in Redis every
+"""Report engine statistics: a log line every ten seconds of work, and gauges in Redis every
 five.
 """
 
@@ -25,7 +25,7 @@ GAUGES_INTERVAL = 5.0
 
 
 async def report(running: Running, engine: AsyncEngine, num_blocks: int) -> None:
-    """Log until cancelled; an interval without work gets no line."""
+    """Log statistics until cancelled; intervals without work are skipped."""
     loop = asyncio.get_running_loop()
     before, finished, since = Stats(), running.finished, loop.time()
     while True:
@@ -39,7 +39,7 @@ async def report(running: Running, engine: AsyncEngine, num_blocks: int) -> None
 
 
 def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight: int, num_blocks: int) -> str:
-    """Return the log line for what happened between two moments."""
+    """Return the log line for the interval between two samples."""
     computed, hits = now.computed_tokens - before.computed_tokens, now.prefix_hit_tokens - before.prefix_hit_tokens
     return (
         f"generated {(now.tokens - before.tokens) / seconds:.0f} tokens/s, computed {computed / seconds:.0f} tokens/s,"
@@ -51,7 +51,7 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
 
 
 def declared_metrics() -> list[MetricDescriptor]:
-    """Return what `report_gauges` reports the values of, in that order."""
+    """Return the descriptors of the values in `report_gauges`, in that order."""
     metrics = [*EngineMetrics().all(), *RequestMetrics().all()]
     return msgspec.convert(metrics, list[MetricDescriptor], from_attributes=True)
 
@@ -59,7 +59,7 @@ def declared_metrics() -> list[MetricDescriptor]:
 async def report_gauges(worker: str, engine: AsyncEngine, metrics: RequestMetrics, queue: Queue) -> None:
     """Publish gauges in Redis until cancelled.
 
-    No failure ends the replica; the next report replaces one that is lost.
+    No failure ends the replica; the next report replaces a lost one.
     """
     loop = asyncio.get_running_loop()
     before, since, problem = engine.stats.tokens, loop.time(), ""
@@ -72,7 +72,7 @@ async def report_gauges(worker: str, engine: AsyncEngine, metrics: RequestMetric
             gauges = _gauges(engine, metrics, round(rate, 1), gpus)
             await asyncio.to_thread(queue.report_gauges, worker, gauges)
         except QueueUnavailable:
-            pass  # logged where requests are claimed and published
+            pass  # already logged by intake and outbox
         except Exception as error:
             if repr(error) != problem:
                 logger.warning("failed to report engine metrics", exc_info=True)

@@ -1,4 +1,4 @@
-"""Calls that the tokenizer answers, beside what the engine runs."""
+"""Answer calls to the tokenizer, which need no engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.text.tokenizer import TextTokenizer
 
 
 class TokenizerAnswers:
-    """Makes the answers that need no engine."""
+    """Create the answers of tokenizer calls."""
 
     def __init__(self, tokenizer: TextTokenizer, models: Sequence[str], limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +32,7 @@ class TokenizerAnswers:
         self._limits = limits
 
     def answer(self, claim: Claim) -> Finished:
-        """Return the end of a call, whatever it is."""
+        """Return the result of a call, also for an error."""
         request = claim.request
         try:
             call = TOKENIZER_ENDPOINTS[request.endpoint].read(decode_body(request.body), request.model)
@@ -76,9 +76,9 @@ class TokenizerAnswers:
 
 
 class Tokenization:
-    """Answers calls in a thread of its own: however long a text is, no other request waits for it.
+    """Answer calls in a separate thread, so that a long text delays no other request.
 
-    Used from the event loop only.
+    Use from the event loop only.
     """
 
     def __init__(self, answers: TokenizerAnswers, outbox: Outbox, metrics: RequestMetrics) -> None:
@@ -89,7 +89,7 @@ class Tokenization:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenization")
 
     def take(self, claims: Iterable[Claim]) -> list[Claim]:
-        """Begin with those that are for the tokenizer; return the others."""
+        """Start the claims that are for the tokenizer; return the others."""
         others: list[Claim] = []
         loop = asyncio.get_running_loop()
         for claim in claims:
@@ -102,7 +102,7 @@ class Tokenization:
         return others
 
     def cancel(self, keys: Iterable[RequestKey]) -> list[Held]:
-        """Drop calls whose clients have left; return what was held of them."""
+        """Drop calls whose clients have left; return their leases."""
         held: list[Held] = []
         for key in keys:
             if key in self._pending:
@@ -112,7 +112,7 @@ class Tokenization:
         return held
 
     def close(self) -> None:
-        """Wait for nothing; another worker answers what is left."""
+        """Stop waiting; another worker answers the remaining calls."""
         self._pending.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -130,8 +130,8 @@ class Tokenization:
 
 
 def _check_size(text: str, param: str) -> None:
-    """Raise ApiError for a text that is too large to answer with."""
+    """Raise ApiError for a text that is too large for an answer."""
     size = len(text.encode(errors="replace"))
     if size > MOST_BYTES:
-        message = f"Invalid '{param}': its text has {size} bytes, and at most {MOST_BYTES} are taken: send it in parts."
+        message = f"Invalid '{param}': its text has {size} bytes, but the limit is {MOST_BYTES}: send it in parts."
         raise ApiError(400, message, param=param, code="string_above_max_length")

@@ -1,4 +1,4 @@
-"""From a call's choice of tools to the form that its answer must have."""
+"""Convert a call's choice of tools to the output format of its answer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from jobs.protocol.validation import Call
 from workers.text.parsers.base import CallSyntax
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_DATA = frozenset({"const", "enum", "default", "examples"})  # keywords that hold values, no schemas
-_SPACE = " ?"  # between the tokens of a call's JSON, which nobody reads line by line
+_DATA = frozenset({"const", "enum", "default", "examples"})  # keywords that contain values, not schemas
+_SPACE = " ?"  # between the tokens of a call's JSON, which needs no layout
 _NAMES = frozenset({"$schema", "$id", "id"})
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 def format_of(call: Call, syntax: CallSyntax | None) -> OutputFormat | None:
-    """Return the form of a call's answers: the one that it asks for, else that of the calls of
-    tools which they must be or may have. None where they have none.
+    """Return the output format of a call's answers, or None if it has none.
 
-    `syntax` is how the model writes its calls, if a schema of their arguments can be enforced.
+    This is the format in the request, else that of the tool calls which the answer must be or may
+    contain. `syntax` is the model's tool-call syntax, if a schema of the arguments can be enforced.
     """
     if call.output_format is not None:
         return call.output_format
@@ -31,15 +31,19 @@ def format_of(call: Call, syntax: CallSyntax | None) -> OutputFormat | None:
 
 
 def _forced_format(call: Call) -> OutputFormat:
-    """A named function's answer is its arguments alone, else it is a list of calls, each an object
-    of `name` and `parameters`.
+    """Return the format of a forced call.
+
+    A named function's answer is its arguments alone; otherwise it is a list of calls, each an
+    object of `name` and `parameters`.
     """
     schema = _calls_schema(call) if call.tool_name is None else _parameters_of(_named(call))
     return OutputFormat("json_schema", encode_json(schema).decode(), "tools", _SPACE)
 
 
 def _strict_format(call: Call, syntax: CallSyntax) -> OutputFormat:
-    """Text in which calls are of the tools, and have the arguments that strict ones ask for."""
+    """Return the format of text whose calls name only given tools and follow the schemas of strict
+    ones.
+    """
     tag = {
         "type": "triggered_tags",
         "triggers": [syntax.trigger],
@@ -87,14 +91,16 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 def _parameters_of(function: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object.
 
-    Its own name goes, since its references are to be read as those of the whole.
+    Its `$id` is removed, so that its references resolve within the whole schema.
     """
     parameters = {key: value for key, value in (function.get("parameters") or {}).items() if key not in _NAMES}
     return {"type": "object", **parameters} if parameters else _NO_PARAMETERS
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema with its references to itself as they are within another, at `place`."""
+    """Return a schema whose references to itself are rewritten for its position `place` in
+    another.
+    """
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

@@ -1,8 +1,8 @@
-"""The spans of the requests that a worker process has, made from the times at which they went on.
+"""Create the spans of the requests on a worker process, from recorded times.
 
 A request has one span for each worker that claims it, `llm_request`, and below it one for each
-phase. All are made when it leaves the worker. Times are the wall clock of the worker's host, but
-for the beginning of `queue`: that is the clock of the process that made the request.
+phase. All are created when it leaves the worker. Times use the wall clock of the worker's host,
+except for the start of `queue`, which uses the clock of the process that created the request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Trace:
-    """A request's span, which has not ended, and when each of its phases began."""
+    """The open span of a request, and the start times of its phases."""
 
     span: Span
     created: int
@@ -42,7 +42,7 @@ class _Trace:
 
 
 class RequestTraces:
-    """The sampled requests of one engine core."""
+    """Trace the sampled requests of one engine core."""
 
     def __init__(self, tracing: Tracing, worker: str) -> None:
         self._tracing = tracing
@@ -50,9 +50,9 @@ class RequestTraces:
         self._open: dict[Held, _Trace] = {}
 
     def claimed(self, claims: Iterable[Claim]) -> None:
-        """Begin the spans of requests that go on with a sampled trace.
+        """Start the spans of requests whose trace is sampled.
 
-        One without a context begins a trace only where a sampler is configured.
+        A request without a context starts a trace only if a sampler is configured.
         """
         now = time.time_ns()
         for claim in claims:
@@ -60,7 +60,7 @@ class RequestTraces:
                 self._begin(claim, now)
 
     def prepared(self, prepared: Iterable[PreparedRequest]) -> None:
-        """Note what requests ask for."""
+        """Record the parameters of requests in their spans."""
         for item in prepared if self._open else ():
             if trace := self._of(item.claim):
                 call = item.call
@@ -75,7 +75,7 @@ class RequestTraces:
                 )
 
     def prepared_pooling(self, prepared: Iterable[PreparedPooling]) -> None:
-        """Note what requests for numbers ask for."""
+        """Record the parameters of pooling requests in their spans."""
         for item in prepared if self._open else ():
             if trace := self._of(item.claim):
                 dimensions = item.pooling.dimensions
@@ -83,20 +83,20 @@ class RequestTraces:
                 trace.span.set_attributes(limit | {"pipeline.pooling.inputs": len(item.inputs)})
 
     def copied(self, items: Sequence[PreparedRequest | PreparedPooling]) -> None:
-        """Begin the spans of requests that were prepared as identical ones."""
+        """Start the spans of requests prepared as copies of identical ones."""
         self.claimed(item.claim for item in items)
         self.prepared(item for item in items if isinstance(item, PreparedRequest))
         self.prepared_pooling(item for item in items if isinstance(item, PreparedPooling))
 
     def entered(self, claim: Claim, requests: Sequence[EngineRequest]) -> None:
-        """Note that the engine gets a request."""
+        """Record that a request enters the engine."""
         if trace := self._of(claim):
             trace.phases.append(("wait", time.time_ns()))
             for request in requests:
                 request.timed = True
 
     def late_token(self, claim: Claim, output: StepOutput, request_id: int, is_first: bool) -> None:
-        """Note the first token of a choice, or the first after a preemption."""
+        """Record the first token of a choice, or its first after a preemption."""
         trace = self._of(claim)
         if trace is None:
             return
@@ -113,7 +113,7 @@ class RequestTraces:
             trace.span.set_attribute("pipeline.engine.first_token_step", output.step)
 
     def left(self, request: InFlight[Any], step: int) -> None:
-        """Note that a request has left the engine, after the step of this number."""
+        """Record that a request has left the engine after step `step`."""
         trace = self._of(request.claim)
         if trace is not None and trace.starts:
             tokens = max((sequence.new_tokens for sequence in request.sequences), default=0)
@@ -122,7 +122,7 @@ class RequestTraces:
             trace.span.set_attribute("pipeline.preemptions", len(trace.starts) - 1)
 
     def ended(self, finished: Finished) -> None:
-        """End the span of a request that has its result."""
+        """End the span of a request with its result."""
         trace = self._open.pop((finished.key, finished.fence), None)
         if trace is None:
             return
@@ -186,7 +186,7 @@ class RequestTraces:
 
 
 def _attributes(claim: Claim, worker: str) -> dict[str, str | int]:
-    """Return what names a request, and who has it."""
+    """Return the span attributes that identify a request and its worker."""
     key, live = claim.key, claim.live
     named: dict[str, str | int] = {} if live else {"pipeline.batch_id": key.batch, "pipeline.line": key.line}
     return named | {
@@ -199,5 +199,5 @@ def _attributes(claim: Claim, worker: str) -> dict[str, str | int]:
 
 
 def _wall_clock(monotonic: float) -> int:
-    """Return a time of this machine's monotonic clock as one of the wall clock."""
+    """Convert a time of this machine's monotonic clock to the wall clock."""
     return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)

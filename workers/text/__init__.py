@@ -1,3 +1,3 @@
-"""Text on its way to the engine and back: chat templates, tokenizing, incremental detokenizing,
+"""Convert text for the engine and back: chat templates, tokenization, incremental detokenization,
 stop strings.
 """

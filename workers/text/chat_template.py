@@ -1,4 +1,4 @@
-"""Chat messages to one prompt, by the model's own template in a sandbox
+"""Render chat messages to one prompt, with the model's own template in a sandbox
 (`template_environment.py`).
 """
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 
 RENDER_SECONDS = 2.0
-"""Renderings take microseconds; one that takes as long as this loops, and keeps other requests
-waiting.
+"""Seconds for one rendering. Normal ones take microseconds; a longer one probably loops, and delays
+other requests.
 """
 
 _CUT = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Behind the content of a message that is continued, until its place in the prompt is known."""
+"""Marker after the content of a continued message, until its position in the prompt is found."""
 
 
 class ChatTemplate:
-    """A model's chat template, compiled.
+    """A model's compiled chat template.
 
-    Without one the messages' contents are joined by line breaks.
+    Without a template, the messages' contents are joined by line breaks.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class ChatTemplate:
         seconds: float = RENDER_SECONDS,
         tool_source: str | None = None,
     ) -> None:
-        """`source` is Jinja text, `tool_source` another one for calls with tools, `seconds` how
-        long one rendering may take.
+        """Compile a template.
 
-        Raises TokenizerError when one does not compile.
+        `source` is Jinja text, `tool_source` another one for calls with tools, `seconds` the time
+        limit of one rendering. Raises TokenizerError if one does not compile.
         """
         self._limit = TimeLimit(seconds)
         self._special_tokens = dict(special_tokens)
@@ -55,22 +55,22 @@ class ChatTemplate:
         self._text = f"{source or ''}\n{tool_source or ''}"
 
     def warn_if_missing(self) -> None:
-        """Log that messages are joined plainly, where they are."""
+        """Log a warning if messages are joined without a template."""
         if self._missing_in is not None:
             logger.warning(
-                "%s has no chat template: messages are joined plainly; --chat-template gives one", self._missing_in
+                "%s has no chat template: messages are joined by line breaks; set --chat-template", self._missing_in
             )
 
     def mentions(self, text: str) -> bool:
-        """Return whether the template's source has this text."""
+        """Return whether the template's source contains this text."""
         return text in self._text
 
     def render(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **variables: Any) -> str:
-        """Return the prompt's text, which ends where the assistant begins to speak, or with the
-        content of the last message if that is continued.
+        """Return the prompt's text.
 
-        Absent fields are left out of the messages. `tools` is the variable that has a model's tools
-        described.
+        It ends where the assistant begins to speak, or with the content of the last message if that
+        is continued. Absent fields are left out of the messages. The variable `tools` has the
+        request's tools.
 
         Raises TemplateError for messages that the template refuses, or that make it fail or take
         too long.
@@ -95,8 +95,8 @@ class ChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates read it: without absent fields, the arguments of its tool calls as
-    objects.
+    """Return a message for the template: without absent fields, and with the arguments of its tool
+    calls as objects.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     if isinstance(calls := plain.get("tool_calls"), list):
@@ -118,11 +118,11 @@ def _with_arguments(call: Any) -> Any:
 def _cut_behind(content: str, rendered: str) -> str:
     """Return the prompt up to the content of its last message, which `_CUT` follows.
 
-    As in transformers, where the template strips the content, space before the cut goes too.
+    As in transformers, if the template strips the content, space before the cut is removed too.
     """
     end = rendered.rfind(_CUT.strip())
     if end < 0 or content.strip() not in rendered:
-        raise TemplateError("The model's chat template leaves the content of the last message out.")
+        raise TemplateError("The model's chat template omits the content of the last message.")
     return rendered[:end] if rendered.startswith(_CUT, end) else rendered[:end].rstrip()
 
 
@@ -131,9 +131,9 @@ def _join(messages: list[dict[str, Any]], /, **_variables: Any) -> str:
 
 
 def read_chat_template(given: str) -> str:
-    """Return what `--chat-template` names: a file, or the template itself.
+    """Return the template given by `--chat-template`: the content of a file, or the text itself.
 
-    Raises TokenizerError when it is neither.
+    Raises TokenizerError if it is neither.
     """
     if "{" in given or "\n" in given:
         return given
@@ -160,10 +160,10 @@ def _compile(source: str, origin: str) -> Callable[..., str]:
         ) from None
     except (
         Exception
-    ) as error:  # of the interpreter, for which Jinja makes Python of it: nested too deeply, a number too long
+    ) as error:  # Python's errors for the code that Jinja generates: nested too deeply, a number too long
         reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
         raise TokenizerError(
-            f"The chat template of {origin} cannot be compiled: {reason}; --chat-template gives another."
+            f"The chat template of {origin} cannot be compiled: {reason}; set another with --chat-template."
         ) from None
     return functools.partial(render_chat, template)
 

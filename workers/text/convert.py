@@ -1,8 +1,7 @@
-"""`python -m workers.text.convert SOURCE TARGET`: writes the tokenizer.json that transformers makes
-of an older vocabulary.
+"""Convert an older vocabulary to tokenizer.json: `python -m workers.text.convert SOURCE TARGET`.
 
-A process of its own, because transformers' tokenizer classes load torch, which the worker process
-process never does.
+This runs in a separate process, because transformers' tokenizer classes load torch, which the
+worker process never does.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Token ids to text, a few at a time, never half a character.
+"""Convert token ids to text incrementally, never splitting a character.
 
 Byte-level BPE and SentencePiece-like vocabularies are decoded by a table from token to bytes and an
-incremental UTF-8 decoder, which costs well under a microsecond per token. Anything else goes
-through the tokenizer's own decoder over a window of the last tokens.
+incremental UTF-8 decoder, which costs well under a microsecond per token. Other vocabularies use
+the tokenizer's own decoder over a window of the last tokens.
 
-Pieces put together are what the tokenizer decodes from all ids at once, with two differences: an
+The joined pieces equal the tokenizer's decoding of all ids at once, with two differences: an
 incomplete character at the very end is dropped, and a broken byte sequence of a byte-fallback
-vocabulary does not take its sound neighbors with it.
+vocabulary does not affect its valid neighbors.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tokenizers import Tokenizer
 
 from workers.text.errors import FormatError, is_panic
 
-_WINDOW = 8  # tokens of the prompt that give the first output tokens their context
+_WINDOW = 8  # prompt tokens that give context to the first output tokens
 _UNFINISHED = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """One request's output on its way to text."""
+    """Decode one request's output incrementally."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the whole characters that these tokens complete."""
         ...
 
     def finish(self) -> str:
-        """Return what was held back and is whole, once no more tokens come."""
+        """Return the complete characters held back, once no more tokens come."""
         ...
 
 
 class DetokenizerFactory:
-    """Makes a detokenizer per request; knows what kind the vocabulary needs."""
+    """Create a detokenizer per request, of the kind that the vocabulary needs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -49,12 +49,12 @@ class DetokenizerFactory:
         self._full_table = _WindowBytes(tokenizer, frozenset()) if full_table is None else full_table
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token of this text; None if there is none."""
+        """Return the id of the special token with this text, or None."""
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id in self._special else None
 
     def start(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a detokenizer for what follows this prompt."""
+        """Return a detokenizer for the output that follows this prompt."""
         skipped = self._special if skip_special_tokens else frozenset()
         context = [token_id for token_id in prompt_token_ids[-_WINDOW:] if token_id not in skipped]
         if self._table is None:
@@ -69,14 +69,14 @@ class DetokenizerFactory:
         return self._full_table[token_id]
 
     def vocabulary(self) -> list[bytes]:
-        """Return each token's bytes, by id: what it adds to any output. Those of special tokens,
-        which are not shown, and of unknown ids are empty.
+        """Return each token's bytes in the output, by id.
 
-        Raises FormatError where a token's text depends on those beside it.
+        Special tokens, which are not shown, and unknown ids have none. Raises FormatError if a
+        token's text depends on its neighbors.
         """
         if self._table is None:
             raise FormatError(
-                "The model's tokenizer has no fixed text for each token, so that its answers cannot be held to a form:"
+                "The model's tokenizer has no fixed text for each token, so that its answers cannot follow a form:"
                 " leave the form out, or use another model."
             )
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -109,7 +109,7 @@ class _ByteLevelBytes(_TokenBytes):
     def to_bytes(self, token: str) -> bytes:
         try:
             return bytes(_BYTE_OF_CHARACTER[character] for character in token)
-        except KeyError:  # an added token that was never written in the byte alphabet
+        except KeyError:  # an added token outside the byte alphabet
             return token.encode()
 
 
@@ -129,12 +129,12 @@ class _PieceBytes(_TokenBytes):
 
 
 class _WindowBytes(_TokenBytes):
-    """For vocabularies that only the tokenizer's own decoder reads: what a token adds to a text
-    that ends with the same token.
+    """Token bytes from the tokenizer's own decoder, for other vocabularies: the bytes that a token
+    adds to a text that ends with the same token.
     """
 
     def to_bytes(self, token: str) -> bytes:
-        # It is a token: the caller had it by its id.
+        # The lookup cannot fail: the caller got the token from its id.
         token_id: int = self._tokenizer.token_to_id(token)  # type: ignore[assignment]
         once, twice = (self._tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return (twice[len(once) :] or once).encode()
@@ -145,7 +145,7 @@ class _TableDetokenizer:
 
     def __init__(self, table: _TokenBytes, at_start: bool) -> None:
         self._table = table
-        self._rest = b""  # of a character that is not whole
+        self._rest = b""  # of an incomplete character
         self._at_start = at_start
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -163,8 +163,9 @@ class _TableDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Decodes the last tokens with and without the new one; the difference is the new text (as
-    text-generation-inference does it).
+    """Decode the last tokens with and without the new one; the difference is the new text.
+
+    text-generation-inference uses the same method.
     """
 
     __slots__ = ("_known", "_skip_special_tokens", "_tokenizer", "_window")
@@ -173,7 +174,7 @@ class _WindowDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window = list(context)
-        self._known = len(self._window)  # tokens of the window whose text is out
+        self._known = len(self._window)  # tokens of the window with released text
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(map(self._feed_one, token_ids))
@@ -194,15 +195,15 @@ class _WindowDetokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         try:
             return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-        except BaseException as error:  # tokens that the decoder fails on have no text
+        except BaseException as error:  # tokens on which the decoder fails have no text
             if not is_panic(error):
                 raise
             return ""
 
 
 def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBytes | None, bool]:
-    """Return the table for this vocabulary, if it has one, and whether decoding drops a space at
-    the very start.
+    """Return the byte table of this vocabulary, or None, and whether decoding drops a space at the
+    very start.
     """
     steps = list(_decoder_steps(tokenizer))
     kinds = [step["type"] for step in steps]

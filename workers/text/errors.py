@@ -1,15 +1,15 @@
-"""What can go wrong with text: what the operator gave, or what a request asks for.
+"""Define the errors of text processing, caused by the operator's files or by requests.
 
 TextError
   TokenizerError        the tokenizer or the template cannot be used
   TemplateError         these messages cannot be rendered
     TemplateTimeoutError  it takes too long
   EncodingError         the tokenizer fails on this text
-  FormatError           an answer cannot have the form that is asked for
+  FormatError           an answer cannot have the requested form
   GrammarCompilerError  the process that compiles grammars cannot be started
     CompilerEndedError  it ended while it compiled
   TimeLimitError        it took too long
-  ParserError           there is no such parser of answers, or it cannot be loaded
+  ParserError           the parser does not exist or cannot be loaded
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ class TextError(Exception):
 
 
 class TokenizerError(TextError):
-    """The tokenizer or the chat template cannot be used; one sentence that says why and what to
-    do.
-    """
+    """The tokenizer or the chat template cannot be used; one sentence with cause and remedy."""
 
 
 class ParserError(TextError):
-    """There is no such parser of answers, or it cannot be loaded; one sentence that says why."""
+    """The parser does not exist or cannot be loaded; the message is one sentence."""
 
 
 class TemplateError(TextError):
@@ -47,21 +45,21 @@ class EncodingError(TextError):
 
 
 class FormatError(TextError):
-    """An answer cannot have the form that is asked for; one sentence for the caller."""
+    """An answer cannot have the requested form; one sentence for the caller."""
 
 
 class GrammarCompilerError(TextError):
-    """The process that compiles grammars cannot be started; one sentence that says why."""
+    """The process that compiles grammars cannot be started; one sentence with the cause."""
 
 
 class CompilerEndedError(GrammarCompilerError):
-    """The process that compiles grammars ended while it compiled; one sentence that says how."""
+    """The process that compiles grammars ended while it compiled; one sentence with its status."""
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether the tokenizers library gave up in its Rust code, such as on a text that its
-    regular expression cannot cope with.
+    """Return whether the error is a panic of the tokenizers library's Rust code.
 
-    That is no `Exception`, so that it would end the process.
+    Its regular expression panics on some texts. A panic is not an `Exception`, so unhandled it
+    would end the process.
     """
     return type(error).__name__ == "PanicException"

@@ -1,5 +1,5 @@
-"""Texts and pairs of texts as a model takes them that gives numbers: with the tokens around them
-that its tokenizer declares, whole or cut.
+"""Encode texts and pairs of texts for pooling models: with the special tokens that the tokenizer
+declares, whole or truncated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ Input = str | tuple[str, str]
 
 
 class EncodedInput(NamedTuple):
-    """Token ids; `second_text` is the index of the first that is of a pair's second text by its
-    type, 0 where none is. The first `unpooled` tokens, of a prompt, are not pooled.
+    """The token ids of an input.
+
+    `second_text` is the index of the first token with the second text's token type, 0 without one.
+    The first `unpooled` tokens belong to a prompt and are not pooled.
     """
 
     token_ids: list[int]
@@ -29,17 +31,18 @@ class InputEncoder:
     """Encodes inputs, many at a time; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, side: str) -> None:
-        """`side` is where inputs are cut that say nothing about it."""
+        """`side` is the default side of truncation."""
         self._tokenizer = tokenizer
         self._side = side
 
     def encode(self, inputs: Sequence[Input], special_tokens: bool) -> list[EncodedInput]:
-        """Raise EncodingError when any of them cannot be encoded."""
+        """Return the encoded inputs. Raise EncodingError if any of them cannot be encoded."""
         return [_encoded(encoding) for encoding in encode_batch(self._tokenizer, inputs, special_tokens)]
 
     def cut(self, given: Input, special_tokens: bool, longest: int, side: str | None) -> EncodedInput:
-        """Return at most `longest` tokens of an input, those around it included: of a pair the
-        longer text is cut first, as transformers does.
+        """Return at most `longest` tokens of an input, special tokens included.
+
+        The longer text of a pair is truncated first, as in transformers.
         """
         texts = [given] if isinstance(given, str) else list(given)
         around = self._tokenizer.num_special_tokens_to_add(len(texts) == 2) if special_tokens else 0
@@ -50,7 +53,7 @@ class InputEncoder:
         return _encoded(self._tokenizer.post_process(first, rest[0] if rest else None, special_tokens))
 
     def from_left(self, side: str | None) -> bool:
-        """Return whether inputs are cut at their beginning."""
+        """Return whether inputs are truncated at their beginning."""
         return (side or self._side) == "left"
 
     def cut_ids(self, token_ids: list[int], longest: int, side: str | None) -> list[int]:
@@ -59,7 +62,7 @@ class InputEncoder:
 
 
 def encode_batch(tokenizer: Tokenizer, inputs: Sequence[Input], special_tokens: bool) -> list[Encoding]:
-    """Return the encoding of each input. Raise EncodingError when any of them has none."""
+    """Return the encoding of each input. Raise EncodingError if any of them has none."""
     try:
         return tokenizer.encode_batch_fast(list(inputs), add_special_tokens=special_tokens)
     except BaseException as error:
@@ -75,7 +78,7 @@ def _encoded(encoding: Encoding) -> EncodedInput:
 
 
 def _lengths(room: int, first: int, second: int | None = None) -> tuple[int, ...]:
-    """Return how many tokens of each text are kept, where both have to share the room."""
+    """Return how many tokens of each text are kept; two texts share the room."""
     if second is None:
         return (min(first, room),)
     if first + second <= room:

@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers says about the texts of its model."""
+"""Read the text settings in a sentence-transformers folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ SENTENCE_FILES = (
 
 @dataclass(frozen=True)
 class SentenceFiles:
-    """`prompts` are what texts may begin with, by name; `default_prompt` is the name of the one
-    that counts where none is asked for. `max_seq_length` is 0 where the folder gives none. With
-    `include_prompt` the tokens of a prompt are pooled as those of its text.
+    """The text settings of a model.
+
+    `prompts` are the prefixes of texts, by name; `default_prompt` is the name of the default.
+    `max_seq_length` is 0 if the folder has none. With `include_prompt` the tokens of a prompt are
+    pooled like those of its text.
     """
 
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -35,7 +37,9 @@ class SentenceFiles:
 
     @classmethod
     def read(cls, folder: Path) -> SentenceFiles:
-        """Return the default for another model's folder. Raise TokenizerError."""
+        """Return the settings in `folder`, or the defaults for another kind of folder. Raise
+        TokenizerError.
+        """
         config = _json(folder / "config_sentence_transformers.json")
         prompts = config.get("prompts") or {}
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
@@ -54,19 +58,19 @@ class SentenceFiles:
         )
 
     def prompt(self, name: str | None) -> str | None:
-        """Return what texts begin with; None for a name that the model does not have."""
+        """Return the prefix of texts, or None if the model does not have the name."""
         name = self.default_prompt if name is None else name
         return "" if name is None else self.prompts.get(name)
 
 
 def _transformer_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the first module, which is the model itself."""
+    """Return the configuration of the first module, the model itself."""
     found = sorted(transformer_folder(folder).glob("sentence_*_config.json"))
     return _json(found[0]) if found else {}
 
 
 def _pooling_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the second module, which pools."""
+    """Return the configuration of the second module, the pooling."""
     modules = _json(folder / MODULES, kind=list)[1:]
     path = modules[0].get("path") if modules and isinstance(modules[0], dict) else None
     return _json(folder / str(path) / "config.json") if path else {}

@@ -1,6 +1,4 @@
-"""Stop strings: text up to the first one is released, and what could still become one is held
-back.
-"""
+"""Detect stop strings: release text up to the first one, and hold back text that may become one."""
 
 from __future__ import annotations
 
@@ -8,17 +6,16 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one request's output text for its stop strings, which may straddle any number of
-    tokens.
+    """Search one request's output for its stop strings, which may span any number of tokens.
 
-    The string that is complete first ends the text; of two that end at the same character the
-    longer one counts. So what is released does not depend on how the text was cut into pieces.
+    The string that is complete first ends the text; if two end at the same character, the longer
+    one counts. So the released text does not depend on how it was split.
     """
 
     __slots__ = ("_first_characters", "_held", "_include", "_longest", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """With `include` the text ends with the string that was found, else before it."""
+        """With `include` the text ends after the stop string found, else before it."""
         self._include = include
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max(map(len, self._stops), default=0)
@@ -27,14 +24,14 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text that may go out now; nothing more does once `matched` is set."""
+        """Return the text that can be released now, none once `matched` is set."""
         if self.matched is not None:
             return ""
         held, text = len(self._held), self._held + text
         first: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop)
-            if 0 <= start <= held - len(stop):  # one that was passed by, within what is held back
+            if 0 <= start <= held - len(stop):  # one from `pass_by`, within the text held back
                 start = text.find(stop, held - len(stop) + 1)
             if start >= 0 and (first is None or (start + len(stop), start) < first[:2]):
                 first = (start + len(stop), start, stop)
@@ -47,21 +44,19 @@ class StopStrings:
         return text[:kept]
 
     def pass_by(self, text: str) -> str:
-        """As `feed`, but none that is complete in this text counts; one that only begins in it
-        still may.
-        """
+        """Feed text in which a complete stop string does not count, only one that begins in it."""
         text = self._held + text
         kept = self._possible_start(text)
         self._held = text[kept:]
         return text[:kept]
 
     def finish(self) -> str:
-        """Return what was held back, once no more text comes."""
+        """Return the text held back, once no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Where the longest tail begins that a stop string could begin with."""
+        """Return the start of the longest tail that a stop string could begin with."""
         for position in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[position] in self._first_characters:
                 tail = text[position:]

@@ -1,9 +1,8 @@
-"""The sandbox in which chat templates run: Jinja's own, with the names, limits and layout that
-templates are written for.
+"""Run chat templates in Jinja's sandbox, with the names, limits and layout that templates expect.
 
-A template means here what it means in transformers' `apply_chat_template`, to which the tests hold
-it. The sandbox is made here since importing transformers takes a second of processor time, in which
-the model could have been loaded.
+A template behaves as in transformers' `apply_chat_template`; the tests compare the two. The sandbox
+is created here, since importing transformers takes a second of processor time, which delays the
+loading of the model.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _REASONING = (
     "reasoning_content",
     "thinking",
     "reasoning",
-)  # names that a message's reasoning goes by, the one that templates read first
+)  # names of a message's reasoning, in the order in which templates prefer them
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Raise jinja2.TemplateSyntaxError."""
+    """Compile a template. Raise jinja2.TemplateSyntaxError."""
     return _environment().from_string(source)
 
 
 def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """Return the prompt's text.
 
-    Messages and variables are plain JSON, for other objects have methods of which the sandbox knows
-    nothing.
+    Messages and variables must be plain JSON, since the sandbox does not check the methods of other
+    objects.
     """
     names = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     return template.render(
@@ -46,7 +45,7 @@ def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]]
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With its reasoning, if it has any, also under the names that templates read."""
+    """Return a message with its reasoning, if any, also under the other names."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -61,9 +60,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what an assistant said, for training; the text is the same
-    without it.
-    """
+    """`{% generation %}`, which marks assistant text for training; it does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -78,7 +75,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict`, of which a template gets no more than its two ways to make one."""
+    """`dict`, reduced to its two constructors."""
 
     def __call__(self, *items: Any, **named: Any) -> dict[Any, Any]:
         return dict(*items, **named)
@@ -88,7 +85,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace`, without the names through which Python's insides are reached."""
+    """`namespace`, without the names that give access to Python's internals."""
 
     def __init__(*arguments: Any, **named: Any) -> None:  # no `self`, which may be one of the names
         itself, given = arguments[0], dict(*arguments[1:], **named)
@@ -109,7 +106,7 @@ def _check_name(name: Any) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own would escape what means something in HTML."""
+    """Serialize as JSON, without Jinja's escaping for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

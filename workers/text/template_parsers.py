@@ -17,7 +17,7 @@ from workers.text.parsers.registry import TOOL_PARSERS, find_reasoning_format, f
 
 _FUNCTION = "get_weather"
 _ARGUMENTS = {"place": "Rome"}
-_ID = "abcdefghi"  # the only form that Mistral's templates take
+_ID = "abcdefghi"  # the only form that Mistral's templates accept
 _QUESTION = {"role": "user", "content": "How is the weather?"}
 _ANSWER = "§"  # in no template
 _PLACE = {"type": "string", "description": "A city"}
@@ -33,7 +33,9 @@ _REASONING = ("qwen3", "tags:[THINK],[/THINK]")
 
 
 def recognize_tool_parser(template: ChatTemplate) -> type[ToolParser] | None:
-    """Return the parser that reads a call as the template writes it; None unless it is one."""
+    """Return the parser that reads a call as the template writes it; None unless exactly one
+    does.
+    """
     try:
         written = _written_call(template)
     except TemplateError:
@@ -44,14 +46,14 @@ def recognize_tool_parser(template: ChatTemplate) -> type[ToolParser] | None:
 
 
 def recognize_reasoning(template: ChatTemplate) -> ReasoningFormat | None:
-    """Return the format whose last tag the template has; None unless it is one."""
+    """Return the format whose last tag the template contains; None unless exactly one matches."""
     formats = [find_reasoning_format(name) for name in _REASONING]
     fitting = [each for each in formats if template.mentions(each.end)]
     return fitting[0] if len(fitting) == 1 else None
 
 
 def _written_call(template: ChatTemplate) -> str:
-    """Return what differs between a turn that calls a tool and one that answers."""
+    """Return the text in which a turn with a tool call differs from one with an answer."""
     function = {"name": _FUNCTION, "arguments": msgspec.json.encode(_ARGUMENTS).decode()}
     call = {"id": _ID, "type": "function", "function": function}
     answering, calling = (
@@ -68,7 +70,7 @@ def _written_call(template: ChatTemplate) -> str:
 
 
 def _reads(parser: type[ToolParser], written: str) -> bool:
-    """Return whether the parser finds the call, and nothing beside it."""
+    """Return whether the parser finds the call and nothing else."""
     reader = parser([_TOOL])
     first, last = reader.feed(written), reader.finish()
     calls = joined_pieces((*first.tool_calls, *last.tool_calls))

@@ -1,5 +1,5 @@
-"""A limit to how long a piece of Python may run in its thread, such as a template that loops over
-what a request holds.
+"""Limit how long Python code may run in its thread, such as a template that loops over the content
+of a request.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ _CHECKS = 10  # per limit
 
 
 class TimeLimitError(TextError):
-    """The time is up."""
+    """The time limit was exceeded."""
 
 
 class _TimeIsUp(BaseException):
-    """What is raised in the thread: jinja drops an `Exception` of a value that it shows."""
+    """The exception raised in the thread; Jinja would drop an `Exception` of a value that it
+    shows.
+    """
 
 
 class TimeLimit:
-    """Raises an exception in a thread that computes for too long, at its next Python instruction:
-    it ends loops of Python, not a long call of C. What counts is the thread's processor time, which
-    it does not use up while it is stopped or starved. Where something drops the exception, as a
-    destructor that just runs, it comes again after the same time. A thread of its own watches while
-    something runs, and for one look longer.
+    """Raise an exception in a thread that computes for too long, at its next Python instruction.
+
+    It ends loops in Python, but not a long call into C. The limit applies to the thread's processor
+    time, so a stopped or starved thread does not exceed it. If something drops the exception, for
+    example a running destructor, it is raised again after the same time. A watching thread lasts
+    while work runs, and for one check longer.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
-        self._deadlines: dict[int, float] = {}  # by thread, on its clock
+        self._deadlines: dict[int, float] = {}  # by thread, in its processor time
         self._late: set[int] = set()  # threads in which the exception was raised
         self._watching = False
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns.
+        """Return the result of `work`.
 
-        Raises TimeLimitError in the midst of it when it takes longer, or a tenth more than that.
+        Raises TimeLimitError if the work exceeds the limit, at most a tenth of the limit later.
         """
         thread = threading.get_ident()
         with self._lock:
@@ -57,7 +60,7 @@ class TimeLimit:
             finally:
                 self._end(thread)
         except _TimeIsUp:
-            self._end(thread)  # where it arrived in the midst of that
+            self._end(thread)  # if it was raised during the call above
             raise TimeLimitError from None
 
     def _end(self, thread: int) -> None:
@@ -65,7 +68,7 @@ class TimeLimit:
             self._deadlines.pop(thread, None)
             if thread in self._late:
                 self._late.remove(thread)
-                # It may not have arrived yet, and must not arrive later
+                # It may still be pending, and must not be raised later
                 _raise_in(thread, None)
 
     def _watch(self) -> None:
@@ -83,7 +86,7 @@ class TimeLimit:
 
 
 def _clock(thread: int) -> float:
-    """Return seconds that a thread has computed; without a clock of its own (macOS), seconds."""
+    """Return the processor seconds of a thread, or seconds if threads have no clock (macOS)."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()

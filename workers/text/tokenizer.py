@@ -1,8 +1,8 @@
-"""A model's tokenizer: text to token ids, many at once, and what is needed for the way back.
+"""Load a model's tokenizer: encode texts in bulk, and create detokenizers.
 
-Reads `tokenizer.json` with the tokenizers library, which takes milliseconds and no torch. A model
-that has only an older vocabulary file is converted by transformers in a process of its own, which
-does load torch.
+`tokenizer.json` is read with the tokenizers library, which takes milliseconds and no torch. A model
+with only an older vocabulary file is converted by transformers in a separate process, which does
+load torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _CONVERSION_SECONDS = 120
 
 
 class TextTokenizer:
-    """One model's text in both directions.
+    """Encode and decode one model's text.
 
-    Thread-safe; encoding leaves the interpreter lock to others.
+    Thread-safe; encoding releases the interpreter lock.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: Mapping[str, Any], chat_template: ChatTemplate) -> None:
@@ -49,10 +49,10 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, source: str, chat_template: str | None = None) -> TextTokenizer:
-        """From a local folder or a hub repository; `chat_template` (a file or Jinja text) replaces
-        the model's own.
+        """Load from a local folder or a hub repository; `chat_template` (a file or Jinja text)
+        replaces the model's own.
 
-        Raises TokenizerError, one sentence, when there is nothing that can be used.
+        Raises TokenizerError, one sentence, if there is no usable tokenizer.
         """
         files = _Files(transformer_folder(locate(source)))
         config = {**files.json("special_tokens_map.json"), **files.json("tokenizer_config.json")}
@@ -66,48 +66,48 @@ class TextTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, if the tokenizer names one."""
+        """Return the token that ends a text, if the tokenizer names one."""
         return self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
 
     @property
     def empty_prompt(self) -> list[int]:
         """Return the tokens of an empty prompt.
 
-        The token that begins a text, else the one that ends one; [] without either.
+        This is the token that begins a text, else the token that ends one; [] without either.
         """
         ids = (self._tokenizer.token_to_id(self.special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         return next(([token_id] for token_id in ids if token_id is not None), [])
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """Return the prompt's text for chat messages, as the template's `render`."""
+        """Return the prompt's text for chat messages; see `ChatTemplate.render`."""
         return self.chat_template.render(messages, **variables)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; `special_tokens` puts those in front that the model expects (not
-        for rendered chats, which have them).
+        """Return the token ids of each text.
 
-        Raises EncodingError when any of the texts cannot be encoded.
+        `special_tokens` adds the model's special tokens; rendered chats already have them. Raises
+        EncodingError if any of the texts cannot be encoded.
         """
         return [encoding.ids for encoding in encode_batch(self._tokenizer, texts, special_tokens)]
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Return what the vocabulary calls each token."""
+        """Return the vocabulary's name of each token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def encode_word(self, word: str) -> list[list[int]]:
-        """Return the token ids that write a word at the start of a text and, where they are others,
-        after a space; none for a word without any.
+        """Return the token ids of a word at the start of a text and, if different, after a space;
+        [] for a word without tokens.
         """
         start, later = self.encode([word.lstrip() or word, f" {word.lstrip()}"], special_tokens=False)
         return [ids for ids in ((start, later) if start != later else (start,)) if ids]
 
     @functools.cached_property
     def longest_token(self) -> int | None:
-        """Return the most bytes of text that one token can have; None when that is unknown."""
+        """Return the most bytes of text that one token can have, or None if unknown."""
         return longest_token(self._tokenizer)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """For what follows this prompt."""
+        """Return a detokenizer for the output that follows this prompt."""
         return self._detokenizers.start(prompt_token_ids, skip_special_tokens)
 
     def are_special(self, texts: Iterable[str]) -> bool:
@@ -115,18 +115,18 @@ class TextTokenizer:
         return any(self._detokenizers.special_id(text) is not None for text in texts)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text, maybe part of a character.
+        """Return the bytes of a token inside a text, possibly part of a character.
 
         A special token's bytes are its name.
         """
         return self._detokenizers.token_bytes(token_id)
 
     def vocabulary(self, shown: Iterable[str] = ()) -> list[bytes]:
-        """Return the bytes of each token by id, empty for unknown ids and for special tokens that
-        are not among `shown`.
+        """Return the bytes of each token by id, empty for unknown ids and for special tokens not in
+        `shown`.
 
-        The first time it takes some tenths of a second for a large vocabulary. Raises FormatError
-        where tokens have no bytes of their own.
+        The first call takes some tenths of a second for a large vocabulary. Raises FormatError if
+        tokens have no bytes of their own.
         """
         tokens = self._vocabulary.copy()
         for text in shown:
@@ -172,9 +172,7 @@ class _Files:
 
 
 def locate(source: str) -> Path:
-    """Return the folder that `source` names: its own, or the hub's files of that name in the local
-    cache.
-    """
+    """Return the folder of `source`: a local folder, or the hub's files in the local cache."""
     if os.path.isdir(source):
         return Path(source)
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -186,12 +184,12 @@ def locate(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
     except LocalEntryNotFoundError:
         raise TokenizerError(
-            f"{source!r} is neither a folder here nor in the local cache, and the model hub is out of reach: give a"
-            " folder."
+            f"{source!r} is neither a local folder nor in the local cache, and the model hub is out of reach: give"
+            " a folder."
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).split("\n", 1)[0].rstrip(".")
-        raise TokenizerError(f"The tokenizer of {source!r} cannot be had from the model hub: {reason}.") from None
+        raise TokenizerError(f"The tokenizer of {source!r} cannot be loaded from the model hub: {reason}.") from None
 
 
 _HUB_FILES = [
@@ -246,8 +244,8 @@ def _convert(source: str, model_folder: Path) -> Tokenizer:
 
 
 def _complete(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """What transformers would change on the tokenizer after reading it: no cutting or padding, and
-    no token missing.
+    """Apply transformers' changes after reading a tokenizer: no truncation or padding, and no
+    missing token.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -264,7 +262,7 @@ _ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named special tokens, as templates see them."""
+    """Return the named special tokens, for templates."""
     named: dict[str, str] = {}
     for name in _NAMED_TOKENS:
         value = config.get(name)
@@ -276,9 +274,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _own_templates(files: _Files, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's own templates by their names, of which "default" and "tool_use" count.
+    """Return the model's own templates by name; only "default" and "tool_use" are used.
 
-    Those in files go before the configuration's.
+    Templates in files take precedence over the configuration's.
     """
     own = config.get("chat_template")
     named = {entry["name"]: entry["template"] for entry in own} if isinstance(own, list) else {"default": own}

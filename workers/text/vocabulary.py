@@ -1,6 +1,4 @@
-"""What a vocabulary says about texts before they are tokenized: how short they can become at
-most.
-"""
+"""Derive from a vocabulary how few tokens a text can have, before tokenization."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ from typing import Any
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-_COMPOSED = 3  # bytes that Unicode's composition (NFC) can make one of
+_COMPOSED = 3  # most bytes that Unicode's composition (NFC) can merge into one
 _KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"})
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Return the most bytes of text that one token can have; None when unlimited or unknown.
+    """Return the most bytes of text that one token can have, or None if unlimited or unknown.
 
-    The number is known where every byte of a text ends up in some token: nothing is dropped, joined
-    to an unknown token, or taken by the token beside it.
+    The number is known if every byte of a text ends up in some token: none is dropped, merged into
+    an unknown token, or absorbed by a neighboring token.
     """
     model = tokenizer.model
     if not isinstance(model, models.BPE) or any(
@@ -43,14 +41,14 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _grows(normalizer: dict[str, Any]) -> bool:
-    """Return whether a text can only become longer by it."""
+    """Return whether the normalizer can only make a text longer."""
     if normalizer["type"] == "Replace" and "String" in normalizer["pattern"]:
         return len(normalizer["pattern"]["String"].encode()) <= len(normalizer["content"].encode())
     return bool(normalizer["type"] == "Prepend")
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, one after the other."""
+    """Yield the steps of a normalizer or pre-tokenizer in order."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()))
 

@@ -1,1 +1,1 @@
-"""Attention over the paged cache: its interface, and plain torch."""
+"""Define attention over the paged cache, and implement it in plain torch."""

@@ -1,5 +1,5 @@
-"""Attention over the paged cache behind one interface: every backend takes prefill and decode rows
-mixed in one call.
+"""Define attention over the paged cache. Every backend takes prefill and decode rows mixed in one
+call.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from workers.engine.layers.base import AttentionPattern, RotaryHeads
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The paged cache of one layer: `num_blocks` blocks of `block_size` tokens; block 0 is the null
-    block, never handed out.
+    """The paged cache of one layer: `num_blocks` blocks of `block_size` tokens.
 
-    `dtype` is that of keys and values, where it is not the one that attention computes in.
+    Block 0 is the null block, which is never allocated. `dtype` is the dtype of keys and values if
+    it differs from the dtype of the computation.
     """
 
     num_blocks: int
@@ -30,11 +30,11 @@ class CacheShape:
     dtype: torch.dtype | None = None
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return that of keys and values of an attention that computes in `dtype`."""
+        """Return the dtype of stored keys and values for an attention that computes in `dtype`."""
         return self.dtype or dtype
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Return bytes of keys and values that one block of one layer takes."""
+        """Return the bytes of one block of one layer, keys and values."""
         return 2 * self.block_size * self.kv_heads * self.head_dim * dtype.itemsize
 
 
@@ -42,26 +42,25 @@ class CacheShape:
 class AttentionMetadata:
     """N rows of T tokens.
 
-    Row i's queries are the tokens `query_start[i]:query_start[i + 1]`, the last ones of
+    The queries of row i are the tokens `query_start[i]:query_start[i + 1]`, the last ones of
     `context_lens[i]`.
     """
 
-    # Int64 [T], where each token's key and value go: block * block_size + offset
+    # Int64 [T], the cache position of each token's key and value: block * block_size + offset
     slot_mapping: Tensor
     query_start: NDArray[np.int32]  # [N + 1]
-    context_lens: NDArray[np.int32]  # [N], tokens in the cache once this step has written its own
+    context_lens: NDArray[np.int32]  # [N], tokens in the cache, this step's included
     block_tables: NDArray[np.int32]  # [N, max_blocks]
-    # By pattern, what the backend has worked out once for all layers of the step
+    # The backend's data shared by all layers of the step, by pattern
     prepared: dict[AttentionPattern, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class DeviceMetadata:
-    """N rows of T tokens in device memory, for kernels that read lengths themselves; may be
-    recorded in a CUDA graph.
+    """N rows of T tokens in device memory, for kernels that read the lengths themselves.
 
-    Each step and each recording has metadata of its own, for `prepared` holds what was worked out
-    for it, on the device too.
+    It may be recorded in a CUDA graph. Each step and each recording needs its own metadata, since
+    `prepared` holds data computed for it, also on the device.
     """
 
     slot_mapping: Tensor  # int64 [T]; tokens of padding rows map into the null block
@@ -69,11 +68,11 @@ class DeviceMetadata:
     context_lens: Tensor  # int32 [N], this step's tokens included; 0 for a padding row
     slots: Tensor  # int32 [N], each row's row in block_tables; 0 for a padding row
     block_tables: Tensor  # int32 [num_slots, max_blocks], the whole table
-    # Most tokens of one row, known on the host: picks the kernel, never a length inside it
+    # Most tokens of one row, known on the host: it selects the kernel, which never reads it
     max_query: int
-    # Bound of context_lens, known on the host (in a graph: the largest there can be)
+    # Upper bound of context_lens, known on the host (in a graph: the largest possible value)
     max_context: int
-    # As above, by pattern and whether the stream is being recorded
+    # The same, by pattern and whether the stream is being recorded
     prepared: dict[tuple[AttentionPattern, bool], Any] = field(default_factory=dict)
 
 
@@ -81,15 +80,17 @@ Metadata = AttentionMetadata | DeviceMetadata
 
 
 class Attention(Protocol):
-    """A backend takes one kind of metadata: "torch" and "cpu" AttentionMetadata, "triton"
+    """Attention over the paged cache.
+
+    A backend takes one kind of metadata: "torch" and "cpu" AttentionMetadata, "triton"
     DeviceMetadata.
     """
 
     lazy_cache: bool
-    """Whether a new cache is [num_blocks, …], and gets its memory as it is touched."""
+    """Whether a new cache has the shape [num_blocks, …], with memory allocated on first access."""
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
-        """Zeroed caches, one per layer, in the backend's own layout."""
+        """Return zeroed caches, one per layer, in the backend's own layout."""
         ...
 
     def forward(
@@ -103,12 +104,12 @@ class Attention(Protocol):
         pattern: AttentionPattern,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Write k and v [T, kv_heads, d] to the cache, then attend q [T, heads, d] over what
-        `pattern` lets each query see of its row's own context.
+        """Write k and v [T, kv_heads, d] to the cache, then compute the attention of q [T, heads,
+        d].
 
-        `bias`, float32 [heads, 2 * reach + 1], is added to scores by how far ahead of its query a
-        key is: from -reach to reach, and beyond as at the ends. Returns [T, heads, d]; zeros for a
-        row without context.
+        Each query attends to the tokens of its row that `pattern` allows. `bias`, float32 [heads, 2
+        * reach + 1], is added to scores by the distance of the key ahead of its query: from -reach
+        to reach, clamped at the ends. Returns [T, heads, d]; zeros for a row without context.
         """
         ...
 
@@ -121,7 +122,7 @@ class Attention(Protocol):
         scale: float,
         pattern: AttentionPattern,
     ) -> Tensor:
-        """As `forward`, from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be
-        normed and rotated.
+        """Compute `forward` from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
+        yet normed and rotated.
         """
         ...

@@ -1,4 +1,4 @@
-"""A step's attention as the model's layers call it."""
+"""Bind a step's attention for the model's layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.engine.messages.errors import StepAbandoned
 
 
 class Interruption:
-    """A flag by which another thread lets a running step end at its next layer."""
+    """A flag with which another thread ends a running step at its next layer."""
 
     def __init__(self) -> None:
         self._flag = ctypes.c_int32(0)
@@ -27,7 +27,7 @@ class Interruption:
 
     @property
     def address(self) -> int:
-        """Where native code reads it; not 0 once it is set."""
+        """Return the address of the flag for native code; its value is not 0 once it is set."""
         return ctypes.addressof(self._flag)
 
     def check(self) -> None:
@@ -38,8 +38,10 @@ class Interruption:
 
 @dataclass(slots=True)
 class StepAttention:
-    """A backend, each layer's cache, scale and pattern, one step's rows, what may end it, and what
-    all layers add to the scores of queries and keys that are not rotated.
+    """The attention of one step: a backend, each layer's cache, scale and pattern, and the rows.
+
+    `interruption` can end the step. All layers add `bias` to the scores of queries and keys that
+    are not rotated.
     """
 
     attention: Attention
@@ -48,9 +50,9 @@ class StepAttention:
     scales: Sequence[float]
     patterns: Sequence[AttentionPattern]
     interruption: Interruption | None = None
-    bias: Tensor | None = None  # as `Attention.forward` has it
-    # The tokens whose hidden states are read, int64 in rising order; None for all. Those of others
-    # may be undefined.
+    bias: Tensor | None = None  # see `Attention.forward`
+    # The tokens whose hidden states are read, int64 in rising order; None for all. The hidden
+    # states of other tokens may be undefined.
     needed: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
-"""Attention in plain torch: right on every device, and quick enough for a CPU.
+"""Implement attention in plain torch: correct on every device, and fast enough for a CPU.
 
-The cache is head-major ([2, kv_heads, blocks, block_size, d]), so that blocks gathered for a group
-of rows are at once the batched matrix that the product needs. Decode rows are sorted by context
-length and attend in groups whose gathered keys fit the processor's cache; rows with several tokens
-attend one by one. There is no loop over tokens.
+The cache is head-major ([2, kv_heads, blocks, block_size, d]), so the blocks gathered for a group
+of rows directly form the batched matrix of the product. Decode rows are sorted by context length
+and processed in groups whose gathered keys fit the processor's cache; rows with several tokens are
+processed one by one. There is no loop over tokens.
 
-A row reads no block but its own. What an earlier owner left behind the row's last token is cleared
-when the row enters the block: masked keys and values count for nothing only as long as they are
-numbers.
+A row reads only its own blocks. Values of an earlier owner after the row's last token are cleared
+when the row enters the block, since a mask does not exclude a NaN or infinity.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from workers.engine.layers.base import AttentionPattern, RotaryHeads
 from workers.engine.layers.rotary import rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-_ALIGNMENT = 64  # bytes, as torch aligns its own
+_ALIGNMENT = 64  # bytes, as in torch
 
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """B rows of one token each that attend together, padded to the longest."""
+    """B decode rows with one token each, processed together and padded to the longest."""
 
-    tokens: Tensor  # int64 [B], the rows' places among the step's tokens
+    tokens: Tensor  # int64 [B], positions of the rows' tokens in the step
     blocks: Tensor  # int64 [kv_heads * B * blocks], rows of the flattened cache
     mask: Tensor  # float32 [B, 1, L], 0 or -inf
 
@@ -44,11 +43,11 @@ class PrefillRow:
 
     first: int
     last: int  # exclusive
-    # Int64 [kv_heads * blocks]; None where the row's own keys are its whole context
+    # Int64 [kv_heads * blocks]; None if the row's own keys are its whole context
     blocks: Tensor | None
     context: int  # tokens gathered
-    # Bool [n, L], or what is added to scores [heads, n, L]; None where all are seen, or all before
-    # if it is causal
+    # Bool [n, L], or float values to add to scores [heads, n, L]; None if every token is visible,
+    # or every earlier one if it is causal
     mask: Tensor | None
     causal: bool
 
@@ -59,7 +58,7 @@ class Groups:
 
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
-    # Int64, places of the cache to clear before anything is written; None when there are none
+    # Int64, cache positions to clear before any write; None without any
     stale: Tensor | None
     bias: Tensor | None
 
@@ -135,8 +134,8 @@ class TorchAttention:
         )
 
     def _stale(self, metadata: AttentionMetadata) -> Tensor | None:
-        """Places in the cache behind the last token of each row that enters its last block in this
-        step; None when there are none.
+        """Return the cache positions after the last token of each row that enters its last block in
+        this step, or None without any.
         """
         size = self._shape.block_size
         ends = metadata.context_lens
@@ -150,7 +149,7 @@ class TorchAttention:
         return torch.from_numpy(places).to(self._device)
 
     def _gather(self, cache: Tensor, blocks: Tensor, rows: int) -> Tensor:
-        """[kv_heads * rows, L, d]"""
+        """Return the gathered blocks as [kv_heads * rows, L, d]."""
         s = self._shape
         flat = cache.view(s.kv_heads * s.num_blocks, s.block_size * s.head_dim)
         return flat.index_select(0, blocks).view(s.kv_heads * rows, -1, s.head_dim)
@@ -189,7 +188,7 @@ class TorchAttention:
 
     def _groups(self, metadata: AttentionMetadata, pattern: AttentionPattern, bias: Tensor | None) -> Groups:
         counts = np.diff(metadata.query_start)
-        alone = (counts == 1) & (pattern.causal and bias is None)  # else one token is a text, not worth a group
+        alone = (counts == 1) & (pattern.causal and bias is None)  # else a single token is a whole text
         rows = np.nonzero(alone)[0]
         first = self._first_visible(metadata.context_lens[rows] - 1, pattern)
         spans = metadata.context_lens[rows] - first
@@ -200,14 +199,14 @@ class TorchAttention:
         return Groups(decode, prefill, self._stale(metadata), bias)
 
     def _first_visible(self, positions: NDArray[np.int32], pattern: AttentionPattern) -> NDArray[np.int32]:
-        """Return the first token of the first block that a query at `positions` sees."""
+        """Return the first token of the first block visible to a query at `positions`."""
         if pattern.before is None:
             return np.zeros_like(positions)
         visible = np.maximum(positions - pattern.before, 0)
         return visible // self._shape.block_size * self._shape.block_size
 
     def _cuts(self, spans: NDArray[np.int32]) -> list[tuple[int, int]]:
-        """Run of ascending spans whose padded keys stay under the group size."""
+        """Split ascending spans into runs whose padded keys stay under the group size."""
         cuts: list[tuple[int, int]] = []
         start = 0
         for end in range(1, len(spans) + 1):
@@ -222,8 +221,8 @@ class TorchAttention:
         size = self._shape.block_size
         contexts = metadata.context_lens[rows]
         num_blocks = int(-(-(contexts - first).max() // size))
-        # Columns past a row's end name its last block again: others may hold what is not a number,
-        # which no mask keeps out.
+        # Columns past a row's end repeat its last block: other blocks may contain NaN or infinity,
+        # which a mask does not exclude.
         columns = np.minimum(first[:, None] // size + np.arange(num_blocks), (contexts[:, None] - 1) // size)
         positions = first[:, None] + np.arange(num_blocks * size)
         visible = positions < contexts[:, None]
@@ -248,12 +247,14 @@ class TorchAttention:
         if start > 0:
             size = self._shape.block_size
             blocks = self._flat_blocks(metadata.block_tables[row, first // size : -(-context // size)])
-        ahead = torch.arange(first, context) - torch.arange(start, context)[:, None]  # of the query, in tokens
+        ahead = torch.arange(first, context) - torch.arange(start, context)[:, None]  # tokens ahead of the query
         mask = self._mask(ahead.to(self._device), pattern, bias)
         return PrefillRow(first_token, last_token, blocks, context - first, mask, pattern.causal)
 
     def _mask(self, ahead: Tensor, pattern: AttentionPattern, bias: Tensor | None) -> Tensor:
-        """`PrefillRow.mask` for keys that are so far ahead of their queries; int64 [n, L]."""
+        """Return `PrefillRow.mask` for keys at the int64 distances `ahead` [n, L] of their
+        queries.
+        """
         mask = torch.ones_like(ahead, dtype=torch.bool)
         if pattern.before is not None:
             mask &= ahead >= -pattern.before
@@ -271,7 +272,7 @@ class TorchAttention:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages the system provides when they are first touched. Raises MemoryError."""
+    """Return zeros whose pages the system allocates on first access. Raises MemoryError."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.zeros(size + _ALIGNMENT, np.uint8)  # calloc; torch.zeros would write every page
     start = -raw.ctypes.data % _ALIGNMENT

@@ -1,1 +1,1 @@
-"""The handle on an engine core that runs in another process."""
+"""Drive an engine core that runs in another process."""

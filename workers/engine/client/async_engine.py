@@ -1,4 +1,4 @@
-"""The engine's handle in the worker process: starts the core, sends requests, delivers steps."""
+"""Drive the engine from the worker process: start the core, send requests, deliver steps."""
 
 import asyncio
 import logging
@@ -38,23 +38,22 @@ logger = logging.getLogger(__name__)
 
 _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
-_DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
-# In which what an ended process had printed is read; a child of its own may hold its output
-# open
+_DEATH_GRACE = 0.3  # seconds from the exit of the process to the end of its output
+# Time to read the output of an exited process; a child process may keep its output open
 _LAST_OUTPUT_SECONDS = 2.0
-# Seconds from the closed socket to the ended process, which may have a device to leave
+# Seconds from the closed socket to the exit of the process, which may have to release a device
 _EXIT_GRACE = 5.0
-_GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end
+_GONE_LOOK = 10.0  # seconds between log lines about a killed process that does not end
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 _READ_BUFFER = 1 << 20
-# In a row at least that must all find a hung core; one alone may only say that this process was
-# held up
+# Consecutive checks that must all find a hung core; a single one may only mean that this process
+# was delayed
 _CHECKS = 4
 _MAX_CHECK_INTERVAL = 1.0  # seconds
 
 
 class EngineStartError(EngineError):
-    """The core could not be started; the message is one sentence that says why.
+    """The core could not be started; the message is one sentence with the cause.
 
     `returncode` is negative if a signal ended it.
     """
@@ -67,10 +66,10 @@ class EngineStartError(EngineError):
 class EngineDeadError(EngineError):
     """The core has ended.
 
-    `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
+    `returncode` is its exit status, negative for a signal, or None if this process had to kill it.
 
-    `by_itself`: its requests may have caused the end, by an error, a crash or a hang; it did not
-    come from outside. `reason` is the message without the core's last output.
+    `by_itself` means that its requests may have caused the end, by an error, a crash or a hang; an
+    end from outside is excluded. `reason` is the message without the core's last output.
     """
 
     def __init__(self, message: str, returncode: int | None, *, by_itself: bool = False, reason: str = "") -> None:
@@ -81,9 +80,10 @@ class EngineDeadError(EngineError):
 
 
 class AsyncEngine:
-    """One engine core and its messages.
+    """Run one engine core and exchange messages with it.
 
-    For one event loop, which must run in a thread that outlives the engine: the core dies with it.
+    Use it from one event loop, which must run in a thread that outlives the engine: the core dies
+    with that thread.
     """
 
     def __init__(
@@ -113,20 +113,20 @@ class AsyncEngine:
         self._unfinished = 0
         self._requested = asyncio.Event()
         self._received = False
-        self._hung = ""  # how long it said nothing, in words
+        self._hung = ""  # how long it sent nothing, in words
         self._outputs: deque[StepOutput] = deque()
         self._wake = asyncio.Event()
 
     @property
     def info(self) -> Ready:
-        """What the core said when it was ready."""
+        """Return the core's description from when it became ready."""
         if self._info is None:
             raise RuntimeError("the engine has not been started")
         return self._info
 
     @property
     def pid(self) -> int:
-        """The core's process id."""
+        """Return the core's process id."""
         if self._core is None:
             raise RuntimeError("the engine has not been started")
         return self._core.pid
@@ -165,7 +165,7 @@ class AsyncEngine:
         self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Hand requests to the core. Raises EngineDeadError if there is none any more."""
+        """Send requests to the core. Raises EngineDeadError if the core has ended."""
         if self._vocabulary is not None and any(request.guide is not None for request in requests):
             self._send(SetVocabulary(self._vocabulary()))
             self._vocabulary = None
@@ -174,16 +174,17 @@ class AsyncEngine:
         self._requested.set()
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End requests wherever they are; each shows once more in a step, with Finish.ABORT,
-        unless it has ended already.
+        """End requests in any state.
+
+        Each appears once more in a step, with Finish.ABORT, unless it has already ended.
         """
         self._send(AbortRequests(list(request_ids)))
 
     async def steps(self) -> AsyncIterator[StepOutput]:
-        """Every step in which a request got a token or ended. For one consumer.
+        """Yield every step in which a request got a token or ended. For one consumer.
 
-        Ends after `stop`; raises EngineDeadError when the core has died and everything it said has
-        been handed out.
+        Ends after `stop`. Raises EngineDeadError when the core has died and all its steps have been
+        yielded.
         """
         while True:
             while self._outputs:
@@ -198,7 +199,7 @@ class AsyncEngine:
     async def stop(self, timeout: float = 10.0) -> None:
         """Let the core finish its step and exit; kill it after `timeout` seconds.
 
-        Returns once the process is gone, with all that it had of the device.
+        Returns once the process is gone and its device is free.
         """
         if self._launched is not None:
             self._launched.discard()
@@ -221,7 +222,7 @@ class AsyncEngine:
         try:
             await asyncio.wait({first, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if ended.done() or (first.done() and first.result() is None):
-                # The other sign of the end, or what was said before it
+                # The other signal of the end, or a message from before it
                 await asyncio.wait({first, ended}, timeout=_DEATH_GRACE if ended.done() else _EXIT_GRACE)
             message = first.result() if first.done() else None
         finally:
@@ -246,7 +247,7 @@ class AsyncEngine:
         self._writer.write(frame(message))
 
     async def _watch(self, reader: asyncio.StreamReader, core: "_CoreProcess") -> None:
-        """Hand out the core's messages until it dies, then the error that says how."""
+        """Deliver the core's messages until it dies, then the error with the cause."""
         last: list[str] = []
         receiving = asyncio.create_task(self._receive(reader, last))
         ended = asyncio.create_task(core.ended.wait())
@@ -262,16 +263,16 @@ class AsyncEngine:
         self._wake.set()
 
     def _death_of(self, core: "_CoreProcess", last: list[str]) -> EngineDeadError:
-        """Return what is to be said of its end.
+        """Return the error for the end of the core.
 
-        `last`: the error that it gave as the reason, if it could.
+        `last` is the error that the core reported as the reason, if it could.
         """
         returncode = None if self._hung else core.returncode
         how, by_itself = core.how_it_ended(), returncode is not None and (returncode >= 0 or -returncode in _CRASHES)
         if self._stopping:
             how, by_itself = "was stopped", False
         elif self._hung:
-            how, by_itself = f"was killed, for its step hung: nothing came in {self._hung}", True
+            how, by_itself = f"was killed because its step hung: nothing came in {self._hung}", True
         elif last:
             how, by_itself = f"{how}: {last[0]}", True
         reason = f"the engine core {how}"
@@ -315,7 +316,7 @@ class AsyncEngine:
 
 
 class _CoreProcess:
-    """The child process: two threads, asleep but for a line of its stderr and its end."""
+    """The child process and two threads, which wait for its stderr and its exit."""
 
     def __init__(self, process: "subprocess.Popen[str]", loop: asyncio.AbstractEventLoop) -> None:
         self.ended = asyncio.Event()
@@ -358,19 +359,19 @@ class _CoreProcess:
         while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
             self._reading.join(0.01)
         words = " | ".join(line.strip() for line in list(self._lines) if line.strip())
-        return f"; the last it wrote: {words[-_LAST_WORDS:]}" if words else ""
+        return f"; its last output: {words[-_LAST_WORDS:]}" if words else ""
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
                 self._lines.append(line)
-                with suppress(OSError):  # its reader may be gone; the core would block once its pipe is full
+                with suppress(OSError):  # its reader may be gone; a full pipe would block the core
                     sys.stderr.write(line)
 
     def _wait(self) -> None:
         self._process.wait()
-        with suppress(RuntimeError):  # the loop may be closed by now
+        with suppress(RuntimeError):  # the loop may already be closed
             self._loop.call_soon_threadsafe(self.ended.set)
 
 

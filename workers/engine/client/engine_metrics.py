@@ -1,4 +1,4 @@
-"""The metrics that `Stats` declares, from the messages of one core."""
+"""Track the metrics that `Stats` declares, from the messages of one core."""
 
 from copy import deepcopy
 from typing import get_type_hints
@@ -8,7 +8,7 @@ from workers.engine.messages.metrics import Counter, Histogram
 
 
 class EngineMetrics:
-    """The values of one engine core's life."""
+    """Metric values over the life of one engine core."""
 
     def __init__(self) -> None:
         self._latest = Stats()
@@ -20,14 +20,14 @@ class EngineMetrics:
         self._histograms = [(field, one) for field, one in self._metrics.items() if isinstance(one, Histogram)]
 
     def record(self, stats: Stats) -> None:
-        """Take in one message of the core; each counts once."""
+        """Add one message of the core; each counts once."""
         self._latest = stats
         for field, histogram in self._histograms:
             for value, label in getattr(stats, field):
                 histogram.observe(value, label)
 
     def all(self) -> list[Counter]:
-        """Return the metrics with their values of now."""
+        """Return the metrics with their current values."""
         for field, metric in self._metrics.items():
             if not isinstance(metric, Histogram):
                 metric.values[""] = getattr(self._latest, field)

@@ -1,6 +1,7 @@
 """Start a core's process before its client exists.
 
-A core takes seconds to be ready, and most of them pass before it needs a message. Imports little.
+A core needs seconds to become ready, most of them before it reads a message. This module imports
+little.
 """
 
 import logging
@@ -25,10 +26,11 @@ _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 class LaunchedCore:
     """A core that loads its model; it ends with the thread that launched it.
 
-    `connection` is the client's end of the socket pair, `config` what was sent to the core.
+    `connection` is the client's end of the socket pair, `config` the configuration sent to the
+    core.
 
-    The code that launched it must discard it in the end. That does nothing to a core that is
-    `taken`: the engine that took it ends it.
+    The launching code must finally discard it. Discarding has no effect on a core that is `taken`:
+    the engine that took it ends it.
     """
 
     process: "subprocess.Popen[str]"
@@ -39,7 +41,7 @@ class LaunchedCore:
     def discard(self) -> None:
         """End the core, unless an engine has taken it.
 
-        Returns once it is gone; repeating it changes nothing.
+        Returns once it is gone. Further calls have no effect.
         """
         if self.taken:
             return
@@ -52,8 +54,8 @@ class LaunchedCore:
 
 def launch_core(config: EngineConfig) -> LaunchedCore:
     """Start a core's process. Raises OSError."""
-    # Settled before the core is started with an OMP_NUM_THREADS of its own, of which its ranks
-    # would else take shares again.
+    # Resolved before the core starts with its own OMP_NUM_THREADS, which its ranks would otherwise
+    # divide again.
     config = replace(config, threads=config.compute_threads())
     ours, theirs = socket.socketpair()
     try:
@@ -74,7 +76,7 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
                 text=True,
                 errors="replace",
             )
-        # The core has ended already; the engine that waits for it detects that
+        # The core has already ended; the engine that waits for it detects that
         with suppress(ConnectionError):
             ours.sendall(frame(config))
     except BaseException:

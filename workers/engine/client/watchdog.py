@@ -1,16 +1,16 @@
-"""The time without a step after which a core that has requests counts as hung."""
+"""Compute the time without a step after which a core with requests counts as hung."""
 
 MAX_TIMEOUT = 300.0
 MIN_TIMEOUT = 20.0
 STEPS = 10
-"""The timeout is the time of this many full steps."""
+"""The estimated timeout in full steps."""
 
 
 class WatchdogTimeout:
     """The watchdog's timeout: configured, or estimated from the steps so far within two bounds.
 
-    All cores that a worker starts share one, since the next core runs the same model on the same
-    device: the last core's estimate holds until the next one has steps of its own.
+    All cores of a worker share one, since the next core runs the same model on the same device: the
+    last core's estimate holds until the next core has measured its own steps.
     """
 
     def __init__(self, configured: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Activations by the names that config.json uses."""
+"""Provide activations by their names in config.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Raise ModelLoadError for a name that is not known."""
+    """Return the activation. Raise ModelLoadError for an unknown name."""
     if name not in _ACTIVATIONS:
         raise ModelLoadError(
             f"config.json asks for the activation {name!r}; supported are {', '.join(sorted(_ACTIVATIONS))}"

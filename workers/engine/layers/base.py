@@ -1,4 +1,4 @@
-"""What the parts of a decoder are to each other, and what a backend computes them with."""
+"""Define the interfaces of a decoder's parts, and of the operations of a backend."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Table(Protocol):
-    """A matrix [vocab, hidden] as an embedding, as the output head, or as both where a model ties
+    """A matrix [vocab, hidden] as an embedding, as the output head, or as both if a model ties
     them.
     """
 
     def rows(self, indices: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden]."""
+        """Return the rows [T, hidden] for int64 [T] indices."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, vocab] in whichever float dtype they come."""
+        """Return logits [R, vocab] for hidden states [R, hidden], in any float dtype."""
         ...
 
 
@@ -42,117 +42,121 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and x + residual; both arguments are used up."""
+        """Return the norm of x + residual, and x + residual; both arguments may be overwritten."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Which tokens of its row a query sees."""
+    """The tokens of its row that a query attends to."""
 
     causal: bool = True
-    # Causal: tokens that a query sees, itself included. Otherwise the distance up to which it sees
-    # tokens to either side. None: all of them
+    # Causal: number of visible tokens, the query's own included. Otherwise the visible distance to
+    # either side. None: all tokens
     window: int | None = None
 
     @property
     def before(self) -> int | None:
-        """How many tokens before its own a query sees at most; None: all."""
+        """Return how many tokens before its own a query attends to at most; None for all."""
         return self.window - 1 if self.causal and self.window is not None else self.window
 
     @property
     def after(self) -> int | None:
-        """How many tokens behind its own a query sees at most; None: all."""
+        """Return how many tokens after its own a query attends to at most; None for all."""
         return 0 if self.causal else self.window
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryHeads:
-    """What queries and keys go through before they attend: a norm over each head, where the model
-    has one, then a rotation.
+    """The preparation of queries and keys for attention: a norm over each head, if the model has
+    one, then a rotation.
     """
 
-    cos: Tensor  # [T, 1, d], as `Rotary.cos_sin` gives them
+    cos: Tensor  # [T, 1, d], from `Rotary.cos_sin`
     sin: Tensor
     query_norm: Norm | None = None
     key_norm: Norm | None = None
 
 
 class AttentionContext(Protocol):
-    """Attention of one step as the layers see it; it hides the paged cache and the step's rows."""
+    """Attention of one step for the layers; it hides the paged cache and the step's rows."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]; writes k and v to the cache
-        first.
+        """Write k and v to the cache and compute attention.
+
+        q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d].
         """
         ...
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        """Return the same from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to
-        be normed and rotated.
+        """Compute the same from qkv [T, heads + 2 * kv_heads, d], whose queries and keys are not
+        yet normed and rotated.
         """
         ...
 
     def check_interruption(self) -> None:
-        """Raise StepAbandoned where the step is to make way for a live request."""
+        """Raise StepAbandoned if the step must end for a live request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Norms over heads are of queries and keys before they are rotated."""
+    """The parts of one layer. `query_norm` and `key_norm` apply to each head before the
+    rotation.
+    """
 
-    attention_norm: Norm | None  # None changes nothing
+    attention_norm: Norm | None  # None for no norm
     qkv: Projection
     output: Projection
     mlp_norm: Norm
-    up: Projection  # with its activation, and gated where the family's MLP is
+    up: Projection  # includes its activation, and the gate if the family's MLP has one
     down: Projection
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    rotation: int = field(default=0, kw_only=True)  # which of the step's rotations is its own
+    rotation: int = field(default=0, kw_only=True)  # index of its rotation among the step's rotations
 
 
 Stack = Callable[[Tensor, Sequence[Rotation], AttentionContext], Tensor]
-"""Embeddings [T, hidden], which are used up, -> [T, hidden], which the next call may use up; those
-of tokens that are not `StepAttention.needed` may be undefined.
+"""Computes hidden states [T, hidden] from embeddings [T, hidden], which may be overwritten.
 
-Without rotations, queries and keys attend as they are.
+The next call may overwrite the result. Hidden states of tokens outside `StepAttention.needed` may
+be undefined. Without rotations, queries and keys are used unchanged.
 """
 
 
 class Ops(Protocol):
-    """Weights are handed over: what is made of them may keep them in an order of its own, and the
-    caller keeps none.
+    """The operations of a backend.
 
-    Norms go over the last dimension and sum in float32. A sum of `x` and `residual` is rounded to
-    their dtype before it is normed.
+    It takes ownership of weights: a layer may store them in another layout, and the caller must not
+    keep them. Norms apply to the last dimension and sum in float32. A sum of `x` and `residual` is
+    rounded to their dtype before the norm.
     """
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
-        """x -> activation(x weight.T + bias) for weight [out, in].
+        """Return x -> activation(x weight.T + bias) for weight [out, in].
 
-        Raises ModelLoadError as `activation` does.
+        Raises ModelLoadError like `activation`.
         """
         ...
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
-        """x -> activation(gate) * up, where x weight.T + bias [..., 2 * width] has the gates first.
+        """Return x -> activation(gate) * up, where x weight.T + bias [..., 2 * width] has the gates
+        first.
 
-        Raises as `linear`.
+        Raises like `linear`.
         """
         ...
 
     def table(self, weight: Weight) -> Table: ...
 
     def multiplies(self, bits: int | None, dtype: torch.dtype) -> bool:
-        """Return whether products with a QuantizedWeight of so many bits are computed without
-        dequantizing it, for inputs in a dtype. None: of no kind.
+        """Return whether products with a QuantizedWeight of this many bits need no dequantization,
+        for inputs of a dtype. `bits` is None for weights of no such kind.
         """
         ...
 
     def multiplies_float8(self, device: torch.device) -> bool:
-        """Return the same of a QuantizedWeight in float8."""
+        """Return the same for a QuantizedWeight in float8."""
         ...
 
     def stack(
@@ -164,11 +168,11 @@ class Ops(Protocol):
         head_dim: int,
         post_norm: bool = False,
     ) -> Stack:
-        """Return a stack out of layers that were made with these; `LayerStack` says how it runs."""
+        """Return a stack of layers built with these operations; see `LayerStack`."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Return the layer norm (Ba et al., 2016) of x [..., size], without a bias its
+        """Return the layer norm (Ba et al., 2016) of x [..., size], or without a bias its
         root-mean-square norm (Zhang and Sennrich, 2019).
         """
         ...
@@ -178,6 +182,6 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and x + residual itself.
 
-        Neither argument is of use afterwards.
+        Both arguments may be overwritten.
         """
         ...

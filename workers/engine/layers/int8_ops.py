@@ -1,4 +1,4 @@
-"""Another backend's arithmetic with every matrix in int8."""
+"""Wrap another backend's operations to use int8 for every matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.engine.layers.quantized import Weight, quantize
 
 
 class Int8Ops:
-    """Quantizes each plain matrix that it is given, and leaves the rest to `ops`."""
+    """Quantize each plain matrix to int8, and delegate everything else to `ops`."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops

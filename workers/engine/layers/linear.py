@@ -1,4 +1,4 @@
-"""Projections, with those that read the same input run as one, cut over the ranks that share a
+"""Load projections. Projections with the same input are fused, and sharded over the ranks of a
 model (see `parallel.py`).
 """
 
@@ -15,8 +15,8 @@ from workers.engine.layers.weights import Weights
 
 
 class RowParallel:
-    """x [..., in] -> [..., out], where each rank has a part of x and of the weight's columns: the
-    ranks' outputs are summed.
+    """A projection x [..., in] -> [..., out] in which each rank has a part of x and of the weight's
+    columns; the ranks' outputs are summed.
     """
 
     __slots__ = ("_own", "_parallel")
@@ -37,8 +37,10 @@ def load_fused(
     transposed: bool = False,
     activation: str | None = None,
 ) -> Projection:
-    """Several projections of one input as a single one, each rank with some rows of each; the
-    outputs are side by side in the order of `names`. GPT-2's are `transposed`: kept as [in, out].
+    """Return several projections of one input as a single one; each rank has some rows of each.
+
+    The outputs are concatenated in the order of `names`. GPT-2's weights are `transposed`: stored
+    as [in, out].
     """
     return weights.ops.linear(*_take_fused(weights, names, size_in, sizes_out, bias, transposed), activation)
 
@@ -46,14 +48,16 @@ def load_fused(
 def load_gated(
     weights: Weights, gate: str, up: str, size_in: int, size_out: Shard, bias: bool, activation: str
 ) -> Projection:
-    """Two projections of one input, the activation of the first times the second."""
+    """Return a projection that multiplies the activation of `gate` by `up`."""
     return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, [size_out, size_out], bias), activation)
 
 
 def load_row_parallel(
     weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False
 ) -> Projection:
-    """Return the projection of what came of `load_fused` or `load_gated`, cut as that was."""
+    """Return the projection of the output of `load_fused` or `load_gated`, with the same
+    sharding.
+    """
     weight, parallel = weights.take_matrix_columns(f"{name}.weight", size_out, size_in, transposed), weights.parallel
     biases = weights.take(f"{name}.bias", (size_out,)) if bias else None
     own = weights.ops.linear(weight, biases if parallel.rank == 0 else None)

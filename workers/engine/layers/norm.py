@@ -1,6 +1,4 @@
-"""Normalizations over the last dimension, each also as one with the addition that precedes it
-in a decoder.
-"""
+"""Normalize over the last dimension, optionally fused with the preceding addition in a decoder."""
 
 from __future__ import annotations
 
@@ -21,12 +19,14 @@ class RMSNorm:
         return self._ops.norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and x + residual; both arguments are used up."""
+        """Return the norm of x + residual, and x + residual; both arguments may be overwritten."""
         return self._ops.add_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class LayerNorm(RMSNorm):
-    """The same without the mean, and with a bias; of zeros where the checkpoint has none."""
+    """Layer norm: RMS norm with mean subtraction and a bias, which is zero if the checkpoint has
+    none.
+    """
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float, bias: bool = True) -> None:
         super().__init__(weights, name, size, eps)

@@ -1,4 +1,4 @@
-"""The layers' arithmetic in plain torch; `layers.base` has the interface."""
+"""Implement the operations of layers in plain torch; `layers.base` has the interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.engine.layers.stack import LayerStack
 
 
 class TorchOps:
-    """Plain torch, for every device."""
+    """Operations in plain torch, for every device."""
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
         plain = self.product(weight, bias)
@@ -26,7 +26,7 @@ class TorchOps:
         return lambda x: activate(plain(x))
 
     def gated_linear(self, weight: Weight, bias: Tensor | None, activation: str) -> Projection:
-        function_of(activation)  # an unknown one is refused here, not by the first step
+        function_of(activation)  # refuses an unknown name at load time, not in the first step
         plain = self.product(weight, bias)
         return lambda x: self.gated_activation(activation, plain(x))
 
@@ -67,15 +67,15 @@ class TorchOps:
         return self.norm(total, weight, bias, eps), total
 
     def gated_activation(self, name: str, gate_up: Tensor) -> Tensor:
-        """[T, 2 * width] -> [T, width]: the activation `name` of the first half times the
-        second.
+        """Return the activation `name` of the first half times the second: [T, 2 * width] -> [T,
+        width].
         """
         gate, up = gate_up.chunk(2, -1)
         return function_of(name)(gate).mul_(up)
 
 
 def _quantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x [..., k] -> [..., n]; the weight is widened for each call."""
+    """Return x [..., k] -> [..., n]; the weight is dequantized for each call."""
     return F.linear(x, weight.dequantize(), bias)
 
 

@@ -1,8 +1,8 @@
-"""The ranks of a tensor-parallel replica: who holds which part of a layer, and what they say to
-each other while a step runs.
+"""Define the ranks of a tensor-parallel replica: their parts of each layer, and their communication
+during a step.
 
-The split is Megatron-LM's (Shoeybi et al., 2019): attention heads and the MLP's width are cut so
-that each pair of projections needs one sum over the ranks; the output projection is cut by
+The sharding is Megatron-LM's (Shoeybi et al., 2019): attention heads and the MLP's width are split
+so that each pair of projections needs one sum over the ranks. The output projection is split by
 vocabulary, and its logits are gathered so that every rank samples the same tokens.
 """
 
@@ -24,16 +24,16 @@ from workers.engine.messages.errors import ModelLoadError
 
 _LOOPBACK = "127.0.0.1"
 _GRAIN = 16
-# A rank that has died is noticed by its process' end, and a hung one by the worker process'
+# A dead rank is detected by the exit of its process, and a hung one by the worker process's
 # watchdog, both long before this.
 _TIMEOUT = timedelta(hours=1)
-# torch 2.13 gave the one a new name and warns at the old one.
+# torch 2.13 renamed this function and warns about the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part `start` to `start + length` of `total` rows or columns in the checkpoint."""
+    """The rows or columns `start` to `start + length` of `total` in the checkpoint."""
 
     start: int
     length: int
@@ -44,12 +44,16 @@ class Shard:
         return slice(self.start, self.start + self.length)
 
     def within(self, part: int, parts: int) -> Shard:
-        """Return this shard of part `part` of a tensor with `parts` such totals side by side."""
+        """Return this shard within part `part` of a tensor that concatenates `parts` such
+        totals.
+        """
         return Shard(part * self.total + self.start, self.length, parts * self.total)
 
 
 class Parallel:
-    """Rank `rank` of `size`. Alone, which is the default, it holds everything and says nothing."""
+    """Rank `rank` of `size`. The default is a single rank, which has everything and never
+    communicates.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank = rank
@@ -58,12 +62,12 @@ class Parallel:
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Store) -> Parallel:
-        """Meet the other ranks in `store`: NCCL on GPUs, gloo on CPUs.
+        """Join the other ranks through `store`: NCCL on GPUs, gloo on CPUs.
 
-        Returns when all are there. For one group in a process, whose end ends it: NCCL may wait for
-        ranks that have ended when a group is destroyed.
+        Returns once all have joined. Join once per process; the group ends with the process, since
+        NCCL may wait for ended ranks when a group is destroyed.
 
-        Raises ModelLoadError where torch has no such backend.
+        Raises ModelLoadError if torch lacks the backend.
         """
         cuda = device.type == "cuda"
         if cuda and not dist.is_nccl_available():
@@ -83,34 +87,34 @@ class Parallel:
         return cls(rank, size, device)
 
     def shard(self, length: int, copies: int = 1) -> Shard:
-        """This rank's `length` of what all ranks hold, where `copies` ranks hold the same."""
+        """Return this rank's shard of `length`, if `copies` ranks have the same shard."""
         return Shard(self.rank // copies * length, length, length * self.size // copies)
 
     def part(self, total: int) -> Shard:
-        """This rank's part of `total` rows that can be cut anywhere: `part_size` of them, on the
-        last ranks fewer.
+        """Return this rank's part of `total` rows that can be split anywhere: `part_size` rows, on
+        the last ranks fewer.
         """
         size = self.part_size(total)
         start = min(self.rank * size, total)
         return Shard(start, min(size, total - start), total)
 
     def part_size(self, total: int) -> int:
-        """Return the longest part: equal ones where that comes out even, else a multiple of what
-        matrix units work on.
+        """Return the longest part: an equal share if it divides evenly, else a multiple of the
+        granularity of matrix units.
         """
         equal = -(-total // self.size)
         rounded = -(-equal // _GRAIN) * _GRAIN
         return equal if total % self.size == 0 or rounded * (self.size - 1) >= total else rounded
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of contiguous `x`, in its place; the same bits on each."""
+        """Return the sum over all ranks of contiguous `x`, in place; the same bits on each."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Gather each rank's part [R, length] of the vocabulary -> contiguous float32 [R,
-        vocab_size] on all of them.
+        """Gather each rank's part [R, length] of the vocabulary into contiguous float32 [R,
+        vocab_size] on all ranks.
         """
         if self.size == 1:
             return logits.float()
@@ -122,7 +126,7 @@ class Parallel:
         return together[:, :vocab_size].contiguous()
 
     def least(self, value: int) -> int:
-        """Return the least of what the ranks say. Waits until all have spoken."""
+        """Return the minimum of `value` over all ranks. Waits for all ranks."""
         if self.size == 1:
             return value
         said = torch.tensor([value], dtype=torch.int64, device=self._device)
@@ -131,8 +135,8 @@ class Parallel:
 
 
 def listening_store(size: int) -> tuple[Store, int]:
-    """Return a place where `size` ranks meet, on a free port of the loopback interface alone, and
-    that port. It lasts as long as the store.
+    """Return a store where `size` ranks join, and its port: a free one of the loopback interface
+    only. The port is open as long as the store exists.
     """
     # torch's own server would listen on every interface.
     listener = socket.create_server((_LOOPBACK, 0))
@@ -150,7 +154,7 @@ def listening_store(size: int) -> tuple[Store, int]:
 
 
 def connected_store(size: int, port: int) -> Store:
-    """Return the other ranks' way to `listening_store`."""
+    """Return the connection of another rank to `listening_store`."""
     return TCPStore(_LOOPBACK, port, size, is_master=False, timeout=_TIMEOUT)
 
 

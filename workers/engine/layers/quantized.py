@@ -1,4 +1,4 @@
-"""Weights of fewer bits than the numbers that they are multiplied with."""
+"""Represent weights with fewer bits than their inputs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 GROUP_MULTIPLES = {8: 4, 4: 8}
-"""Columns of a group are a multiple of this, by bits, unless it is the whole row."""
+"""Group sizes must be a multiple of this, by bits, unless a group is the whole row."""
 _MAX = 127
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix [n, k] for inputs and outputs in `dtype`: each number is (its value - the zero
-    point) * the scale of its row and group of columns.
+    """A quantized matrix [n, k] for inputs and outputs in `dtype`.
 
-    There are three kinds: int8 and float8 without zero points, and numbers of 4 bits with them.
+    Each number is (value - zero point) * scale, with the scale of its row and group of columns.
+    There are three kinds: int8 and float8 without zero points, and 4-bit numbers with them.
     """
 
     values: Tensor  # int8 or float8_e4m3fn [n, k], or uint8 from 0 to 15
     scales: Tensor  # float32 [n, groups]
     dtype: torch.dtype
-    group_size: int  # columns of a group, of which the last may have fewer
+    group_size: int  # columns of a group; the last group may have fewer
     zeros: Tensor | None = None  # uint8 [n, groups] from 0 to 15
-    float8_inputs: bool = False  # inputs may be rounded to float8: the checkpoint is made for it
+    float8_inputs: bool = False  # the checkpoint allows rounding of inputs to float8
 
     @property
     def shape(self) -> torch.Size:
@@ -39,7 +39,9 @@ class QuantizedWeight:
 
     @property
     def has_whole_groups(self) -> bool:
-        """Whether products take its groups as they are: one, or `GROUP_MULTIPLES` of columns."""
+        """Return whether products support its groups directly: one group, or `GROUP_MULTIPLES` of
+        columns.
+        """
         return self.scales.shape[1] == 1 or self.group_size % GROUP_MULTIPLES[self.bits] == 0
 
     @property
@@ -58,12 +60,12 @@ class QuantizedWeight:
         return numbers.mul_(self._by_column(self.scales)).to(self.dtype)
 
     def rows(self, indices: Tensor | slice) -> QuantizedWeight:
-        """Return some of the rows, by int64 indices or from one to another."""
+        """Return some of the rows, by int64 indices or as a slice."""
         zeros = None if self.zeros is None else self.zeros[indices]
         return replace(self, values=self.values[indices], scales=self.scales[indices], zeros=zeros)
 
     def columns(self, first: int, end: int) -> QuantizedWeight:
-        """Return some of the columns, in smaller groups where `first` is within one."""
+        """Return some of the columns, in smaller groups if `first` is inside a group."""
         if self.scales.shape[1] == 1:
             return replace(self, values=self.values[:, first:end])
         size = math.gcd(first, self.group_size)
@@ -85,8 +87,8 @@ Weight = Tensor | QuantizedWeight
 
 
 def quantize(weight: Tensor) -> QuantizedWeight:
-    """Return a matrix [n, k] in int8: each number is rounded to the nearest of 255 ones, which are
-    evenly spaced up to its row's largest magnitude.
+    """Return a matrix [n, k] in int8: each number is rounded to the nearest of 255 values, evenly
+    spaced up to its row's largest magnitude.
     """
     largest = torch.linalg.vector_norm(weight, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
     scales = largest.clamp_(min=torch.finfo(torch.float32).tiny * _MAX).div_(_MAX)
@@ -95,7 +97,7 @@ def quantize(weight: Tensor) -> QuantizedWeight:
 
 
 def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Return the rows of all; None where they are not of one kind."""
+    """Return the rows of all weights as one, or None if their kinds differ."""
     first = weights[0]
     if len({(each.group_size, each.values.dtype, each.dtype, each.float8_inputs) for each in weights}) > 1:
         return None

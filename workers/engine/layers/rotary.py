@@ -1,10 +1,10 @@
-"""Rotary position embeddings (Su et al., 2021) and the scalings that the supported families'
-configs use.
+"""Compute rotary position embeddings (Su et al., 2021), with the scalings of the supported
+families' configs.
 
 Formulas as in transformers' `modeling_rope_utils`. The tables are computed once and indexed by
-position. Two kinds ("dynamic" NTK and "longrope") rotate by the request's length too: a token's
-length is that of its prompt or, for a generated token, its own position + 1, which is what
-transformers applies to a request that runs alone.
+position. Two kinds ("dynamic" NTK and "longrope") also depend on the request's length: a token's
+length is that of its prompt or, for a generated token, its own position + 1, as transformers
+applies it to a request that runs alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions: base, the kind of scaling, and that kind's parameters under the names that
-    config.json uses.
+    """Rotary settings: the base, the kind of scaling, and its parameters by their names in
+    config.json.
     """
 
     theta: float
@@ -31,14 +31,14 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether a key's rotation depends on how long its request's prompt is, beyond the
-        position.
+        """Return whether a key's rotation depends on the length of its request's prompt, besides
+        the position.
         """
         return self.kind in ("dynamic", "longrope")
 
     @property
     def unscaled_length(self) -> int:
-        """Tokens up to which a length-dependent kind rotates by position alone."""
+        """Return the tokens up to which a length-dependent kind rotates by position alone."""
         return (
             int(self.scaling["original_max_position_embeddings"])
             if self.kind == "longrope"
@@ -47,8 +47,10 @@ class RopeConfig:
 
 
 class Rotary:
-    """`cos_sin(positions [T], lengths [T])` gives the pair of [T, 1, head_dim] that `rotate`
-    applies to every layer's heads.
+    """Compute the rotations of a step.
+
+    `cos_sin(positions [T], lengths [T])` returns the pair of [T, 1, head_dim] that `rotate` applies
+    to every layer's heads.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class Rotary:
         self._varies = config.depends_on_length and max_length > config.unscaled_length
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """positions, lengths: int64 [T].
+        """Return cosine and sine [T, 1, head_dim] in the model's dtype, from int64 [T] positions
+        and lengths.
 
-        Two tensors [T, 1, head_dim] in the model's dtype; the sine of the first half is negated.
+        The sine of the first half is negated.
         """
         rotations = self._table[positions]
         if self._varies:
@@ -83,8 +86,8 @@ class Rotary:
         return self._rotations(positions, _dynamic_frequencies(self._config, self._head_dim, lengths))
 
     def _rotations(self, positions: Tensor, frequencies: Tensor) -> Tensor:
-        """[T, 2, head_dim] from positions [T] and frequencies [head_dim / 2] or [T, head_dim /
-        2].
+        """Return [T, 2, head_dim] from positions [T] and frequencies [head_dim / 2] or [T, head_dim
+        / 2].
         """
         angles = positions[:, None].float() * frequencies.to(positions.device)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
@@ -92,14 +95,14 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] turned by `Rotary.cos_sin`'s pair; a new tensor."""
+    """Return x [T, heads, head_dim] rotated by the pair of `Rotary.cos_sin`, as a new tensor."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * cos, swapped, sin)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, float]:
-    """Frequencies [head_dim / 2] in float32 for a request of `length` tokens, and what cosine and
-    sine are multiplied by.
+    """Return the frequencies [head_dim / 2] in float32 for a request of `length` tokens, and the
+    factor of cosine and sine.
     """
     if config.kind == "dynamic":
         return _dynamic_frequencies(config, head_dim, torch.tensor([length]))[0], 1.0
@@ -116,7 +119,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple
 
 
 def _dynamic_frequencies(config: RopeConfig, head_dim: int, lengths: Tensor) -> Tensor:
-    """NTK-aware scaling whose base grows with each token's length; [T, head_dim / 2]."""
+    """Return frequencies [T, head_dim / 2] of NTK-aware scaling, whose base grows with each token's
+    length.
+    """
     factor = float(config.scaling["factor"])
     lengths = lengths.clamp(min=config.max_position_embeddings).float()
     growth = (factor * lengths / config.max_position_embeddings) - (factor - 1)
@@ -137,7 +142,9 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
-    """Peng et al., 2023: interpolate the slow dimensions, keep the fast ones, a ramp between."""
+    """Return YaRN's frequencies and factor (Peng et al., 2023): interpolated for slow dimensions,
+    unchanged for fast ones, with a ramp between.
+    """
     scaling = config.scaling
     original = int(scaling["original_max_position_embeddings"])
     factor = float(scaling.get("factor") or config.max_position_embeddings / original)
@@ -170,8 +177,8 @@ def _yarn_scale(config: RopeConfig, factor: float) -> float:
 
 
 def _longrope(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, float]:
-    """Ding et al., 2024: searched factors per dimension, one set up to the original length and one
-    beyond.
+    """Return LongRoPE's frequencies and factor (Ding et al., 2024): searched factors per dimension,
+    one set up to the original length and one beyond.
     """
     scaling = config.scaling
     original = int(scaling["original_max_position_embeddings"])

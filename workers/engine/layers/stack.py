@@ -1,5 +1,5 @@
-"""Layers one after the other: the residual stream through attention and MLP, with a norm before
-each of the two or behind it.
+"""Run layers in sequence: the residual stream through attention and MLP, with a norm before or
+after each.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from workers.engine.layers.base import AttentionContext, DecoderLayer, Norm, Rot
 
 
 class LayerStack:
-    """`heads` of queries and `kv_heads` of keys and of values, of `head_dim` numbers each, in every
-    layer; `norm`, where there is one, comes last.
+    """A sequence of layers.
 
-    A layer's norms are of what its parts read, or, in a stack that is `post_norm` as BERT's is, of
-    what they add up to: x + part(x).
+    Every layer has `heads` of queries and `kv_heads` of keys and of values, with `head_dim` numbers
+    each. `norm`, if any, comes last. A layer's norms apply to the inputs of its parts or, in a
+    `post_norm` stack such as BERT's, to the sums x + part(x).
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class LayerStack:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
 
     def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
-        """[T, hidden] from embeddings [T, hidden], which are used up; what it returns may be used
-        up by the next call.
+        """Return [T, hidden] from embeddings [T, hidden], which may be overwritten.
+
+        The next call may overwrite the result.
         """
         run = self._run_post_norm if self.post_norm else self._run_pre_norm
         return run(hidden, rotations, attend)
@@ -65,7 +66,7 @@ class LayerStack:
 
 
 def _normed(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the norm of x, or of x + residual, and what it is the norm of."""
+    """Return the norm of x, or of x + residual, and the input of the norm."""
     if norm is None:
         total = x if residual is None else x.add_(residual)
         return total, total

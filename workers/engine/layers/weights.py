@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by name, read once each while a model is built."""
+"""Provide a checkpoint's tensors by name; each is read once while a model is built."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @runtime_checkable
 class QuantizedReader(Protocol):
-    """A function that reads a matrix, which the checkpoint has quantized."""
+    """A function that reads a quantized matrix of the checkpoint."""
 
     @property
     def bits(self) -> int | None:
-        """Of its numbers; None where there is no such kind of weights."""
+        """Return the bits of its numbers, or None if it has no such kind of weights."""
 
     def __call__(self) -> Tensor: ...
 
     def quantized(self) -> QuantizedWeight | None:
-        """Return it as it is stored; None without `bits`, or where its numbers are not such."""
+        """Return it as stored, or None without `bits` or if its numbers are not of that kind."""
 
     def float8(self) -> QuantizedWeight | None:
-        """Return it as it is stored where that is in float8, and scales are of columns that follow
-        one another; else None.
+        """Return it as stored if that is float8, with scales for groups of consecutive columns;
+        else None.
         """
 
 
 class Weights:
-    """Hands a model its tensors in the dtype and on the device that it runs with, and knows which
-    were never asked for.
+    """Provide a model's tensors in its dtype and on its device, and track unused ones.
 
-    `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints
-    saved from a bare decoder do. `ops` is what the layers compute with, `parallel` says which part
-    of them is to be read.
+    `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`, as in
+    checkpoints saved from a bare decoder. `ops` are the operations of the layers, `parallel`
+    selects the parts to read.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Weights:
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return the whole tensor `name`, contiguous and owned by the caller.
 
-        Raises ModelLoadError where it is absent or has another shape.
+        Raises ModelLoadError if it is absent or has another shape.
         """
         target = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
         self._read(name, shape, (), target)
@@ -79,10 +78,10 @@ class Weights:
     def take_rows(
         self, names: Sequence[str], rows: Sequence[Shard], columns: int | None, transposed: bool = False
     ) -> Tensor:
-        """Return rows of several tensors [total, columns] (or [total] where `columns` is None)
-        stacked into one, for projections that run as one.
+        """Return rows of several tensors [total, columns] (or [total] if `columns` is None),
+        stacked for a fused projection.
 
-        `transposed`: the checkpoint has them as [columns, total].
+        With `transposed`, the checkpoint stores them as [columns, total].
         """
         rest = () if columns is None else (columns,)
         target = torch.empty((sum(part.length for part in rows), *rest), dtype=self.dtype, device=self.device)
@@ -96,8 +95,8 @@ class Weights:
     def take_matrix(
         self, names: Sequence[str], rows: Sequence[Shard], columns: int, transposed: bool = False
     ) -> Weight:
-        """Return `take_rows` of a matrix, quantized where it is stored so and products with it are
-        computed so.
+        """Return `take_rows` of a matrix, quantized if it is stored so and products with it need no
+        dequantization.
         """
         found = {
             name: self._read_quantized(name, (shard.total, columns)) for name, shard in zip(names, rows, strict=True)
@@ -112,7 +111,7 @@ class Weights:
         return whole.to(self.device)
 
     def take_matrix_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Weight:
-        """Return `take_columns` likewise."""
+        """Return `take_columns` of a matrix, quantized like `take_matrix`."""
         weight = self._read_quantized(name, (rows, columns.total))
         if weight is not None:
             weight = weight.columns(columns.start, columns.start + columns.length)
@@ -122,7 +121,7 @@ class Weights:
         return self.take_columns(name, rows, columns, transposed)
 
     def _read_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
-        """Return the whole matrix, in the host's memory: a rank's part alone goes to the device."""
+        """Return the whole matrix in host memory, since only a rank's part goes to the device."""
         resolved = self._resolve(name)
         reader = self._readers.get(resolved)
         if not isinstance(reader, QuantizedReader):
@@ -136,7 +135,7 @@ class Weights:
         return replace(weight, dtype=self.dtype)
 
     def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
-        """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if
+        """Return columns of a tensor [rows, total], which the checkpoint stores as [total, rows] if
         `transposed`.
         """
         target = torch.empty((rows, columns.length), dtype=self.dtype, device=self.device)
@@ -147,13 +146,13 @@ class Weights:
         return target
 
     def _read(self, name: str, shape: Sequence[int], where: tuple[slice, ...], target: Tensor) -> None:
-        """Copy a tensor, or a part: a file that is replaced under a memory map would kill the
+        """Copy a tensor or a part of it, since a file replaced under a memory map would kill the
         process.
         """
         resolved = self._resolve(name)
         if resolved not in self._readers:
             raise ModelLoadError(
-                f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?"
+                f"the checkpoint has no tensor {resolved!r}; check that it is complete and matches config.json"
             )
         tensor = self._readers[resolved]()
         _check_shape(resolved, tensor.shape, shape)
@@ -166,7 +165,7 @@ class Weights:
         target.copy_(tensor[where])
 
     def unused(self) -> list[str]:
-        """Names that no layer took."""
+        """Return the names of tensors that no layer used."""
         return sorted(self._readers.keys() - self._taken)
 
     def _resolve(self, name: str) -> str:

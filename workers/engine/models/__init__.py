@@ -1,1 +1,1 @@
-"""One short file per family out of the shared layers; `registry` names them."""
+"""Implement model families from the shared layers, one short file each; `registry` lists them."""

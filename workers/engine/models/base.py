@@ -1,4 +1,4 @@
-"""What the runner asks of a model, and the head that every family shares."""
+"""Define the interface of models for the runner, and the output head that every family shares."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workers.engine.models.config import ModelConfig
 class DecoderModel(ABC):
     """A decoder over flat rows of tokens: no batch dimension, no padding."""
 
-    #: What a bare decoder's tensor names lack in a full checkpoint; layers write it as "*."
+    #: Prefix that a bare decoder's tensor names lack in a full checkpoint; layers write "*."
     prefix: str
 
-    # : Whether a CUDA graph may hold its forward: that nothing in it waits for the device, or
-    # depends on the host beyond shapes.
+    #: Whether a CUDA graph may record its forward, which then must neither wait for the device nor
+    #: depend on host values except shapes.
     recordable = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -31,26 +31,28 @@ class DecoderModel(ABC):
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        """Hidden states [T, hidden] after the last norm, for input_ids, positions and lengths int64
-        [T].
+        """Return hidden states [T, hidden] after the last norm, for int64 [T] input_ids, positions
+        and lengths.
 
         A token's length is the larger of its request's prompt length and its position + 1; only
         length-dependent RoPE reads it.
         """
 
     def head(self, hidden: Tensor) -> Tensor:
-        """`logits` in whichever float dtype they come, which saves a pass over them."""
+        """Return `logits` in any float dtype, which saves a pass over them."""
         return self.lm_head.logits(hidden) if self._parallel.size == 1 else self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> float32 [R, vocab]."""
+        """Return float32 logits [R, vocab] for hidden states [R, hidden]."""
         return self._parallel.gather_logits(self.lm_head.logits(hidden), self.config.vocab_size)
 
 
 class EncoderModel(ABC):
-    """A model in which each token of a text sees those on both sides; flat rows of tokens, too."""
+    """A model in which each token attends to both sides of its text; it also takes flat rows of
+    tokens.
+    """
 
-    #: What all layers add to the scores of queries and keys, as `Attention.forward` has it.
+    #: Added to the scores of queries and keys in all layers; see `Attention.forward`.
     position_bias: Tensor | None = None
 
     def __init__(self, weights: Weights) -> None:
@@ -58,15 +60,17 @@ class EncoderModel(ABC):
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None, attend: AttentionContext) -> Tensor:
-        """Hidden states [T, hidden] for input_ids, positions and token types int64 [T]; None where
-        all types are 0.
+        """Return hidden states [T, hidden] for int64 [T] input_ids, positions and token types (None
+        if all are 0).
         """
 
 
 def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[Table, Table]:
     """Return the embedding of that name [vocab, hidden], and this rank's rows of the output
-    projection, padded to as many as each has: where the two are tied rows of the embedding, and all
-    of it where there is but one rank.
+    projection.
+
+    Every rank's part is padded to the same number of rows. Tied weights use rows of the embedding;
+    a single rank shares the whole table.
     """
     table = weights.take(embedding, (config.vocab_size, config.hidden_size))
     own, most = weights.parallel.part(config.vocab_size), weights.parallel.part_size(config.vocab_size)

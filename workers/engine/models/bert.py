@@ -1,4 +1,4 @@
-"""BERT, and what was built to its shape: MiniLM, BGE, E5."""
+"""Implement BERT and models of the same shape: MiniLM, BGE, E5."""
 
 from __future__ import annotations
 

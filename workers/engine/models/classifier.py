@@ -1,4 +1,4 @@
-"""Classification heads: what config.json says of labels, and the head of a decoder."""
+"""Implement classification heads: labels from config.json, and the head of a decoder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _BY_PROBLEM = {"regression": "none", "multi_label_classification": "sigmoid"}
 
 
 def classifier_config(raw: Json, modes: tuple[str, ...]) -> PoolingConfig:
-    """Return the labels of a config.json, and what goes over their logits: sentence-transformers'
-    entry for a cross-encoder, else by the problem, else sigmoid for one label and softmax for more.
+    """Return the labels of a config.json, and the function over their logits.
+
+    The function is that of sentence-transformers' entry for a cross-encoder, else that of the
+    problem type, else sigmoid for one label and softmax for more.
 
     Raises ModelLoadError.
     """
@@ -38,10 +40,10 @@ def classifier_config(raw: Json, modes: tuple[str, ...]) -> PoolingConfig:
 
 
 def first_token(raw: Json) -> tuple[str, ...]:
-    """The pooling of BERT's heads."""
+    """Return the pooling of BERT's heads: the first token."""
     return ("cls",)
 
 
 def score_head(raw: Json, config: ModelConfig, weights: Weights, labels: int) -> Sequence[Projection]:
-    """The head of a decoder, over its last token."""
+    """Return the head of a decoder, which reads its last token."""
     return [load_dense(weights, "score", config.hidden_size, labels, bias=False)]

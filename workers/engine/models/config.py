@@ -1,8 +1,8 @@
-"""What a checkpoint's config.json says, in the engine's own terms.
+"""Read a checkpoint's config.json into the engine's own types.
 
-Read here rather than through transformers' configuration classes, whose import alone takes seconds.
-transformers writes only what differs from a family's defaults, so each family's file states those
-defaults again.
+transformers' configuration classes are not used, since their import alone takes seconds.
+transformers writes only values that differ from a family's defaults, so each family's file repeats
+those defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape.
+    """The shape of a decoder.
 
     `attention_patterns` and `attention_scales` have one entry per layer.
     """
@@ -34,7 +34,7 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    num_heads: int  # of one rank, where several share the model; so are the key-value heads
+    num_heads: int  # of one rank if several share the model; likewise num_kv_heads
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
@@ -42,22 +42,22 @@ class ModelConfig:
     activation: str
     tie_word_embeddings: bool
     attention_patterns: tuple[AttentionPattern, ...]
-    attention_scales: tuple[float, ...]  # what query-key products are multiplied by
+    attention_scales: tuple[float, ...]  # factor of query-key products
     rope: RopeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
-    dtype: str | None = None  # as the checkpoint names it
-    kv_copies: int = 1  # ranks that hold the same key-value heads
-    pooling: PoolingConfig | None = None  # of a model that does not generate
+    dtype: str | None = None  # its name in the checkpoint
+    kv_copies: int = 1  # ranks that have the same key-value heads
+    pooling: PoolingConfig | None = None  # for a model that does not generate
 
     @property
     def whole_prompts(self) -> bool:
-        """Return whether a prompt must be computed in one step, and none of it be cached."""
+        """Return whether a prompt must be computed in one step, without any cached part."""
         bidirectional = not all(pattern.causal for pattern in self.attention_patterns)
         return bidirectional or (self.pooling is not None and self.pooling.modes != ("last",))
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What requests may ask for."""
+        """Return the tasks that requests may ask for."""
         if self.pooling is None:
             return ("generate",)
         if self.pooling.labels:
@@ -66,21 +66,23 @@ class ModelConfig:
 
     @property
     def embedding_size(self) -> int:
-        """Numbers of an embedding; 0 for a model that makes none."""
+        """Return the size of an embedding, or 0 for a model that makes none."""
         if self.pooling is None or self.pooling.labels:
             return 0
         dense = self.pooling.dense
         return dense[-1].size_out if dense else len(self.pooling.modes) * self.hidden_size
 
     def matryoshka_sizes(self) -> list[int]:
-        """Return the sizes that embeddings may have; none if any up to the largest will do."""
+        """Return the allowed sizes of embeddings, or [] if every size up to the largest is
+        allowed.
+        """
         if self.pooling is None or not self.embedding_size or self.pooling.any_size:
             return []
         return sorted({*self.pooling.sizes, self.embedding_size})
 
     @property
     def max_model_len(self) -> int:
-        """The longest context that the model was made for, in tokens."""
+        """Return the longest context in tokens that the model was made for."""
         if self.rope is None:
             return self.max_position_embeddings
         if self.rope.kind in ("linear", "dynamic"):
@@ -100,9 +102,9 @@ class ModelConfig:
 def shard_model(model: ModelConfig, size: int) -> ModelConfig:
     """Return the shape of one rank's part of `model`.
 
-    Key-value heads that are fewer than the ranks are held by several.
+    If there are fewer key-value heads than ranks, several ranks have the same ones.
 
-    Raises ModelLoadError where the heads cannot be cut into `size` equal parts.
+    Raises ModelLoadError if the heads cannot be divided into `size` equal parts.
     """
     fits = [ranks for ranks in range(1, model.num_heads + 1) if _divides(ranks, model)]
     if size not in fits:
@@ -120,7 +122,7 @@ def shard_model(model: ModelConfig, size: int) -> ModelConfig:
 
 
 def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
-    """Return the rotary settings of a config.json, as transformers 5 writes them
+    """Return the rotary settings of a config.json, in the form of transformers 5
     (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
     """
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
@@ -151,8 +153,8 @@ def _require_scaling(kind: str, scaling: Json) -> None:
 
 
 def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tuple[int | None, ...]:
-    """Sliding windows by layer for the families where `use_sliding_window` turns them on (Qwen2,
-    Qwen3).
+    """Return sliding windows by layer, for families in which `use_sliding_window` enables them
+    (Qwen2, Qwen3).
     """
     window = raw.get("sliding_window", default_window) if raw.get("use_sliding_window", False) else None
     if window is None:
@@ -169,7 +171,9 @@ def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tup
 
 
 def eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's where it names any, else config.json's."""
+    """Return the end-of-sequence ids: generation_config.json's if it has any, else
+    config.json's.
+    """
     value = generation.get("eos_token_id")
     if value is None:
         value = raw.get("eos_token_id")
@@ -181,7 +185,7 @@ def eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
 def require(raw: Json, name: str, default: int | None = None) -> int:
     """Return an integer of config.json.
 
-    Raises ModelLoadError where it is absent and the family has no default.
+    Raises ModelLoadError if it is absent and the family has no default.
     """
     value = raw.get(name, default)
     if not isinstance(value, int) or value < 1:

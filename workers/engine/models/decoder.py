@@ -1,5 +1,5 @@
-"""The Llama-shaped decoder that Llama, Mistral, Qwen2 and Qwen3 share: RMS norms, rotary positions,
-a gated MLP.
+"""Implement the decoder shared by Llama, Mistral, Qwen2 and Qwen3: RMS norms, rotary positions, a
+gated MLP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.engine.models.config import Json, ModelConfig, require, rope_config
 
 @dataclass(frozen=True, slots=True)
 class DecoderVariant:
-    """Where the families differ."""
+    """The differences between the families."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -73,7 +73,7 @@ def decoder_config(
     head_dim: int | None = None,
     windows: tuple[int | None, ...] | None = None,
 ) -> ModelConfig:
-    """Return the ModelConfig of such a config.json; the keywords are the family's defaults."""
+    """Return the ModelConfig of the config.json; the keywords are the family's defaults."""
     hidden, heads, layers = (
         require(raw, "hidden_size"),
         require(raw, "num_attention_heads"),

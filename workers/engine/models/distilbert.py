@@ -1,4 +1,6 @@
-"""DistilBERT: BERT with half the layers, without token types, under names of its own."""
+"""Implement DistilBERT: BERT with half the layers, without token types, under its own tensor
+names.
+"""
 
 from __future__ import annotations
 

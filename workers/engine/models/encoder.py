@@ -1,5 +1,5 @@
-"""The encoder that BERT, RoBERTa, DistilBERT and MPNet share: learned positions, attention to both
-sides, layer norms behind each part.
+"""Implement the encoder shared by BERT, RoBERTa, DistilBERT and MPNet: learned positions, attention
+to both sides, layer norms after each part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.engine.models.config import Json, ModelConfig, require
 
 @dataclass(frozen=True, slots=True)
 class EncoderNames:
-    """What a family calls the tensors of its layers."""
+    """The tensor names of a family's layers."""
 
     layers: str
     queries: str
@@ -49,8 +49,10 @@ class PostNormEncoder(EncoderModel):
     def __init__(
         self, config: ModelConfig, names: EncoderNames, weights: Weights, first_position: int = 0, types: int = 0
     ) -> None:
-        """`first_position`: the row of a text's first token in the table of positions; `types`: how
-        many token types there are.
+        """Load the encoder.
+
+        `first_position` is the row of a text's first token in the table of positions; `types` is
+        the number of token types.
         """
         super().__init__(weights)
         hidden, rows = config.hidden_size, first_position + config.max_position_embeddings
@@ -88,9 +90,10 @@ def _layer(config: ModelConfig, names: EncoderNames, weights: Weights, layer: in
 
 
 def encoder_config(raw: Json, max_positions: int, norm_eps: float = 1e-12) -> ModelConfig:
-    """Return the ModelConfig of a config.json with BERT's names; what it leaves out is BERT-base's.
+    """Return the ModelConfig of a config.json with BERT's names; missing values default to
+    BERT-base's.
 
-    Raises ModelLoadError for what the family has as an option and this class lacks.
+    Raises ModelLoadError for options of the family that this class lacks.
     """
     if raw.get("is_decoder") or raw.get("position_embedding_type", "absolute") != "absolute":
         raise ModelLoadError("config.json asks for a decoder or for relative positions, which are not supported here")

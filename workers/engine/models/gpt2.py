@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norms, a plain MLP, projections kept as [in, out]."""
+"""Implement GPT-2: learned positions, layer norms, a plain MLP, projections stored as [in, out]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Projections behind the pooling: of few rows, in float32 whatever the model runs with."""
+"""Load projections after the pooling: few rows, in float32 regardless of the model's dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder."""
+"""Read the JSON files of a model's folder."""
 
 from __future__ import annotations
 

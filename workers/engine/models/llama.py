@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x, and what was built to the same shape."""
+"""Implement Llama 1 to 3.x and models of the same shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama's shape with a sliding window over all layers."""
+"""Implement Mistral: Llama's shape with a sliding window over all layers."""
 
 from __future__ import annotations
 

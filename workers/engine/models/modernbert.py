@@ -1,5 +1,5 @@
-"""ModernBERT: norms before each part, gated MLPs, rotary positions, and layers that see neighbors
-only between those that see everything.
+"""Implement ModernBERT: norms before each part, gated MLPs, rotary positions, and layers with local
+attention between layers with global attention.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _norm(raw: Json, config: ModelConfig, weights: Weights, name: str) -> LayerN
 
 
 def _layer_kinds(raw: Json, layers: int) -> list[str]:
-    """Return each layer's kind. Raise ModelLoadError for one that the family does not have."""
+    """Return each layer's kind. Raise ModelLoadError for an unknown kind."""
     every = require(raw, "global_attn_every_n_layers", 3)
     kinds = raw.get("layer_types") or [_NEIGHBORS if layer % every else _EVERYTHING for layer in range(layers)]
     if len(kinds) != layers or not set(kinds) <= set(_THETAS):
@@ -106,7 +106,7 @@ def _layer_kinds(raw: Json, layers: int) -> list[str]:
 
 
 def _rope(raw: Json, kind: str) -> Json:
-    """Return the settings of one kind's rotation as `rope_config` reads them."""
+    """Return the rotary settings of one kind of layer, in the form for `rope_config`."""
     name, theta = _THETAS[kind]
     given = dict((raw.get("rope_parameters") or {}).get(kind) or {})
     return {"rope_parameters": {"rope_theta": raw.get(name, theta), **given}}

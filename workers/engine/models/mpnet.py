@@ -1,4 +1,4 @@
-"""MPNet: BERT with a bias on attention by how far a key is from its query."""
+"""Implement MPNet: BERT with an attention bias by the distance of a key from its query."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from workers.engine.models.encoder import BERT_NAMES, PostNormEncoder, encoder_c
 
 PREFIX = "mpnet."
 
-_FIRST_POSITION = 2  # whatever config.json says of padding
-_REACH = 128  # distances from here on have the same bias
+_FIRST_POSITION = 2  # regardless of config.json's padding
+_REACH = 128  # larger distances have the same bias
 _NAMES = replace(
     BERT_NAMES,
     queries="attention.attn.q",
@@ -41,8 +41,11 @@ def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) 
 
 
 def _bucket(distances: Tensor, buckets: int) -> Tensor:
-    """Return the rows of T5's table (Raffel et al., 2020) for keys so far behind their query: half
-    of them for either side, in it half for single distances and half for ranges that grow.
+    """Return the rows of T5's table (Raffel et al., 2020) for keys at these distances behind their
+    query.
+
+    Half of the rows are for either side; in each half, one half is for single distances and one for
+    growing ranges.
     """
     side = buckets // 2
     single = side // 2

@@ -1,9 +1,9 @@
-"""Any model of transformers that pools and has no file of its own: run by its class, on the texts
-of a step padded to batches.
+"""Run any pooling model of transformers without a file of its own: by its class, on a step's texts
+padded to batches.
 
-The class attends by itself, so nothing of it is in the paged cache. Once its weights are there it
-is held to its own output: texts in a batch have to give what each gives alone. Importing this
-module takes seconds.
+The class computes its own attention, so the paged cache is not used. Once its weights are loaded it
+is checked against its own output: texts in a batch must give the same numbers as each text alone.
+Importing this module takes seconds.
 """
 
 from __future__ import annotations
@@ -40,32 +40,35 @@ from workers.engine.models.transformers_model import (
     refused_as,
 )
 
-_TRIED_LENGTHS = (3, 4, 9, 12, 17)  # of the texts at start, beside two of the whole context or this
+_TRIED_LENGTHS = (3, 4, 9, 12, 17)  # tokens of the texts checked at start, besides the longest and 3/4 of it
 _LONGEST_TRIED = 512
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-_CACHED_NUMBERS = 16  # a token in the paged cache, where nothing is read
+_CACHED_NUMBERS = 16  # per token in the paged cache, which is never read
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedClass:
-    """A class of transformers that gives hidden states, or a classifier's logits."""
+    """A class of transformers that returns hidden states, or a classifier's logits."""
 
     model_class: Pretrained
     settings: Settings
     config: ModelConfig
-    causal: bool  # whether tokens see those before them only
+    causal: bool  # whether tokens attend only to earlier ones
 
     def head_modes(self, raw: Json) -> tuple[str, ...]:
         return ("cls",)  # where `PaddedModel` puts the logits
 
 
 class PaddedModel(EncoderModel):
-    """A classifier's logits are in the place of the hidden states of each of the text's tokens."""
+    """A model run by transformers' class.
+
+    For a classifier, the logits replace the hidden states of each of the text's tokens.
+    """
 
     def __init__(self, found: PaddedClass, module: Pretrained, weights: Weights) -> None:
         super().__init__(weights)
         self._module = module
-        self._attend: AttentionContext | None = None  # of the step that runs
+        self._attend: AttentionContext | None = None  # of the running step
         for layers in module.modules():
             for layer in layers if isinstance(layers, nn.ModuleList) else ():
                 layer.register_forward_pre_hook(self._check_interruption)
@@ -87,7 +90,9 @@ class PaddedModel(EncoderModel):
         return torch.cat([outputs[i] for i in range(len(lengths))])
 
     def alone(self, input_ids: Tensor) -> Tensor:
-        """Return what the class gives for one text without any padding, as `forward` does."""
+        """Return the output of the class for one text without any padding, in the form of
+        `forward`.
+        """
         return _values(self._module(input_ids=input_ids[None]))[0].expand(len(input_ids), -1)
 
     def _check_interruption(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -103,7 +108,7 @@ class PaddedModel(EncoderModel):
 def find_padded_class(folder: Path, raw: Json, task: str) -> PaddedClass:
     """Return transformers' class for a checkpoint that embeds or classifies.
 
-    Raises ModelLoadError with why it cannot run here.
+    Raises ModelLoadError with the reason if it cannot run here.
     """
     name = str(raw["architectures"][0])
     settings = read_settings(folder, raw)
@@ -123,7 +128,7 @@ def _found(name: str, settings: Settings, task: str) -> PaddedClass:
 
 
 def load_padded(found: PaddedClass, folder: Path, config: ModelConfig, weights: Weights) -> PaddedModel:
-    """Return the model with its weights, held to its own output; `config` says how it pools.
+    """Return the model with its weights, checked against its own output; `config` has its pooling.
 
     Raises ModelLoadError.
     """
@@ -177,9 +182,9 @@ def _model_config(name: str, model_class: Pretrained, settings: Settings) -> Mod
 
 
 def _longest_text(model_class: Pretrained, settings: Settings) -> int | None:
-    """Return the tokens of the longest text; None where config.json does not say.
+    """Return the tokens of the longest text, or None if config.json does not set it.
 
-    Where positions have a row for padding, as RoBERTa's have, those up to it are no text's.
+    If positions have a row for padding, as in RoBERTa, rows up to it are not used by texts.
     """
     longest = getattr(settings, "max_position_embeddings", None) or getattr(settings, "n_positions", None)
     with (
@@ -195,14 +200,14 @@ def _longest_text(model_class: Pretrained, settings: Settings) -> int | None:
 
 
 def _without_pooler(model_class: Pretrained) -> dict[str, bool]:
-    """Return what leaves out the layer that BERT has for pairs of sentences, which is not used."""
+    """Return the argument that omits BERT's unused layer for pairs of sentences."""
     return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(model_class).parameters else {}
 
 
 @torch.inference_mode()
 def _check_batches(model: PaddedModel, config: ModelConfig, size: int) -> None:
-    """Raise ModelLoadError where what a text gives beside others is further from what it gives
-    alone than rounding accounts for.
+    """Raise ModelLoadError if a text's output in a batch differs from its output alone by more than
+    rounding explains.
     """
     name = config.architecture
     texts = _tried_texts(config, model.padding)
@@ -212,24 +217,24 @@ def _check_batches(model: PaddedModel, config: ModelConfig, size: int) -> None:
         pairs = zip(torch.split(together, [len(text) for text in texts]), texts, strict=True)
         apart = max(_apart(rows, model.alone(text.to(model.device))) for rows, text in pairs)
     if together.shape[1] != size:
-        raise refusal(name, f"it gives {together.shape[1]} numbers where config.json implies {size}")
+        raise refusal(name, f"it returns {together.shape[1]} numbers, but config.json implies {size}")
     if not apart <= _TOLERANCES[model.dtype]:
         raise refusal(
             name,
-            f"texts in a batch give numbers that are {apart:.2g} of their size away from those of each text alone;"
+            f"a text's output in a batch differs from its output alone by {apart:.2g} of its size;"
             " choose another model",
         )
 
 
 def _apart(rows: Tensor, alone: Tensor) -> float:
-    """Return how far numbers are from those of the text alone, of the size of these."""
+    """Return the distance of numbers from those of the text alone, relative to the size of the
+    latter.
+    """
     return float((rows.float() - alone.float()).norm() / alone.float().norm().clamp(min=1e-20))
 
 
 def _tried_texts(config: ModelConfig, padding: int) -> list[Tensor]:
-    """Return random texts without the token of padding; several are padded when they run
-    together.
-    """
+    """Return random texts without the padding token; a batch of several is padded."""
     generator = torch.Generator().manual_seed(0)
     longest = min(config.max_position_embeddings, _LONGEST_TRIED)
     lengths = [*(length for length in _TRIED_LENGTHS if length < longest), max(1, longest * 3 // 4), longest]
@@ -245,13 +250,13 @@ def _values(outputs: Any) -> Tensor:
 
 
 def _lengths(positions: Tensor) -> list[int]:
-    """Return how many tokens each text has; each begins at position 0."""
+    """Return the number of tokens of each text; each text begins at position 0."""
     starts = (positions == 0).nonzero().flatten().tolist()
     return [end - start for start, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
 
 
 def _batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Return which texts run together: at least half of each one's tokens are its own."""
+    """Return the texts of each batch, such that at least half of each row is not padding."""
     batches: list[list[int]] = []
     for text in sorted(range(len(lengths)), key=lengths.__getitem__):
         if not batches or lengths[text] > 2 * lengths[batches[-1][0]]:

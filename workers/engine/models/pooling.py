@@ -1,4 +1,4 @@
-"""From hidden states to what a pooling request yields."""
+"""Compute the result of a pooling request from hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _OVER_LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PoolingModel:
-    """A model of hidden states, and what makes vectors or a classifier's numbers of them."""
+    """A model of hidden states, with the pooler that turns them into vectors or a classifier's
+    numbers.
+    """
 
     def __init__(self, config: ModelConfig, trunk: DecoderModel | EncoderModel, pooler: Pooler) -> None:
         self.config, self.pooler = config, pooler
@@ -34,8 +36,9 @@ class PoolingModel:
     def forward(
         self, input_ids: Tensor, positions: Tensor, lengths: Tensor, types: Tensor | None, attend: AttentionContext
     ) -> Tensor:
-        """Hidden states [T, hidden] from int64 [T] each; `types` are the token types where one is
-        not 0, and without meaning for a model that has none.
+        """Return hidden states [T, hidden] from int64 [T] inputs.
+
+        `types` are the token types if any is not 0; a model without token types ignores them.
         """
         if isinstance(self._trunk, DecoderModel):
             return self._trunk.forward(input_ids, positions, lengths, attend)
@@ -43,8 +46,9 @@ class PoolingModel:
 
 
 class Pooler:
-    """Pools in float32. `transforms` are the projections behind the pooling: dense modules, or a
-    classification head.
+    """Pool hidden states in float32.
+
+    `transforms` are the projections after the pooling: dense modules, or a classification head.
     """
 
     def __init__(self, config: PoolingConfig, transforms: Sequence[Projection]) -> None:
@@ -54,9 +58,9 @@ class Pooler:
     def pool(self, hidden: Tensor, counts: Tensor, last: Tensor, unpooled: Tensor | None = None) -> Tensor:
         """Return float32 [R, size * modes] from hidden states [T, size].
 
-        The last tokens of the rows are `last` int64 [R]. Other modes than "last" are for rows that
-        are whole, of `counts` int64 [R] tokens, of which the first `unpooled` int64 [R] count for
-        "cls" alone; None where all do.
+        `last` int64 [R] are the last tokens of the rows. Modes other than "last" need whole rows,
+        of `counts` int64 [R] tokens; the first `unpooled` int64 [R] of these count only for "cls".
+        None means that all tokens count.
         """
         ends, modes = _ends(counts, last), self._config.modes
         tokens = None if ends.keys() >= set(modes) else _whole_texts(hidden, counts, unpooled)
@@ -66,12 +70,12 @@ class Pooler:
         )
 
     def needed(self, counts: Tensor, last: Tensor) -> Tensor | None:
-        """Return the tokens whose hidden states `pool` reads, in rising order; None for all."""
+        """Return the tokens whose hidden states `pool` reads, in rising order, or None for all."""
         modes = self._config.modes
         return _ends(counts, last).get(modes[0]) if len(modes) == 1 else None
 
     def finish(self, pooled: Tensor, params: PoolingParams) -> Tensor:
-        """Return what a request with these parameters yields, from its rows of `pool`."""
+        """Return the result of a request with these parameters, from its rows of `pool`."""
         for transform in self._transforms:
             pooled = transform(pooled)
         if params.task == "classify":
@@ -79,23 +83,23 @@ class Pooler:
         return self.embedding(pooled, params)
 
     def embedding(self, vectors: Tensor, params: PoolingParams) -> Tensor:
-        """Return vectors cut to their dimensions, then normalized, where either is asked for."""
+        """Return vectors cut to their dimensions and normalized, each if requested."""
         vectors = vectors[:, : params.dimensions or None].float()
         normalize = self._config.normalize if params.normalize is None else params.normalize
         return F.normalize(vectors, dim=-1) if normalize else vectors
 
 
 def _ends(counts: Tensor, last: Tensor) -> dict[str, Tensor]:
-    """Return the token of each row that a mode reads, for those that read one."""
+    """Return the token of each row that a mode reads, for modes that read a single token."""
     return {"cls": last + 1 - counts, "last": last}
 
 
 @dataclass(slots=True)
 class _WholeTexts:
-    """The tokens that are pooled of some texts."""
+    """The pooled tokens of several texts."""
 
     hidden: Tensor  # float32 [T, size]
-    places: Tensor  # float32 [T, 1], each token's place in its text, from 1 on
+    places: Tensor  # float32 [T, 1], each token's position in its text, from 1
     counts: Tensor  # int64 [R], tokens of each text, at least 1
 
     def reduce(self, mode: str) -> Tensor:
@@ -110,7 +114,7 @@ class _WholeTexts:
 
 
 def _whole_texts(hidden: Tensor, counts: Tensor, unpooled: Tensor | None) -> _WholeTexts:
-    """Return the texts of hidden states [T, size]; at least the last token of each is pooled."""
+    """Return the texts in hidden states [T, size]; at least the last token of each is pooled."""
     number, before = len(hidden), counts.cumsum(0) - counts
     places = torch.arange(1, number + 1, device=hidden.device)
     places = places - torch.repeat_interleave(before, counts, output_size=number)

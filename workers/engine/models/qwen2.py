@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window on the upper layers where
-the config turns it on.
+"""Implement Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window on the upper
+layers if the config enables it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): a norm over each query and key head, and heads of a size of their own."""
+"""Implement Qwen3 (dense): a norm over each query and key head, and a separate head size."""
 
 from __future__ import annotations
 

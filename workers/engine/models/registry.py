@@ -1,4 +1,4 @@
-"""Which architectures the engine knows, by the name in config.json's `architectures`."""
+"""List the supported architectures by their names in config.json's `architectures`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Head = Callable[[Json, ModelConfig, Weights, int], Sequence[Projection]]
 class Family:
     config: Callable[[Json], ModelConfig]
     build: Build
-    prefix: str  # of the bare model's tensors in a full checkpoint
-    head: Head = score_head  # of so many labels
-    head_modes: Callable[[Json], tuple[str, ...]] = lambda _: ("last",)  # how its input is pooled
-    transposed: bool = False  # whether a checkpoint has its matrices as [in, out]
+    prefix: str  # of the bare model's tensor names in a full checkpoint
+    head: Head = score_head  # takes the number of labels
+    head_modes: Callable[[Json], tuple[str, ...]] = lambda _: ("last",)  # pooling of the head's input
+    transposed: bool = False  # whether a checkpoint stores its matrices as [in, out]
 
 
 FAMILIES: dict[str, Family] = {
@@ -46,19 +46,19 @@ ENCODERS: dict[str, Family] = {
     "Roberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
     "XLMRoberta": Family(roberta.config, roberta.build, roberta.PREFIX, roberta.head, first_token),
 }
-"""By the beginning of the architecture's name."""
+"""Encoder families by the beginning of the architecture's name."""
 
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel")
-_WITHOUT_TASK = ("ForMaskedLM", "ForPreTraining", "Model")  # what is left to do with these is to embed
+_WITHOUT_TASK = ("ForMaskedLM", "ForPreTraining", "Model")  # they can only embed
 _ENDINGS = (_CLASSIFIER, *_GENERATORS, *_WITHOUT_TASK)
 
 
 def find_task(raw: Json, asked: str, has_modules: bool) -> str:
-    """Return what a model does: "generate", "embed", "classify" or "score".
+    """Return a model's task: "generate", "embed", "classify" or "score".
 
-    `has_modules`: sentence-transformers saved the folder. Raises ModelLoadError for a task that the
-    model's architecture is not for.
+    `has_modules` means that sentence-transformers saved the folder. Raises ModelLoadError for a
+    task that the architecture does not support.
     """
     name = _architecture(raw)
     if asked == "auto":
@@ -74,10 +74,9 @@ def find_task(raw: Json, asked: str, has_modules: bool) -> str:
 
 
 def find_pooling_family(raw: Json, model_impl: str) -> Family | None:
-    """Return the engine's own code for an architecture that is to pool; None where transformers'
-    class is to run.
+    """Return the engine's own code for a pooling architecture, or None to use transformers' class.
 
-    Raises ModelLoadError where nothing may.
+    Raises ModelLoadError if neither is possible.
     """
     name = _architecture(raw)
     if model_impl == "transformers":
@@ -90,19 +89,19 @@ def find_pooling_family(raw: Json, model_impl: str) -> Family | None:
 
 
 def pooling_code() -> list[str]:
-    """Return the beginnings of the architectures that can pool by the engine's own code."""
+    """Return the prefixes of the architectures that pool with the engine's own code."""
     return [*ENCODERS, *map(_stem, FAMILIES)]
 
 
 def _stem(name: str) -> str:
-    """Return an architecture's name without what its head is."""
+    """Return an architecture's name without its head."""
     return next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
 
 
 def find_family(raw: Json, model_impl: str) -> Family | None:
-    """Return the engine's own code for an architecture; None where transformers' class is to run.
+    """Return the engine's own code for an architecture, or None to use transformers' class.
 
-    Raises ModelLoadError where nothing may.
+    Raises ModelLoadError if neither is possible.
     """
     name = _architecture(raw)
     if model_impl == "transformers":

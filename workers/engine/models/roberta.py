@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT whose positions begin behind that of padding."""
+"""Implement RoBERTa and XLM-RoBERTa: BERT with positions that begin after the padding's."""
 
 from __future__ import annotations
 

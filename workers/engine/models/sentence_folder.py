@@ -1,4 +1,4 @@
-"""Folders as sentence-transformers saves them: which modules follow the model itself."""
+"""Read folders saved by sentence-transformers, with the modules after the model itself."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _FLAGS = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "last": "pooling_mode_lasttoken",
 }
-"""In the order in which sentence-transformers puts their results side by side."""
-_SET = ("mean",)  # of the flags, where a file leaves them out
+"""Settings of the modes, in the order in which sentence-transformers concatenates their results."""
+_SET = ("mean",)  # settings that default to true
 _NAMES = {"lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt_len"}
 _ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "Sigmoid": "sigmoid", "SiLU": "silu"}
 
 
 def embedding_config(folder: Path, raw: Json, bidirectional: bool) -> PoolingConfig:
-    """Return how the model of a folder embeds: as `modules.json` says, and without one as
-    sentence-transformers would, or, where tokens see those before them only, by the last token.
+    """Return the pooling settings of an embedding model.
 
-    Raises ModelLoadError.
+    They come from `modules.json`. Without one, a bidirectional model pools by the mean, the default
+    of sentence-transformers, and a causal one by the last token. Raises ModelLoadError.
     """
     plain = PoolingConfig(("mean",)) if bidirectional else PoolingConfig(("last",), normalize=True)
     config = read_modules(folder) if (folder / MODULES).is_file() else plain
@@ -39,10 +39,10 @@ def embedding_config(folder: Path, raw: Json, bidirectional: bool) -> PoolingCon
 
 
 def read_modules(folder: Path) -> PoolingConfig:
-    """Return what the modules of a folder do behind the model.
+    """Return the pooling settings in the modules of a folder.
 
-    Raises ModelLoadError where that is not: pool, then project any number of times, then perhaps
-    normalize; and for modules whose code is not sentence-transformers' own.
+    The modules must pool, then project any number of times, then optionally normalize. Raises
+    ModelLoadError for others, and for modules whose code is not sentence-transformers' own.
     """
     modules = read_json_list(folder / MODULES)
     types = [str(module.get("type", "")) for module in modules]
@@ -71,7 +71,7 @@ def read_modules(folder: Path) -> PoolingConfig:
 
 
 def _pooling_modes(file: Path) -> tuple[str, ...]:
-    """Return the ways of pooling whose results are put side by side."""
+    """Return the pooling modes whose results are concatenated."""
     raw = read_json(file)
     given = raw.get("pooling_mode")
     flagged = [mode for mode, flag in _FLAGS.items() if raw.get(flag, mode in _SET)]

@@ -1,10 +1,10 @@
-"""The engine's attention as one of transformers' attention functions, and two functions that only
-watch how a class calls it.
+"""Register the engine's attention as one of transformers' attention functions, and two functions
+that only observe how a class calls it.
 
-A class that declares support for other attention functions (`_supports_attention_backend`) looks
-the function up by the name in its configuration, hands on whatever keywords its forward was given,
-and builds no mask where no mask function bears that name. So the step's attention travels as the
-keyword `attend`, and a class under `PAGED` runs without masks and without a cache of its own.
+A class that supports other attention functions (`_supports_attention_backend`) looks the function
+up by the name in its configuration, passes on the keywords given to its forward, and builds no mask
+if no mask function has that name. So the step's attention is passed as the keyword `attend`, and a
+class under `PAGED` runs without masks and without a cache of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from workers.engine.layers.base import AttentionContext
 
 PAGED = "paged_rows"
 WATCHED = "paged_rows_watched"
-"""Attends nothing; each call's shapes and arguments are appended to `attend`, a list of
-`LayerCall`.
+"""An attention function that computes nothing; it appends a `LayerCall` for each call to the list
+`attend`.
 """
 MASKED = "paged_rows_masked"
-"""The same, with masks: each is a single number that says what it lets a query see."""
+"""The same, with masks: each is a single number that describes the tokens visible to a query."""
 
-# What every class hands down to its attention and what changes nothing there. Anything else that is
-# set would have to be done by us.
+# Arguments that every class passes to its attention, or that have no effect there. The engine would
+# have to implement any other argument that is set.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -59,10 +59,10 @@ class LayerCall:
     kv_heads: int
     head_dim: int
     scale: float | None
-    window: int | None  # tokens that a query sees, itself included; None: all before it
-    # The same by the class' own mask: ALL_BEFORE, a window, or OTHER; None where it built none
+    window: int | None  # tokens visible to a query, itself included; None for all before it
+    # The same by the class's own mask: ALL_BEFORE, a window, or OTHER; None if it built none
     mask: int | None
-    objection: str | None  # what the call asks for that the engine's attention does not do
+    objection: str | None  # a feature of the call that the engine's attention lacks
 
 
 def attend_rows(
@@ -75,8 +75,8 @@ def attend_rows(
     attend: AttentionContext,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]; T tokens of
-    any rows.
+    """Compute attention for T tokens of any rows: query [1, heads, T, d], key and value [1,
+    kv_heads, T, d] -> [1, T, heads, d].
     """
     layer = cast(int, module.layer_idx)
     return attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
@@ -96,7 +96,7 @@ def watch(
     **others: Any,
 ) -> tuple[Tensor, None]:
     if attend is None:
-        raise ValueError("its layers do not hand keywords down to their attention")
+        raise ValueError("its layers do not pass keywords on to their attention")
     layer = getattr(module, "layer_idx", None)
     mask = None if attention_mask is None else int(attention_mask)
     objection = _objection(query, key, value, others)
@@ -122,9 +122,11 @@ def _objection(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any]
 def describe_mask(
     *, mask_function: Callable[..., Tensor], config: Any, device: torch.device | str = "cpu", **_: Any
 ) -> Tensor:
-    """[1, 1, 1, 1] int64: what the mask lets a query far along see, as `LayerCall.mask` has it."""
+    """Return int64 [1, 1, 1, 1]: the tokens visible to a late query, in the form of
+    `LayerCall.mask`.
+    """
     far = 2 * int(getattr(config, "max_position_embeddings", None) or 1 << 17)
-    # A mask by chunks changes from one to the next
+    # A chunked mask changes from one chunk to the next
     seen = {_visible(mask_function, query) for query in (far, far + 1)}
     return torch.full((1, 1, 1, 1), seen.pop() if len(seen) == 1 else OTHER, device=device)
 

@@ -1,10 +1,9 @@
-"""Any decoder of transformers that declares support for other attention functions, run on the paged
-cache.
+"""Run any decoder of transformers that supports other attention functions on the paged cache.
 
-The class is asked before any weight is read: built without memory and run on two tokens, it shows
-how each layer calls its attention, and whatever the engine's attention would not do is refused. Its
-weights are read by transformers, which knows how checkpoints are laid out; from safetensors only.
-Importing this module takes seconds.
+The class is checked before any weight is read: it is built without memory and run on two tokens,
+which shows how each layer calls its attention; anything that the engine's attention does not
+support is refused. transformers reads the weights, since it supports the checkpoint layouts; from
+safetensors only. Importing this module takes seconds.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCa
 
 logger = logging.getLogger(__name__)
 
-_ROUTERS = ("gate", "router")  # names of projections by which experts are chosen
+_ROUTERS = ("gate", "router")  # names of projections that choose experts
 
-# What its loading would print is said by this file, in one sentence each.
+# transformers' messages during loading are replaced by single sentences of this file.
 _transformers_log: Any = transformers.logging
 _transformers_log.set_verbosity_error()
 _transformers_log.disable_progress_bar()
 
-# transformers types half of what its classes do; what is theirs is left untyped here.
+# transformers has types for half of its classes; its objects are untyped here.
 Pretrained = Any
 Settings = Any
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersClass:
-    """A class of transformers that can run here, with its configuration and the path of its body:
-    what gives hidden states.
+    """A class of transformers that can run here, with its configuration and the path of its body,
+    the module that returns hidden states.
     """
 
     model_class: Pretrained
@@ -90,8 +89,8 @@ class TransformersModel(DecoderModel):
         return self.head(hidden).float()
 
     def own_logits(self, input_ids: Tensor, attention: str, **arguments: Any) -> Tensor:
-        """Logits [T, vocab] of one prompt by the class' whole forward under one of transformers'
-        attention functions.
+        """Return logits [T, vocab] of one prompt by the class's whole forward, with one of
+        transformers' attention functions.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         self._lengths.now = positions + 1
@@ -105,9 +104,9 @@ class TransformersModel(DecoderModel):
 
 
 def find_class(folder: Path, raw: Json) -> TransformersClass:
-    """transformers' class for a checkpoint's architecture.
+    """Return transformers' class for a checkpoint's architecture.
 
-    Raises ModelLoadError with why it cannot run here.
+    Raises ModelLoadError with the reason if it cannot run here.
     """
     name, settings = str(raw["architectures"][0]), read_settings(folder, raw)
     model_class = _decoder_class(name, settings)
@@ -117,7 +116,7 @@ def find_class(folder: Path, raw: Json) -> TransformersClass:
 
 
 def read_settings(folder: Path, raw: Json) -> Settings:
-    """Return a folder's configuration as transformers has it. Raises ModelLoadError."""
+    """Return a folder's configuration as read by transformers. Raises ModelLoadError."""
     name = str(raw["architectures"][0])
     if raw.get("auto_map") and raw.get("model_type") not in CONFIG_MAPPING_NAMES:
         raise refusal(name, "it needs the code in its own repository, which is never run; choose a model without it")
@@ -146,8 +145,8 @@ def refusal(name: str, why: str) -> ModelLoadError:
 
 @contextmanager
 def refused_as(sentence: str) -> Iterator[None]:
-    """Turn whatever a class of transformers raises into a ModelLoadError; a want of memory stays
-    what it is.
+    """Convert any error of a class of transformers to a ModelLoadError, except out-of-memory
+    errors.
     """
     try:
         yield
@@ -161,9 +160,7 @@ def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
     """Return the model without memory for its weights."""
     settings = copy.deepcopy(settings)
     settings._attn_implementation = WATCHED
-    settings._experts_implementation = (
-        "batched_mm"  # of those that transformers has, the one whose shapes depend on no value
-    )
+    settings._experts_implementation = "batched_mm"  # the only one in transformers whose shapes depend on no value
     name = model_class.__name__
     with (
         refused_as(f"transformers' {name} cannot be built as config.json says"),
@@ -177,7 +174,7 @@ def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
 
 def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
     """Return how the class calls its attention on two tokens, and the first module that its forward
-    calls: that with everything but the head.
+    calls: the body, everything but the head.
     """
     calls: list[LayerCall] = []
     entered: list[str] = []
@@ -228,13 +225,13 @@ def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
     for call in calls:
         if call.objection is not None:
             raise refusal(
-                name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not do"
+                name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not support"
             )
     layers = sorted(-1 if call.layer is None else call.layer for call in calls)
     expected = int(getattr(settings, "num_hidden_layers", len(calls)))
     if layers != list(range(expected)):
         raise refusal(
-            name, f"of its {expected} layers {len(set(layers))} attend, in {len(calls)} calls; each has to do so once"
+            name, f"{len(set(layers))} of its {expected} layers attend, in {len(calls)} calls; each must do so once"
         )
     if len({(call.heads, call.kv_heads, call.head_dim) for call in calls}) > 1:
         raise refusal(name, "its layers differ in the number or size of their heads")
@@ -245,9 +242,9 @@ def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
 
 
 def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
-    """Return what `max_model_len` and prefix caching follow from.
+    """Return the rotary settings that determine `max_model_len` and prefix caching.
 
-    Dynamic ones are held to the length where they start to grow.
+    Dynamic ones are limited to the length at which they start to grow.
     """
     found = getattr(settings, "rope_parameters", None) or {}
     kinds = {value.get("rope_type") for value in found.values() if isinstance(value, dict)} or {found.get("rope_type")}
@@ -275,9 +272,10 @@ def read_weights(
     weights: Weights,
     **arguments: Any,
 ) -> tuple[Pretrained, list[str]]:
-    """Return the class' module with its weights, and the names of the tensors that it does not use.
+    """Return the class's module with its weights, and the names of the tensors that it does not
+    use.
 
-    Of `weights` the dtype, the device and the arithmetic count. Raises ModelLoadError.
+    Only the dtype, the device and the operations of `weights` are used. Raises ModelLoadError.
     """
     with refused_as(f"{folder} cannot be read as {model_class.__name__}"):
         module, report = model_class.from_pretrained(
@@ -286,14 +284,14 @@ def read_weights(
             dtype=weights.dtype,
             use_safetensors=True,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # refused below by name
             output_loading_info=True,
             **arguments,
         )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(
-            f"the checkpoint has no tensor {missing[0]!r}; is it whole, and of the architecture in config.json?"
+            f"the checkpoint has no tensor {missing[0]!r}; check that it is complete and matches config.json"
         )
     for name, stored, implied in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"tensor {name!r} has shape {list(stored)}, but config.json implies {list(implied)}")
@@ -304,8 +302,10 @@ def read_weights(
 
 
 def _placed(module: Pretrained, device: torch.device) -> Pretrained:
-    """On the device; on the CPU out of its files, for one that is replaced under a memory map would
-    kill the process.
+    """Return the module on the device.
+
+    On the CPU its weights are copied out of the files, since a file replaced under a memory map
+    would kill the process.
     """
     if device.type == "cpu":
         for parameter in module.parameters():
@@ -314,8 +314,8 @@ def _placed(module: Pretrained, device: torch.device) -> Pretrained:
 
 
 def _quantize(module: Pretrained, ops: Int8Ops) -> None:
-    """Put quantized projections into the places of plain ones; what multiplies otherwise, as
-    experts do, stays as it is.
+    """Replace plain projections by quantized ones; other products, as in experts, stay
+    unchanged.
     """
     whole = sum(parameter.numel() for parameter in module.parameters())
     found = {id(one): one for one in _linears(module)}
@@ -326,13 +326,13 @@ def _quantize(module: Pretrained, ops: Int8Ops) -> None:
     quantized = sum(one.weight.numel() for one in found.values())
     if quantized < whole / 2:
         logger.warning(
-            "--quantization int8: %d of the %d weights of transformers' %s are stored in int8; the rest stays in %s",
+            "--quantization int8: %d of the %d weights of transformers' %s are stored in int8, the others in %s",
             *(quantized, whole, type(module).__name__, str(module.dtype).removeprefix("torch.")),
         )
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:
-    """Yield plain projections; not those whose outputs choose experts."""
+    """Yield plain projections, except those whose outputs choose experts."""
     for name, child in module.named_children():
         if type(child) is nn.Linear and name not in _ROUTERS:
             yield child
@@ -343,31 +343,29 @@ class _Projection(nn.Module):
     def __init__(self, plain: nn.Linear, ops: Int8Ops) -> None:
         super().__init__()
         self._run = ops.linear(plain.weight, plain.bias)
-        self.weight = torch.empty_like(plain.weight, device="meta")  # for classes that ask for its dtype
+        self.weight = torch.empty_like(plain.weight, device="meta")  # for classes that read its dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)
 
 
 class _Given(nn.Module):
-    """In the place of a body: hands on what it is given as the hidden states."""
+    """Replaces a body: returns its input as the hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
         return _HiddenStates(last_hidden_state=inputs_embeds)
 
 
 class _HiddenStates(BaseModelOutputWithPast):
-    """Hidden states and nothing else: what some bodies give beside them (a router's logits) is
-    None.
-    """
+    """Hidden states only; other outputs of some bodies (a router's logits) are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _with_replaced(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
-    """Return the module with the same parameters and another submodule at `path`; the original
-    stays as it is.
+    """Return the module with the same parameters and another submodule at `path`; the original is
+    unchanged.
     """
     if not path:
         return replacement
@@ -378,14 +376,14 @@ def _with_replaced(module: nn.Module, path: list[str], replacement: nn.Module) -
 
 
 class _Lengths:
-    """Each token's length in the step that runs, int64 [T]; as DecoderModel.forward takes them."""
+    """Each token's length in the running step, int64 [T]; see `DecoderModel.forward`."""
 
     now: Tensor
 
 
 def _rotate_by_token(model: Pretrained, lengths: _Lengths, max_model_len: int) -> None:
-    """Rotary positions that would follow from the longest request of a step follow from each
-    token's own length.
+    """Compute rotary positions from each token's own length instead of the longest request of a
+    step.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

@@ -1,6 +1,5 @@
-"""What is tried of a class of transformers once its weights are there: what windows its masks are,
-whether it says the same on a paged cache as by its own attention, and whether a CUDA graph of it
-repeats what it does.
+"""Check a class of transformers once its weights are loaded: the windows of its masks, whether its
+output on a paged cache equals that of its own attention, and whether a CUDA graph reproduces it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from workers.engine.models.transformers_model import (
 logger = logging.getLogger(__name__)
 
 _BLOCK = 4
-_TABLE = (5, 1, 4, 2)  # blocks of the prompt's cache, in no order
+_TABLE = (5, 1, 4, 2)  # blocks of the prompt's cache, unordered
 _STEPS = [6, 5, 1]  # tokens of each: two chunks, across blocks, and a token alone
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 
@@ -48,20 +47,20 @@ def load_checked(
     weights: Weights,
     max_model_len: int,
 ) -> TransformersModel:
-    """Return the model with its weights, checked against the class' own attention; `config` may say
-    more than the class does.
+    """Return the model with its weights, checked against the class's own attention.
 
-    Of `weights` the dtype, the device and the arithmetic count. Raises ModelLoadError.
+    `config` may contain more than the class provides. Only the dtype, the device and the operations
+    of `weights` are used. Raises ModelLoadError.
     """
     module, unused = read_weights(found.model_class, found.settings, folder, weights, attn_implementation=PAGED)
     if unused:
         logger.warning(
-            "%s does not use %d tensors of %s, the first is %s",
+            "%s does not use %d tensors of %s; the first is %s",
             config.architecture, len(unused), folder, unused[0],
         )  # fmt: skip
     model = TransformersModel(module, found.body, config, weights, max_model_len)
     model.config = replace(config, attention_patterns=patterns_by_masks(model))
-    # Products with int8 may round their inputs to 8 bits, too, as many as bfloat16 has
+    # Products with int8 may also round their inputs to 8 bits, the precision of bfloat16
     check_parity(model, torch.bfloat16 if isinstance(weights.ops, Int8Ops) else model.dtype)
     if weights.device.type == "cuda":
         model.recordable = found.model_class._can_compile_fullgraph and replays(model, CudaRecorder())
@@ -70,7 +69,8 @@ def load_checked(
 
 @torch.inference_mode()
 def patterns_by_masks(model: TransformersModel) -> tuple[AttentionPattern, ...]:
-    """Return each layer's window as its own mask has it: some classes name none to their attention.
+    """Return each layer's window by its own mask, since some classes do not pass it to their
+    attention.
 
     Raises ModelLoadError for other masks.
     """
@@ -79,7 +79,7 @@ def patterns_by_masks(model: TransformersModel) -> tuple[AttentionPattern, ...]:
         model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
     for call in calls:
         if call.mask is None or call.mask == OTHER:
-            raise refusal(model.config.architecture, f"the mask of layer {call.layer} is no window")
+            raise refusal(model.config.architecture, f"the mask of layer {call.layer} is not a sliding window")
     seen = {call.layer: call.mask for call in calls}
     return tuple(
         AttentionPattern(
@@ -91,8 +91,8 @@ def patterns_by_masks(model: TransformersModel) -> tuple[AttentionPattern, ...]:
 
 @torch.inference_mode()
 def check_parity(model: TransformersModel, dtype: torch.dtype) -> None:
-    """Raise ModelLoadError where a step's logits are further from those of the class itself than
-    rounding to `dtype` accounts for.
+    """Raise ModelLoadError if a step's logits differ from those of the class by more than rounding
+    to `dtype` explains.
     """
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, model.config.vocab_size, (sum(_STEPS),), generator=generator).to(model.device)
@@ -102,7 +102,7 @@ def check_parity(model: TransformersModel, dtype: torch.dtype) -> None:
     apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     if not apart <= _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]):
         raise refusal(
-            model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own"
+            model.config.architecture, f"its logits on a paged cache differ from its own by {apart:.2g} of their size"
         )
 
 
@@ -111,8 +111,8 @@ def _fails(model: TransformersModel) -> str:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Return the difference as a share of the logits, by root mean squares; what all logits of a
-    token have in common counts for nothing.
+    """Return the difference relative to the logits, by root mean squares; an offset common to all
+    logits of a token is ignored.
     """
     ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
@@ -142,8 +142,8 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
-    """Return whether a recording of the model's forward, everything but attention, does for other
-    tokens what the forward does.
+    """Return whether a recording of the model's forward, without attention, gives the same output
+    for other tokens as the forward.
     """
     vocab, device = model.config.vocab_size, model.device
     first, second = torch.arange(4, device=device) % vocab, torch.arange(7, 3, -1, device=device) % vocab
@@ -165,7 +165,7 @@ def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
 
 
 class _NoAttention:
-    """Gives each token back its queries."""
+    """An attention that returns each token's queries."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q

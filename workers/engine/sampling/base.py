@@ -1,4 +1,4 @@
-"""What a draw is, whatever it runs on."""
+"""Define the interface of a draw, for every backend."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from workers.engine.sampling.rows import SampledRows
 
 
 class Draw(ABC):
-    """Draws a token for each row: temperature, min_p, top-k, top-p and noise. It keeps parameters
-    by slot.
+    """Draw a token for each row: temperature, min_p, top-k, top-p and noise.
+
+    It stores parameters by slot.
     """
 
     @abstractmethod
     def set(self, slot: int, params: SamplingParams) -> None:
-        """Overwrite a slot's parameters, which count from the next `upload` on."""
+        """Overwrite a slot's parameters, effective from the next `upload`."""
 
     @abstractmethod
     def upload(self) -> None:
-        """Send what was set to where it is read."""
+        """Copy the parameters to the device that reads them."""
 
     def apply_masks(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
-        """Set what grammars rule out to minus infinity; see `grammar_mask.apply_masks`."""
+        """Set the logits that grammars rule out to minus infinity; see
+        `grammar_mask.apply_masks`.
+        """
         apply_masks(logits, rows, masks)
 
     @abstractmethod
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """int64 [R] tokens from float32 logits [R, vocab], which it may change."""
+        """Return int64 [R] tokens from float32 logits [R, vocab], which may be overwritten."""
 
     def static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """int32 [R] tokens; see `Sampler.draw_static`. Of a backend that records steps."""
+        """Return int32 [R] tokens; see `Sampler.draw_static`. For backends that record steps."""
         raise NotImplementedError

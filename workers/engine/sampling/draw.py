@@ -1,5 +1,5 @@
-"""The draw itself: temperature, then the argmax of logits plus noise among the candidates that a
-row's limits leave.
+"""Draw tokens: temperature, then the argmax of logits plus noise among the candidates within a
+row's limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.engine.sampling.limits import SamplingLimits, nucleus_floors
 from workers.engine.sampling.noise import gumbel, request_keys, signed_seed
 from workers.engine.sampling.rows import SampledRows
 
-_AT_ONCE = 1 << 24  # logits of rows drawn together on a device
+_AT_ONCE = 1 << 24  # most logits drawn together on a device
 
 
 class TorchDraw(Draw):
@@ -45,7 +45,7 @@ class TorchDraw(Draw):
         slots, device = rows.slots[drawn], logits.device
         on_device = to_device(drawn, device)
         z = logits if drawn.size == logits.shape[0] else logits[on_device]
-        # From the largest down, so that a tiny temperature cannot overflow.
+        # Relative to the largest logit, so that a tiny temperature cannot overflow.
         z = z.sub_(z.amax(-1, keepdim=True)).div_(to_device(self._temperature[slots], device)[:, None])
         keys = request_keys(*to_device(np.stack((self._seed[slots], self._choice[slots], rows.indices[drawn])), device))
         chosen = self._draw(z, keys, slots)
@@ -66,10 +66,10 @@ class TorchDraw(Draw):
 
 
 def draw_on_device(z: Tensor, floors: Tensor, top_p: Tensor | None, keys: Tensor) -> Tensor:
-    """Draw one token per row of z [R, vocab], of those at least `floors` [R, 1] and in the
-    nucleus of `top_p` [R, 1], if given; int64 [R].
+    """Draw one token per row of z [R, vocab], at least `floors` [R, 1] and in the nucleus of
+    `top_p` [R, 1], if given; int64 [R].
 
-    Without a branch on what is on the device, for which the host would have to wait.
+    There is no branch on device values, for which the host would have to wait.
     """
     tokens = torch.arange(z.shape[1], device=z.device)
     drawn = []
@@ -81,5 +81,5 @@ def draw_on_device(z: Tensor, floors: Tensor, top_p: Tensor | None, keys: Tensor
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """numpy's is ten times as fast as torch's on a CPU."""
+    """Return the argmax of each row; numpy's is ten times as fast as torch's on a CPU."""
     return logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.numpy().argmax(-1))

@@ -1,15 +1,14 @@
-"""The draw on a CPU: a few rows at a time, on as many threads as the model has, and with exact
-noise for a few tokens only.
+"""Draw tokens on a CPU: a few rows at a time, on the model's number of threads, with exact noise
+for only a few tokens.
 
-A token's score is z plus its noise. Where W is the sum of the weights exp(z) that a row's limits
-leave, m tokens on average have a score above log(W / m), and the integers behind the noise show
-which these may be without a logarithm. With m = 40 there is none but once in e**40 draws, so the
-winner is among them; where there is none, all tokens are looked at. What is drawn is the same
-either way.
+A token's score is z plus its noise. If W is the sum of the weights exp(z) within a row's limits, m
+tokens on average have a score above log(W / m), and the integers behind the noise show the possible
+ones without a logarithm. With m = 40 there is no such token once in e**40 draws, so the winner is
+among them; otherwise all tokens are examined. Either way gives the same token.
 
-Top-p is decided for the winner alone: it lies in the nucleus if the weights above its own sum to
-less than top_p of all. If it does not, neither does anything from its weight down, and the best
-score of the rest is looked at.
+Top-p is checked for the winner only: it is in the nucleus if the weights above its own sum to less
+than top_p of all. If it is not, no token of at most its weight is, and the best score among the
+rest is checked next.
 """
 
 from __future__ import annotations
@@ -27,23 +26,22 @@ from workers.engine.sampling.noise import host_gumbel, rough_bits, token_steps, 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 
-_CANDIDATES = 40.0  # expected, for each that may be drawn: those outside the nucleus come on top
-# Rows looked through together: a thread that lets go of the interpreter every few microseconds
-# gains nothing
+_CANDIDATES = 40.0  # expected candidates in the nucleus; tokens outside it are additional
+# Rows processed together: releasing the interpreter lock every few microseconds gains nothing
 _BLOCK = 4
-_FEW = 2048  # tokens whose exact noise costs less than looking for candidates
-_NARROW = 0.25  # a nucleus of less is cut out first, lest almost all candidates lie outside
-_LIST_COST = 4  # what a listed token costs, in tokens of a row that is looked at whole
-_STRIDE = 64  # of a row's tokens, one in so many is looked at to guess how many are ruled out
+_FEW = 2048  # for fewer tokens, exact noise costs less than a search for candidates
+_NARROW = 0.25  # a smaller nucleus is computed first, since almost all candidates would be outside
+_LIST_COST = 4  # cost of a listed token, in tokens of a row examined whole
+_STRIDE = 64  # one token in this many is sampled to estimate how many are ruled out
 _HALVINGS = 6
 _LOWEST = -16.0
 
 
 def draw_rows(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64], threads: int = 1) -> Tokens:
-    """Draw one token for each row of z [R, vocab], whose largest is 0, of those at least `floors`
-    [R] and in the nucleus of `top_p` [R].
+    """Draw one token for each row of z [R, vocab], whose largest value is 0.
 
-    A row that is not numbers gives its argmax.
+    Tokens must be at least `floors` [R] and in the nucleus of `top_p` [R]. A row with NaN gives its
+    argmax.
     """
     blocks = [slice(first, first + _BLOCK) for first in range(0, len(z), _BLOCK)]
     spread = map if threads == 1 or len(blocks) == 1 else _pool(threads).map
@@ -57,9 +55,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) -> list[int]:
-    """Return a few rows' tokens.
+    """Return the tokens of a few rows.
 
-    Rows without a limit that leaves few tokens are looked through together.
+    Rows without a limit that leaves few tokens are processed together.
     """
     floors = np.where(_mostly_ruled_out(z), np.maximum(floors, SMALLEST), floors)
     wide = np.nonzero((floors == -np.inf) & (top_p >= _NARROW))[0]
@@ -81,7 +79,7 @@ def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) ->
 
 
 def _mostly_ruled_out(z: Floats) -> NDArray[np.bool_]:
-    """Of which rows a sample says that listing the tokens that are left pays, as behind a grammar's
+    """Return, by a sample, for which rows a list of the remaining tokens pays, as after a grammar's
     mask; [r].
     """
     sample = z[:, ::_STRIDE]
@@ -100,10 +98,11 @@ def _draw_limited(z: Floats, floor: float, top_p: float, key: np.uint64) -> int:
 
 
 def _near(weights: Floats, goals: Floats, keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which tokens with weights [r, C] may have a score above the log of a fortieth of their row's
-    goal [r].
+    """Return which tokens with weights [r, C] may have a score above the log of a fortieth of their
+    row's goal [r].
     """
-    # Rough bits lack the last one, and all this is in single precision: rather a few too many.
+    # Rough bits lack the last one, and this uses single precision: a few too many rather than too
+    # few.
     limit = weights * (np.float32(2.0**32 * 1.0001 * _CANDIDATES) / goals)[:, None]
     limit += np.float32(2.0)
     return rough_bits(keys[:, None], steps) <= limit
@@ -120,8 +119,8 @@ def _kept(z: Floats, floor: float) -> _Candidates:
 
 
 class _Candidates:
-    """z [C] of the tokens that a row may draw from, which are `tokens` [C] or the whole vocabulary,
-    and their weights.
+    """The tokens that a row may draw from: their z [C], their ids `tokens` [C] or the whole
+    vocabulary, and their weights.
     """
 
     def __init__(self, z: Floats, tokens: Tokens | None, weights: Floats | None = None) -> None:
@@ -131,7 +130,9 @@ class _Candidates:
         self.total = float(self.weights.sum())
 
     def narrowed(self, goal: float) -> _Candidates:
-        """Return the same without some of the lowest, where the others' weights reach the goal."""
+        """Return the candidates without some of the lowest, if the others' weights reach the
+        goal.
+        """
         low, high = -math.inf, 0.0
         for _ in range(_HALVINGS):
             middle = (max(low, _LOWEST) + high) / 2
@@ -142,8 +143,8 @@ class _Candidates:
         return _Candidates(self.z[inside], inside if self.tokens is None else self.tokens[inside])
 
     def draw(self, key: np.uint64, goal: float, near: NDArray[np.bool_] | None = None) -> int:
-        """Return the token with the highest score of those above which less weight than `goal`
-        lies; `near` is what `_near` says, if known.
+        """Return the token with the highest score among those with less weight than `goal` above
+        them; `near` is the result of `_near`, if known.
         """
         least = min(self.total, goal)
         if near is None and len(self.z) > _FEW:
@@ -153,11 +154,11 @@ class _Candidates:
             if best is not None and best[1] > math.log(least / _CANDIDATES):
                 return best[0]
         best = self._best(key, goal, np.arange(len(self.z)))
-        assert best is not None  # the largest is in any nucleus
+        assert best is not None  # the largest is in every nucleus
         return best[0]
 
     def _best(self, key: np.uint64, goal: float, which: Tokens) -> tuple[int, float] | None:
-        """Token and score of the best of some candidates."""
+        """Return token and score of the best among some candidates."""
         scores = self.z[which] + host_gumbel(key, self.steps[which])
         while which.size:
             first = int(scores.argmax())
@@ -170,5 +171,5 @@ class _Candidates:
         return None
 
     def _above(self, z: float) -> float:
-        """Return how much weight lies above z."""
+        """Return the total weight above z."""
         return float((self.weights * (self.z > z)).sum())

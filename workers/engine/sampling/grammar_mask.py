@@ -1,6 +1,6 @@
-"""Logits that grammars rule out, by a bit for each token, in plain torch for every device.
+"""Mask the logits that grammars rule out, by one bit per token, in plain torch for every device.
 
-The sampler calls `Draw.apply_masks`, which is this unless a backend has a kernel for it: in C on a
+The sampler calls `Draw.apply_masks`. It uses this module unless a backend has a kernel: in C on a
 CPU (`native/draw.py`), by Triton on a GPU (`kernels/fused_draw.py`).
 """
 
@@ -17,11 +17,12 @@ _BITS = 32
 
 
 def apply_masks(logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
-    """Set what `masks` [K, words] rule out to minus infinity in `rows` [K] of contiguous float32
-    logits [R, vocab].
+    """Set tokens ruled out by `masks` [K, words] to minus infinity in `rows` [K] of contiguous
+    float32 logits [R, vocab].
 
-    Token t is allowed where bit t % 32 of word t // 32 is 1. Bits beyond the vocabulary count for
-    nothing. Raises ValueError for masks of another shape.
+    Token t is allowed if bit t % 32 of word t
+
+    32 is 1. Bits beyond the vocabulary are ignored. Raises ValueError for masks of another shape.
     """
     check_masks(logits, rows, masks)
     bits = np.unpackbits(np.ascontiguousarray(masks).view(np.uint8), 1, logits.shape[1], "little")
@@ -31,7 +32,7 @@ def apply_masks(logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32
 
 
 def check_masks(logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
-    """Raise ValueError where masks or rows do not fit the logits."""
+    """Raise ValueError if masks or rows do not fit the logits."""
     count, vocab = logits.shape
     expected = (len(rows), -(-vocab // _BITS))
     if masks.shape != expected or masks.dtype != np.int32:

@@ -1,5 +1,4 @@
-"""Which candidates a row may draw from: min_p and top-k as the smallest value that they leave, and
-top-p.
+"""Limit the candidates of a row: min_p and top-k as the smallest allowed value, and top-p.
 
 Candidates equal to the smallest value are kept.
 """
@@ -19,12 +18,12 @@ from workers.engine.messages.core import SamplingParams
 SMALLEST = np.finfo(np.float32).min
 """The smallest value of a token that is not ruled out."""
 
-_ONE_TOKEN = 1e-9  # a top_p from here down keeps the largest alone, in any vocabulary
+_ONE_TOKEN = 1e-9  # a smaller top_p keeps only the largest, in any vocabulary
 
-AT_ONCE = 1 << 24  # logits of rows whose largest a device finds together
-_SORTED = 1024  # from a larger top_k a device sorts the whole row
-_STRIDE = 25  # of a row's values, one in so many is looked at to guess where its k-th largest lies
-_SPREAD = 4.0  # standard deviations by which the guess may be wrong
+AT_ONCE = 1 << 24  # most logits in rows whose k-th largest a device finds together
+_SORTED = 1024  # for a larger top_k a device sorts the whole row
+_STRIDE = 25  # one value in this many is sampled to estimate the position of the k-th largest
+_SPREAD = 4.0  # standard deviations that the estimate may be off
 
 
 def settled(params: SamplingParams, vocab_size: int) -> tuple[float, int, float]:
@@ -38,7 +37,7 @@ class SamplingLimits:
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # Min_p, as a distance from the largest logit
+        # min_p, as a distance from the largest logit
         self._floor = np.full(num_slots, -np.inf, np.float32)
         self._top_k = np.full(num_slots, vocab_size, np.int64)
         self._top_p = np.ones(num_slots, np.float32)
@@ -47,8 +46,8 @@ class SamplingLimits:
         self._floor[slot], self._top_k[slot], self._top_p[slot] = settled(params, self._vocab_size)
 
     def floors(self, z: Tensor, slots: NDArray[np.int32]) -> Tensor:
-        """Return the smallest value that min_p and top-k leave in each row of z [R, vocab], whose
-        largest is 0; float32 [R, 1].
+        """Return the smallest value that min_p and top-k allow in each row of z [R, vocab], whose
+        largest value is 0; float32 [R, 1].
         """
         floors, top_k = self._floor[slots], self._top_k[slots]
         rows = np.nonzero(top_k < self._vocab_size)[0]
@@ -66,7 +65,7 @@ class SamplingLimits:
 def smallest_on_device(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64]) -> Tensor:
     """Return the k-th largest value of each of some rows [A] of z [R, vocab]; float32 [A, 1].
 
-    A large k of one row costs the others nothing.
+    A large k of one row does not slow down the others.
     """
     smallest = z.new_empty(len(rows), 1)
     order = np.argsort(top_k, kind="stable")
@@ -80,7 +79,7 @@ def smallest_on_device(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int
 
 
 def smallest_on_host(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64]) -> Tensor:
-    """Return the same on a CPU, each row for itself."""
+    """Return the same on a CPU, row by row."""
     values = z.numpy()
     return torch.tensor(
         [[_kth_largest(values[row], k)] for row, k in zip(rows.tolist(), top_k.tolist(), strict=True)], dtype=z.dtype
@@ -88,8 +87,10 @@ def smallest_on_host(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64
 
 
 def _kth_largest(values: NDArray[np.float32], k: int) -> float:
-    """Only what lies about where a sample has its k-th largest is looked through, and all of it
-    where that was wrong; never what is ruled out, since many equal values are slow to partition.
+    """Return the k-th largest value of a row.
+
+    Only values near the k-th largest of a sample are partitioned, or all if that estimate was
+    wrong. Values that are ruled out are skipped, since many equal values are slow to partition.
     """
     sample = np.sort(values[::_STRIDE])
     share = k / len(values)
@@ -111,7 +112,7 @@ def nucleus_floors(z: Tensor, floors: Tensor, top_p: Tensor) -> Tensor:
     """Raise each row's floor to the smallest value of its nucleus: the fewest largest candidates
     whose probability reaches top_p.
 
-    z [R, vocab] with no value far above 0, floors and top_p [R, 1].
+    z [R, vocab] has no value far above 0; floors and top_p are [R, 1].
     """
     ordered = z.sort(-1, descending=True).values
     weights = torch.where(ordered >= floors, ordered.exp(), 0)

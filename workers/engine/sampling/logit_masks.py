@@ -1,7 +1,6 @@
-"""Logits that a request moves or rules out: bias, tokens that are not allowed, stop tokens before
-their time, the last token of a bad word.
+"""Change or rule out logits by request: bias, allowed tokens, min_tokens, bad words.
 
-Only the logits concerned are touched, at their place in the flat [R * vocab] view.
+Only the affected logits are accessed, by position in the flat [R * vocab] view.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from workers.engine.sampling.rows import Lists, LogitsStage, SampledRows
 
 
 def logit_stages(num_slots: int, vocab_size: int, eos_token_ids: Collection[int]) -> tuple[LogitsStage, ...]:
-    """Return the stages of this file, in the order in which they run."""
+    """Return the stages of this file, in execution order."""
     return LogitBias(), AllowedTokens(vocab_size), MinTokens(num_slots, vocab_size, eos_token_ids), BadWords()
 
 
 class LogitBias:
-    """Adds to logits what the request says."""
+    """Add the request's bias to logits."""
 
     def __init__(self) -> None:
         self._bias = Lists()
@@ -46,7 +45,7 @@ class LogitBias:
 
 
 class AllowedTokens:
-    """Rules out every token that is not among the allowed ones."""
+    """Rule out every token that is not allowed."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -70,7 +69,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """Rules stop and end-of-text tokens out of a request's first `min_tokens` tokens."""
+    """Rule out stop and end-of-text tokens among a request's first `min_tokens` tokens."""
 
     def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._until = np.zeros(num_slots, np.int64)
@@ -96,11 +95,11 @@ class MinTokens:
 
 
 class BadWords:
-    """Rules out the last token of a run of tokens where the output ends in the rest of the run."""
+    """Rule out the last token of a word if the output ends with the word's other tokens."""
 
     def __init__(self) -> None:
-        self._last = Lists()  # of each word: its last token, and how many tokens precede it
-        # Of each token before the last of a word: its distance from that, and itself
+        self._last = Lists()  # by word: its last token, and the number of tokens before it
+        # By earlier token of a word: its distance from the last token, and its id
         self._rest = Lists()
 
     def uses(self, params: SamplingParams) -> bool:
@@ -123,7 +122,7 @@ class BadWords:
         at, last, before = self._last.gather(rows.slots, users)
         missing = torch.zeros(
             len(last), device=logits.device
-        )  # tokens of a word's rest that the output does not end in
+        )  # number of tokens by which the output's end differs from the word's beginning
         longer = self._rest.users(rows.slots)
         if longer:
             row, distance, token = self._rest.gather(rows.slots, longer)
@@ -134,7 +133,7 @@ class BadWords:
             slot, column, expected, of_word, inside = to_device(host, logits.device)
             differs = (rows.tokens[slot, column] != expected) | (inside == 0)
             missing.index_add_(0, of_word, differs.float())
-        # Taking the least makes it indifferent in which order words that end alike are looked at.
+        # The minimum makes the order of words with the same last token irrelevant.
         limits = torch.where(missing == 0, -torch.inf, torch.inf)
         logits.view(-1).scatter_reduce_(0, _places(logits, at, last), limits, "amin")
 

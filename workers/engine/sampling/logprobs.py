@@ -1,4 +1,4 @@
-"""Log probabilities from the model's own distribution, for the rows that ask."""
+"""Compute log probabilities from the model's own distribution, for rows that ask for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from workers.engine.sampling.rows import SampledRows
 
 @dataclass(slots=True)
 class Logprobs:
-    """Of A tokens, each in a row of its own: the token itself and the most likely ones, `counts` of
-    which the request asked for.
+    """Log probabilities of A tokens, one per row: the token itself and the most likely ones, of
+    which the request asked for `counts`.
     """
 
     token_ids: Tensor  # int32 [A, 1 + the largest count]
@@ -35,20 +35,20 @@ class Logprobs:
 
 @dataclass(slots=True)
 class KeptLogits:
-    """What the model said about the rows that ask, before the other stages change it."""
+    """Logits of the rows that ask, kept before the other stages change them."""
 
     rows: NDArray[np.int64]  # [A]
     counts: NDArray[np.int64]  # [A]
     logits: Tensor  # float32 [A, vocab]
 
     def logprobs(self, tokens: Tensor) -> Logprobs:
-        """Of the tokens [R] that the step's rows have drawn."""
+        """Return the log probabilities for the step's drawn tokens [R]."""
         return token_logprobs(self.logits, tokens[to_device(self.rows, tokens.device)], self.counts)
 
 
 class AskedLogprobs:
-    """How many log probabilities the requests in `num_slots` slots want beside each token's own; -1
-    for none at all.
+    """The number of log probabilities that the requests in `num_slots` slots ask for, besides each
+    token's own; -1 for none at all.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -66,7 +66,7 @@ class AskedLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: NDArray[np.int64]) -> Logprobs:
-    """Return log probabilities for float32 logits [A, vocab] and tokens int64 [A].
+    """Return log probabilities for float32 logits [A, vocab] and int64 tokens [A].
 
     A count is capped at the size of the vocabulary.
     """
@@ -78,7 +78,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: NDArray[np.int64]) ->
 
 
 def concatenated(parts: list[Logprobs]) -> Logprobs:
-    """Parts of one width, one behind the other."""
+    """Return parts of equal width, concatenated."""
     if len(parts) == 1:
         return parts[0]
     return Logprobs(

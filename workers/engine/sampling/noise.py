@@ -32,9 +32,7 @@ _HIGH = int(sys.byteorder == "little")  # index of the upper half of a 64-bit nu
 
 
 def request_keys(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:
-    """Return the key of each row's next token; int64 [R] throughout, seeds as their two's
-    complement.
-    """
+    """Return the key of each row's next token; all are int64 [R], seeds in two's complement."""
     golden = _signed(GOLDEN)
     key = _mix(seeds + golden)
     key = _mix(key.add_(choices * golden))
@@ -42,7 +40,7 @@ def request_keys(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Noise in float32, of the shape to which int64 `keys` and `tokens` broadcast."""
+    """Return noise in float32, of the shape to which int64 `keys` and `tokens` broadcast."""
     bits = _mix(keys + (tokens + 1) * _signed(GOLDEN))
     bits = bits.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)
     v = bits.to(torch.float32).mul_(2.0**-32).add_(2.0**-33).clamp_(max=_LARGEST)
@@ -50,25 +48,26 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_steps(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return what each token adds to a key; the host's half of the noise starts from it."""
+    """Return the amount that each token adds to a key; the host's noise starts from it."""
     return (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
 
 
 @cache
 def vocabulary_steps(vocab: int) -> NDArray[np.uint64]:
-    """Return the same of a whole vocabulary."""
+    """Return the same for a whole vocabulary."""
     return token_steps(np.arange(vocab))
 
 
 def rough_bits(keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Return the bits behind the noise as floats, but for the last one, which may be wrong; of the
-    shape to which keys and steps broadcast.
+    """Return the bits behind the noise as floats; the last bit may be wrong.
+
+    The shape is that to which keys and steps broadcast.
     """
     return _mixed_up(steps + keys).view(np.uint32)[..., _HIGH::2].astype(np.float32)
 
 
 def host_gumbel(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Return the noise of one row, [C] as the steps."""
+    """Return the noise of one row, [C] like the steps."""
     z = _mixed_up(steps + key)
     z ^= z >> np.uint64(31)
     v = (z >> np.uint64(32)).astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
@@ -77,7 +76,7 @@ def host_gumbel(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32
 
 
 def signed_seed(seed: int) -> int:
-    """Return a 64-bit unsigned seed as the int64 of the same bits."""
+    """Return a 64-bit unsigned seed as the int64 with the same bits."""
     return _signed(seed & _MASK)
 
 
@@ -86,7 +85,7 @@ def _signed(value: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """In place. int64 shifts keep the sign, so the copies shifted in are masked off."""
+    """Apply `mix` in place. int64 shifts keep the sign, so the shifted-in copies are masked off."""
     z ^= (z >> 30).bitwise_and_((1 << 34) - 1)
     z *= _signed(MIX_1)
     z ^= (z >> 27).bitwise_and_((1 << 37) - 1)
@@ -96,7 +95,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _mixed_up(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`mix` in place, all but its last step."""
+    """Apply `mix` in place, without its last step."""
     other = z >> np.uint64(30)
     z ^= other
     z *= np.uint64(MIX_1)

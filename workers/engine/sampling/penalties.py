@@ -1,8 +1,9 @@
-"""Repetition, presence and frequency penalties, counted anew at each step from the token table.
+"""Apply repetition, presence and frequency penalties, counted anew at each step from the token
+table.
 
 There is no state that preemption, a resumed request or a step launched ahead could leave behind:
-the table holds every token the device knows. Only logits of tokens that have come up are touched,
-so the cost goes with the text and not with the vocabulary.
+the table has every token on the device. Only logits of tokens that occur are changed, so the cost
+grows with the text, not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.rows import SampledRows
 
-_COUNTERS = 1 << 24  # of rows penalized at once: one per token of the vocabulary
-_PLACES = 1 << 22  # of rows penalized at once: one per token of the longest text
+_COUNTERS = 1 << 24  # most counters of rows penalized at once: one per token of the vocabulary
+_PLACES = 1 << 22  # most positions of rows penalized at once: one per token of the longest text
 
 
 class Penalties:
-    """As vLLM has them: a logit of a token in prompt or output is divided (above 0) or multiplied
-    (below) by `repetition_penalty`; then what its count in the output makes of the other two is
-    subtracted.
+    """Penalize tokens as vLLM does.
+
+    A logit of a token in prompt or output is divided (above 0) or multiplied (below) by
+    `repetition_penalty`. Then the frequency penalty times its count in the output, and the presence
+    penalty if it occurs there, are subtracted.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -43,12 +46,12 @@ class Penalties:
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
         slots = rows.slots
         repeats = self._repetition[slots] != 1
-        starts = np.where(repeats, 0, rows.prompt_lengths)  # the other two look at the output alone
+        starts = np.where(repeats, 0, rows.prompt_lengths)  # the other two penalties count only the output
         used = repeats | (self._presence[slots] != 0) | (self._frequency[slots] != 0)
         users = np.nonzero(used & (rows.lengths > starts))[0]
         if not users.size:
             return
-        # Rows of like length together, since each is filled up to the longest.
+        # Rows of similar length together, since each is padded to the longest.
         users = users[np.argsort((rows.lengths - starts)[users], kind="stable")[::-1]]
         first = 0
         while first < users.size:
@@ -60,15 +63,15 @@ class Penalties:
     def _penalize(
         self, logits: Tensor, rows: SampledRows, users: NDArray[np.int64], starts: NDArray[np.int64], width: int
     ) -> None:
-        """Rows `users`, the longest of which has `width` tokens to look at."""
+        """Penalize the rows `users`; the longest has `width` tokens to count."""
         device, slots = logits.device, rows.slots[users]
         host = np.stack((users, slots, starts[users], rows.lengths[users], rows.prompt_lengths[users]))
         row, slot, start, length, prompt_length = to_device(host, device)[:, :, None]
         factors = np.stack((self._repetition[slots], self._presence[slots], self._frequency[slots]))
         repetition, presence, frequency = to_device(factors, device)[:, :, None]
         position = start + torch.arange(width, device=device)
-        # Beyond its end a row looks at its first token again, which changes nothing: each look at a
-        # token gives it the same logit.
+        # Positions beyond a row's end repeat its first token. This is harmless: each occurrence of
+        # a token writes the same logit.
         counted = (position >= prompt_length) & (position < length)
         position = torch.where(position < length, position, start)
         tokens = rows.tokens[slot, position].long()
@@ -80,14 +83,12 @@ class Penalties:
         flat[places] = z
 
     def _count(self, tokens: Tensor, weights: Tensor, vocab: int) -> Tensor:
-        """Return how often each of tokens [C, width] comes up in its row, each time with its
-        weight.
-        """
+        """Return the weighted count of each of tokens [C, width] in its row."""
         if self._counters is None or len(self._counters) < len(tokens):
             self._counters = torch.zeros(len(tokens), vocab, device=tokens.device)
         counters = self._counters[: len(tokens)]
         counters.scatter_add_(1, tokens, weights)
         try:
             return counters.gather(1, tokens)
-        finally:  # also where memory runs out, for the step is tried again
+        finally:  # also after an out-of-memory error, since the step is tried again
             counters.scatter_(1, tokens, 0.0)

@@ -1,1 +1,1 @@
-"""Which request gets how many tokens in a step, and the blocks of the KV cache."""
+"""Schedule the tokens of requests in each step, and manage the blocks of the KV cache."""

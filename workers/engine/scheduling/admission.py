@@ -1,7 +1,7 @@
-"""Which batch requests may start, beside the rule that the scheduler has for all.
+"""Decide which batch requests may start, in addition to the scheduler's general rule.
 
-By that rule a waiting request can begin when a slot is free, and blocks for its known tokens beside
-those that the running requests may soon need.
+By that rule a waiting request can start if a slot is free, and if blocks are free for its known
+tokens beside those that the running requests may soon need.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ _MAX_DEFERRED_STEPS = 32  # steps
 
 
 class AdmissionPolicy(Protocol):
-    """Decides whether a batch request that can begin is to begin.
+    """Decide whether a batch request that can begin is admitted.
 
-    `step_cost_tokens`: how many prompt tokens take as long as a step without any, as measured.
+    `step_cost_tokens` is the measured number of prompt tokens that take as long as a step without
+    any.
     """
 
     step_cost_tokens: float
@@ -55,18 +56,18 @@ class PlainAdmission:
 
 
 def choose_policy(kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> AdmissionPolicy:
-    """Return the plain rule where the longest request fits into every slot, else the forecast."""
+    """Return the plain rule if the longest request fits into every slot, else the forecast."""
     if max_num_seqs * kv_cache.blocks_for(max_model_len) < kv_cache.pool.num_blocks:
         return PlainAdmission()
     return AdmissionForecast(kv_cache, max_model_len)
 
 
 class AdmissionBatching:
-    """Defers batch requests where slots or blocks are scarce, so that later more start at once.
+    """Defer batch requests while slots or blocks are scarce, so that more start at once later.
 
     They wait until `size` slots and `blocks` blocks are free, for at most `_MAX_DEFERRED_STEPS`
-    steps. Prompts are then computed together in a few steps, which pays where steps without a
-    prompt are much cheaper.
+    steps. Prompts are then computed together in a few steps, which pays if steps without a prompt
+    are much cheaper.
     """
 
     def __init__(self, size: int, blocks: int) -> None:
@@ -75,7 +76,7 @@ class AdmissionBatching:
         self._deferred_steps = 0
 
     def defers(self, free_slots: int, free_blocks: int, running: bool) -> bool:
-        """Return whether batch requests wait in this step; `running`: whether any request runs."""
+        """Return whether batch requests wait in this step. `running`: whether any request runs."""
         scarce = free_slots < self._size or free_blocks < self._blocks
         defers = self._size > 1 and scarce and running and self._deferred_steps < _MAX_DEFERRED_STEPS
         self._deferred_steps = self._deferred_steps + 1 if defers else 0

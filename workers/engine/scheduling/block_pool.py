@@ -37,13 +37,15 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks with a reference count of 0, those with cached content included."""
+        """Return how many blocks have a reference count of 0, including those with cached
+        content.
+        """
         return len(self._uncached) + len(self._batch_tier) + len(self._live_tier) + len(self._retained_tier)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each; evict cached content if need be.
+        """Return `count` blocks with one reference each; evict cached content if necessary.
 
-        Raises RuntimeError when fewer are free.
+        Raises RuntimeError if fewer are free.
         """
         if count > self.num_free:
             raise RuntimeError(f"asked for {count} KV blocks with {self.num_free} free")
@@ -71,7 +73,7 @@ class BlockPool:
     def free(self, blocks: Sequence[int], live: bool) -> None:
         """Drop a reference to each of a request's blocks.
 
-        The last blocks are evicted first: a prefix is of use without its end.
+        The last blocks are evicted first: a prefix is useful without its end.
         """
         ref_counts, hashes, retain_counts, tier_of, unretained_tier = (
             self.ref_counts,
@@ -117,7 +119,7 @@ class BlockPool:
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def cache_block(self, block: int, block_hash: bytes) -> None:
-        """Make the content of a block in use findable, unless another block caches it already."""
+        """Cache the content of a block in use, unless another block already caches it."""
         if self._hashes[block] is None and self.cached.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash
 

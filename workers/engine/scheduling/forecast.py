@@ -1,4 +1,4 @@
-"""Admission forecast: which batch requests may start where KV blocks are scarce."""
+"""Forecast which batch requests may start while KV blocks are scarce."""
 
 from bisect import bisect_left
 from collections import deque
@@ -20,17 +20,17 @@ _GUESS, _RECENT, _BATCHES = [(256, True)] * 2, 256, 64  # ended outputs: at firs
 
 
 class OutputLengths:
-    """Estimates by batch, from ended and running requests, how long outputs get."""
+    """Estimate the lengths of outputs by batch, from ended and running requests."""
 
     def __init__(self) -> None:
-        self._ended: dict[str, deque[tuple[int, bool]]] = {}  # tokens, and whether it ended by itself
+        self._ended: dict[str, deque[tuple[int, bool]]] = {}  # output tokens, and whether it ended by itself
 
     def learn(self, request: RequestState) -> None:
-        """Record an output that ended; an abort is a stop string's, and an end like others."""
+        """Record an output that ended. An abort is due to a stop string, so it counts as an end."""
         output = len(request.tokens) - request.prompt_length
         if output > 0 and request.batch_id is not None and request.finish < Finish.ERROR:
             ended = self._ended.pop(request.batch_id, None) or deque(_GUESS, maxlen=_RECENT)
-            self._ended[request.batch_id] = ended  # the batch without news for longest is first
+            self._ended[request.batch_id] = ended  # ordered by last update
             ended.append((output, request.finish is not Finish.LENGTH))
             if len(self._ended) > _BATCHES:
                 del self._ended[next(iter(self._ended))]
@@ -40,16 +40,16 @@ class OutputLengths:
         counts = sorted([*self._ended.get(batch_id, _GUESS), *((output, False) for output in running)])
         lengths, ended = np.array(counts, dtype=np.float64).T
         log = np.cumsum(np.log1p(-ended / (np.arange(len(counts), 0, -1) + 0.5)))
-        tail = 8 * lengths.sum() / (ended.sum() + 1)  # beyond the longest the mean rate goes on
+        tail = 8 * lengths.sum() / (ended.sum() + 1)  # beyond the longest, the mean rate applies
         return np.array([0, *lengths, lengths[-1] + tail]), np.array([0, *log, log[-1] - 8])
 
 
 class AdmissionForecast:
-    """Weighs the steps that an admission saves against the tokens that a preemption costs.
+    """Weigh the steps that an admission saves against the tokens that a preemption costs.
 
     In a cache of T tokens, a request preempted with x tokens half way through its m steps has saved
-    x / 2T of each of m / 2 steps. So it may start where blocks run out with a probability below
-    m / 4T * `step_cost_tokens`. After Gong et al. 2025, "Past-Future Scheduler".
+    x / 2T of each of m / 2 steps. So it may start if blocks run out with a probability below m / 4T
+    * `step_cost_tokens`. After Gong et al. 2025, "Past-Future Scheduler".
     """
 
     def __init__(self, kv_cache: KVCache, longest: int) -> None:
@@ -83,7 +83,8 @@ class AdmissionForecast:
         if peak > self._room or (peak > _UNPACED * self._room and step < self._next_at):
             self._retry_at = self._refresh_at if peak > self._room else self._next_at
             return False
-        # Equal requests that start together would all be longest together, so these are spread.
+        # Equal requests that start together would reach their longest together, so their starts are
+        # spread.
         share = max(0.0, 1 - (square / mean**2 - 1) / _VARIED) / self._room
         self._next_at = max(self._next_at, step - 1) + share * float(curves[0, 0] @ self._weights)
         return True
@@ -105,7 +106,9 @@ class AdmissionForecast:
         self._shared = self._room - self._pool.num_free - returning - sum(len(r.blocks) - r.shared for r in running)
 
     def _forecast(self, requests: Sequence[RequestState]) -> tuple[Floats, Floats]:
-        """Return, by time ahead, the probability that each runs; its blocks' mean and variance."""
+        """Return, by time ahead, the probability that each request runs, and the mean and variance
+        of its blocks.
+        """
         counts = [(request.known, request.limit, request.prompt_length, request.shared) for request in requests]
         known, limit, prompt, shared = np.array(counts, dtype=np.float64).T[..., None]
         alive: Floats = (known + self._times <= limit).astype(np.float64)

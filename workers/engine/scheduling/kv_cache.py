@@ -1,4 +1,4 @@
-"""The paged KV cache: blocks of requests, and blocks found again by the hash of their tokens."""
+"""Manage the paged KV cache: allocate blocks to requests, and find cached blocks by token hash."""
 
 import hashlib
 import sys
@@ -10,11 +10,11 @@ from workers.engine.scheduling.request import RequestState
 
 
 class KVCache:
-    """Allocates blocks of `block_size` tokens to requests and finds cached prefixes.
+    """Allocate blocks of `block_size` tokens to requests, and find cached prefixes.
 
     A full block is identified by a hash chained over every token up to its end, so equal hashes
     mean equal keys and values. Full blocks stay cached after their last reference is gone, until
-    the pool evicts them. Only tokens that the host has seen are ever hashed.
+    the pool evicts them. Only tokens that the host has received are hashed.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -33,9 +33,9 @@ class KVCache:
         return -(-tokens // self.block_size)
 
     def find_prefix(self, request: RequestState) -> list[int]:
-        """Return the cached blocks that hold the request's first tokens.
+        """Return the cached blocks that contain the request's first tokens.
 
-        The last token is never among them: it must be computed to sample.
+        They never include the last token, which must be computed to sample.
         """
         if not self.enable_prefix_caching:
             return []
@@ -60,7 +60,7 @@ class KVCache:
         request.retained = 0
 
     def admit(self, request: RequestState, prefix: list[int]) -> None:
-        """Give a request without blocks `prefix`, as `find_prefix` just returned it."""
+        """Assign `prefix`, the result of the latest `find_prefix`, to a request without blocks."""
         self.pool.touch(prefix)
         request.blocks = prefix
         request.shared = len(prefix)
@@ -70,7 +70,7 @@ class KVCache:
     def grow(self, request: RequestState, end: int) -> list[int]:
         """Allocate blocks for the request's first `end` tokens; return the new ones.
 
-        Raises RuntimeError when the pool has too few free blocks.
+        Raises RuntimeError if the pool has too few free blocks.
         """
         new = self.pool.allocate(self.blocks_for(end - request.capacity))
         request.blocks += new
@@ -80,7 +80,7 @@ class KVCache:
     def cache_blocks(self, request: RequestState) -> None:
         """Cache the request's full blocks.
 
-        Their tokens are both computed (or launched) and seen by the host.
+        Their tokens are computed (or launched), and the host has received them.
         """
         size = self.block_size
         full = min(request.computed, len(request.tokens)) // size
@@ -93,7 +93,7 @@ class KVCache:
     def truncate(self, request: RequestState, computed: int) -> None:
         """Take a request back to its first `computed` tokens.
 
-        The tokens beyond were not computed after all, so their blocks leave the cache.
+        Later tokens were not computed after all, so their blocks leave the cache.
         """
         size = self.block_size
         whole, needed = computed // size, self.blocks_for(computed)
@@ -106,7 +106,9 @@ class KVCache:
         request.hash_at = min(request.hash_at, (whole + 1) * size) if self.enable_prefix_caching else sys.maxsize
 
     def _hash_prefix(self, request: RequestState) -> int:
-        """Hash all blocks but the one that holds the last token; return how many these are."""
+        """Hash all blocks except the one with the last token; return the number of hashed
+        blocks.
+        """
         full = (len(request.tokens) - 1) // self.block_size
         self._extend_hashes(request, full)
         return full

@@ -1,16 +1,16 @@
-"""The time of a step while a live request runs or waits.
+"""Limit the time of a step while a live request runs or waits.
 
-Such a step is to take no longer than `--live-step-ms`, since that is the gap that the clients of
-live streams see, and how long a live request that arrives waits for its first step. A step takes
-longer only where its decode rows do, or for live prompts:
+Such a step should take no longer than `--live-step-ms`. This is the gap that clients of live
+streams see, and the time that a new live request waits for its first step. A step takes longer only
+for its decode rows, or for live prompts:
 
 - Prompts of live requests are cut to 1.6 times that, whether or not another live request decodes.
   Cut prompts cost little more, and no live stream has a gap as long as a prompt. The prompt itself
-  loses no time, since batch requests give way to it. Live prompts are computed one after the other.
-- Where several live prompts wait and no batch request does, a step may take up to 3 times that, as
+  loses no time, since batch requests give way to it. Live prompts are computed one after another.
+- If several live prompts wait and no batch request does, a step may take up to 3 times that, as
   long as its decode rows take more than 8 % of it. All prompts wait for these rows in each step.
 - Batch requests have a share of each step, so that endless live requests do not stop them. Beyond
-  that share they fill a step that has a live prompt up to half of the time left by the live rows,
+  that share, they fill a step with a live prompt up to half of the time left by the live rows,
   since its first token comes at the step's end.
 """
 
@@ -21,35 +21,37 @@ from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.step_builder import StepBuilder
 from workers.engine.scheduling.step_cost import StepCost
 
-# The least time of a step by that of its decode rows, so that prompts always go on
+# Shortest step as a multiple of its decode rows' time, so that prompts always continue
 _BEYOND_DECODING = 1.15
-# The same by an empty step where no live stream would wait for it: cut finer, a prompt on a device
-# with slow steps would take several times as long as whole
+# The same as a multiple of an empty step, if no live stream would wait: with smaller chunks, a
+# prompt on a device with slow steps would take several times as long
 _WITHOUT_STREAMS = 3.0
-# How many live steps a step may take for one live prompt
+# Live steps that one step may take for one live prompt
 ONE_PROMPT = 1.6
-# How many more for each further one
+# Further live steps for each further prompt
 _FURTHER_PROMPT = 0.2
-# How many for any number of them
+# Most live steps for any number of prompts
 _MOST_PROMPTS = 3.0
-# The share of such a longer step that its decode rows take at least
+# Smallest share of such a longer step for its decode rows
 _DECODING_SHARE = 0.08
-# Of the time that live rows leave, up to where batch requests fill a step that has a live prompt
+# Share of the time left by live rows that batch requests fill in a step with a live prompt
 _FILLED_BESIDE_PROMPTS = 0.5
-# Of a prompt: a row of one token counts as one that decodes, and would not correct a cost of
-# prompts that is far too high
+# Fewest prompt tokens: a row of one token counts as a decode row, and would not correct a prompt
+# cost that is far too high
 _LEAST_TOKENS = 4
 
 
 class LiveStepTime:
-    """The seconds that a step has left.
+    """Track the seconds left in a step.
 
-    Between `keep_for_batch` and `open_to_batch` live requests have what the share of the batch
-    requests leaves.
+    Between `keep_for_batch` and `open_to_batch`, live requests get the time outside the batch
+    requests' share.
     """
 
     def __init__(self, cost: StepCost, limit: float, step: StepBuilder, batch: PriorityClass, prompts: int) -> None:
-        """`step` has the live requests that decode; `prompts` is the number of live requests with a
+        """Compute the time of a step.
+
+        `step` has the live requests that decode; `prompts` is the number of live requests with a
         prompt to compute.
         """
         self._cost = cost
@@ -63,7 +65,7 @@ class LiveStepTime:
             with_prompts = max(with_prompts, min(live_steps_for(prompts) * limit, live / _DECODING_SHARE))
         limit = max(limit, prompt_limit, _BEYOND_DECODING * (live + self._rows_seconds))
         self._live_rows, self._left = len(step.starts), limit - live
-        self._beyond = max(0.0, with_prompts - limit)  # for live prompts alone
+        self._beyond = max(0.0, with_prompts - limit)  # seconds for live prompts only
         share = BATCH_SHARE if has_batch else 0.0
         self._kept_seconds, self._kept_tokens = share * limit, int(share * step.budget)
         self.seconds = self._left + self._beyond
@@ -74,8 +76,8 @@ class LiveStepTime:
         step.budget -= self._kept_tokens
 
     def open_to_batch(self, step: StepBuilder) -> None:
-        """Give batch requests what was kept for them, and what is left of the time for them,
-        or of half of it if the step has a live prompt.
+        """Give batch requests their share and the time left, or half of the time left if the step
+        has a live prompt.
         """
         has_prompt = len(step.starts) > self._live_rows
         unfilled = (1 - _FILLED_BESIDE_PROMPTS) * self._left if has_prompt else 0.0
@@ -92,13 +94,14 @@ class LiveStepTime:
         self.seconds -= self._rows_seconds * rows / max(1, self._rows)
 
     def tokens(self, start: int) -> int:
-        """Return how many prompt tokens from position `start` on there is time for: at least
-        `_LEAST_TOKENS` as long as there is any.
+        """Return how many prompt tokens from position `start` on fit into the time left.
+
+        It is at least `_LEAST_TOKENS` while any time is left.
         """
         return max(_LEAST_TOKENS, self._cost.tokens_within(self.seconds, start)) if self.seconds > 0 else 0
 
     def spend_tokens(self, start: int, count: int) -> None:
-        """Take the time of prompt tokens; where they are as many as there was time for, all."""
+        """Subtract the time of prompt tokens; if they fill the time left, nothing remains."""
         left = max(0.0, self.seconds - self._cost.prompt(start, count))
         self.seconds = 0.0 if count >= self.tokens(start) else left
 

@@ -1,4 +1,4 @@
-"""The requests that wait and those that run: who gets a slot and blocks, and who loses them."""
+"""Queue waiting and running requests: assign slots and blocks, and preempt."""
 
 import sys
 from bisect import bisect_left, insort
@@ -13,8 +13,8 @@ from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.slots import SlotPool
 
 BATCH_SHARE = 0.1
-"""What live requests leave to batch requests of slots, blocks and the time of steps; claims keep as
-much for batches.
+"""The share of slots, blocks and step time that live requests leave to batch requests; claims keep
+as much for batches.
 """
 
 _PRIORITY = attrgetter("priority")
@@ -22,28 +22,29 @@ _PRIORITY = attrgetter("priority")
 
 @dataclass(slots=True)
 class PriorityClass:
-    """The live or the batch requests, in each list the highest priority first."""
+    """The live or the batch requests; each list is ordered by descending priority."""
 
     running: list[RequestState] = field(default_factory=list)
     waiting: list[RequestState] = field(default_factory=list)
 
 
 class RequestQueues:
-    """Live and batch requests; the running ones have a slot and blocks.
+    """Hold live and batch requests; the running ones have a slot and blocks.
 
-    Where these run out, the running request of the lowest priority is preempted: batch before live,
-    then the highest priority number, then the newest. It keeps its tokens and waits for its turn.
-    So the request of the highest priority always goes on, and none of equal priority starves.
+    If slots or blocks run out, the running request of the lowest priority is preempted: batch
+    before live, then the highest priority number, then the newest. It keeps its tokens and waits
+    for its turn. So the request of the highest priority always continues, and none of equal
+    priority starves.
 
     While batch requests run or wait, live ones leave them `BATCH_SHARE` of the slots and blocks: no
-    more of them start, and they preempt no batch request within the share. A live request beside
-    which no other live one runs may have everything.
+    more live requests start, and they preempt no batch request within the share. A live request
+    that runs without other live ones may use everything.
     """
 
     def __init__(self, kv_cache: KVCache, slots: SlotPool, policy: AdmissionPolicy, stats: Stats) -> None:
         self.live = PriorityClass()
         self.batch = PriorityClass()
-        self.expects_live = False  # one waits elsewhere, and will be added
+        self.expects_live = False  # a live request waits elsewhere and will be added
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self._slots = slots
@@ -62,13 +63,13 @@ class RequestQueues:
         return self.live.running + self.batch.running
 
     def wait(self, request: RequestState) -> None:
-        """Add a request to the waiting ones."""
+        """Add a request to the waiting requests."""
         insort(self._class_of(request).waiting, request, key=_PRIORITY)
         if request.next_score == sys.maxsize:
             self._kv_cache.retain(request)
 
     def enter(self, request: RequestState, prefix: list[int], step: int) -> None:
-        """Give the first waiting request of a class a slot and `prefix`, and let it run."""
+        """Assign a slot and `prefix` to the first waiting request of a class, and run it."""
         priority_class = self._class_of(request)
         del priority_class.waiting[0]
         revived = self._pool.count_free(prefix)
@@ -80,7 +81,7 @@ class RequestQueues:
         insort(priority_class.running, request, key=_PRIORITY)
 
     def undo_enter(self, request: RequestState) -> None:
-        """Let a request that no launched step contains wait again."""
+        """Move a request that no launched step contains back to the waiting requests."""
         self._count_hit(request, -1)
         request.last_step = -1
         self._remove(request)
@@ -98,8 +99,8 @@ class RequestQueues:
     def find_slot(self, request: RequestState, budget: int) -> bool:
         """Return whether a slot is free.
 
-        For live requests batch ones are preempted, as many at once as `budget` tokens can admit.
-        While any of them wait, batch requests start within their share only.
+        For live requests, batch ones are preempted, as many at once as `budget` tokens can admit.
+        While any live request waits, batch requests start only within their share.
         """
         if not request.live and self.live.waiting and len(self.batch.running) >= self._batch_slots:
             return False
@@ -119,7 +120,7 @@ class RequestQueues:
         return max(0, self._batch_blocks - sum(len(other.blocks) for other in self.batch.running))
 
     def has_room(self, request: RequestState, prefix: list[int], step: int) -> bool:
-        """Return whether a batch request that can begin is admitted; a single one always is."""
+        """Return whether a batch request that can begin is admitted; a single request always is."""
         return not self.batch.running or self._policy.has_room(
             request, prefix, step, self.running, self._slots.returning_own_blocks
         )
@@ -127,9 +128,9 @@ class RequestQueues:
     def make_room(self, need: int, request: RequestState, step: int) -> bool:
         """Preempt requests of the lowest priority until `need` blocks are free.
 
-        For a running request these are all behind it and at last itself, but for those that have a
-        row in `step` already; for a waiting live one, batch requests alone. Returns False when the
-        blocks are not free now; they may be once a launched step is retired.
+        For a running request, these are the requests after it and finally itself, except those that
+        already have a row in `step`. For a waiting live request, they are batch requests only.
+        Returns False if the blocks are not free now; they may be once a launched step is retired.
         """
         if request.slot < 0:
             victims = self.batch.running[self._protected(request) :]
@@ -147,15 +148,18 @@ class RequestQueues:
         return True
 
     def _victim(self, request: RequestState) -> RequestState | None:
-        """Return who is preempted next for a request that needs blocks; it may be the request."""
+        """Return the next request to preempt for one that needs blocks; it may be that request
+        itself.
+        """
         if len(self.batch.running) > self._protected(request):
             return self.batch.running[-1]
         return self.live.running[-1] if request.slot >= 0 else None
 
     def _protected(self, request: RequestState) -> int:
-        """Return how many batch requests, the first ones, are not preempted for a request.
+        """Return how many batch requests, counted from the first, are not preempted for a request.
 
-        Beside other live requests a live one leaves those within the share, at least one.
+        A live request that runs beside other live ones preempts none within the share, and leaves
+        at least one.
         """
         if not request.live or len(self.live.running) == (request.slot >= 0):
             return 0

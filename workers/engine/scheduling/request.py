@@ -1,4 +1,4 @@
-"""The scheduler's state of one request."""
+"""Hold the scheduler's state of one request."""
 
 import sys
 from collections.abc import Collection, Set
@@ -8,16 +8,17 @@ from workers.engine.guides.guide import Guide
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
 
 _POOLING = SamplingParams(max_tokens=1)
-"""The sampling of a pooling request."""
+"""The sampling parameters of a pooling request."""
 
 
 class RequestState:
-    """A request's tokens, its slot and its blocks.
+    """A request's tokens, slot and blocks.
 
-    It has three counts of tokens: `computed` (their keys and values are in the cache, or
-    will be once the launched steps have run) <= `known` (the device knows them: the host's tokens
-    and those that launched steps are about to sample) and `len(tokens)`, what the host has seen.
-    `known - len(tokens)` steps that sample for this request have been launched and not yet retired.
+    It has three token counts. `computed` counts tokens whose keys and values are in the cache, or
+    will be after the launched steps. `known` counts tokens on the device: the host's tokens and
+    those that launched steps are about to sample. `len(tokens)` counts tokens that the host has
+    received. `computed` is at most `known`, and `known - len(tokens)` launched, not yet retired
+    steps sample for this request.
     """
 
     __slots__ = (
@@ -64,20 +65,20 @@ class RequestState:
         self.live = request.live
         self.arrived = request.arrived
         self.timed = request.timed
-        self.waited = 0.0  # seconds from then to its first step
-        self.device_seconds = 0.0  # its share of steps, as far as `SlotPool` has added it
+        self.waited = 0.0  # seconds from its arrival to its first step
+        self.device_seconds = 0.0  # its share of step times, as far as `SlotPool` has added it
         self.priority = (not request.live, request.priority, arrival)
         # The first prompt position whose log probability no launched step reports; beyond all
-        # positions when none is left.
+        # positions if none is left.
         self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
         self.pooling = request.pooling
         self.second_text = request.second_text
-        # A pooling request ends where others sample their first token, even beyond the context
+        # A pooling request ends at the token that others sample first, even beyond the context
         most = max_model_len if request.pooling is None else sys.maxsize
         self.limit = min(self.prompt_length + sampling.max_tokens, most)
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
-        # The batch whose outputs predict its own; None if only its limit can end it
+        # The batch whose outputs predict the length of its own; None if only its limit can end it
         self.batch_id = request.batch_id if self.stop_token_ids or request.stop_strings else None
         self.stop_strings = request.stop_strings
         self.finish = Finish.RUNNING
@@ -85,30 +86,28 @@ class RequestState:
         self.cached_tokens = -1
         self.block_hashes: list[bytes] = []
         self.known = len(self.tokens)
-        self.reached = 0  # the most tokens that it had computed before it lost its slot
-        self.retained = 0  # how many of `block_hashes` are retained while it waits
+        self.reached = 0  # most tokens computed before it lost its slot
+        self.retained = 0  # number of `block_hashes` retained while it waits
         self.leave()
 
     def leave(self) -> None:
-        """Forget slot and blocks; the tokens stay.
+        """Clear slot and blocks; keep the tokens.
 
-        `known` still counts what a launched step is about to sample.
+        `known` still counts a token that a launched step is about to sample.
         """
         self.slot = -1
         self.blocks: list[int] = []
         self.capacity = 0
-        # How many of its first blocks came from other requests, or are known to be held by others
-        # too
+        # Number of its first blocks that came from other requests, or are known to be shared
         self.shared = 0
         self.computed = 0
         self.hash_at = 0
         self.last_step = -1
 
     def ended_by(self) -> tuple[Finish, int]:
-        """Return how the last token ends the request, and that token if it is a stop token, else
-        -1.
+        """Return how the last token ends the request, and the token if it is a stop token, else -1.
 
-        Among the first `min_tokens` none is.
+        Among the first `min_tokens`, no token is a stop token.
         """
         if len(self.tokens) > self.prompt_length + self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Finish.STOP, self.tokens[-1]
@@ -118,7 +117,7 @@ class RequestState:
 
 
 def refusal(request: RequestState, max_model_len: int, vocab_size: int, tasks: Collection[str]) -> str:
-    """Return why a request cannot run, in a sentence; empty if it can."""
+    """Return the reason why a request cannot run as a sentence, or "" if it can."""
     task = request.pooling.task if request.pooling is not None else "generate"
     if task not in tasks:
         return f"the model's tasks are {', '.join(tasks)}, and the request is for {task!r}"

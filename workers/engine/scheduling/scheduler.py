@@ -9,12 +9,12 @@ Read a step in this order:
 2. `StepPlanner` (`step_planner.py`) gives tokens and blocks to the running requests, then lets
    waiting ones start: live requests first, then batch requests.
 3. While a live request runs or waits, the step's time has a limit too (`live_steps.py`).
-4. `RequestQueues` (`queues.py`) preempts requests where slots or blocks run out. What they lose is
-   free once the last launched step that uses it has been retired (`slots.py`).
+4. `RequestQueues` (`queues.py`) preempts requests if slots or blocks run out. Their slots and
+   blocks become free once the last launched step that uses them has been retired (`slots.py`).
 5. `update` retires the oldest launched step: its tokens become known, and some requests end.
    `undo` is for a step that could not be launched.
 
-A pooling request runs as one that samples a single token, in whose place its model's numbers come.
+A pooling request runs like one that samples a single token, and returns its model's numbers.
 
 A request with a guide (`guides/`) samples under a mask. `schedule` names its samples, `update`
 advances the guide, and the request ends where the guide says so.
@@ -60,13 +60,13 @@ class Scheduler:
         tasks: Collection[str] = ("generate",),
         whole_prompts: bool = False,
     ) -> None:
-        """Lower `max_model_len` to what the cache can hold for a single request.
+        """Lower `max_model_len` to the tokens that the cache can hold for a single request.
 
-        `tasks` are what requests may be for. With `whole_prompts` each is computed in one step,
-        which by itself may be larger than the token budget.
+        `tasks` are the supported tasks of requests. With `whole_prompts` each prompt is computed in
+        one step, which may then exceed the token budget.
 
-        `live_step_seconds`: how long a step may take while a live request runs or waits, judged by
-        `step_cost`. `admission_batch` is the size of `AdmissionBatching`.
+        `live_step_seconds` is the time limit of a step while a live request runs or waits, as
+        predicted by `step_cost`. `admission_batch` is the size of `AdmissionBatching`.
         """
         self.token_budget = max_num_batched_tokens
         self.max_model_len = min(max_model_len, kv_cache.max_tokens)
@@ -88,19 +88,19 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, RequestState] = {}
-        self._guided = 0  # of them
-        self._ending_by_text = 0  # of them, those with stop strings
+        self._guided = 0  # number of requests with a guide
+        self._ending_by_text = 0  # number of requests with stop strings
         self._launched: deque[StepBuilder] = deque()
         self._live_step_seconds = live_step_seconds
-        self._takes_long = False  # the step planned last
-        self._serves_live = False  # a live request has ever come
+        self._takes_long = False  # of the step planned last
+        self._serves_live = False  # whether any live request has arrived
         self._arrivals = 0
         self._step = 0
         self._output = OutputBuilder()
 
     @property
     def unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Return how many requests run or wait."""
         return len(self._requests)
 
     @property
@@ -109,13 +109,13 @@ class Scheduler:
         return self._queues.has_live
 
     def expect_live(self, expected: bool) -> None:
-        """Say whether a live request waits elsewhere, so that steps are short when it comes."""
+        """Set whether a live request waits elsewhere; if so, steps are kept short."""
         self._queues.expects_live = expected
 
     def add(self, request: EngineRequest, guide: Guide | None = None) -> None:
         """Add a request; one that cannot run, or has nothing left to generate, ends at once.
 
-        `guide` has been advanced by what was generated before.
+        `guide` has already been advanced by the tokens generated before.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
@@ -153,11 +153,11 @@ class Scheduler:
                 self._end(request, Finish.ABORT)
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step, or None when nothing can be computed now.
+        """Return the next step, or None if nothing can be computed now.
 
-        More may become possible once a launched step is retired. No step is planned behind one that
-        takes longer than a live step, once live requests come: the next would wait for both.
-        The device then idles between steps, for a small part of their time.
+        More may become possible once a launched step is retired. After the first live request, no
+        step is planned behind one that takes longer than a live step, since a new live request
+        would wait for both. The device then idles between steps for a small part of their time.
         """
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
@@ -180,7 +180,7 @@ class Scheduler:
         return plan
 
     def seconds_beyond_live_step(self, plan: StepPlan) -> float:
-        """Return how much longer than a live step this one takes, as predicted; or below 0."""
+        """Return by how much the predicted time exceeds a live step; negative if it does not."""
         return self.step_cost.predict(plan.starts, plan.counts) - self._live_step_seconds
 
     def _note_entries(self, step: StepBuilder) -> None:
@@ -190,15 +190,15 @@ class Scheduler:
                 self._output.fresh_hits[request.id] = request.cached_tokens
 
     def guided(self, plan: StepPlan) -> list[RequestState]:
-        """Return the requests of the guided samples of the step planned last, in their order."""
+        """Return the requests of the guided samples in the step planned last, in order."""
         sampling = self._launched[-1].sampling
         return [sampling[index] for index in plan.guided]
 
     def undo(self, plan: StepPlan) -> list[int]:
         """Undo the step planned last, which could not be launched; return its request ids.
 
-        The requests have the computed tokens of before, and those that it admitted wait again.
-        Those that were preempted for it stay so, and those that have ended since are left out.
+        The requests get back their computed tokens, and admitted ones wait again. Requests
+        preempted for the step stay preempted, and those that have ended since are left out.
         """
         undone = self._launched.pop()
         if undone.number != plan.step:
@@ -237,7 +237,9 @@ class Scheduler:
         self._end(self._requests[request_id], Finish.ERROR, error=error)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Record the result of the oldest launched step; return all since the last output."""
+        """Record the result of the oldest launched step; return everything since the last
+        output.
+        """
         launched = self._launched.popleft()
         results = len(result.tokens) + len(result.pooled)
         if launched.number != plan.step or len(launched.sampling) != results:
@@ -276,7 +278,9 @@ class Scheduler:
         return self._flush() if self._output.request_ids else None
 
     def _report_device_seconds(self, launched: StepBuilder) -> None:
-        """Report the time so far of requests that the worker process may end by their text."""
+        """Report the device time so far of requests that the worker process may end by their
+        text.
+        """
         if self._ending_by_text:
             going_on = [request for request in launched.sampling if request.stop_strings and not request.finish]
             self._output.device_seconds.update(self._slots.seconds_so_far(going_on))
@@ -284,7 +288,7 @@ class Scheduler:
     def _advance_guides(self, plan: StepPlan, launched: StepBuilder, result: StepResult) -> None:
         """Record the tokens of guided samples.
 
-        A request whose guide allows nothing more ends with its token, whatever that is.
+        A request whose guide allows no further token ends with its last token.
         """
         for index in plan.guided:
             request, token = launched.sampling[index], int(result.tokens[index])
@@ -315,7 +319,7 @@ class Scheduler:
         self._output.end(request, stop_token, error, token)
 
     def _flush(self, entered: Collection[RequestState] = ()) -> StepOutput:
-        """Return the output; `entered` were in the step that it is of for the first time."""
+        """Return the output; `entered` are the requests that its step has for the first time."""
         for request in entered:
             if request.sampling.prompt_logprobs < 0:
                 self._stats.prefix_queries += request.prompt_length

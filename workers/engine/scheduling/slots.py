@@ -1,4 +1,4 @@
-"""Slots of the device, free and in use, and how long it computed for each."""
+"""Track the slots of the device, and the device time used in each."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ from workers.engine.scheduling.request import RequestState
 
 
 class SlotPool:
-    """Free slots, and the slots and blocks that requests gave up.
+    """Hold the free slots, and the slots and blocks that requests gave up.
 
-    These return: they are free once the last step that uses them has been retired.
+    The latter are returning: they become free once the last step that uses them has been retired.
     """
 
     def __init__(self, num_slots: int, blocks: BlockPool) -> None:
@@ -21,7 +21,8 @@ class SlotPool:
         self.returning: list[_Returning] = []
         self.retired_step = 0
         self._blocks = blocks
-        # Not yet added to the request that has, or had, the slot; at -1, of no request, always 0
+        # Not yet added to the request that last had the slot; index -1 stands for no request,
+        # always 0
         self._device_seconds = np.zeros(num_slots + 1)
 
     @property
@@ -30,7 +31,7 @@ class SlotPool:
 
     @property
     def returning_own_blocks(self) -> int:
-        """Returning blocks that no other request uses."""
+        """Return how many returning blocks no other request uses."""
         return sum(returning.own_blocks for returning in self.returning)
 
     def give_up(self, request: RequestState) -> None:
@@ -42,7 +43,7 @@ class SlotPool:
         self._return(returning)
 
     def retire(self, step: int) -> None:
-        """Free what was last used by `step` or an earlier one."""
+        """Free the slots and blocks last used by `step` or an earlier one."""
         self.retired_step = step
         due = [returning for returning in self.returning if returning.after <= step]
         if due:
@@ -51,7 +52,9 @@ class SlotPool:
                 self._free(returning)
 
     def undo(self, step: int, before: int) -> None:
-        """Free what was last used by a step that was not launched once `before` is retired."""
+        """Free the slots and blocks last used by a step that was not launched, once `before` is
+        retired.
+        """
         given_up, self.returning = self.returning, []
         for returning in given_up:
             self._return(returning._replace(after=before) if returning.after == step else returning)
@@ -61,12 +64,14 @@ class SlotPool:
         self._device_seconds[plan.slots] += plan.counts * (seconds / plan.counts.sum())
 
     def settle(self, request: RequestState, slot: int) -> None:
-        """Add the slot's time to the request that has it, or gave it up last."""
+        """Add the slot's time to its current or last request."""
         request.device_seconds += float(self._device_seconds[slot])
         self._device_seconds[slot] = 0.0
 
     def seconds_so_far(self, requests: list[RequestState]) -> dict[int, float]:
-        """Return what each of these requests took, by its id, in one access to the array."""
+        """Return the device seconds of each of these requests by id, with one access to the
+        array.
+        """
         unsettled = self._device_seconds[[request.slot for request in requests]].tolist()
         return {each.id: each.device_seconds + more for each, more in zip(requests, unsettled, strict=True)}
 
@@ -83,7 +88,7 @@ class SlotPool:
 
 
 class _Returning(NamedTuple):
-    """A slot and blocks that are free once step `after` has been retired."""
+    """A slot and blocks that become free once step `after` has been retired."""
 
     after: int
     slot: int

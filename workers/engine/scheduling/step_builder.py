@@ -1,4 +1,4 @@
-"""Builders of a step's plan and of its output."""
+"""Build a step's plan and its output."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from workers.engine.scheduling.request import RequestState
 
 
 class SlotEntry(NamedTuple):
-    """A request that got a slot: when, and whether for the first time."""
+    """The step in which a request got a slot, and whether it was the first time."""
 
     request: RequestState
     time: float
@@ -20,10 +20,10 @@ class SlotEntry(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Collects the rows of one `StepPlan`.
+    """Collect the rows of one `StepPlan`.
 
-    `budget`: tokens left; `outstanding`: blocks that unfinished prefills still need; `short`: a
-    running request got no block.
+    `budget` is the number of tokens left, `outstanding` the blocks that unfinished prefills still
+    need; `short` means that a running request got no block.
     """
 
     number: int
@@ -43,7 +43,7 @@ class StepBuilder:
 
     @property
     def first_entries(self) -> list[RequestState]:
-        """Requests that never had a slot before."""
+        """Return the requests that never had a slot before."""
         return [entry.request for entry in self.entries if entry.first]
 
     def build(self) -> StepPlan:
@@ -61,11 +61,11 @@ class StepBuilder:
 
 @dataclass(slots=True)
 class OutputBuilder:
-    """Collects one `StepOutput`; requests that go on have one token each.
+    """Collect one `StepOutput`; continuing requests have one token each.
 
-    Until the first entry of a request, here or in a later output, `fresh_hits` has how many prompt
-    tokens the cache gave it, and `fresh_scores` the prompt's log probabilities so far;
-    `fresh_starts`, until its next entry, the steps in which it got a slot.
+    Until the first entry of a request, here or in a later output, `fresh_hits` has its prompt
+    tokens from the cache, and `fresh_scores` the prompt's log probabilities so far. `fresh_starts`
+    has the steps in which it got a slot, until its next entry.
     """
 
     request_ids: list[int] = field(default_factory=list)
@@ -89,12 +89,12 @@ class OutputBuilder:
                 self.fresh_scores[request.id] += scores
 
     def start(self, request: RequestState, step: int, now: float) -> None:
-        """Note when a request got a slot, if it asked."""
+        """Record when a request got a slot, if it asked for it."""
         if request.timed:
             self.fresh_starts.setdefault(request.id, []).append((step, now))
 
     def undo_start(self, request: RequestState) -> None:
-        """Take back the last start of a request, whose step was not launched."""
+        """Remove the last start of a request whose step was not launched."""
         if starts := self.fresh_starts.get(request.id):
             starts.pop()
 

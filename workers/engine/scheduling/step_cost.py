@@ -1,4 +1,4 @@
-"""A cost model of steps, which predicts how long one takes."""
+"""Predict the time of a step with a cost model."""
 
 import math
 
@@ -6,28 +6,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 COLD_STEPS = 2
-"""How many of the first steps say nothing about later ones."""
+"""Number of first steps that are not representative of later ones."""
 
-# Seconds of a step, a decode row, a token of its context, a prompt token, a pair; before anything
-# is measured only their relation counts, which is that of common models on a CPU
+# Seconds of a step, a decode row, a token of its context, a prompt token, a pair. Before the first
+# measurement only their ratios matter, which are those of common models on a CPU
 _FIRST_COSTS = 1e-3 * np.array([16.0, 1.0, 1 / 512, 1.0, 1 / 4096])
-_CAREFUL_TOKENS = 32  # of a prompt in a step, before anything is measured
-_RATE = 0.15  # of the way from the prediction to what was measured
-_MAX_CHANGE = 2.0  # a step counts as at most so many times slower or quicker than predicted
+_CAREFUL_TOKENS = 32  # prompt tokens in a step before the first measurement
+_RATE = 0.15  # weight of a measurement against the prediction
+_MAX_CHANGE = 2.0  # largest factor by which a measured step counts as slower or faster than predicted
 
 Counts = NDArray[np.int32]
 Costs = NDArray[np.float64]
 
 
 class StepCost:
-    """A cost model of steps, fitted to those that ran.
+    """Predict step times by a cost model, fitted to measured steps.
 
-    A step takes a time of its own, and more for each decode row, each token of the rows' context,
+    A step costs a fixed time, plus a time for each decode row, each token of the rows' context,
     each prompt token, and each pair of a prompt token and a token that it attends to.
 
-    A step whose time differs from the prediction scales each of these costs by its part in that
-    prediction. So all stay positive, the prompts' costs change little in steps that mostly decode,
-    and a cost that no step shows keeps its relation to the others.
+    A measurement scales each of these costs by its share of the prediction. So all stay positive,
+    prompt costs change little in steps that mostly decode, and a cost that no step incurs keeps its
+    ratio to the others.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StepCost:
 
     @property
     def known(self) -> bool:
-        """Return whether any step but the first ones, which are slow, was measured."""
+        """Return whether any step after the first ones, which are slow, was measured."""
         return self._steps > COLD_STEPS
 
     def record(self, starts: Counts, counts: Counts, seconds: float) -> None:
@@ -54,16 +54,16 @@ class StepCost:
             self._costs *= 1 + _RATE * change * shares / float(shares @ shares)
 
     def predict(self, starts: Counts, counts: Counts) -> float:
-        """Return the seconds of a step."""
+        """Return the predicted seconds of a step."""
         return float(self._costs @ _work(starts, counts))
 
     def decode(self, rows: int, context: int) -> float:
-        """Return the seconds of decode rows with `context` tokens together, within a step."""
+        """Return the seconds of decode rows with `context` tokens in total, within a step."""
         return float(self._costs[1] * rows + self._costs[2] * context)
 
     @property
     def empty(self) -> float:
-        """Return the seconds that a step takes apart from its rows."""
+        """Return the seconds of a step without any rows."""
         return float(self._costs[0])
 
     def prompt(self, start: int, count: int) -> float:
@@ -71,7 +71,9 @@ class StepCost:
         return float(self._costs[3] * count + self._costs[4] * count * (start + count / 2))
 
     def tokens_within(self, seconds: float, start: int) -> int:
-        """Return how many prompt tokens from position `start` on take so long; few at first."""
+        """Return how many prompt tokens from position `start` on take `seconds`; few before the
+        first measurement.
+        """
         token, pair = float(self._costs[3]), float(self._costs[4])
         token += pair * start
         tokens = int(2 * seconds / (token + math.sqrt(token * token + 2 * pair * seconds))) if seconds > 0 else 0

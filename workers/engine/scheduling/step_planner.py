@@ -1,6 +1,6 @@
-"""Fill a step: which running requests go on, which waiting ones start, each with how many tokens.
+"""Fill a step: continue running requests, start waiting ones, and assign tokens to each.
 
-Room for the beginning is not enough for a batch request to start: the admission policy decides
+A batch request does not start merely because its first tokens fit: the admission policy decides
 (`admission.py`).
 """
 
@@ -20,7 +20,7 @@ from workers.engine.scheduling.step_cost import StepCost
 
 
 class StepPlanner:
-    """Gives the tokens of steps to requests."""
+    """Assign the tokens of steps to requests."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class StepPlanner:
         self._cost = cost
         self._live_step_seconds = live_step_seconds
         self._whole_prompts = whole_prompts
-        self._time: LiveStepTime | None = None  # of the step that is planned, where it is limited
-        self._saved_tokens = 0  # of the batch's share, for a whole prompt that is longer than it
+        self._time: LiveStepTime | None = None  # of the step under planning, if it is limited
+        self._saved_tokens = 0  # of the batch's share, for a whole prompt longer than the share
 
     def plan(self, step: StepBuilder) -> None:
         """Fill the step."""
@@ -53,9 +53,9 @@ class StepPlanner:
         self._admit_batch(step)
 
     def _plan_live(self, step: StepBuilder) -> None:
-        """Advance the running requests, and start live ones, in a step whose time is limited.
+        """Advance the running requests, and start live ones, in a step with a time limit.
 
-        First are the live requests, then batch requests; in each class those that decode.
+        Live requests come first, then batch requests; in each class, decoding requests come first.
         """
         live, batch = self._queues.live, self._queues.batch
         self._advance(decoding(live.running), step)
@@ -77,7 +77,7 @@ class StepPlanner:
         return max(0, step.budget if self._time is None else min(step.budget, self._time.tokens(0)))
 
     def _advance_prompts(self, requests: list[RequestState], step: StepBuilder) -> None:
-        """Advance the requests that do not decode yet, while there is time."""
+        """Advance the requests that do not decode yet, while time is left."""
         for request in in_prompt(requests):
             if not self._room(step):
                 step.outstanding += self._kv_cache.blocks_for(request.known - request.capacity)
@@ -85,7 +85,7 @@ class StepPlanner:
                 self._advance_prompt(request, step)
 
     def _advance_prompt(self, request: RequestState, step: StepBuilder) -> None:
-        """Advance a request as far as there is room, or, where prompts stay whole, to its end."""
+        """Advance a request as far as room is left, or to its end if prompts stay whole."""
         if self._whole_prompts:
             self._advance_whole(request, step)
         elif self._time is None:
@@ -96,7 +96,7 @@ class StepPlanner:
             self._time.spend_tokens(start, count)
 
     def _advance_whole(self, request: RequestState, step: StepBuilder) -> None:
-        """Advance a request that begins; the budget may be overdrawn."""
+        """Advance a request that begins; it may exceed the budget."""
         left, step.budget = step.budget - request.known, request.known
         self._advance([request], step)
         step.budget += left
@@ -104,7 +104,7 @@ class StepPlanner:
             self._time.spend_tokens(0, request.computed)
 
     def _advance_within(self, tokens: int, requests: Iterable[RequestState], step: StepBuilder) -> int:
-        """Advance requests by at most `tokens` together; return by how many."""
+        """Advance requests by at most `tokens` in total; return the number of tokens."""
         rest = max(0, step.budget - tokens)
         before = step.budget = step.budget - rest
         self._advance(requests, step)
@@ -113,14 +113,14 @@ class StepPlanner:
         return count
 
     def _advance(self, requests: Iterable[RequestState], step: StepBuilder) -> None:
-        """Give requests with a slot as many of their uncomputed tokens as the budget has left.
+        """Assign uncomputed tokens to requests with a slot, up to the budget.
 
-        Every row of every step passes this loop: its cost per row is the host's cost of a step.
+        Every row of every step passes this loop, so its cost per row is the host's cost of a step.
         """
         budget, number = step.budget, step.number
         add_slot, add_start, add_count = step.slots.append, step.starts.append, step.counts.append
         add_samples, add_sampling = step.samples.append, step.sampling.append
-        for request in requests:  # preemption shortens the list only behind the request at hand
+        for request in requests:  # preemption shortens the list only after the current request
             if not budget:
                 break
             start, known = request.computed, request.known
@@ -152,7 +152,7 @@ class StepPlanner:
         step.budget = budget
 
     def _score(self, request: RequestState, end: int, step: StepBuilder) -> None:
-        """Let the step's next row report the log probabilities of the prompt tokens after its own.
+        """Report the log probabilities of the prompt tokens after the step's next row.
 
         Each is reported once, also when tokens are recomputed after a preemption.
         """
@@ -164,7 +164,7 @@ class StepPlanner:
     def _extend(self, request: RequestState, end: int, step: StepBuilder) -> bool:
         """Allocate blocks for a request's first `end` tokens; return False if it must wait.
 
-        Requests of lower priority are preempted if need be.
+        Requests of lower priority are preempted if necessary.
         """
         if not self._queues.make_room(self._kv_cache.blocks_for(end - request.capacity), request, step.number):
             step.short = True
@@ -181,9 +181,9 @@ class StepPlanner:
                 self._admit(queues.batch, step)
 
     def _admit(self, priority_class: PriorityClass, step: StepBuilder) -> None:
-        """Admit waiting requests in order of priority.
+        """Admit waiting requests by priority.
 
-        Their known tokens must fit beside what the running requests may soon need.
+        Their known tokens must fit beside the tokens that running requests may soon need.
         """
         queues = self._queues
         while priority_class.waiting and not step.short and (room := self._room(step)):
@@ -195,8 +195,8 @@ class StepPlanner:
             reserve = step.outstanding + len(queues.live.running) + (0 if request.live else len(queues.batch.running))
             if not request.live and reserve >= self._pool.num_free:
                 return
-            # What the cache holds has no logits, so as long as prompt tokens are to be scored
-            # everything is computed.
+            # Cached tokens have no logits, so everything is computed while prompt tokens are to be
+            # scored.
             prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
             need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.count_free(prefix) + reserve
             kept = queues.kept_for_batch(request)
@@ -209,8 +209,8 @@ class StepPlanner:
     def _fits_whole(self, request: RequestState, room: int) -> bool:
         """Return whether a whole prompt starts beside others in a step.
 
-        Where live requests limit the steps, a batch request saves the room that is too small for
-        it, and starts once that is enough: else endless live requests would stop it.
+        While live requests limit the steps, a batch request saves up room that is too small for it,
+        and starts once the sum is enough: otherwise endless live requests would stop it.
         """
         if request.live or self._time is None:
             return request.known <= room

@@ -1,4 +1,4 @@
-"""The token budget of a step, and an estimate of how long a full one may take."""
+"""Adapt the token budget of a step, and estimate the time of a full step."""
 
 import math
 
@@ -10,9 +10,9 @@ _RECENT_STEPS = 512
 
 
 class AdaptiveBatchSize:
-    """Token budget of a step: halved when a step runs out of memory, doubled after good steps.
+    """Adapt the token budget: halve it when a step runs out of memory, double it after good steps.
 
-    After each doubling that fails, twice as many good steps are needed for the next one.
+    After each failed doubling, the next one needs twice as many good steps.
     """
 
     def __init__(self, most: int) -> None:
@@ -45,11 +45,11 @@ class AdaptiveBatchSize:
 
 
 class StepTimeEstimate:
-    """Estimate how long a full step may take.
+    """Estimate the longest time of a full step.
 
-    The estimate is the longest recent step, or the least time per token times a full budget, since
-    short steps predict long ones badly. The first steps do not count: they load what later ones
-    find loaded. A worker runs them itself before it claims requests.
+    The estimate is the longest recent step, or the shortest time per token times a full budget,
+    since short steps predict long ones badly. The first steps do not count, since they also load
+    code and data. A worker runs them itself before it claims requests.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
@@ -60,7 +60,7 @@ class StepTimeEstimate:
         self._steps = 0
 
     def record(self, seconds: float, computed_tokens: int) -> None:
-        """Record a turn of the loop; `computed_tokens` counts those of all steps so far."""
+        """Record an iteration of the loop; `computed_tokens` is the total of all steps so far."""
         tokens, self._computed = computed_tokens - self._computed, computed_tokens
         if not tokens:
             return
@@ -74,5 +74,5 @@ class StepTimeEstimate:
 
     @property
     def full_step(self) -> float:
-        """Return seconds; 0 as long as nothing is known."""
+        """Return the estimate in seconds, or 0 before any measurement."""
         return max(*self._longest, self._per_token * self._full) if self._steps > COLD_STEPS else 0.0

@@ -1,1 +1,1 @@
-"""Readers of what models write by convention: calls of tools, and reasoning before the answer."""
+"""Parse conventions in a model's output: tool calls, and reasoning before the answer."""

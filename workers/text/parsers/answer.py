@@ -1,4 +1,4 @@
-"""Parse one whole answer: reasoning first, then calls of tools."""
+"""Parse one whole answer: reasoning first, then tool calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerParser:
-    """An `OutputParser` that hands what is behind the reasoning to a parser of calls.
+    """Pass the text after the reasoning to a tool parser, as an `OutputParser`.
 
-    Either may be missing. Without `parallel` calls all but the first are dropped. A parser of calls
-    that raises, which a plugin may, is given up, and the rest of the answer is content.
+    Either parser may be missing. Without `parallel`, all calls but the first are dropped. If a tool
+    parser raises, as a plugin may, the rest of the answer is content.
     """
 
     def __init__(
@@ -26,18 +26,18 @@ class AnswerParser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the text read so far ends inside the reasoning."""
+        """Return whether the text read so far ends inside the reasoning."""
         return self._reasoning is not None and self._reasoning.inside
 
     def feed(self, text: str) -> Parsed:
-        """Return what is certain by now."""
+        """Return the output that is final now."""
         if self._reasoning is None:
             return self._read(text)
         parsed = self._reasoning.feed(text)
         return _after(parsed.reasoning, self._read(parsed.content))
 
     def finish(self) -> Parsed:
-        """Return what was kept, once no more text comes."""
+        """Return the text held back, once no more text comes."""
         parsed = Parsed() if self._reasoning is None else self._reasoning.finish()
         first, last = self._read(parsed.content), self._read_end()
         pieces = joined_pieces((*first.tool_calls, *last.tool_calls))

@@ -1,4 +1,4 @@
-"""What parsers of an answer's text are, and what they return."""
+"""Define the parsers of an answer's text, and their output."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """The next piece of a tool call; its first piece has the name."""
+    """The next piece of a tool call; its first piece has the function's name."""
 
-    index: int  # of the call in its answer
+    index: int  # position of the call in its answer
     arguments: str = ""
     name: str | None = None
 
 
 class Parsed(NamedTuple):
-    """What a piece of text turned out to be."""
+    """The parsed content, reasoning and call pieces of a piece of text."""
 
     content: str = ""
     reasoning: str = ""
@@ -39,60 +39,58 @@ def joined_pieces(pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
 
 
 class OutputParser(Protocol):
-    """Reads one answer's text, piece by piece.
+    """Parse one answer's text, piece by piece.
 
-    All that it returns, put together, does not depend on how the text was cut. No text makes it
-    raise: what cannot be read as a call is content.
+    The joined output does not depend on how the text was split. No text raises an error: text that
+    cannot be parsed as a call is content.
     """
 
     def feed(self, text: str) -> Parsed:
-        """Return what is certain by now; text that may be the beginning of a marker is kept."""
+        """Return the output that is final now; text that may begin a marker is held back."""
         ...
 
     def finish(self) -> Parsed:
-        """Return what was kept, once no more text comes."""
+        """Return the text held back, once no more text comes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a family writes a call whose arguments are JSON, for grammars that enforce it.
+    """A model family's syntax of calls with JSON arguments, for grammars that enforce it.
 
     A call is `begin(name)`, the arguments' object, `end`. Several calls are joined by `separator`.
     """
 
-    trigger: str  # text behind which there can only be a call; calls begin with it
+    trigger: str  # every call begins with it, and only a call may follow it
     before_name: str
     before_arguments: str
     end: str
     separator: str
 
     def begin(self, name: str) -> str:
-        """Return what is written before the arguments of a function."""
+        """Return the text before the arguments of a function."""
         return f"{self.before_name}{name}{self.before_arguments}"
 
 
 class ToolParser(ABC):
-    """Reads the tool calls of one answer, as the models of one family write them.
+    """Parse the tool calls of one answer, in the syntax of one model family.
 
-    It is an `OutputParser` whose content is the text that belongs to no call.
+    It is an `OutputParser`; its content is the text outside calls.
     """
 
     name: ClassVar[str]
-    # Texts that must reach the parser although they are special tokens of some vocabularies
+    # Texts that must reach the parser even if they are special tokens of the vocabulary
     markers: ClassVar[tuple[str, ...]] = ()
-    call_syntax: ClassVar[CallSyntax | None] = None  # None where JSON Schema cannot say it
+    call_syntax: ClassVar[CallSyntax | None] = None  # None if JSON Schema cannot express the arguments
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Take the request's tools in OpenAI's shape: their parameters may have types that the
-        family does not write.
-        """
+        """Take the request's tools in OpenAI's shape, for the types of their parameters."""
         self._tools = tools
 
     @abstractmethod
     def feed(self, text: str) -> Parsed:
-        """Return what is certain by now."""
+        """Return the output that is final now."""
 
     @abstractmethod
     def finish(self) -> Parsed:
-        """Return what was kept, once no more text comes."""
+        """Return the text held back, once no more text comes."""

@@ -1,4 +1,4 @@
-"""Read a JSON array of calls."""
+"""Parse a JSON array of calls."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from workers.text.parsers.call_reader import CallReader, State
 from workers.text.parsers.json_call import JsonCall
 
-_BETWEEN = " \t\n\r,"  # elements of an array
+_BETWEEN = " \t\n\r,"  # between elements of an array
 
 
 class CallListReader(CallReader):
-    """Reads calls in an array, or a single one without an array around it.
+    """Parse calls in an array, or a single call without an array.
 
-    From the first element on that is no call, the array is text like any other.
+    From the first element that is not a call, the array is plain text.
     """
 
     argument_keys: ClassVar[tuple[str, ...]] = ("arguments",)
@@ -24,10 +24,10 @@ class CallListReader(CallReader):
         super().__init__(tools)
         self._call = JsonCall()
         self._in_list = False
-        self._raw = ""  # of a list in which no call was found yet
+        self._raw = ""  # text of a list without a call so far
 
     def _begin_list(self) -> None:
-        """Go over to the array or object that the text begins with."""
+        """Start the array or object at the beginning of the text."""
         self._in_list = self._text.startswith("[")
         self._raw, self._text = self._text[:1] if self._in_list else "", self._text[self._in_list :]
         self._read = self._between_calls if self._in_list else self._begin_object()

@@ -1,4 +1,4 @@
-"""What parsers of tool calls have in common: text that was not read yet, and what it gave."""
+"""Share the state of tool parsers: unread text and its output."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from workers.text.parsers.base import Parsed, ToolCallPiece, ToolParser, joined_
 from workers.text.parsers.json_call import JsonCall
 from workers.text.parsers.markers import Markers
 
-_PIECE = 512  # characters; what is left of them is copied for each marker
+_PIECE = 512  # characters; each marker copies the rest of a piece
 
-State = Callable[[bool], bool]  # whether no more text comes; returns whether to go on at once
+State = Callable[[bool], bool]  # takes whether the text is final; returns whether to continue at once
 
 
 class CallReader(ToolParser):
     """A state machine over an answer's text.
 
-    White space around calls at the ends of the content is dropped, and so is text between and
-    behind calls unless `keeps_text_after_calls`.
+    White space around calls at the ends of the content is dropped. Text between and after calls is
+    dropped too, unless `keeps_text_after_calls`.
     """
 
     keeps_text_after_calls: ClassVar[bool] = False
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
-        self._text = ""  # not read yet
+        self._text = ""  # unread
         self._read: State = self._outside
         self._calls = 0
         self._content: list[str] = []
-        self._spaces: list[str] = []  # at the end of the content; go out before more of it
+        self._spaces: list[str] = []  # at the end of the content; released before more content
         self._has_content = False
         self._pieces: list[ToolCallPiece] = []
 
     def feed(self, text: str) -> Parsed:
-        """Return what is certain by now."""
+        """Return the output that is final now."""
         for start in range(0, len(text), _PIECE):
             self._text += text[start : start + _PIECE]
             while self._read(False):
@@ -43,7 +43,7 @@ class CallReader(ToolParser):
         return self._take()
 
     def finish(self) -> Parsed:
-        """Return what was kept, once no more text comes."""
+        """Return the text held back, once no more text comes."""
         while self._read(True):
             pass
         if not self._calls:
@@ -52,20 +52,20 @@ class CallReader(ToolParser):
 
     @abstractmethod
     def _outside(self, final: bool) -> bool:
-        """Read text that belongs to no call."""
+        """Read text outside calls."""
 
     def _until(self, markers: Markers, final: bool) -> tuple[str, str | None]:
-        """Read up to a marker, and over it; None if there is none yet."""
+        """Read through the next marker; return None if there is none yet."""
         before, marker, self._text = markers.split(self._text, final)
         return before, marker
 
     def _say(self, text: str) -> None:
-        """Add text around calls to the content."""
+        """Add text outside calls to the content."""
         if not self._calls or self.keeps_text_after_calls:
             self._say_always(text)
 
     def _say_always(self, text: str) -> None:
-        """Add to the content what looked like a call and is none."""
+        """Add text that looked like a call but is none to the content."""
         kept = text.rstrip()
         if kept:
             self._content += [*self._spaces, kept]
@@ -84,14 +84,14 @@ class CallReader(ToolParser):
             self._pieces.append(ToolCallPiece(self._calls - 1, text))
 
     def _feed_call(self, call: JsonCall, final: bool) -> None:
-        """Read what belongs to a call and pass it on."""
+        """Read the text of a call and pass it on."""
         self._text = self._text[call.feed(self._text) :]
         if final and not self._text:
             call.give_up()
         self._pass_on(call)
 
     def _pass_on(self, call: JsonCall) -> None:
-        """Pass on what is new of a call, or what turned out to be none."""
+        """Pass on the new part of a call, or the text of one that turned out not to be a call."""
         name, arguments = call.take()
         if name is not None:
             self._begin_call(name)

@@ -1,4 +1,4 @@
-"""Read calls that a grammar enforced: `tool_choice` is `required`, or names a function."""
+"""Parse calls that a grammar enforced: `tool_choice` is `required`, or names a function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers.text.parsers.json_value import JsonValue
 
 
 class RequiredCallsParser(CallListReader):
-    """Reads `[{"name": "f", "parameters": {}}]`, the form that vLLM enforces."""
+    """Parse `[{"name": "f", "parameters": {}}]`, the form that vLLM enforces."""
 
     name = "required"
     argument_keys = ("parameters", "arguments")
@@ -32,7 +32,7 @@ class RequiredCallsParser(CallListReader):
 
 
 class NamedCallParser(CallReader):
-    """Reads the arguments of a call of one function, which are all that is written."""
+    """Parse the arguments of a call of one function; the text has nothing else."""
 
     name = "named"
 

@@ -1,4 +1,4 @@
-"""Hermes, Qwen2.5, Qwen3 and many others: JSON objects between tags."""
+"""Parse tool calls of Hermes, Qwen2.5, Qwen3 and many others: JSON objects between tags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _END = "</tool_call>"
 
 
 class HermesParser(CallReader):
-    """Reads `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
+    """Parse `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
 
     A tag ends the call even inside a string: with most vocabularies it is one token.
     """

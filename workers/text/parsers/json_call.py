@@ -1,4 +1,4 @@
-"""Read one call that is a JSON object with a name and arguments."""
+"""Parse one call that is a JSON object with a name and arguments."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Callable
 
 from workers.text.parsers.json_value import JsonValue, decode_string, may_begin_value, skip_space
 
-_State = Callable[[str, int], int]  # of a text and where to read on; returns where it stopped
+_State = Callable[[str, int], int]  # takes a text and a start position; returns the end position
 
 
 class JsonCall:
-    """A call's object, piece by piece.
+    """The object of a call, piece by piece.
 
-    It is `announced` once its name is whole and its arguments have begun; from then on arguments
-    are passed on as they are written. Before that it may prove `broken`: no call. Until it is
-    announced, `take_raw` has what was read.
+    A call is `announced` once its name is complete and its arguments have begun; from then on
+    arguments are passed on as they arrive. Before that it may become `broken`, if it is not a call.
+    Until it is announced, `take_raw` returns the text read.
     """
 
     def __init__(self, raw: str = "", keys: tuple[str, ...] = ("arguments",), lenient: bool = False) -> None:
-        """`raw` is the marker that was read before the object, `keys` what arguments go by.
+        """Start a call.
 
-        With `lenient`, arguments may be left out, be null, or be JSON in a string.
+        `raw` is the marker read before the object, `keys` the possible keys of the arguments. With
+        `lenient`, arguments may be left out, be null, or be JSON in a string.
         """
         self.complete = self.broken = self.announced = False
         self._raw = [raw]
@@ -31,7 +32,7 @@ class JsonCall:
         self._taken = False
         self._key: str | None = None
         self._value = JsonValue('"')
-        self._value_text: list[str] = []  # of a key or value that is needed whole
+        self._value_text: list[str] = []  # of a key or value that is needed complete
         self._read: _State = self._before_object
 
     def feed(self, text: str) -> int:
@@ -49,7 +50,7 @@ class JsonCall:
         self.broken = not self.complete
 
     def take(self) -> tuple[str | None, str]:
-        """Return new arguments of an announced call, the first time with its name."""
+        """Return new arguments of an announced call; the first time, also its name."""
         if not self.announced or self._arguments is None:
             return None, ""
         name = None if self._taken else self._name
@@ -59,7 +60,7 @@ class JsonCall:
         return name, arguments
 
     def take_raw(self) -> str:
-        """Return what was read and not taken before."""
+        """Return the text read and not yet taken."""
         raw = "".join(self._raw)
         self._raw.clear()
         return raw
@@ -99,7 +100,7 @@ class JsonCall:
         return position
 
     def _reader(self, first: str) -> _State:
-        """Return what reads the value that begins with this character."""
+        """Return the reader of the value that begins with this character."""
         if self._key == "name" and self._name is None:
             return self._in_name
         if self._key not in self._keys or self._arguments is not None:

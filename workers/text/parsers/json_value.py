@@ -1,4 +1,4 @@
-"""Find the end of a JSON value in text that comes in pieces."""
+"""Find the end of a JSON value in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST_CHARACTERS = frozenset('"{[-0123456789tfnNI')
 
 
 def skip_space(text: str, position: int) -> int:
-    """Return where JSON's white space ends."""
+    """Return the end of JSON's white space."""
     found = _SPACE.match(text, position)
     return position if found is None else found.end()
 
@@ -25,8 +25,8 @@ def may_begin_value(character: str) -> bool:
 
 
 def decode_string(text: str) -> str | None:
-    """Return what a JSON string says, control characters allowed; None if it is not one, or has
-    half a character.
+    """Return the value of a JSON string, control characters allowed; None if it is invalid or has
+    half of a surrogate pair.
     """
     try:
         value = json.loads(text, strict=False)
@@ -39,7 +39,7 @@ def decode_string(text: str) -> str | None:
 
 
 def dump_json(value: Any) -> str:
-    """Return the JSON of a value, in UTF-8 but where it has half a character."""
+    """Return a value as JSON, in UTF-8 unless it has half of a surrogate pair."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -49,10 +49,10 @@ def dump_json(value: Any) -> str:
 
 
 class JsonValue:
-    """Follows quotes and brackets of one value up to its end.
+    """Track quotes and brackets of one value up to its end.
 
-    Everything else about the value is taken as it is: models leave out commas, and a call with a
-    mistake in its arguments is still a call.
+    Nothing else is checked: models leave out commas, and a call with a mistake in its arguments is
+    still a call.
     """
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "complete")
@@ -64,7 +64,7 @@ class JsonValue:
         self.complete = False
 
     def feed(self, text: str, start: int) -> int:
-        """Return where the part of the value that begins at `start` ends."""
+        """Return the end of the part of the value that begins at `start`."""
         position = start
         while position < len(text) and not self.complete:
             position = self._scalar_end(text, position) if self._scalar else self._advance(text, position)

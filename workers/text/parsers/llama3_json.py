@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3 and 4: bare JSON objects, separated by semicolons."""
+"""Parse tool calls of Llama 3.1 to 3.3 and 4: bare JSON objects, separated by semicolons."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _KEYS = ("parameters", "arguments")
 
 
 class Llama3JsonParser(CallReader):
-    """Reads `{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}`.
+    """Parse `{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}`.
 
-    An object without a name and parameters is content, passed on once it is whole.
+    An object without a name and parameters is content, passed on once it is complete.
     """
 
     name = "llama3_json"

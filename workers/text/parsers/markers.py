@@ -1,4 +1,4 @@
-"""Search for markers in text that comes in pieces."""
+"""Search for markers in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 class Markers:
-    """Texts that mean something to a parser, such as tags."""
+    """Texts with a meaning for a parser, such as tags."""
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
@@ -15,10 +15,10 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, markers)))
 
     def split(self, text: str, final: bool) -> tuple[str, str | None, str]:
-        """Return the text before the first marker, the marker, and the text behind it.
+        """Return the text before the first marker, the marker, and the text after it.
 
-        Without a marker that is the text that belongs to none, None, and the tail that may be the
-        beginning of one; with `final` no tail is.
+        Without a marker, return the text that belongs to none, None, and the tail that may begin
+        one. With `final` the tail is empty.
         """
         if self._first_characters.isdisjoint(text):
             return text, None, ""

@@ -1,4 +1,4 @@
-"""Mistral: calls behind a special token, in the two ways of its tokenizers."""
+"""Parse tool calls of Mistral: calls after a special token, in the two forms of its tokenizers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAME = re.compile(r"""\s*[^\s\[\]{}()"',;:<>]*\s*""")
 
 
 class MistralParser(CallListReader):
-    """Reads `[TOOL_CALLS] [{"name": "f", "arguments": {}}]`, which tokenizers before version 11
-    write, and `[TOOL_CALLS]f{}` or `[TOOL_CALLS]f[ARGS]{}`.
+    """Parse `[TOOL_CALLS] [{"name": "f", "arguments": {}}]`, the form of tokenizers before version
+    11, and `[TOOL_CALLS]f{}` or `[TOOL_CALLS]f[ARGS]{}`.
 
-    The special token is no content, even where no call follows it.
+    The special token is never content, even if no call follows it.
     """
 
     name = "mistral"
@@ -34,7 +34,7 @@ class MistralParser(CallListReader):
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
         self._function = ""
-        self._value: JsonValue | None = None  # arguments that have begun
+        self._value: JsonValue | None = None  # arguments in progress
 
     def _outside(self, final: bool) -> bool:
         text, marker = self._until(self._begin, final)
@@ -44,7 +44,7 @@ class MistralParser(CallListReader):
         return marker is not None
 
     def _behind_token(self, final: bool) -> bool:
-        """Tell the two ways apart."""
+        """Distinguish the two forms."""
         self._text = self._text.lstrip()
         if not self._text or (_CALLS.startswith(self._text) and not final):
             return False

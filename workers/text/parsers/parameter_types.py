@@ -1,4 +1,4 @@
-"""Values of parameters that models write as plain text, by the types in a tool's JSON Schema."""
+"""Parse parameter values that models write as plain text, by the types in a tool's JSON Schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]], function: str, parameter: str) -> frozenset[str]:
-    """Return the types that a parameter may have; text alone where the tools do not say."""
+    """Return the types that a parameter may have; only text if the tools do not declare it."""
     for tool in tools:
         described = _mapping(tool.get("function"))
         if described.get("name") == function:
@@ -36,10 +36,10 @@ def is_text(types: frozenset[str]) -> bool:
 
 
 def read_value(text: str, types: frozenset[str]) -> Any:
-    """Return what a text says under the first type that it fits: null, a number, a truth value, an
+    """Return the value of a text under the first type that it fits: null, a number, a boolean, an
     object or a list, else the text.
 
-    Text that fits none of its types is read as JSON, and is a string if it is none.
+    Text that fits none of its types is parsed as JSON; invalid JSON is a string.
     """
     readers: list[Callable[[str], Any]] = [read for wanted, read in _READERS if wanted & types]
     for read in [*readers, _json]:

@@ -1,4 +1,4 @@
-"""Load a parser that is no part of this package."""
+"""Load a parser from outside this package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.text.parsers.base import ToolParser
 def load_plugin(path: str) -> type[ToolParser]:
     """Return the class at `module:Class` or `file.py:Class`.
 
-    Raises ParserError, whatever its module does when it is imported.
+    Raises ParserError, also for any error during the import of its module.
     """
     source, _, class_name = path.rpartition(":")
     if not source or not class_name:

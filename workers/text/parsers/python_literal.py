@@ -1,5 +1,6 @@
-"""Read calls and literals that are written in Python, without Python's parser: that fails in worse
-ways than an exception on text that was made to be deep.
+"""Parse calls and literals in Python syntax.
+
+Python's own parser is not used: on deeply nested text it can crash the process.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Reader:
         raise ValueError(f"{text} begins no literal")
 
     def _strings(self, first: str) -> str:
-        """Read strings that stand side by side as one."""
+        """Read adjacent strings as one."""
         parts = [_string(first)]
         while self._peek()[0] == "string":
             parts.append(_string(self._take("string")))
@@ -87,7 +88,7 @@ class _Reader:
         return -value if sign == "-" else value
 
     def _collection(self, opening: str, depth: int) -> Any:
-        """Read a list, a tuple, a set or a dict; JSON has lists and objects only."""
+        """Read a list, a tuple, a set or a dict as a list or an object, the only ones in JSON."""
         closing = _CLOSING[opening]
         items: list[Any] = []
         pairs: dict[Any, Any] = {}

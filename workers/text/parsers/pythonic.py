@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4, ToolACE and others: a Python list of calls."""
+"""Parse tool calls of Llama 3.2 and 4, ToolACE and others: a Python list of calls."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _MARK = re.compile(r"""[^\\'"()\[\]{}]+|\\.|\"\"\"|'''|["'()\[\]{}]""", re.DOTAL
 
 
 class PythonicParser(CallReader):
-    """Reads `[f(a=1, b="x"), g()]`, with nothing before it.
+    """Parse `[f(a=1, b="x"), g()]`, with nothing before it.
 
-    A call is passed on once it is whole: its arguments have to be read to be written as JSON.
+    A call is passed on once it is complete: its arguments must be parsed before they are written as
+    JSON.
     """
 
     name = "pythonic"
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
-        self._raw = ""  # read before what may be the next call
+        self._raw = ""  # text before a possible next call
         self._end = CallEnd()
 
     def _outside(self, final: bool) -> bool:
@@ -63,7 +64,7 @@ class PythonicParser(CallReader):
         try:
             name, arguments = read_call(self._text[:end])
             written = dump_json(arguments)
-        except ValueError:  # also of a number of too many digits
+        except ValueError:  # also for a number with too many digits
             self._read = self._no_call
             return
         self._raw, self._text = "", self._text[end:]
@@ -85,13 +86,13 @@ class PythonicParser(CallReader):
         return False
 
     def _no_call(self, final: bool) -> bool:
-        """Read the rest of an answer that is something else."""
+        """Read the rest of an answer that is not a list of calls."""
         self._say_always(self._raw + self._text)
         self._raw = self._text = ""
         return False
 
     def _skip_space(self) -> str:
-        """Return the next character, none if there is no more text yet."""
+        """Return the next character, or "" if there is no more text yet."""
         text = self._text.lstrip()
         self._raw += self._text[: len(self._text) - len(text)]
         self._text = text
@@ -99,14 +100,14 @@ class PythonicParser(CallReader):
 
 
 class CallEnd:
-    """Searches for the parenthesis that ends a call."""
+    """Find the parenthesis that ends a call."""
 
     def __init__(self) -> None:
         self._position = self._depth = 0
-        self._quote = ""  # of the string that is open
+        self._quote = ""  # of the open string
 
     def search(self, text: str, final: bool) -> int | None:
-        """Return where the call ends, None if it does not yet; text is what it was, and more."""
+        """Return the end of the call, or None so far; `text` extends that of the last search."""
         while (mark := _MARK.match(text, self._position)) is not None:
             if not final and self._may_grow(mark.group(), text):
                 return None

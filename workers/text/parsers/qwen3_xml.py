@@ -1,4 +1,4 @@
-"""Qwen3-Coder and Qwen3.5: calls in tags, a tag for each parameter."""
+"""Parse tool calls of Qwen3-Coder and Qwen3.5: calls in tags, a tag for each parameter."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PARAMETER_END = "</parameter>"
 
 
 class Qwen3XmlParser(CallReader):
-    """Reads `<tool_call><function=f><parameter=a>text</parameter></function></tool_call>`.
+    """Parse `<tool_call><function=f><parameter=a>text</parameter></function></tool_call>`.
 
-    Text is passed on as it comes; a value of another type once it is whole. The outer tags may be
-    missing, as the models leave them out at times, and so may the end of a parameter.
+    Text is passed on as it arrives, a value of another type once it is complete. The outer tags and
+    the end of a parameter may be missing, since models sometimes omit them.
     """
 
     name = "qwen3_coder"
@@ -40,7 +40,7 @@ class Qwen3XmlParser(CallReader):
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
-        self._raw = ""  # of what may become a call
+        self._raw = ""  # of a possible call
         self._function = self._key = ""
         self._parameters = 0
         self._types: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ class Qwen3XmlParser(CallReader):
         return marker is not None
 
     def _reject(self, marker: str | None) -> None:
-        """Give up what is no call; a marker may begin the next."""
+        """Give up text that is not a call; a marker may begin the next."""
         self._read = self._outside
         if marker in (_BEGIN, _FUNCTION):
             self._text = marker + self._text
@@ -90,7 +90,7 @@ class Qwen3XmlParser(CallReader):
         self._say(self._raw + (marker or ""))
 
     def _in_arguments(self, final: bool) -> bool:
-        """Read what is around parameters."""
+        """Read the text around parameters."""
         _, marker = self._until(self._argument_marks, final)
         if marker == _PARAMETER:
             self._key = ""
@@ -107,7 +107,7 @@ class Qwen3XmlParser(CallReader):
         self._key += text
         if marker == ">":
             self._begin_value(self._key.strip())
-        elif marker is not None or final:  # no parameter
+        elif marker is not None or final:  # not a parameter
             self._text = (marker or "") + self._text
             self._read = self._in_arguments
         return marker is not None or final
@@ -134,7 +134,7 @@ class Qwen3XmlParser(CallReader):
         return marker is not None
 
     def _pass_on_text(self, ended: bool) -> None:
-        """Pass on a string but for the line breaks at its ends, which are layout."""
+        """Pass on a string without the line breaks at its ends, which are layout."""
         text = self._value
         if text and not self._value_begun:
             self._value_begun = True

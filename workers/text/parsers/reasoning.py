@@ -1,4 +1,4 @@
-"""Split reasoning from the answer behind it."""
+"""Separate reasoning from the answer after it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from workers.text.parsers.reasoning_formats import ReasoningFormat
 
 
 class ReasoningParser:
-    """Reads one answer that may begin with reasoning; its content is what follows that.
+    """Parse one answer that may begin with reasoning; its content is the text after it.
 
-    An `OutputParser`. The first tag is dropped where the text begins with it; most templates have
-    written it into the prompt.
+    It is an `OutputParser`. The first tag is dropped if the text begins with it; most templates
+    already have it in the prompt.
     """
 
     def __init__(self, format: ReasoningFormat, inside: bool | None = None) -> None:
-        """`inside` is what the format's `in_reasoning` says of the prompt."""
+        """`inside` is the result of the format's `in_reasoning` for the prompt."""
         self._format = format
         self._ends = Markers(format.end, *format.also_end)
-        self._text = ""  # not read yet
-        self._started = inside is False  # whether it is known how the text begins
+        self._text = ""  # unread
+        self._started = inside is False  # whether the beginning of the text is known
         self._inside = inside is True or (inside is None and format.assumed)
 
     @property
     def inside(self) -> bool:
-        """Whether the text read so far ends inside the reasoning."""
+        """Return whether the text read so far ends inside the reasoning."""
         return self._inside
 
     def feed(self, text: str) -> Parsed:
-        """Return what is certain by now."""
+        """Return the output that is final now."""
         return self._read(text, final=False)
 
     def finish(self) -> Parsed:
-        """Return what was kept, once no more text comes."""
+        """Return the text held back, once no more text comes."""
         return self._read("", final=True)
 
     def _read(self, text: str, final: bool) -> Parsed:

@@ -1,6 +1,6 @@
-"""Parsers by name, as `--tool-call-parser` and `--reasoning-parser` give it.
+"""Look up parsers by name, for `--tool-call-parser` and `--reasoning-parser`.
 
-The command line's help lists the names, so no parser is imported before it is looked for.
+The command line's help lists the names, so no parser is imported before its lookup.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOOL_PARSERS: dict[str, str] = {
 def find_tool_parser(name: str) -> type[ToolParser]:
     """Return the parser of this name, or the plugin `module:Class` or `file.py:Class`.
 
-    Raises ParserError where there is none.
+    Raises ParserError for an unknown name.
     """
     path = name if ":" in name else TOOL_PARSERS.get(name)
     if path is None:
@@ -50,9 +50,9 @@ def find_tool_parser(name: str) -> type[ToolParser]:
 
 
 def find_reasoning_format(name: str) -> ReasoningFormat:
-    """Return the format of this name, or the one of the tags in `tags:<begin>,<end>`.
+    """Return the format of this name, or of the tags in `tags:<begin>,<end>`.
 
-    Raises ParserError where there is none.
+    Raises ParserError for an unknown name.
     """
     if name in REASONING_FORMATS:
         return REASONING_FORMATS[name]

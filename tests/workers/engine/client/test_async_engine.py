@@ -494,7 +494,7 @@ def test_the_last_words_of_a_core_that_writes_on_can_be_told() -> None:
     lines.extend([Written("one"), "two"])
     core = object.__new__(_CoreProcess)
     core.ended, core._lines = asyncio.Event(), lines
-    assert core.last_words() == "; the last it wrote: one | two"
+    assert core.last_words() == "; its last output: one | two"
 
 
 @pytest.mark.proof

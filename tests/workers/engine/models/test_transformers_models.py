@@ -170,11 +170,11 @@ def saved(tmp_path: Path, config_class: str, **settings: Any) -> Path:
             {},
             "StableLmForCausalLM cannot run on this engine: transformers' class does not take attention functions",
         ),
-        ("NemotronConfig", {}, "its layers do not hand keywords down to their attention"),
+        ("NemotronConfig", {}, "its layers do not pass keywords on to their attention"),
         (
             "Lfm2Config",
             {"layer_types": ["conv", "full_attention", "conv"]},
-            "Lfm2ForCausalLM cannot run on this engine: of its 3 layers 1 attend",
+            "Lfm2ForCausalLM cannot run on this engine: 1 of its 3 layers attend",
         ),
     ],
 )
@@ -293,7 +293,8 @@ def test_other_logits_than_the_class_gives_are_refused() -> None:
     check_parity(model, model.dtype)
     model.config = replace(model.config, attention_scales=(0.1, 0.1, 0.11))
     with pytest.raises(
-        ModelLoadError, match=r"cannot run on this engine: its logits on a paged cache are 0\.\d+ of their size away"
+        ModelLoadError,
+        match=r"cannot run on this engine: its logits on a paged cache differ from its own by 0\.\d+ of their size",
     ):
         check_parity(model, model.dtype)
 
