@@ -10,7 +10,7 @@ from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
 from jobs.store.storage import write_bytes
 from pipeline.completed import find_completed, is_noted, leave_note, replace_folder
-from pipeline.private_folder import RUN_LOCK
+from pipeline.held_folder import RUN_LOCK
 from tests.support.batch_steps import begin, run_to_end
 from tests.support.control_plane import Answer, chat_line, echo
 
