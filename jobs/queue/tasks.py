@@ -1,7 +1,7 @@
-"""Handing batches out to the processes that drive them, by a job of RQ.
+"""Dispatching batches to the processes that drive them, through an RQ job.
 
-A batch waits in a set of ours, and one job of RQ makes a process take several of it: RQ's own work
-for a job costs more than all else that a small batch needs.
+A batch waits in a set, and one RQ job makes a process take several of them: RQ's own work for a job
+costs more than the rest of a small batch.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from jobs.queue.request_queue import Queue
 
 QUEUE = "batches"
 FUNCTION = "jobs.drive.run"
-"""The name of the job's function in RQ. It is no import path."""
+"""The name of the job's function in RQ. It is not an import path."""
 
 WAITING = ("ZRANGE", keys.WAITING_BATCHES, 0, -1)
-"""The command that returns the batches that no process has taken yet."""
+"""The command that returns the batches that no process has claimed yet."""
 
 _OLD_QUEUES = ("advance", "bulk")  # of 0.1.0
 _QUEUES = (QUEUE, *_OLD_QUEUES)
@@ -36,13 +36,13 @@ _CONTROL_SECONDS = 600
 
 
 def hand_out(queue: Queue, batch: str) -> None:
-    """Have a process take the batch. May be repeated."""
+    """Dispatch the batch to a process. May be repeated."""
     queue.redis.zadd(keys.WAITING_BATCHES, {batch: time.time()}, nx=True)
     ask_for_process(queue)
 
 
 def ask_for_process(queue: Queue) -> None:
-    """Enqueue RQ's job while a batch waits, unless one is enqueued."""
+    """Enqueue the RQ job while a batch waits, unless one is enqueued."""
     jobs = _jobs(queue.rq)
     if queue.redis.exists(keys.WAITING_BATCHES) and not jobs.count:
         jobs.enqueue_call(FUNCTION, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL)
@@ -56,14 +56,15 @@ def take_batches(queue: Queue, count: int) -> list[str]:
 
 
 def waiting_batches(queue: Queue) -> set[str]:
-    """Return the batches that no process has taken yet."""
+    """Return the batches that no process has claimed yet."""
     [found] = queue.commands([WAITING])
     return set(map(bytes.decode, found))
 
 
 def wake(client: redis.Redis, batch: str) -> None:
-    """Ask the batch's driver for a slice, as a claim does at low water; where Redis refuses, the
-    driver finds that it is due.
+    """Ask the batch's driver for a slice, like a claim at low water.
+
+    If Redis refuses, the driver finds by itself that the batch is due.
     """
     name = keys.control(keys.JOBS_CONTROL)
     with contextlib.suppress(redis.RedisError), client.pipeline(transaction=False) as pipeline:
@@ -73,7 +74,7 @@ def wake(client: redis.Redis, batch: str) -> None:
 
 
 class Execution(NamedTuple):
-    """A job that RQ takes for running, and which of its runs that is."""
+    """A job that RQ lists as running, and the id of the run."""
 
     queue: str
     job: str
@@ -81,30 +82,32 @@ class Execution(NamedTuple):
 
 
 def has_old_processes(client: redis.Redis) -> bool:
-    """Return whether a process of 0.1.0 is registered, which cannot end a batch that has early
-    lines, and ends an open one with the requests that it has by then.
+    """Return whether a process of 0.1.0 is registered.
+
+    Such a process cannot end a batch that has early lines, and ends an open one with the requests
+    that it has by then.
     """
     with client.pipeline(transaction=False) as pipeline:
         for name in _OLD_QUEUES:
             pipeline.smembers(WORKERS_BY_QUEUE_KEY % name)
         found: set[bytes] = set().union(*pipeline.execute())
-    # A killed one stays registered; its key expires
+    # A killed process stays registered; its key expires.
     return any(client.exists(worker) for worker in found)
 
 
 class Leftovers(NamedTuple):
-    """What RQ keeps that may be of no use any more."""
+    """RQ's records that may be obsolete."""
 
     old_jobs: list[tuple[str, str]]
     """Queue and id of the jobs that 0.1.0 enqueued."""
     executions: set[Execution]
-    """What RQ takes for running: also what ran in processes that were killed, which it would keep
-    for over an hour.
+    """Jobs that RQ lists as running, with those of killed processes, which it keeps for over an
+    hour.
     """
 
 
 def leftovers(client: redis.Redis) -> Leftovers:
-    """Look for all of them, in one round trip."""
+    """Find all of them in one round trip."""
     with client.pipeline(transaction=False) as pipeline:
         for name in _OLD_QUEUES:
             pipeline.lrange(_jobs(client, name).key, 0, -1)
@@ -119,8 +122,9 @@ def leftovers(client: redis.Redis) -> Leftovers:
 
 
 def drop_old_jobs(client: redis.Redis, old_jobs: list[tuple[str, str]]) -> None:
-    """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew, also those that a
-    process of it works on, which the lock of their folders keeps apart.
+    """Remove the jobs that 0.1.0 enqueued; their batches are dispatched again.
+
+    A batch that a process of 0.1.0 still works on is protected by the lock of its folder.
     """
     for name, job in old_jobs:
         _jobs(client, name).remove(job)
@@ -129,12 +133,13 @@ def drop_old_jobs(client: redis.Redis, old_jobs: list[tuple[str, str]]) -> None:
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
-    """Remove all of a job whose process was killed from RQ; a process that still runs it handles
-    that (`rq_worker`).
+    """Remove a job whose process was killed from RQ.
+
+    A process that still runs it handles the removal (`rq_worker`).
     """
     with contextlib.suppress(NoSuchJobError):
         _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
-    # Also where RQ's job is gone already
+    # Also if RQ's job is gone already.
     run = rq.executions.Execution(execution.run, execution.job, connection=client)
     _started(client, execution.queue).remove_execution(run)
     client.unlink(run.key)
@@ -149,8 +154,9 @@ def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
 
 
 def _delete(job: Job) -> None:
-    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so
-    what names them goes before.
+    """Delete a job, after its runs' names.
+
+    RQ reads all runs of a job first, and fails at a run that is listed but gone.
     """
     job.connection.unlink(job.execution_registry.key)
     job.delete()

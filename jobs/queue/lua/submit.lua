@@ -1,18 +1,17 @@
 #!lua
--- Submits a live call, unless there are as many, or as large ones, as there may be of its tenant or
--- of its model.
+-- Submits a live call, unless its tenant or its model has reached a limit on calls or bytes.
 -- ARGV: live id, model, request (msgpack), API process or '', most calls and bytes of a tenant, most
 --       calls and bytes of a model, seconds that the API process counts as alive from now, id of
 --       the API key or '' for none
--- Returns how many calls the tenant has with this one; 0 when it is here already (waiting, running,
--- or its stream still exists), -1 at the limit of the tenant, -2 at that of the model.
--- Workers of the version before end calls without taking them off the counts: as long as they serve
--- the model, nothing is counted, and 0 is returned.
+-- Returns the tenant's number of calls with this one; 0 if the call exists already (waiting,
+-- running, or its stream still exists), -1 at the tenant's limit, -2 at the model's.
+-- Workers of the previous version end calls without updating the counts: while one serves the
+-- model, nothing is counted, and 0 is returned.
 
 local live_id, model, request, reply_to = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local name = live_id .. '/0'
 
--- How many calls are counted; nil where there may be no more.
+-- The number of counted calls; nil at the limit.
 local function calls_of(usage, most_calls, most_bytes)
   local calls, bytes = unpack(redis.call('HMGET', usage, 'calls', 'bytes'))
   calls, bytes = tonumber(calls or 0), tonumber(bytes or 0)
