@@ -1,4 +1,4 @@
-"""The name of a request that makes something, by which a repetition of it is recognized."""
+"""The idempotency key of a creating request, by which a repetition is recognized."""
 
 import secrets
 
@@ -6,5 +6,5 @@ HEADER = "Idempotency-Key"
 
 
 def new_header() -> dict[str, str]:
-    """Return the header of a request that is done once, however often it is sent."""
+    """Return the header of a request that takes effect once, however often it is sent."""
     return {HEADER: secrets.token_hex(16)}
