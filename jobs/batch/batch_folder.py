@@ -1,5 +1,5 @@
-"""The folder of a batch that is made, or made again: whether it can be used, and what in it goes
-on.
+"""The folder of a new or resumed batch: whether it can be used, and whether its progress is
+kept.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,23 +24,23 @@ from jobs.store.storage import StoreError, absolute, join, local_path, make_fold
 
 
 class BatchRefused(JobsError):
-    """The batch cannot be made; the text is one sentence."""
+    """The batch cannot be created; the text is one sentence."""
 
     exit_code = 2
 
 
 class InputChanged(BatchRefused):
-    """The folder holds results of another input, or of other settings."""
+    """The folder has results of another input, or of other settings."""
 
 
 def with_absolute_locations(spec: BatchSpec) -> BatchSpec:
-    """The same batch, wherever its paths are read from."""
+    """Return the batch with locations that do not depend on the working directory."""
     names = [name for name in ("input", "root", "output", "error_output") if getattr(spec, name) is not None]
     return msgspec.structs.replace(spec, **{name: absolute(getattr(spec, name)) for name in names})
 
 
 def check_locations(spec: BatchSpec) -> None:
-    """What can be known to be wrong before anything runs. Raises `BatchRefused`."""
+    """Raise `BatchRefused` for problems that are known before anything runs."""
     if local_path(spec.root) is None:
         raise BatchRefused(f"the batch's folder {spec.root} is remote: it must be on a file system that has locks")
     try:
@@ -57,10 +57,10 @@ def check_locations(spec: BatchSpec) -> None:
 
 
 def running_in(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
-    """The id of the batch in the root while the queue works on it; a record that a killed start was
-    about to remove does not count.
+    """Return the id of the batch in the root while the queue works on it.
 
-    Raises `BatchRefused` if that is not what is asked for.
+    A record that a killed start was about to remove does not count. Raise `BatchRefused` if the
+    running batch differs from the requested one.
     """
     found = load_manifest(spec.root)
     if found is None or queue.batch_fields(found.batch_id).state not in JOBS:
@@ -68,27 +68,27 @@ def running_in(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
     _check_same(found, spec)
     if retry_failed:
         raise BatchRefused(
-            f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended"
+            f"{found.batch_id} is running in {spec.root}: failed lines can be run again when it has ended"
         )
     return found.batch_id
 
 
 def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -> Manifest | None:
-    """The manifest to go on with; None if nothing in the folder is worth keeping."""
+    """Return the manifest to resume from, or None if the folder has no usable progress."""
     _check_kind(found, spec)
     if not found.parts:
         return None
     _check_same(found, spec)
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
-    # Which lines are invalid depends on the models; those of a fleet may have changed
+    # The models decide which lines are invalid; those of a fleet may have changed.
     same = found.spec.skip_invalid_requests and spec.models is not None and found.spec.models == spec.models
     judged = spec.skip_invalid_requests and not spec.streams_input and not same
     _drop_failures(manifest, 400 if retry_failed or judged else 500)
     plan = join(spec.root, PLAN_NAME)
     served = spec.models is None or set(found.models) <= set(spec.models)
     planned = found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
-    if spec.streams_input:  # each line was judged as it came
+    if spec.streams_input:  # each line was checked when it arrived
         planned = served = True
     if judged or not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
         manifest.plan_sha256 = None
@@ -117,7 +117,7 @@ def _check_output(location: str, source: str) -> None:
 
 
 def _check_same(found: Manifest, spec: BatchSpec) -> None:
-    """Raise `InputChanged` if results in the folder would not fit what is asked now."""
+    """Raise `InputChanged` if results in the folder do not fit the request."""
     _check_kind(found, spec)
     size = size_of(spec.input)
     if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
@@ -137,7 +137,7 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
 
 
 def _check_kind(found: Manifest, spec: BatchSpec) -> None:
-    """Raise `InputChanged` for lines that arrive where a file was, or the other way round."""
+    """Raise `InputChanged` if the batch had a file and now has arriving lines, or vice versa."""
     if found.spec.streams_input != spec.streams_input:
         raise InputChanged(
             f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; remove that folder, or name"
@@ -157,7 +157,7 @@ def _differences(found: object, asked: object, names: Iterable[str]) -> Iterator
 
 
 def _drop_failures(manifest: Manifest, status: int) -> None:
-    """Take results of `status` and above out of the parts, so that their lines run again."""
+    """Remove results of `status` and above from the parts, so that their lines run again."""
     root = manifest.spec.root
     failed = Bitmap()
     for record in merge_parts(root, manifest.parts):

@@ -1,4 +1,4 @@
-"""Progress counted again from what the parts hold, and parts that are not what was written."""
+"""Recovery: recount progress from the parts, and replace damaged parts."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -13,17 +13,16 @@ from jobs.queue.request_queue import Queue
 
 
 class RestoredProgress(NamedTuple):
-    """What a record says of the lines on disk: these belong together, and are set at once."""
+    """A record's fields and bitmap for the lines on disk; they are consistent and set at once."""
 
     fields: dict[str, Any]
-    done: bytes | None  # the bitmap; None where there are no parts
+    done: bytes | None  # the bitmap; None without parts
 
 
 def repair(manifest: Manifest, known: Collection[str] = ()) -> bool:
-    """Replace damaged parts, but for the `known` ones, by what can be read of them; their other
-    lines run again. Return whether there were any.
+    """Replace damaged parts, except the `known` ones, by their readable records.
 
-    Raise `StoreError`.
+    Their other lines run again. Return whether there were any. Raise `StoreError`.
     """
     root, repaired = manifest.spec.root, False
     for index, part in enumerate(manifest.parts):
@@ -36,10 +35,10 @@ def repair(manifest: Manifest, known: Collection[str] = ()) -> bool:
 
 
 def lines_on_disk(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
-    """Return the lines that the parts hold, each in one of them, calling `check` often.
+    """Return the lines in the parts, each line in one part only, calling `check` often.
 
-    Where an earlier version wrote lines to two parts, one of their results is kept, and what is on
-    disk counted again. Raise `StoreError`.
+    If an earlier version wrote lines to two parts, one of their results is kept, and the counts are
+    corrected. Raise `StoreError`.
     """
     stored = read_stored(manifest.spec.root, manifest.parts, check)
     if stored.repeated:
@@ -48,8 +47,9 @@ def lines_on_disk(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
 
 
 def _keep_one_each(manifest: Manifest, check: Callable[[], None]) -> None:
-    """Make one part of all: of two results of a line with the success that could be read, else with
-    the earlier one.
+    """Merge all parts into one with one result per line.
+
+    The success that clients could read wins, else the earlier result.
     """
     root, shown = manifest.spec.root, Bitmap()
     extent = sound_extent(root, manifest.logged)
@@ -69,7 +69,9 @@ def _keep_one_each(manifest: Manifest, check: Callable[[], None]) -> None:
 
 
 def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> RestoredProgress:
-    """Set the registered parts from the manifest; return what the move to `in_progress` sets."""
+    """Set the registered parts from the manifest; return the changes for the move to
+    `in_progress`.
+    """
     lines_on_disk(manifest, check)
     done = _count_again(manifest, check)
     if not manifest.parts:
@@ -81,10 +83,10 @@ def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]
 
 
 def restore_parts(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> None:
-    """Bring a Redis that went back, or whose drain was cut, to what the parts hold: a line on disk
-    is done, and has its outcome there. The last part is registered last.
+    """Restore lines of the parts in Redis, after a loss of data or an interrupted drain.
 
-    Damaged parts among those that Redis lacks are repaired first. Raise `StoreError`.
+    Lines on disk are marked done with their outcome. The last part is registered last. Damaged
+    parts that Redis lacks are repaired first. Raise `StoreError`.
     """
     known: Collection[str] = queue.parts(manifest.batch_id)
     if all(part.name in known for part in manifest.parts):
@@ -103,7 +105,7 @@ def _outcomes(root: str, part: Part, check: Callable[[], None]) -> Iterator[tupl
 
 
 def _count_again(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
-    """Return the lines that can be read, which the manifest then counts."""
+    """Return the readable lines, and set the manifest's counts from them."""
     manifest.completed, manifest.failed, manifest.usage = 0, 0, None
     lines = Bitmap()
     for record in merge_parts(manifest.spec.root, manifest.parts):
@@ -114,7 +116,7 @@ def _count_again(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
 
 
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:
-    """Add results that came to disk to the manifest's counts and usage."""
+    """Add results that were written to disk to the manifest's counts and usage."""
     usage = manifest.usage or Usage()
     for result in results:
         manifest.completed += result.succeeded
