@@ -80,7 +80,7 @@ def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
     spec = _spec(fields)
     if spec is None or spec.of_api:
         return "its result files stay until they expire"
-    return f"its folder {spec.root} stays: remove it, or run the same command again to go on from it"
+    return f"its folder {spec.root} stays: remove it, or run the same command again to resume from it"
 
 
 def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float = math.inf, after: str = "") -> str:

@@ -130,7 +130,7 @@ def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float)
     try:
         manifest = load_manifest(root)
     except StoreError as error:
-        logger.error("failed to read the manifest of batch %s, which is not removed: %s", batch, error)
+        logger.error("failed to read the manifest of batch %s; not removing the batch: %s", batch, error)
         return False
     if now < (
         made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)

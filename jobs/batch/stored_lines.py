@@ -83,7 +83,7 @@ def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
             file.write(_HEAD.pack(zlib.crc32(content), len(names)) + content)
         os.replace(temporary, join(root, NAME))
     except OSError as error:
-        logger.warning("cannot write %s; parts are read again: %s", join(root, NAME), error.strerror or error)
+        logger.warning("failed to write %s; parts will be read again: %s", join(root, NAME), error.strerror or error)
 
 
 def _keep(root: str, data: bytes) -> None:

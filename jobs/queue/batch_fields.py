@@ -44,9 +44,9 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0  # estimate, set by validation
     appended_tokens: int = 0  # the same estimate for an open batch, from its appends
     early_tokens: int = 0  # the same estimate for the lines up to the last early one
-    used_lines: int = 0  # this and the next two: what finished since the record was made, its tokens,
+    used_lines: int = 0  # this and the next two: lines that finished since the record was created, their tokens,
     used_tokens: int = 0
-    used_bytes: int = 0  # and its bytes as they were in Redis
+    used_bytes: int = 0  # and their bytes in Redis
     risk: Risk = ""
 
     @property

@@ -222,7 +222,7 @@ class HeldKey:
         try:
             self._append(msgspec.structs.replace(first, answer=answer))
         except StoreError as error:
-            logger.warning("cannot store the answer of the request that made %s: %s", first.made, error)
+            logger.warning("failed to store the answer of the request that created %s: %s", first.made, error)
 
     def _append(self, first: FirstRequest) -> None:
         with named("cannot write", str(self._path)):

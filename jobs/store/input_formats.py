@@ -42,7 +42,7 @@ def content_problem(filename: str, head: bytes, size: int) -> str | None:
     """
     kind = format_of_upload(filename, head)
     if kind is None:
-        return f"'{fields.shown(filename)}' does not hold what its suffix says."
+        return f"'{fields.shown(filename)}' does not have the format of its suffix."
     if not size:
         return "The file is empty."
     return _line_problem(head, size == len(head)) if kind == JSONL else None

@@ -78,4 +78,4 @@ def _read(location: str) -> tuple[KeyUsage, str | None]:
             return {}, "" if is_local(location) else None
         raise
     except msgspec.DecodeError as error:
-        raise StoreError(f"{location} is damaged ({error}); remove it to count on from what Redis has") from error
+        raise StoreError(f"{location} is damaged ({error}); remove it to continue from the counts in Redis") from error

@@ -320,7 +320,7 @@ class UploadStore:
         known = record.__dict__["stored_version"]
         version = replace_version(self._location(record.id), msgspec.json.encode(changed), known)
         if version is None:
-            raise StoreError(f"another call has changed the upload {record.id}: look at it again")
+            raise StoreError(f"another call has changed the upload {record.id}: read it again")
         return _of_version(changed, version)
 
     def _location(self, upload_id: str) -> str:

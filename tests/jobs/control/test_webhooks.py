@@ -260,7 +260,7 @@ def test_a_note_that_cannot_be_read_delays_no_other(
             "the delivery",
         )
     assert [each for _, _, each in events(receiver)] == [batch]
-    assert "waits: " in caplog.text
+    assert "is paused: " in caplog.text
 
 
 def test_a_client_that_cannot_be_made_is_made_again(
