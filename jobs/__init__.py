@@ -1,3 +1,3 @@
-"""Requests, batches and their results: what they are, how they travel through Redis, and the jobs
-that feed and finish batches.
+"""Requests, batches and results: their formats, the queue in Redis, and the jobs that run
+batches.
 """

@@ -1,4 +1,4 @@
-"""Work in threads that the end of the process does not wait for, as it does for an executor's."""
+"""Work in threads that do not delay the end of the process, unlike those of an executor."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def run_beside(work: Callable[[], T]) -> Future[T]:
-    """Begin work in a thread of its own, and return what becomes of it."""
+    """Begin work in a thread of its own, and return its future result."""
     outcome: Future[T] = Future()
     threading.Thread(target=_run, args=(work, outcome), daemon=True).start()
     return outcome

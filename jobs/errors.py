@@ -1,4 +1,4 @@
-"""What `jobs` raises. The message of each is one sentence.
+"""The errors of `jobs`. The message of each is one sentence.
 
     JobsError
       ApiError              answered in OpenAI's shape
@@ -6,7 +6,7 @@
       ServerError           no Redis server, or one that cannot be used
       QueueUnavailable      Redis cannot answer now
         QueueFull           it has no memory left
-        MayExist            what an API call makes may be there
+        MayExist            the object of an API call may exist
         NotBegun            nothing of a batch was stored
       StoreError            a file cannot be read or written
         StoreFull           there is no room for it
@@ -17,15 +17,15 @@
       InputError            an input file cannot be read as a whole
       BatchRefused          a batch cannot be made
         InputChanged
-      TooManyBatches        the tenant may have no more
-      TooManyCalls          the tenant may have no more live calls at once
-        ModelOverloaded     the model may have no more
-      PartDamaged           a part file lacks what was written
+      TooManyBatches        the tenant has reached its limit of open batches
+      TooManyCalls          the tenant has reached its limit of live calls
+        ModelOverloaded     the model has reached its limit
+      PartDamaged           a part file is damaged
       ResultsMissing        registered results are gone
-      Superseded, Stopping  a job gives its batch up
+      Superseded, Stopping  a job releases its batch
 
-Each says what follows from it, which `docs/architecture.md` lists for all trees: the status of an
-HTTP answer, the exit code of a command, and whether the same may succeed later, nothing changed.
+Each class has the consequences that `docs/architecture.md` lists for all trees: the status of an
+HTTP answer, the exit code of a command, and whether a retry without changes may succeed.
 """
 
 
@@ -38,8 +38,9 @@ class JobsError(Exception):
 
 
 class SettingsError(JobsError, ValueError):
-    """A setting that cannot be used; the sentence names its environment variable and says what to
-    do.
+    """A setting that cannot be used.
+
+    The sentence names its environment variable and how to fix it.
     """
 
     exit_code = 2

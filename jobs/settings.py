@@ -1,17 +1,17 @@
-"""Settings: frozen dataclasses in which each field is declared once, with its default, help, range.
+"""Settings: frozen dataclasses that declare each field once, with its default, help and range.
 
-From a field follow its environment variable and its check (here), its flag, key of the config file
+A field defines its environment variable and its check (here), its flag, key of the config file
 and help (`pipeline/options.py`), and its row in `docs/settings.md`. All of it is in the metadata of
 plain dataclass fields, so that the engine, which imports nothing of `jobs`, declares its fields in
 the same way (`workers/engine/messages/config.py`). The keys:
 
-- `help`: what it is; a field without it is set by the program alone
+- `help`: the description; a field without it is set by the program only
 - `flag`: the name of its flag if not the field's own; None: it has only a variable
 - `prefix`: of its variable, by default PIPELINE_
 - `min`, `above`, `max`: the range of a number
-- `choices`: the values of a text, which only the engine's configuration has
-- `check`: raises ValueError for a bad value, of several values for each
-- `kind`: what a flag takes if the type does not say it: a size, a folder, a device
+- `choices`: the values of a text; only in the engine's configuration
+- `check`: raises ValueError for a bad value; called for each of several values
+- `kind`: the flag's kind of value if the type does not define it: a size, a folder, a device
 """
 
 import math
@@ -22,12 +22,12 @@ from typing import Any, Self, get_args, get_origin
 from jobs.errors import SettingsError
 
 _NOUNS = {int: "a whole number", float: "a number"}
-_TRUE = ("1", "true", "t", "yes", "y", "on")  # as to the command line
+_TRUE = ("1", "true", "t", "yes", "y", "on")  # same as on the command line
 _BOUNDS = {"min": ", at least", "above": " above", "max": ", at most"}
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A field of `Settings`."""
+    """Return a field of `Settings`."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -38,12 +38,12 @@ def own_fields(settings: type) -> list[Field[Any]]:
 
 
 def variable(one: Field[Any]) -> str:
-    """The environment variable of a field."""
+    """Return the environment variable of a field."""
     return f"{one.metadata.get('prefix', 'PIPELINE_')}{one.name}".upper()
 
 
 def kind_of(one: Field[Any]) -> type:
-    """The type of a field's value, without None."""
+    """Return the type of a field's value, without None."""
     if isinstance(one.type, type):
         return one.type
     return tuple if get_origin(one.type) is tuple else get_args(one.type)[0]
@@ -51,7 +51,7 @@ def kind_of(one: Field[Any]) -> type:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Settings:
-    """Base of the settings of a process. Raises `SettingsError` for a value that cannot be used."""
+    """Base of the settings of a process. Raise `SettingsError` for a value that cannot be used."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -59,9 +59,9 @@ class Settings:
 
     @classmethod
     def from_environment(cls, **given: Any) -> Self:
-        """The settings that are `given`; those that are not, of the environment, else by default.
+        """Return the `given` settings, with the others from the environment or by default.
 
-        An empty variable is none, as it is to the command line.
+        An empty variable counts as unset, as on the command line.
         """
         left = (one for one in fields(cls) if "help" in one.metadata and one.name not in given)
         texts = {one.name: text for one in left if (text := os.environ.get(variable(one)))}
@@ -69,9 +69,9 @@ class Settings:
 
 
 def _checked(one: Field[Any], given: Any) -> Any:
-    """`given`, a text of the environment too, as what the field is."""
+    """Return `given`, possibly a text of the environment, as the field's type."""
     kind = kind_of(one)
-    if given == "" and one.default is None:  # a flag that takes back what a config file says
+    if given == "" and one.default is None:  # a flag that unsets a value of the config file
         return None
     if kind in (int, float):
         return None if given is None else _number(one, kind, given)

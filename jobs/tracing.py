@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: how a process starts to export spans, and how a span's context travels.
+"""OpenTelemetry traces: starting the export of spans, and passing on a span's context.
 
 Nothing of OpenTelemetry is imported before `start_tracing` is called with an endpoint. The SDK
 reads its standard variables itself: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 2.0
-"""How long a process that ends waits for its last spans to be taken."""
+"""How long an ending process waits for the export of its last spans."""
 
 _EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -39,9 +39,9 @@ _LONGEST_STATE = 512  # characters of a tracestate, which W3C asks everyone to p
 
 
 def start_tracing(endpoint: str | None, process: str) -> Tracing | None:
-    """Return what makes and exports the spans of this process; None without an endpoint.
+    """Return the tracing of this process; None without an endpoint.
 
-    `process` names it where OTEL_SERVICE_NAME does not: pipeline-api, pipeline-worker.
+    `process` is its name unless OTEL_SERVICE_NAME is set: pipeline-api, pipeline-worker.
     """
     if endpoint is None:
         return None
@@ -57,12 +57,14 @@ def start_tracing(endpoint: str | None, process: str) -> Tracing | None:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Raise ValueError for an endpoint that is no URL, or without the packages for its protocol."""
+    """Raise ValueError for an endpoint that is not a URL, or without the packages for its
+    protocol.
+    """
     if endpoint is None:
         return
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{endpoint!r} is no URL such as http://collector:4318/v1/traces")
+        raise ValueError(f"{endpoint!r} is not a URL such as http://collector:4318/v1/traces")
     protocol = _protocol()
     if protocol not in _EXPORTERS:
         choices = " and ".join(_EXPORTERS)
@@ -72,7 +74,7 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 class Tracing:
-    """Makes the spans of one process, which a thread of the SDK exports in the background.
+    """Creates the spans of one process, which a thread of the SDK exports in the background.
 
     `samples_roots`: whether requests without a context may begin a trace. Times are nanoseconds of
     the wall clock since 1970.
@@ -83,7 +85,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # Those of batches would flood whoever did not ask for them
+        # Traces of batches only on request, since they are many.
         self.samples_roots = bool(os.environ.get("OTEL_TRACES_SAMPLER"))
         self._provider = provider
         self._tracer = provider.get_tracer("pipeline")
@@ -93,10 +95,9 @@ class Tracing:
         self._no_context = Context()
 
     def start(self, name: str, kind: str, trace: str | None, state: str | None, start_time: int | None = None) -> Span:
-        """Return a span that goes on with a `traceparent` and its `tracestate`, or begins a trace
-        where there is none, or a malformed one.
+        """Return a span that continues a `traceparent` and its `tracestate`.
 
-        `kind` is SERVER or CONSUMER.
+        It begins a trace if there is none, or a malformed one. `kind` is SERVER or CONSUMER.
         """
         headers = {"traceparent": trace or "", "tracestate": state or ""}
         context = self._propagator.extract(headers, context=self._no_context)
@@ -108,21 +109,21 @@ class Tracing:
         self._tracer.start_span(name, context, start_time=start).end(max(start, end))
 
     def context_of(self, span: Span) -> tuple[str | None, str | None]:
-        """Return `traceparent` and `tracestate` of a span, for those that go on with it."""
+        """Return `traceparent` and `tracestate` of a span, for spans that continue it."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, self._in_context(span, self._no_context))
         state = headers.get("tracestate")
         return headers.get("traceparent"), state if state and len(state) <= _LONGEST_STATE else None
 
     def close(self) -> None:
-        """Export what is left, for at most FLUSH_SECONDS."""
+        """Export the remaining spans, for at most FLUSH_SECONDS."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closing.start()
         closing.join(FLUSH_SECONDS)
 
 
 def mark_failed(span: Span, reason: str) -> None:
-    """Give a span the status of an error."""
+    """Set the status of a span to an error."""
     from opentelemetry.trace import Status, StatusCode
 
     span.set_attribute("error.type", reason)
@@ -130,7 +131,7 @@ def mark_failed(span: Span, reason: str) -> None:
 
 
 class _FirstOfEach(logging.Handler):
-    """Log the first of each kind of message of the library: a collector that is away would fill the
+    """Log the first of each kind of the library's messages: an unreachable collector would fill the
     log.
     """
 

@@ -1,4 +1,4 @@
-"""Which version of the package this is."""
+"""The version of the package."""
 
 from functools import cache
 
@@ -8,6 +8,6 @@ PACKAGE = "batch-inference-pipeline"
 @cache
 def version() -> str:
     """Return the version of the installed package."""
-    from importlib.metadata import version as version_of  # takes longer than the rest of a start
+    from importlib.metadata import version as version_of  # slower than the rest of a start
 
     return version_of(PACKAGE)

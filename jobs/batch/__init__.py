@@ -1,1 +1,1 @@
-"""One batch: its manifest, plan, parts, input and outputs, and how it is created and ended."""
+"""One batch: its manifest, plan, parts, input and outputs, its creation and its end."""

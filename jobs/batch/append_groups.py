@@ -1,5 +1,6 @@
-"""Appends to one batch that threads of a process make at once share a commit: the disk takes as
-long for all of them as for one.
+"""Group commit of appends to one batch: threads that append at once share a commit.
+
+The disk takes as long for all of them as for one.
 """
 
 import threading
@@ -16,7 +17,7 @@ from jobs.protocol.results import ApiError
 
 
 class AppendGroup:
-    """The appends of this process to one batch. Thread-safe."""
+    """The concurrent appends of this process to one batch. Thread-safe."""
 
     def __init__(self, spec: BatchSpec) -> None:
         self._requests = requests_of(spec)
@@ -25,12 +26,12 @@ class AppendGroup:
         self._committing = threading.Lock()
 
     def append(self, lines: Sequence[InputLine], served: Served, bounds: AppendBounds) -> AppendOutcome:
-        """Append as `OpenRequests.append` does."""
+        """Append like `OpenRequests.append`."""
         checked, outcome = self._requests.check(lines, served, bounds), Future[AppendOutcome]()
         with self._changing:
             self._waiting.append((checked, outcome))
         with self._committing:
-            if not outcome.done():  # by a thread that was here before
+            if not outcome.done():  # an earlier thread may have committed it
                 self._commit()
         return outcome.result()
 
@@ -55,6 +56,6 @@ _changing = threading.Lock()
 
 
 def group_of(spec: BatchSpec) -> AppendGroup:
-    """Return the group of a batch, which exists for as long as a thread has it."""
+    """Return the group of a batch, which exists while a thread uses it."""
     with _changing:
         return _groups.setdefault(spec.root, AppendGroup(spec))

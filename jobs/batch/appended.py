@@ -1,9 +1,9 @@
-"""What clients appended to an open batch in a bucket: each append is an object, a piece, and one
-more object lists those that count.
+"""The requests appended to an open batch in a bucket.
 
-A piece has the next entries of the line index, those of the plan, the ids of its lines in order,
-and the lines. Many small pieces become one; those are removed with the batch's end, since others
-may read them.
+Each append writes an object, a piece; one more object lists the committed pieces. A piece has
+entries of the line index, entries of the plan, the ids of its lines in order, and the lines. Many
+small pieces are merged into one; the merged ones are removed at the batch's end, since other
+processes may read them.
 """
 
 import bisect
@@ -37,25 +37,25 @@ from jobs.store.storage import (
 _FOLDER, _LIST = "requests", "appended.json"
 _ID = struct.Struct("<16s16sQ")  # id, digest, number of the line
 _ID_BYTES = 16
-_MERGED = 16  # pieces of one tier become one of the next
+_MERGED = 16  # pieces of one tier are merged into one of the next
 _MOST_MERGED_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """What counts of an open batch's files."""
+    """The committed state of an open batch's files."""
 
     lines: int = 0
     bytes: int = 0  # of the source
     body_bytes: int = 0
-    models: list[str] = []  # that the lines name
+    models: list[str] = []  # models that the lines name
     endpoints: list[str] = []
-    appended_at: float = 0.0  # when the last line came, unix seconds; 0: none did
+    appended_at: float = 0.0  # when the last line was appended, unix seconds; 0: none was
     closed: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A piece as it is listed."""
+    """A piece as listed."""
 
     name: str
     lines: int
@@ -64,12 +64,12 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Appended(msgspec.Struct, frozen=True):
-    """What was appended."""
+    """The list of committed pieces."""
 
     committed: Committed = Committed()
     pieces: tuple[Piece, ...] = ()
-    token: str = ""  # so that no two contents are equal
-    version: str = ""  # of the list that was read
+    token: str = ""  # makes every content of the list different
+    version: str = ""  # version of the list when it was read
 
 
 _decode = msgspec.json.Decoder(Appended).decode
@@ -77,14 +77,14 @@ decode_committed = msgspec.json.Decoder(Committed).decode
 
 
 class AppendedLine(NamedTuple):
-    """A line that the batch has."""
+    """A line of the batch."""
 
     digest: bytes
     line: int
 
 
 class _Section(NamedTuple):
-    """A part of each piece: bytes for each line, and of the lines before it in the piece."""
+    """A section of each piece: bytes per line, and bytes of the lines before it in the piece."""
 
     each: int
     before: int
@@ -98,12 +98,12 @@ _NAMED = {INDEX_NAME: _INDEX, PLAN_NAME: _PLAN}
 
 
 def begin(root: str) -> None:
-    """List nothing, where there is no list. Raise `StoreError`."""
+    """Create an empty list, unless there is one. Raise `StoreError`."""
     write_new(_list_of(root), _encoded(Appended()))
 
 
 def read_appended(root: str) -> Appended:
-    """Return what was appended to a batch. Raise `StoreError`."""
+    """Return the list of committed pieces of a batch. Raise `StoreError`."""
     stored = read_version(_list_of(root))
     try:
         found = _decode(stored.data)
@@ -113,7 +113,7 @@ def read_appended(root: str) -> Appended:
 
 
 def replace_appended(root: str, found: Appended, committed: Committed, pieces: Sequence[Piece]) -> bool:
-    """List something else in place of what was found; return False where that has changed since.
+    """Replace the list; return False if it has changed since it was read.
 
     Raise `StoreError`.
     """
@@ -127,13 +127,13 @@ def write_piece(
     known: dict[bytes, AppendedLine],
     content: bytes,
 ) -> Piece:
-    """Make a durable piece, which counts once it is listed. Raise `StoreError`."""
+    """Write a piece durably; it is committed once it is listed. Raise `StoreError`."""
     ids = b"".join(sorted(_ID.pack(name, *line) for name, line in known.items()))
     return _write(root, [index_bytes(entries), plan_bytes(planned), ids, content], len(known), len(content), 0)
 
 
 def merge_pieces(root: str, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces with the same lines, of which the last are one where they are many and small.
+    """Return pieces with the same lines; the last ones are merged if they are many and small.
 
     Raise `StoreError`.
     """
@@ -146,13 +146,13 @@ def merge_pieces(root: str, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def find_known(root: str, pieces: Sequence[Piece], ids: Iterable[bytes]) -> dict[bytes, AppendedLine]:
-    """Return those of these ids that are in the pieces. Raise `StoreError`."""
+    """Return the lines in the pieces that have these ids. Raise `StoreError`."""
     wanted = sorted(set(ids))
     return {name: line for piece in (pieces if wanted else ()) for name, line in _known_in(root, piece, wanted)}
 
 
 def _known_in(root: str, piece: Piece, wanted: Sequence[bytes]) -> Iterator[tuple[bytes, AppendedLine]]:
-    """Yield the lines with these ids. For few of them, little is read of a large piece."""
+    """Yield the lines with these ids. A few ids read little of a large piece."""
     begin, is_small = piece.lines * _IDS.before, piece.lines < len(wanted) * piece.lines.bit_length()
     with contextlib.closing(open_at(_location(root, piece))) as reader:
         data = reader.read_at(begin, _size(piece, _IDS)) if is_small else None
@@ -170,14 +170,14 @@ def _known_in(root: str, piece: Piece, wanted: Sequence[bytes]) -> Iterator[tupl
 
 
 def remove_appended(root: str) -> None:
-    """Remove all of it, once the batch has it otherwise. Raise `StoreError`."""
+    """Remove all pieces and the list, once the batch has its files. Raise `StoreError`."""
     clear_folder(join(root, _FOLDER), _LIST)
 
 
 class AppendedFiles:
-    """The source, the plan and the line index of an open batch, as the pieces together have them.
+    """The source, the plan and the line index of an open batch, composed of its pieces.
 
-    What was appended since is found when it is asked for. Methods raise `StoreError`.
+    Later appends are found when a reader needs them. Methods raise `StoreError`.
     """
 
     def __init__(self, root: str) -> None:
@@ -197,7 +197,7 @@ class AppendedFiles:
         return ObjectReader(0, read_at)
 
     def open_input(self, location: str) -> BinaryIO:
-        """Return a reader without a buffer, which may be read where the plan leads to."""
+        """Return an unbuffered reader that can seek to the lines of the plan."""
         return cast(BinaryIO, self.open_at(location))
 
     def write(self, location: str, check: Callable[[], object]) -> str:
@@ -215,7 +215,7 @@ class AppendedFiles:
         try:
             self._pieces = read_appended(self._root).pieces
         except StoreError as error:
-            if not is_missing(error):  # as it is once the batch has all of it otherwise
+            if not is_missing(error):  # the list is missing once the batch has its files
                 raise
         for section in self._ends:
             self._ends[section] = list(accumulate(_size(piece, section) for piece in self._pieces))

@@ -1,4 +1,4 @@
-"""Open batches wherever they are: in a folder, or in a bucket."""
+"""Open batches in a folder or in a bucket."""
 
 import contextlib
 import random
@@ -28,7 +28,7 @@ from jobs.batch.source_check import estimated_tokens
 from jobs.protocol.results import ApiError
 from jobs.store.storage import StoreError, is_local, is_missing, join, new_name, sha256_of
 
-_TRY_SECONDS = 60.0  # that one append goes on while others come before it
+_TRY_SECONDS = 60.0  # how long one append retries after other appends came first
 _PAUSE_SECONDS = 0.05
 
 
@@ -38,10 +38,9 @@ def requests_of(spec: BatchSpec) -> OpenRequests:
 
 
 def take_appended(manifest: Manifest, check: Callable[[], object]) -> None:
-    """Note in the manifest what was appended so far; once the batch is closed, it has all that it
-    has of any other. Calls `check` often.
+    """Record the appended lines in the manifest; for a closed batch also write its files.
 
-    Raise `StoreError`, and what `check` raises.
+    Calls `check` often. Raise `StoreError`, and what `check` raises.
     """
     spec = manifest.spec
     found = requests_of(spec).committed()
@@ -58,12 +57,12 @@ def take_appended(manifest: Manifest, check: Callable[[], object]) -> None:
 
 
 def _hashes(manifest: Manifest, check: Callable[[], object]) -> tuple[str, str]:
-    """Return those of source and plan."""
+    """Return the hashes of source and plan."""
     return sha256_of(manifest.spec.input, check), sha256_of(join(manifest.spec.root, PLAN_NAME), check)
 
 
 def _write_files(manifest: Manifest, check: Callable[[], object]) -> tuple[str, str]:
-    """Make the files of a closed batch, which until then is in pieces; return as `_hashes`."""
+    """Write the files of a closed batch from its pieces; return their hashes."""
     files = AppendedFiles(manifest.spec.root)
     manifest.made = new_name(manifest.spec.root, MADE)
     files.write(join(manifest.made_root, INDEX_NAME), check)
@@ -71,8 +70,10 @@ def _write_files(manifest: Manifest, check: Callable[[], object]) -> tuple[str, 
 
 
 class BucketRequests(OpenRequests):
-    """The requests of an open batch in a bucket (`appended`). An append counts with a conditional
-    put: of several processes one comes first, and the others look again at what the batch has.
+    """The requests of an open batch in a bucket (`appended`).
+
+    A conditional put commits an append: among several processes one succeeds, and the others read
+    the batch again.
     """
 
     def create(self) -> None:
@@ -98,24 +99,24 @@ class BucketRequests(OpenRequests):
                 closed = msgspec.structs.replace(found.committed, closed=True)
                 if found.committed.closed or replace_appended(self._spec.root, found, closed, found.pieces):
                     return
-        except ApiError:  # it has ended
+        except ApiError:  # the batch has ended
             return
         raise StoreError(f"others append to {self._spec.root} without a pause: try again")
 
     def _tries(self) -> Iterator[Appended]:
-        """Yield what was appended, again and again. Raise `ApiError` 409 where the batch has
-        ended.
+        """Yield the list of committed pieces for each attempt. Raise `ApiError` 409 if the batch
+        has ended.
         """
         deadline = time.monotonic() + _TRY_SECONDS
         while time.monotonic() < deadline:
             with self._until_removed():
                 found = read_appended(self._spec.root)
             yield found
-            time.sleep(random.uniform(0, _PAUSE_SECONDS))  # of two that come at once, one is the first
+            time.sleep(random.uniform(0, _PAUSE_SECONDS))  # a random pause separates two concurrent appends
 
     @contextlib.contextmanager
     def _until_removed(self) -> Iterator[None]:
-        """Refuse as a closed batch one that has ended."""
+        """Treat a batch that has ended as closed."""
         try:
             yield
         except StoreError as error:

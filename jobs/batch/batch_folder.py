@@ -1,5 +1,5 @@
-"""The folder of a batch that is made, or made again: whether it can be used, and what in it goes
-on.
+"""The folder of a new or resumed batch: whether it can be used, and whether its progress is
+kept.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,23 +26,23 @@ _AGAIN = "remove that folder, or name another output"
 
 
 class BatchRefused(JobsError):
-    """The batch cannot be made; the text is one sentence."""
+    """The batch cannot be created; the text is one sentence."""
 
     exit_code = 2
 
 
 class InputChanged(BatchRefused):
-    """The folder holds results of another input, or of other settings."""
+    """The folder has results of another input, or of other settings."""
 
 
 def with_absolute_locations(spec: BatchSpec) -> BatchSpec:
-    """The same batch, wherever its paths are read from."""
+    """Return the batch with locations that do not depend on the working directory."""
     names = [name for name in ("input", "root", "output", "error_output") if getattr(spec, name) is not None]
     return msgspec.structs.replace(spec, **{name: absolute(getattr(spec, name)) for name in names})
 
 
 def check_locations(spec: BatchSpec) -> None:
-    """What can be known to be wrong before anything runs. Raises `BatchRefused`."""
+    """Raise `BatchRefused` for problems that are known before anything runs."""
     if local_path(spec.root) is None:
         raise BatchRefused(f"the batch's folder {spec.root} is remote: it must be on a file system that has locks")
     try:
@@ -59,10 +59,10 @@ def check_locations(spec: BatchSpec) -> None:
 
 
 def running_in(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
-    """The id of the batch in the root while the queue works on it; a record that a killed start was
-    about to remove does not count.
+    """Return the id of the batch in the root while the queue works on it.
 
-    Raises `BatchRefused` if that is not what is asked for.
+    A record that a killed start was about to remove does not count. Raise `BatchRefused` if the
+    running batch differs from the requested one.
     """
     found = load_manifest(spec.root)
     if found is None or queue.batch_fields(found.batch_id).state not in JOBS:
@@ -70,13 +70,13 @@ def running_in(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
     check_same(found, spec)
     if retry_failed:
         raise BatchRefused(
-            f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended"
+            f"{found.batch_id} is running in {spec.root}: failed lines can be run again when it has ended"
         )
     return found.batch_id
 
 
 def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -> Manifest | None:
-    """The manifest to go on with; None if nothing in the folder is worth keeping."""
+    """Return the manifest to resume from, or None if the folder has no usable progress."""
     _check_kind(found, spec)
     if not found.parts:
         return None
@@ -146,7 +146,7 @@ def check_same(found: Manifest, spec: BatchSpec, place: str = "", again: str = "
 
 
 def _check_kind(found: Manifest, spec: BatchSpec) -> None:
-    """Raise `InputChanged` for lines that arrive where a file was, or the other way round."""
+    """Raise `InputChanged` if the batch had a file and now has arriving lines, or vice versa."""
     if found.spec.streams_input != spec.streams_input:
         raise InputChanged(f"{spec.root} was begun with {_kind(found.spec)}, not with {_kind(spec)}; {_AGAIN}")
 
@@ -163,7 +163,7 @@ def _differences(found: object, asked: object, names: Iterable[str]) -> Iterator
 
 
 def _drop_failures(manifest: Manifest, status: int) -> None:
-    """Take results of `status` and above out of the parts, so that their lines run again."""
+    """Remove results of `status` and above from the parts, so that their lines run again."""
     root = manifest.spec.root
     failed = Bitmap()
     for record in merge_parts(root, manifest.parts):

@@ -1,10 +1,8 @@
-"""A set of line numbers with one bit for each, in the order in which Redis counts the bits of a
-string.
-"""
+"""A set of line numbers as a bitmap, in the bit order of Redis strings."""
 
 
 class Bitmap:
-    """Grows as lines are added; bit 7 of the first byte is line 0."""
+    """A bitmap that grows with added lines; bit 7 of the first byte is line 0."""
 
     def __init__(self, bits: bytes = b"") -> None:
         self.bits = bytearray(bits)
@@ -17,12 +15,12 @@ class Bitmap:
         self.bits[byte] |= 0x80 >> (line & 7)
 
     def discard(self, line: int) -> None:
-        """Take a line out, if it is there."""
+        """Remove a line, if it is in the set."""
         if line in self:
             self.bits[line >> 3] ^= 0x80 >> (line & 7)
 
     def count(self) -> int:
-        """Return how many lines there are."""
+        """Return the number of lines."""
         return int.from_bytes(self.bits).bit_count()
 
     def __contains__(self, line: int) -> bool:

@@ -1,10 +1,10 @@
-"""Batches as a client sees them: create, look at, cancel.
+"""The client's view of batches: create, read, list, cancel.
 
-Synchronous; `redis` is a client of `jobs.queue.connection.connect`. `jobs.batch.submit` makes those
-that come through the API.
+Synchronous; `redis` is a client from `jobs.queue.connection.connect`. `jobs.batch.submit` creates
+batches that come through the API.
 
-A batch is defined by its root folder (`jobs.batch.manifest`); the record in Redis follows it
-and can be made again.
+A batch is defined by its root folder (`jobs.batch.manifest`); its record in Redis can be rebuilt
+from it.
 """
 
 import contextlib
@@ -68,13 +68,11 @@ __all__ = [
 ]
 
 MOST_LISTED = 10_000
-"""Batches that are looked at for one page of a listing, or more until one is found."""
+"""Batches to read for one page of a listing; more are read if none matched."""
 
-_GROUP = 500  # of them at once
+_GROUP = 500  # batches per step
 _PATIENCE_SECONDS = 5.0
-_UNREADABLE = LineProblem(
-    "errors_unavailable", "The list of what is wrong with the input file cannot be read just now."
-)
+_UNREADABLE = LineProblem("errors_unavailable", "The errors of the input file cannot be read at the moment.")
 _LOST = LineProblem("batch_lost", "The files of this batch are gone from the server, so it cannot be finished.")
 
 logger = logging.getLogger(__name__)
@@ -88,18 +86,18 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: State
-    outcome: EndState  # what it ends as, as far as is known
+    outcome: EndState  # the end state, as far as known
     spec: BatchSpec
     open: bool  # lines may be appended
-    shows_lines: bool  # as `BatchStatus` has it
+    shows_lines: bool  # as in `BatchStatus`
     total: int
     completed: int
     failed: int
-    # This and the next: those of them that are on disk, which no loss of Redis takes back
+    # This and the next: those on disk, which a loss of Redis does not affect.
     stored_completed: int
     stored_failed: int
-    models: list[str]  # that the lines name; empty until the file was validated
-    waiting: int  # in Redis, for a worker
+    models: list[str]  # named by the lines; empty until the file is validated
+    waiting: int  # lines in Redis that wait for a worker
     running: int
     errors: list[LineProblem]
     unknown_members: list[UnknownMember]  # of the lines' bodies, where they change nothing
@@ -107,23 +105,23 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     timestamps: dict[str, float]
     output: str | None
     error_output: str | None
-    output_file_id: str | None  # once it can be read: from the first success that was logged
+    output_file_id: str | None  # set once the file can be read: from the first logged success
     error_file_id: str | None
-    problem: str | None  # why it makes no progress: a full disk, a missing file; it is retried
-    risk: Risk | None  # of missing the end of its window, while it is in progress
+    problem: str | None  # why the batch makes no progress (full disk, missing file); it is retried
+    risk: Risk | None  # of missing the end of its window; only while in progress
 
     @property
     def ended(self) -> bool:
-        """Whether the state is final."""
+        """Return whether the state is final."""
         return self.state in END_STATES
 
     @property
     def shown_state(self) -> State:
-        """The state as far as it ever came: a batch that is made again in an empty Redis is checked
-        again, which clients need not see.
+        """Return the state that clients see, which never goes back.
 
-        One whose window has ended is in progress until its files are written: OpenAI's go from
-        there to `expired`.
+        A batch rebuilt in an empty Redis is validated again; clients see its later state. A batch
+        whose window has ended is shown in progress until its files are written: OpenAI's batches go
+        from there to `expired`.
         """
         if self.state not in KEPT_IN_SIGHT:
             return self.state
@@ -132,31 +130,31 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchPage(NamedTuple):
-    """A part of a listing; `last` is the id to go on behind, None if there is no more."""
+    """A page of a listing; `last` is the id to continue after, or None at the end."""
 
     items: list[BatchRecord]
     last: str | None
 
     @property
     def has_more(self) -> bool:
-        """Whether the listing goes on."""
+        """Return whether the listing continues."""
         return self.last is not None
 
 
 def create_batch(
     client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False
 ) -> BatchRecord:
-    """Make a batch, or take up the one in `spec.root`: what is done of it stays done, except
-    answers of status 500 and above.
+    """Create a batch, or resume the one in `spec.root`.
 
-    With `retry_failed` every failed line runs again. A batch that runs already is returned as it
-    is. The manifest is on disk before the record is in Redis. Raises `BatchRefused` (`InputChanged`
-    when the root belongs to another input), `Busy` and `StoreError`.
+    Finished lines stay finished, except answers of status 500 and above; with `retry_failed` every
+    failed line runs again. A running batch is returned unchanged. The manifest is on disk before
+    the record is in Redis. Raise `BatchRefused` (`InputChanged` if the root belongs to another
+    input), `Busy` and `StoreError`.
     """
     spec = with_absolute_locations(spec)
     check_locations(spec)
     queue = Queue(client)
-    # Asked first without the lock, which a long job of its own may hold
+    # Check first without the lock, which a job of the batch may hold for long.
     if running := _running(queue, spec, retry_failed):
         return running
     with exclusive(spec.root, _PATIENCE_SECONDS):
@@ -174,7 +172,7 @@ def create_batch(
         known = found.generation if found is not None else 0
         manifest.generation = max(known, queue.batch_fields(manifest.batch_id).generation)
         queue.forget(manifest.batch_id)
-        # Not read back: a Redis that comes back empty has none
+        # Not read back: a Redis that comes back empty has no record.
         fields = register(queue, manifest)
     return record_of(manifest.batch_id, spec, _as_on_disk(manifest.batch_id, fields))
 
@@ -182,8 +180,8 @@ def create_batch(
 def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> BatchRecord | None:
     """Return the batch in the root while the queue works on it.
 
-    None too where Redis came back empty meanwhile. Raises `BatchRefused` if that is not what is
-    asked for.
+    Also None if Redis came back empty meanwhile. Raise `BatchRefused` if the running batch differs
+    from the requested one.
     """
     running = running_in(queue, spec, retry_failed)
     with contextlib.suppress(KeyError):
@@ -192,10 +190,10 @@ def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> BatchRecord |
 
 
 def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = None) -> BatchRecord:
-    """Try for `retry_seconds` (default: the setting) while Redis cannot answer, then raise
-    `QueueUnavailable`.
+    """Return a batch.
 
-    Raise KeyError if there is no such batch.
+    Retries for `retry_seconds` (default: the setting) while Redis cannot answer, then raises
+    `QueueUnavailable`. Raise KeyError if there is no such batch.
     """
     [record] = _read_records(client, [batch_id], retry_seconds)
     if record is None:
@@ -211,11 +209,11 @@ def list_batches(
     states: Collection[str] = (),
     created: Period = ALWAYS,
 ) -> BatchPage:
-    """Batches that came through the API, newest first, from behind the id `after`; that batch need
-    not be there any more.
+    """Return batches that came through the API, newest first, after the id `after`.
 
-    Only those shown in one of `states`, if there are some, and created then. A page with a batch is
-    cut short where `MOST_LISTED` were looked at for it; clients take an empty one for the end.
+    That batch need not exist. Only batches shown in one of `states` (any, if empty) and created in
+    the period are listed. A page that has a batch may be short once `MOST_LISTED` were read; a page
+    is never empty before the end, since clients take it for the end.
     """
     found: list[BatchRecord] = []
     looked_at = 0
@@ -231,10 +229,12 @@ def list_batches(
 
 
 def _records_in(queue: Queue, batches: list[str], states: Collection[str]) -> list[BatchRecord]:
-    """The records of those batches that are shown in one of `states`, if there are some."""
+    """Return the records of those batches that are shown in one of `states`, or all if it is
+    empty.
+    """
     if not states:
         return [record for record in _read_records(queue.redis, batches) if record is not None]
-    # An end state is shown as it is, so that most batches need not be read
+    # An end state is shown unchanged, so most batches need not be read.
     known = queue.states_of(batches).items()
     batches = [batch for batch, state in known if state not in END_STATES or state in states]
     return [record for record in _read_records(queue.redis, batches) if record and record.shown_state in states]
@@ -243,7 +243,7 @@ def _records_in(queue: Queue, batches: list[str], states: Collection[str]) -> li
 def _read_records(
     client: redis.Redis, batches: list[str], retry_seconds: float | None = None
 ) -> list[BatchRecord | None]:
-    """None for a batch without a record."""
+    """Return the records; None for a batch without one."""
     patience = QueueSettings.from_environment().redis_retry_seconds if retry_seconds is None else retry_seconds
     rows = persistently(lambda: _read(client, batches), patience)
     return [_record(batch, *row) for batch, row in zip(batches, rows, strict=True)]
@@ -257,7 +257,7 @@ def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> Batc
 
 
 def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0, waiting: int = 0) -> BatchRecord:
-    """Return a batch of which so many lines are in Redis, and so many of these wait."""
+    """Return the record of a batch with `held` lines in Redis, `waiting` of which wait."""
     readable = fields.output or (fields.logged_lines > 0 and fields.state not in END_STATES)
     return BatchRecord(
         id=batch_id,
@@ -294,8 +294,9 @@ def record_of(batch_id: str, spec: BatchSpec, fields: BatchFields, held: int = 0
 
 
 def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
-    """Return the record of a batch that has not ended with what a Redis that went back has lost of
-    its progress, or with its end.
+    """Return the record of a running batch, corrected from disk after a loss of Redis.
+
+    The disk may have more progress, or the batch's end.
     """
     if fields.state in END_STATES:
         return fields
@@ -324,7 +325,7 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
 
 
 def _as_appended(manifest: Manifest, fields: BatchFields) -> BatchFields:
-    """Return the record with what was appended, and whether it was closed, since the last slice."""
+    """Return the record with the lines appended since the last slice, and whether it was closed."""
     with contextlib.suppress(StoreError):
         found = requests_of(manifest.spec).committed()
         times = {"appended": found.appended_at} if found.appended_at else {}
@@ -333,9 +334,9 @@ def _as_appended(manifest: Manifest, fields: BatchFields) -> BatchFields:
 
 
 def _problems(root: str, fields: BatchFields) -> list[LineProblem]:
-    """What is wrong with a failed batch's file, or why a batch was given up.
+    """Return the problems of a failed batch's file, or why a batch was aborted.
 
-    The record does not hold the first: there may be a thousand entries, and many such batches.
+    The record does not have the former: a batch may have a thousand, and there are many batches.
     """
     if fields.lost:
         return [_LOST]
@@ -344,13 +345,13 @@ def _problems(root: str, fields: BatchFields) -> list[LineProblem]:
     try:
         manifest = load_manifest(root)
     except StoreError as error:
-        logger.error("failed to read what is wrong with the lines of a batch: %s", error)
+        logger.error("failed to read the line errors of a batch: %s", error)
         manifest = None
     return manifest.problems if manifest is not None else [_UNREADABLE]
 
 
 def _read(client: redis.Redis, batches: list[str]) -> list[tuple[BatchFields, int, int]]:
-    """Of each batch the record, its lines in Redis, and those of them that wait."""
+    """Return for each batch its record, its lines in Redis, and how many of them wait."""
     with client.pipeline(transaction=False) as pipeline:
         for batch in batches:
             pipeline.hgetall(keys.batch(batch))
@@ -366,10 +367,10 @@ def _read(client: redis.Redis, batches: list[str]) -> list[tuple[BatchFields, in
 
 
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
-    """Ask a batch to end; finished lines stay, the rest get error lines.
+    """Cancel a batch; finished lines stay, the others get error lines.
 
-    Changes nothing in a batch that is cancelled already, or ended. One whose folder is gone has
-    ended when this returns.
+    Changes nothing in a batch that is cancelled or ended. A batch whose folder is gone ends at
+    once.
 
     Raise KeyError if there is no such batch, and `StoreError`.
     """

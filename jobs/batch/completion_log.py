@@ -1,10 +1,9 @@
-"""The completion log of a batch: the output lines of its successes, in the order in which they were
-drained.
+"""The completion log of a batch: output lines of its successes, in the order of their drain.
 
-An index has 12 bytes for each line. Both files hold at least what the manifest counts
-(`Manifest.logged`); what follows was left by a slice that was killed, is never read, and is cut
-off by the next append. Of a batch whose lines were drained at once, the log is its output file
-under a second name.
+An index has 12 bytes for each line. Both files hold at least the lines counted by the manifest
+(`Manifest.logged`). Data after these is from a killed slice, is never read, and is cut off by the
+next append. If all lines of a batch were drained at once, the log is its output file under a second
+name.
 """
 
 import struct
@@ -17,20 +16,20 @@ from jobs.store.storage import StoreError, append_behind, delete, is_local, join
 LOG_NAME = "completed.jsonl"
 INDEX_NAME = "completed.index"
 
-_ENTRY = struct.Struct("<QI")  # where an entry's line begins in the log, its number in the input
+_ENTRY = struct.Struct("<QI")  # offset of an entry's line in the log, its number in the input
 _READ_BYTES = 1 << 18
 
 
 class Extent(NamedTuple):
-    """How much of the log counts."""
+    """The committed length of the log."""
 
     lines: int = 0
     bytes: int = 0
-    segments: tuple[Segment, ...] = ()  # of a batch in a bucket
+    segments: tuple[Segment, ...] = ()  # only for a batch in a bucket
 
 
 def append_log(root: str, extent: Extent, entries: Iterable[Entry]) -> Extent:
-    """Put entries behind `extent`, durably; they count once the manifest holds what this returns.
+    """Append entries after `extent`, durably; return the new extent, for the manifest to commit.
 
     Raise `StoreError`.
     """
@@ -49,12 +48,12 @@ def append_log(root: str, extent: Extent, entries: Iterable[Entry]) -> Extent:
 
 
 def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
-    """Make an output file the log of a batch that has none; `lines` are the numbers of its lines in
-    the input. Counts as `append_log` does.
+    """Make an output file the log of a batch that has none, and return its extent.
 
-    Raise `StoreError`.
+    `lines` are the numbers of its lines in the input. The manifest commits the extent. Raise
+    `StoreError`.
     """
-    if not is_local(root):  # segments that are there may be of a process that went on while this one was stopped
+    if not is_local(root):  # existing segments may be of another process that resumed
         with open_input(output) as file:
             written = [Entry(line, content[:-1]) for line, content in zip(lines, file, strict=True)]
         return append_log(root, Extent(), written)
@@ -70,10 +69,11 @@ def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
 
 
 def read_log(root: str, extent: Extent, offset: int, limit: int | None = None) -> tuple[Iterator[bytes], int]:
-    """Output lines from `offset` on, `limit` of them (None: all), as JSONL in pieces; and the
-    offset behind them. Raises `StoreError`.
+    """Return an iterator over output lines from `offset` on, as pieces of JSONL, and the next
+    offset.
 
-    Who asks for more than there is goes on at the end of what there is.
+    It has at most `limit` lines (None: all). A request beyond the end continues at the end. Raise
+    `StoreError`.
     """
     offset = min(offset, extent.lines)
     last = extent.lines if limit is None else min(offset + limit, extent.lines)
@@ -87,7 +87,7 @@ def read_log(root: str, extent: Extent, offset: int, limit: int | None = None) -
 
 
 def logged_lines(root: str, first: int, last: int, segments: Sequence[Segment] = ()) -> list[int]:
-    """Line numbers of the entries `first` to `last`. Raises `StoreError`."""
+    """Return the line numbers of the entries `first` to `last`. Raise `StoreError`."""
     if first >= last:
         return []
     if segments:
@@ -96,13 +96,13 @@ def logged_lines(root: str, first: int, last: int, segments: Sequence[Segment] =
         index.seek(first * _ENTRY.size)
         data = index.read((last - first) * _ENTRY.size)
     if len(data) < (last - first) * _ENTRY.size:
-        raise StoreError(f"{join(root, INDEX_NAME)} is shorter than was noted")
+        raise StoreError(f"{join(root, INDEX_NAME)} is shorter than recorded")
     return [line for _, line in _ENTRY.iter_unpack(data)]
 
 
 def sound_extent(root: str, extent: Extent) -> Extent:
-    """`extent`, or the less that a damaged log still holds of it. Raises `StoreError`."""
-    if extent.segments:  # which are there as they were written, or cannot be read
+    """Return `extent`, or the shorter one that a damaged log still has. Raise `StoreError`."""
+    if extent.segments:  # segments are complete, or cannot be read
         return extent
     size = size_of(join(root, LOG_NAME)) or 0
     lines = min(extent.lines, (size_of(join(root, INDEX_NAME)) or 0) // _ENTRY.size)
@@ -113,7 +113,7 @@ def sound_extent(root: str, extent: Extent) -> Extent:
     with open_input(join(root, INDEX_NAME)) as index:
         while lines and _place(index, lines - 1) >= size:
             lines -= 1
-        # The last one may be cut
+        # The last line may be cut off.
         return Extent(lines - 1, _place(index, lines - 1)) if lines else Extent()
 
 
@@ -128,7 +128,7 @@ def remove_log(root: str) -> None:
 
 def _append(location: str, size: int, data: bytes) -> None:
     if size == 0:
-        delete(location)  # it may be a name of an output file
+        delete(location)  # it may be a second name of an output file
     append_behind(location, size, data)
 
 
@@ -136,7 +136,7 @@ def _place(index: BinaryIO, entry: int) -> int:
     index.seek(entry * _ENTRY.size)
     data = index.read(_ENTRY.size)
     if len(data) < _ENTRY.size:
-        raise StoreError(f"{INDEX_NAME} is shorter than was noted")
+        raise StoreError(f"{INDEX_NAME} is shorter than recorded")
     found: int = _ENTRY.unpack(data)[0]
     return found
 
@@ -147,6 +147,6 @@ def _pieces(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
         while start < end:
             piece = file.read(min(_READ_BYTES, end - start))
             if not piece:
-                raise StoreError(f"{LOG_NAME} is shorter than was noted")
+                raise StoreError(f"{LOG_NAME} is shorter than recorded")
             start += len(piece)
             yield piece

@@ -1,4 +1,4 @@
-"""Quotes of CSV that do not close, for which its reader takes the rows behind them as one cell."""
+"""Detection of unclosed quotes in CSV; Arrow's reader takes all later rows for one cell."""
 
 import re
 from functools import partial
@@ -8,9 +8,9 @@ from jobs.protocol.lines import BOM
 
 _READ_BYTES = 1 << 20
 _MOST_BYTES = 1 << 26
-"""Of a line; no row that can be read is so long."""
-_TEXT = rb'[^"]*+(?:"(?<=[^,\r\n]")[^"]*+)*+'  # in no quotes
-_QUOTE = rb'"(?<![^,\r\n]")'  # that a cell begins with
+"""Longest line in bytes; no readable row is longer."""
+_TEXT = rb'[^"]*+(?:"(?<=[^,\r\n]")[^"]*+)*+'  # outside quotes
+_QUOTE = rb'"(?<![^,\r\n]")'  # at the start of a cell
 _QUOTED = rb'[^"]*+(?:""[^"]*+)*+"'
 _END = rb"[ \t]*+(?:[,\r\n]|$)"
 _OPENS = re.compile(rb"(?:%b%b%b(?=%b))*+%b%b" % (_TEXT, _QUOTE, _QUOTED, _END, _TEXT, _QUOTE))
@@ -30,26 +30,30 @@ def check_quotes(location: str) -> None:
 
 
 class QuoteCheck:
-    """Takes the bytes of CSV in pieces of any size; the line in which one ends is in memory."""
+    """Checks CSV that arrives in pieces of any size; holds only the line at a piece's end in
+    memory.
+    """
 
     def __init__(self, location: str) -> None:
         self._location = location
         self._pending = bytearray()
         self._line = 1
-        self._began: int | None = None  # the line of the quote that is open
-        self._is_bad = False  # that one is
+        self._began: int | None = None  # line of the open quote
+        self._is_bad = False  # whether the open quote is invalid
 
     def add(self, data: bytes) -> None:
         """Take the next bytes."""
-        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1  # \n may come behind a last \r
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1  # \n may follow a last \r
         self._pending += data[:end] or data
         if end or len(self._pending) > _MOST_BYTES:
             self._look()
             self._pending += data[end or len(data) :]
 
     def end(self) -> None:
-        """Raise `InputError` for the first quote that is not closed, or is closed in another line
-        before text of its cell, which that of a later cell does.
+        """Raise `InputError` for the first invalid quote.
+
+        A quote is invalid if it is not closed, or if it is closed in another line, followed by text
+        of its cell; a quote of a later cell looks like that.
         """
         self._look()
         if self._began is not None:
@@ -79,6 +83,6 @@ class QuoteCheck:
         self._pass(block[at:])
 
     def _pass(self, part: bytes) -> int:
-        """Count the lines that end in a part, and return the one behind it."""
+        """Count the lines that end in a part, and return the offset after it."""
         self._line += part.count(b"\n") + part.count(b"\r") - part.count(b"\r\n")
         return self._line

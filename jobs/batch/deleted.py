@@ -1,7 +1,7 @@
-"""Notes in the file store of batches that were deleted.
+"""Notes in the file store of deleted batches.
 
-What is noted is gone for good, whatever a kill has left of it, and whatever a Redis that went back
-knows of it.
+A batch with a note is deleted for good, whatever remains after a kill, and whatever a restored
+Redis has of it.
 """
 
 from pathlib import PurePath
@@ -12,7 +12,7 @@ from jobs.store.storage import make_folder, path_of, size_of, touch
 
 
 def note_of(root: str) -> PurePath:
-    """Return where the deletion of the batch in the folder `root` is noted."""
+    """Return the location of the note for the batch in the folder `root`."""
     folder = path_of(root)
     return folder.parents[1] / DELETED_FOLDER / folder.name
 
@@ -25,8 +25,9 @@ def note_deleted(root: str) -> None:
 
 
 def refuse_deleted(root: str, why: str = "that this request made first was deleted") -> None:
-    """Raise `ApiError` 404 for a batch that was deleted, with the sentence "The batch … `why`.", or
-    `StoreError`.
+    """Raise `ApiError` 404 for a deleted batch, or `StoreError`.
+
+    The message is "The batch … `why`.".
     """
     if is_deleted(root):
         raise ApiError(404, f"The batch {note_of(root).name} {why}.", param="batch_id")

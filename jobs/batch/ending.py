@@ -1,4 +1,4 @@
-"""Cancel a running batch, and remove from Redis and disk what an ended one no longer needs."""
+"""Cancel a running batch, and clean up an ended one in Redis and on disk."""
 
 import time
 
@@ -11,10 +11,10 @@ _TIDY_SECONDS = 600.0
 
 
 def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
-    """Move a batch to `cancelling`; False if it moved on meanwhile.
+    """Move a batch to `cancelling`; return False if its state has changed meanwhile.
 
-    The generation rises, so that a job which writes the results of a finished batch just now gives
-    way to one of the cancelled one.
+    The generation rises, so that a job that is writing the results of a finished batch is
+    superseded by the job of the cancelled one.
     """
     changes = {"timestamps": {"cancelling": time.time()}, "generation": generation + 1}
     if not queue.transition(batch, CANCELLABLE, "cancelling", changes, generation):
@@ -25,17 +25,16 @@ def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
 
 
 def clean_up(queue: Queue, batch: str) -> None:
-    """Leave nothing of a batch that ended in Redis but its record, for some days; of the folder of
-    one that came through the API, little.
+    """Remove all of an ended batch from Redis except its record, which expires after some days.
 
-    Does nothing while it runs, or is just begun again. Where its bucket does not answer, the ticker
-    tries again for ten minutes.
+    Also remove most of its folder, if it came through the API. Does nothing while the batch runs or
+    was just restarted. While its bucket is unavailable, the ticker retries for ten minutes.
     """
     fields = queue.batch_fields(batch)
     if fields.state not in END_STATES:
         return
-    queue.remove_unfinished(batch)  # lines that Redis takes for unfinished
+    queue.remove_unfinished(batch)  # lines that are unfinished in Redis
     is_tidy = not fields.root or tidy(fields.root)
-    # A bucket may refuse for good, and Redis has no room for all that ended
+    # A bucket may refuse forever, and Redis has no room for all ended batches.
     if is_tidy or queue.now() > fields.timestamps.get(fields.state, 0.0) + _TIDY_SECONDS:
         queue.clean(batch, fields)

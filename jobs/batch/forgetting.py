@@ -1,7 +1,7 @@
-"""Forget a batch: for its tenant one that has ended, for operators also one that never will.
+"""Delete a batch: for its tenant an ended one, for operators also one that can never end.
 
-The deletion is noted on disk first (`jobs.batch.deleted`). From there on it is finished, by the
-upkeep if not by who began it.
+The deletion is first noted on disk (`jobs.batch.deleted`). From then on it is completed, if
+necessary by the upkeep.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from jobs.store.storage import (
 )
 
 _PATIENCE_SECONDS = 5.0
-_GROUP = 500  # states that are read at once
+_GROUP = 500  # states read per step
 
 logger = logging.getLogger(__name__)
 
 
 def delete_batch(queue: Queue, files: FileStore, batch: str) -> BatchRecord:
-    """Remove a batch that came through the API and has ended, and return it; its result files stay.
+    """Remove an ended batch that came through the API, and return it; its result files stay.
 
-    Changes nothing in one that has not ended. Raise KeyError if there is no such batch, and
+    Changes nothing in a batch that has not ended. Raise KeyError if there is no such batch, and
     `StoreError`.
     """
     files.check()
@@ -61,10 +61,10 @@ def delete_batch(queue: Queue, files: FileStore, batch: str) -> BatchRecord:
 
 
 def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
-    """Remove what Redis has of a batch, and its folder in the file store; return what is left.
+    """Remove a batch's keys in Redis, and its folder in the file store; return what remains.
 
     Raise KeyError if there is no such batch, `BatchRefused` for one that runs well, `Busy` while a
-    job works on it, and `StoreError` while the file store is away.
+    job works on it, and `StoreError` while the file store is unavailable.
     """
     files.check()
     fields = queue.batch_fields(batch)
@@ -80,15 +80,15 @@ def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
     spec = _spec(fields)
     if spec is None or spec.of_api:
         return "its result files stay until they expire"
-    return f"its folder {spec.root} stays: remove it, or run the same command again to go on from it"
+    return f"its folder {spec.root} stays: remove it, or run the same command again to resume from it"
 
 
 def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float = math.inf, after: str = "") -> str:
-    """Remove what is left of deleted batches, since a kill cut that off or Redis went back; and
-    notes that are older than all that may come back.
+    """Remove the remains of deleted batches after a kill or a loss of Redis, and old notes.
 
-    It takes about `seconds`, and returns what to go on `after`, which is "" for the first again.
-    For a store that was checked. Raise `StoreError`.
+    A note is removed when it is older than any data that may reappear. Takes about `seconds`, and
+    returns the `after` of the next call, "" to start over. The store must have been checked. Raise
+    `StoreError`.
     """
     deadline = time.monotonic() + seconds
     noted = sorted(name for name in list_names(str(files.root / DELETED_FOLDER)) if name > after)
@@ -105,17 +105,17 @@ def finish_deletions(queue: Queue, files: FileStore, now: float, seconds: float 
 
 
 def _finish(queue: Queue, folder: PurePath) -> None:
-    """What cannot be removed now is tried again with the next sweep."""
+    """Remove the remains of one batch; the next sweep retries failures."""
     try:
         with _held(queue, str(folder), 0):
             _remove(queue, folder.name, queue.batch_fields(folder.name), folder)
     except (Busy, StoreError) as error:
-        logger.warning("failed to remove what is left of the deleted batch %s; retrying: %s", folder.name, error)
+        logger.warning("failed to remove the rest of the deleted batch %s; retrying: %s", folder.name, error)
 
 
 def _drop_old_note(folder: PurePath, before: float) -> None:
     note = str(note_of(str(folder)))
-    # Its age is looked up only where the batch is as old
+    # The note's age is read only if the batch is as old.
     if (time_of(folder.name) or 0.0) < before and (stamp := stamp_of(note)) is not None and stamp[1] < before * 1e9:
         delete(note)
 
@@ -125,9 +125,9 @@ def _held(queue: Queue, root: str, patience: float) -> contextlib.AbstractContex
 
 
 def _remove(queue: Queue, batch: str, fields: BatchFields, folder: PurePath | None) -> None:
-    """Remove all of a batch but its finished result files; may be repeated after a kill anywhere.
+    """Remove all of a batch except its finished result files; may be repeated after a kill.
 
-    `folder` is None for a batch that has none in the file store.
+    `folder` is None for a batch without one in the file store.
     """
     if folder is not None:
         note_deleted(str(folder))
@@ -135,7 +135,7 @@ def _remove(queue: Queue, batch: str, fields: BatchFields, folder: PurePath | No
     if spec is not None and spec.of_api:
         drop_partial_output(queue, spec)  # while Redis or the manifest names it
     if folder is not None:
-        delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
+        delete(join(str(folder), MANIFEST_NAME))  # without it, a batch whose removal was killed never runs
     queue.unlist_batch(fields.tenant, batch)
     queue.forget(batch)
     if folder is not None:

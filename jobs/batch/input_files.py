@@ -1,5 +1,7 @@
-"""Input files as lines: JSONL is read in place; compressed JSONL, Parquet and CSV are first written
-out as JSONL in the batch's root.
+"""Input files as lines.
+
+JSONL is read in place; compressed JSONL, Parquet and CSV are first written as JSONL to the batch's
+root.
 """
 
 import contextlib
@@ -27,14 +29,14 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 SPOOL_NAME = "lines.jsonl"
 
 CSV = ".csv"
-"""A format as those of `input_formats`, of which the store keeps no files."""
+"""A format in addition to those of `input_formats`; the store has no such files."""
 TABLE_REFUSED, TABLE_UNREADABLE = 3, 4
-"""How `jobs.batch.table_lines` ends where it wrote a sentence."""
+"""Exit code of `jobs.batch.table_lines` after it wrote a sentence."""
 PARENT_VARIABLE = "TABLE_READER_PARENT"
-"""The process that reads the lines of a table; another version may not set it."""
+"""The reader process of a table; another version may not set it."""
 
-_UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
-_UNPACKED_TIMES = 10  # its size so many times if that is more
+_UNPACKED_BYTES = 2 << 30  # most bytes of a compressed or Parquet file of the API, or
+_UNPACKED_TIMES = 10  # this multiple of its size, if that is more
 _PARQUET_MEMORY_BYTES = 1 << 30
 _PARQUET_CPU_SECONDS = 120
 _COPY_CHUNK = 1 << 20
@@ -55,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 
 class Bounds(NamedTuple):
-    """What it may cost to write out a file. The defaults are for one's own files."""
+    """Limits for writing a file as JSONL. The defaults are for local files."""
 
     most_bytes: int | None = None  # of JSONL
-    most_rows: int | None = None  # of a table; those behind them are left out
+    most_rows: int | None = None  # of a table; later rows are left out
     memory_bytes: int = 16 << 30  # of the process that reads a table
     cpu_seconds: int | None = None  # of that process
 
@@ -67,11 +69,9 @@ OWN_FILE = Bounds()
 
 
 def api_bounds(location: str, max_lines: int | None) -> Bounds:
-    """Return what it may cost to unpack a file of the API, which a client made. Raise
-    `StoreError`.
-    """
+    """Return the limits for unpacking a client's file in the API. Raise `StoreError`."""
     most_bytes = max(_UNPACKED_BYTES, _UNPACKED_TIMES * (size_of(location) or 0))
-    # One more, so that there are too many
+    # One more row, so that the file is found to have too many.
     most_rows = None if max_lines is None else max_lines + 1
     return Bounds(most_bytes, most_rows, _PARQUET_MEMORY_BYTES, _PARQUET_CPU_SECONDS)
 
@@ -94,17 +94,17 @@ class InputLine(NamedTuple):
 
 
 def is_parquet(location: str) -> bool:
-    """Return whether a file's name says Parquet."""
+    """Return whether a file's name is that of Parquet."""
     return location.lower().endswith(_PARQUET_SUFFIXES)
 
 
 def is_csv(location: str) -> bool:
-    """Return whether a file's name says CSV, compressed or not."""
+    """Return whether a file's name is that of CSV, compressed or not."""
     return location.lower().endswith(_CSV_SUFFIXES)
 
 
 def compression_of(location: str) -> str | None:
-    """Return how a file's name says that it is compressed, as pyarrow calls it: None if not."""
+    """Return pyarrow's name of a file's compression, by the file's name; None if not compressed."""
     name = location.lower()
     return next((codec for suffix, codec in _CODECS.items() if name.endswith(suffix)), None)
 
@@ -115,8 +115,9 @@ def is_table(location: str) -> bool:
 
 
 def format_of(location: str) -> str:
-    """Return the format of a file: by its name where that says one that is unpacked, else by its
-    content. Raise `StoreError`.
+    """Return the format of a file: by its name if it is a packed format, else by its content.
+
+    Raise `StoreError`.
     """
     for kind, suffixes in _SPOOLED_SUFFIXES.items():
         if location.lower().endswith(suffixes):
@@ -128,11 +129,10 @@ def format_of(location: str) -> str:
 def read_lines(
     file: BinaryIO, note: Callable[[bytes], object] = len, most_blank: int | None = None
 ) -> Iterator[InputLine]:
-    """Every line that is not blank, in order, holding one at a time; a byte order mark at the start
-    is passed over.
+    """Yield every line that is not blank, in order, one in memory at a time.
 
-    `note` is handed every byte of the file, which a hash of it is made from. Raises `InputError`
-    where more than `most_blank` lines are.
+    A byte order mark at the start is skipped. `note` gets every byte of the file, for a hash. Raise
+    `InputError` if more than `most_blank` lines are blank.
     """
     number, offset, blank = 0, 0, 0
     if file.read(len(BOM)) == BOM:
@@ -158,9 +158,9 @@ def read_lines(
 
 
 class ArrivingLines:
-    """Lines of JSONL that comes in pieces; blank ones are left out.
+    """Splits arriving pieces of JSONL into lines, without blank ones.
 
-    One line is in memory; of one that is too long no more than that shows.
+    One line is in memory; of a line that is too long, only that fact is kept.
     """
 
     def __init__(self) -> None:
@@ -168,14 +168,14 @@ class ArrivingLines:
         self._begun = bytearray()
 
     def add(self, data: bytes) -> list[InputLine]:
-        """Return the lines that the next piece ends. Their offsets are 0."""
+        """Return the lines that the next piece completes. Their offsets are 0."""
         *ends, rest = data.split(b"\n")
         lines = [self._end(piece) for piece in ends]
         self._keep(rest)
         return [line for line in lines if line is not None]
 
     def end(self) -> list[InputLine]:
-        """Return the last line, which no line feed ends, if there is one."""
+        """Return the last line, if it has no line feed."""
         last = self._end(b"")
         return [] if last is None else [last]
 
@@ -199,11 +199,10 @@ def write_spool(
     check: Callable[[], object] = int,
     rows: RowOptions | None = None,
 ) -> str:
-    """Write the lines of a table or of a compressed file as JSONL, and return the hash of that;
-    calls `check` often. `rows` says how requests are made of a table's rows; None: by its columns.
+    """Write the lines of a table or of a compressed file as JSONL, and return the hash of that.
 
-    Raise `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `check`
-    raises.
+    Calls `check` often. `rows` defines the requests of a table's rows; None: by its columns. Raise
+    `InputError`, also for a file that exceeds `bounds`, `StoreError` and what `check` raises.
     """
     with (
         open_input(location) as file,
@@ -217,17 +216,16 @@ def write_spool(
                     raise InputError(f"{location} holds more than {bounds.most_bytes} bytes when it is unpacked")
                 writer.write(chunk)
         except InputError:
-            check()  # a process that ends may have killed the reader
+            check()  # the reader may have been killed because this process ends
             raise
         writer.commit()
         return writer.sha256
 
 
 def first_line(location: str, rows: RowOptions | None = None) -> bytes | None:
-    """The first line that is not blank, of a file of any kind, as JSONL; None if there is none, or
-    none of a size that is read.
+    """Return the first line that is not blank, of a file of any format, as JSONL.
 
-    Raises `InputError` and `StoreError`.
+    Return None if there is none, or if it is too long. Raise `InputError` and `StoreError`.
     """
     begun = b""
     with open_input(location) as file, contextlib.closing(_as_jsonl(location, file, rows=rows)) as chunks:
@@ -240,7 +238,7 @@ def first_line(location: str, rows: RowOptions | None = None) -> bytes | None:
 
 
 def open_unpacked(location: str) -> Any:
-    """Open a file whose name says whether it is compressed. Raise `StoreError`."""
+    """Open a file, decompressed if its name has a compression suffix. Raise `StoreError`."""
     file, codec = open_input(location), compression_of(location)
     if codec is None:
         return file
@@ -250,14 +248,14 @@ def open_unpacked(location: str) -> Any:
 
 
 def open_text(location: str) -> TextIO:
-    """The same, as text whose ends of lines stay as they are."""
+    """Open the same as text with unchanged line ends."""
     return io.TextIOWrapper(open_unpacked(location), encoding="utf-8-sig", newline="")
 
 
 def _as_jsonl(
     location: str, file: BinaryIO, bounds: Bounds = OWN_FILE, rows: RowOptions | None = None
 ) -> Generator[bytes]:
-    """The file's lines in chunks of any size. Raises `InputError` and `StoreError`."""
+    """Yield the file's lines in chunks of any size. Raise `InputError` and `StoreError`."""
     kind = format_of(location)
     if kind in _NAMES:
         yield from _table_lines(location, kind, bounds, rows)
@@ -282,8 +280,9 @@ def _decompressed(location: str, file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 
 def _table_lines(location: str, kind: str, bounds: Bounds, rows: RowOptions | None) -> Iterator[bytes]:
-    """Yield the lines of a table, read by a process of its own: that bounds what a few bytes can
-    demand, and a crash ends only that process. It ends with the thread that begins to read.
+    """Yield the lines of a table from a separate process, which ends with the reading thread.
+
+    A small file can require much memory: the process has limits, and a crash ends only it.
     """
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:
         asked.write(msgspec.json.encode(rows))

@@ -1,5 +1,7 @@
-"""Replace invalid lines by placeholders, requests that every worker refuses, so that each ends with
-an error line of its own.
+"""Placeholders for invalid lines.
+
+A placeholder is a request that every worker refuses, so that each invalid line ends with an error
+line of its own.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +17,7 @@ from jobs.protocol.validation import LineError
 from jobs.store.storage import AtomicWriter, open_input
 
 _MARK = b'{"invalid_request":'
-"""The beginning of such a line, and of no other."""
+"""The prefix of placeholders, and of no other lines."""
 
 Served = Mapping[str, Collection[str] | None]
 
@@ -28,12 +30,13 @@ def mark_invalid(
     check: Callable[[], object],
     take: Callable[[InputLine, Line | LineError], object],
 ) -> str:
-    """Write the JSONL of `source` to `target` with a placeholder for each invalid line that has a
-    custom_id, and return the hash of that; calls `check` often, and `take` with each line of
-    `target` and what its check says.
+    """Write the JSONL of `source` to `target` with placeholders, and return the hash of that.
 
-    A placeholder goes to the model and the url of the first valid line, so that a batch needs no
-    worker for it that it does not need anyway. Where no line is valid, all stay as they are.
+    Each invalid line with a custom_id gets a placeholder. Calls `check` often, and `take` with each
+    line of `target` and the result of its check.
+
+    A placeholder has the model and the url of the first valid line, so that it needs no additional
+    worker. If no line is valid, all stay unchanged.
 
     Raise `InputError`, `StoreError` and what `check` raises.
     """
@@ -54,13 +57,13 @@ def mark_invalid(
 
 
 def placeholder_for(url: str, model: str) -> dict[str, Any]:
-    """Return the members of placeholders but their ids, for workers of a model ("": as others)."""
+    """Return the members of placeholders except their ids, for workers of a model ("": any)."""
     named = {"model": model} if model else {}
     return {"method": "POST", "url": url, "body": {**named, BATCH_ENDPOINTS[url].prompt_field: {}}}
 
 
 def marked_line(raw: bytes, error: LineError, placeholder: dict[str, Any]) -> bytes | None:
-    """Return the line with its problem in front; None where that has no custom_id."""
+    """Return the line with its problem as a prefix; None if it has no custom_id."""
     try:
         line = decode_json(raw)
     except ValueError:
@@ -73,17 +76,17 @@ def marked_line(raw: bytes, error: LineError, placeholder: dict[str, Any]) -> by
 
 
 def unmarked_line(raw: bytes) -> bytes:
-    """Return a valid line, which looks like no other."""
+    """Return a valid line that cannot be taken for a placeholder."""
     return (b" " if raw.startswith(_MARK) else b"") + raw
 
 
 def is_placeholder(raw: bytes) -> bool:
-    """Return whether a line stands for an invalid one."""
+    """Return whether a line is a placeholder for an invalid one."""
     return raw.startswith(_MARK)
 
 
 def problem_of(raw: bytes) -> ApiError | None:
-    """Return the answer to a line that was no request; None for the others."""
+    """Return the answer to a placeholder; None for other lines."""
     if not is_placeholder(raw):
         return None
     problem = decode_json(raw)["invalid_request"]
@@ -91,7 +94,7 @@ def problem_of(raw: bytes) -> ApiError | None:
 
 
 def _placeholder(spec: BatchSpec, served: Served, source: str, check: Callable[[], object]) -> dict[str, Any] | None:
-    """Return the members of placeholders but their ids; None where no line is valid."""
+    """Return the members of placeholders except their ids; None if no line is valid."""
     lines = _checked(spec, served, source, check)
     valid = next((found for _, found in lines if isinstance(found, Line)), None)
     if valid is None:
@@ -102,7 +105,7 @@ def _placeholder(spec: BatchSpec, served: Served, source: str, check: Callable[[
 def _checked(
     spec: BatchSpec, served: Served, source: str, check: Callable[[], object]
 ) -> Iterator[tuple[InputLine, Line | LineError]]:
-    """Yield each line, and what its check says."""
+    """Yield each line with the result of its check."""
     with open_input(source) as file:
         for line in read_lines(file):
             check()

@@ -17,8 +17,10 @@ INDEX_ENTRY_BYTES = _ENTRY.size
 
 
 class LineIndexWriter:
-    """Takes lines in their order; `commit` makes the index durable, `close` without it leaves
-    nothing. Raises `StoreError`.
+    """Writes the index of lines in order; `commit` makes it durable, `close` without it leaves
+    nothing.
+
+    Raise `StoreError`.
     """
 
     def __init__(self, root: str) -> None:
@@ -26,34 +28,34 @@ class LineIndexWriter:
         self._next = 1
 
     def add(self, entry: PlanEntry) -> None:
-        """Notes one line; those that were passed over since the last one are blank."""
+        """Add one line; numbers skipped since the last one are blank lines."""
         blank = bytes(_ENTRY.size * (entry.line - self._next))
         self._file.write(blank + _ENTRY.pack(entry.offset, entry.length))
         self._next = entry.line + 1
 
     def commit(self) -> None:
-        """Make the file appear."""
+        """Make the file visible and durable."""
         self._file.commit()
 
     def close(self) -> None:
-        """Drop what was not committed."""
+        """Discard uncommitted data."""
         self._file.close()
 
 
 def append_index(root: str, lines: int, entries: Iterable[PlanEntry]) -> None:
-    """Put the next lines behind the first `lines` of an index, durably. Raise `StoreError`."""
+    """Write the next entries after the first `lines` of an index, durably. Raise `StoreError`."""
     append_behind(join(root, INDEX_NAME), lines * _ENTRY.size, index_bytes(entries))
 
 
 def index_bytes(entries: Iterable[PlanEntry]) -> bytes:
-    """Return entries as a line index has them, none of which is blank."""
+    """Return entries in the format of a line index, without blank lines."""
     return b"".join(_ENTRY.pack(entry.offset, entry.length) for entry in entries)
 
 
 class LineIndex:
     """Lines of a validated source by number.
 
-    Thread-safe; it goes on after the files were removed. Raises `StoreError`.
+    Thread-safe; it works on after the files were removed. Raise `StoreError`.
     """
 
     def __init__(self, root: str, source: str, open_file: Callable[[str], RandomReader] = open_at) -> None:
@@ -66,11 +68,11 @@ class LineIndex:
             raise
 
     def custom_id(self, line: int) -> str:
-        """The custom_id of a line, which counts from 1."""
+        """Return the custom_id of a line, numbered from 1."""
         return self.line(line).custom_id
 
     def line(self, line: int) -> Line:
-        """A line, taken apart."""
+        """Return a line, parsed."""
         entry = self._index.read_at((line - 1) * _ENTRY.size, _ENTRY.size)
         offset, length = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
         if not length:

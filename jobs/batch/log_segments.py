@@ -1,8 +1,7 @@
-"""The completion log of a batch in a bucket: what one drain adds is in objects of its own, which
-the manifest lists.
+"""The completion log of a batch in a bucket: each drain writes objects that the manifest lists.
 
-A segment begins with its index, 12 bytes for each line, behind which the lines are. Names are never
-used twice; what a process left that never listed it goes with the rest of the log.
+A segment begins with its index, 12 bytes for each line, followed by the lines. Names are never
+reused; a segment that was never listed is removed with the rest of the log.
 """
 
 import struct
@@ -19,20 +18,20 @@ from jobs.store.storage import join, new_name, open_at, remove_tree, write_bytes
 
 FOLDER = "log"
 
-_ENTRY = struct.Struct("<QI")  # where a line begins behind the index, its number in the input
+_ENTRY = struct.Struct("<QI")  # offset of a line after the index, its number in the input
 _READ_BYTES = 1 << 18
 _SEGMENT_LINES = 2000
 
 
 class Entry(NamedTuple):
-    """One success: its line's number in the input, and the output line without its line feed."""
+    """A success: its line's number in the input, and the output line without its line feed."""
 
     line: int
     output: bytes
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A segment as the manifest lists it."""
+    """A segment as listed in the manifest."""
 
     name: str
     lines: int
@@ -40,8 +39,9 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 def write_segments(root: str, first: int, entries: Iterable[Entry]) -> list[Segment]:
-    """Make durable segments, whose lines are those from `first` on; each is written while the
-    entries of the next one are made. Raise `StoreError`.
+    """Write segments durably, numbering their lines from `first`.
+
+    Each is written while the entries of the next one are made. Raise `StoreError`.
     """
     rest = iter(entries)
     written: list[Segment] = []
@@ -78,18 +78,18 @@ def read_segments(root: str, segments: Sequence[Segment], first: int, last: int)
 
 
 def lines_of_segments(root: str, segments: Sequence[Segment], first: int, last: int) -> list[int]:
-    """Return the numbers of the lines `first` to `last` in the input. Raise `StoreError`."""
+    """Return the numbers in the input of the lines `first` to `last`. Raise `StoreError`."""
     found = _overlapping(segments, first, last)
     return [line for segment, start, end in found for _, line in _entries(root, segment, start, end)]
 
 
 def remove_segments(root: str) -> None:
-    """Remove all that is there of the log."""
+    """Remove all segments of the log."""
     remove_tree(join(root, FOLDER))
 
 
 def _overlapping(segments: Sequence[Segment], first: int, last: int) -> Iterator[tuple[Segment, int, int]]:
-    """Yield segments that have some of these lines, and which of its own they are."""
+    """Yield segments with some of these lines, and the range within the segment."""
     begin = 0
     for segment in segments:
         start, end = max(first - begin, 0), min(last - begin, segment.lines)

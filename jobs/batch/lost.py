@@ -1,4 +1,4 @@
-"""A batch whose folder, or the manifest in it, is gone can never go on: it ends in Redis alone."""
+"""Lost batches: without the folder or its manifest, a batch cannot continue and ends in Redis."""
 
 import logging
 import time
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 def end_if_lost(queue: Queue, batch: str) -> None:
-    """End a batch whose folder has been gone for `lost_batch_seconds`; until then note since when
-    it is.
+    """End a batch whose folder has been missing for `lost_batch_seconds`; before, store since
+    when.
     """
     fields = queue.batch_fields(batch)
     if fields.state not in JOBS or not fields.spec:
         return
     try:
         reason = why_lost(queue, batch, fields)
-    except StoreError:  # nothing can be said of it
+    except StoreError:  # it is unknown
         reason = None
     now = queue.now()
     since = 0.0 if reason is None else fields.lost_since or now
@@ -36,8 +36,9 @@ def end_if_lost(queue: Queue, batch: str) -> None:
 
 
 def why_lost(queue: Queue, batch: str, fields: BatchFields) -> str | None:
-    """Return why a batch can never go on; None if it can. Raise `StoreError` where that cannot be
-    said, as while the file store is away.
+    """Return why a batch can never continue; None if it can.
+
+    Raise `StoreError` if that is unknown, for example while the file store is unavailable.
     """
     if decode_spec(fields.spec).of_api:
         check_store(queue, path_of(fields.root).parents[1])
@@ -51,9 +52,10 @@ def why_lost(queue: Queue, batch: str, fields: BatchFields) -> str | None:
 
 
 def end_lost(queue: Queue, batch: str, fields: BatchFields, reason: str) -> None:
-    """End the batch as `failed`, one that is being cancelled as `cancelled`, unless it moved on.
+    """End the batch as `failed`, or as `cancelled` if it is being cancelled, unless its state
+    changed.
 
-    What a kill leaves of it in Redis is removed by the ticker.
+    The ticker removes the remains in Redis after a kill.
     """
     if fields.state not in JOBS:
         return

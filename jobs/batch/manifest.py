@@ -1,6 +1,4 @@
-"""The manifest: what a batch is and what is done of it, on disk, so that an empty Redis can be
-rebuilt.
-"""
+"""The manifest: a batch's settings and progress on disk, from which an empty Redis is rebuilt."""
 
 import os
 import secrets
@@ -34,59 +32,59 @@ from jobs.store.storage import (
 )
 
 NAME = "manifest.json"
-MADE = "made"  # with a suffix: what the folders in a bucket are called that validations make
+MADE = "made"  # with a suffix: name of a folder in a bucket with one validation's files
 PROCESS = secrets.token_hex(8)
-"""Names this process in the manifests that it saves."""
+"""The name of this process in the manifests that it saves."""
 
-# A file of its own, since a long job may hold the folder when a client cancels
+# A separate file, since a long job may hold the folder when a client cancels.
 _CANCEL_MARK = "cancelled"
-# Fields of a spec and of a manifest
+# Fields of a spec and of a manifest.
 _LOCATIONS = ("input", "root", "output", "error_output", "source")
 
 
 class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caller asks for. Locations are paths or URIs; `root` is the batch's own folder."""
+    """The caller's settings. Locations are paths or URIs; `root` is the batch's own folder."""
 
     input: str
     root: str
-    output: str | None = None  # default: output.jsonl (or .parquet, as the input) in the root
+    output: str | None = None  # default: output.jsonl (or .parquet, like the input) in the root
     error_output: str | None = None  # default: errors.jsonl in the root
-    # Inline: failures are in the output, in their place
+    # Inline: failures are in the output, at their place.
     error_file: Literal["separate", "inline"] = "separate"
-    endpoint: str | None = None  # the only one allowed; None: either
+    endpoint: str | None = None  # the only one allowed; None: any
     default_model: str | None = None  # for lines that name none; None: every line must
-    # Served names that lines may use; None: those in the registry of models
+    # Served names that lines may use; None: those in the registry of models.
     models: tuple[str, ...] | None = None
-    by_model: bool = False  # one model's lines after another's, where they are not loaded together
+    by_model: bool = False  # one model after another, for models that are not loaded together
     tenant: str = ""
     metadata: dict[str, str] | None = None
     priority: int = 0  # a lower one goes first among the tenant's batches
     completion_window_seconds: float | None = None  # None: it never expires
-    seed: int = 0  # from it and the line number comes the seed of a line that names none
+    seed: int = 0  # combined with the line number for the seed of a line that sets none
     rows: RowOptions | None = None  # of a table; None: its columns are members of the lines
     skip_invalid_requests: bool = False  # they get error lines, and the others run
     strict_parameters: bool = False  # a line with an unknown member of its body is invalid
     streams_input: bool = False  # lines are appended to `input` while the batch runs (`open_requests`)
-    # Set for a batch that came through the API, whose lines are checked as OpenAI's are; so are the
-    # next fields
+    # Set for a batch that came through the API, whose lines are checked like OpenAI's; the next
+    # fields, too.
     input_file_id: str | None = None
-    output_file_id: str | None = None  # this and the next are set aside when the batch is made
+    output_file_id: str | None = None  # this and the next: reserved when the batch is created
     error_file_id: str | None = None
-    completion_window: str | None = None  # as it was asked for
-    # None: as long as the file store keeps a batch's files
+    completion_window: str | None = None  # as requested
+    # None: as long as the file store keeps a batch's files.
     output_expires_seconds: int | None = None
     max_lines: int | None = None
-    queued_tokens: int | None = None  # that all open batches of the tenant together may hold
-    key_id: str = ""  # of the API key that made it
+    queued_tokens: int | None = None  # limit for all open batches of the tenant together
+    key_id: str = ""  # of the API key that created it
 
     @property
     def of_api(self) -> bool:
-        """Whether the batch came through the API."""
+        """Return whether the batch came through the API."""
         return self.input_file_id is not None
 
 
 class LineProblem(msgspec.Struct, frozen=True):
-    """Why the file was refused; `line` counts from 1, None for the file as a whole."""
+    """A reason why the file was refused; `line` counts from 1, None for the file as a whole."""
 
     code: str
     message: str
@@ -95,39 +93,37 @@ class LineProblem(msgspec.Struct, frozen=True):
 
 
 class FixedOutputs(msgspec.Struct, frozen=True):
-    """What was written of a batch in a bucket, and stays so, whichever process goes on with it."""
+    """The written outputs of a batch in a bucket; they stay, whichever process continues."""
 
     completed: int
     failed: int
     usage: Usage
     output: str | None
     error_output: str | None
-    ended_at: float  # unix seconds, of the files
+    ended_at: float  # unix seconds, from the files
 
 
 class Superseded(JobsError):
-    """The batch moved on under another job, or to another state; what this one does no longer
-    counts.
-    """
+    """Another job or another state has superseded this job; its work no longer counts."""
 
 
 class Manifest(msgspec.Struct, kw_only=True, dict=True):
-    """The content of manifest.json. `input_sha256` is None until the file was validated."""
+    """The content of manifest.json. `input_sha256` is None until the file is validated."""
 
     version: int = 1
     batch_id: str
-    created_at: float  # unix seconds by the clock of Redis, from which the completion window counts
+    created_at: float  # unix seconds by the clock of Redis; start of the completion window
     spec: BatchSpec
     state: State = "validating"
-    outcome: EndState = "completed"  # what the batch ends as
+    outcome: EndState = "completed"  # the end state, as far as known
     timestamps: dict[str, float] = msgspec.field(default_factory=dict)  # unix seconds by state
     input_bytes: int | None = None
     input_sha256: str | None = None
-    source: str | None = None  # JSONL that the plan's offsets point into
+    source: str | None = None  # the JSONL file of the plan's offsets
     source_bytes: int = 0
     source_mtime_ns: int = 0
     source_sha256: str | None = None
-    early_stamp: str = ""  # of the source as it was validated, which early lines must be of
+    early_stamp: str = ""  # stamp of the validated source; early lines must have it
     plan_sha256: str | None = None
     total: int = 0
     models: list[str] = msgspec.field(default_factory=list)  # that the lines name
@@ -137,55 +133,55 @@ class Manifest(msgspec.Struct, kw_only=True, dict=True):
     # Names the record in Redis that may work here; of a server that was left behind, it is another
     # one
     owner: str = ""
-    holder: str = ""  # the process that saved this, of a manifest in a bucket
-    revision: int = 0  # how often it was saved
+    holder: str = ""  # process that saved this, for a manifest in a bucket
+    revision: int = 0  # number of saves
     parts: list[Part] = msgspec.field(default_factory=list)
     next_part: int = 0
     problems: list[LineProblem] = msgspec.field(default_factory=list)
-    # This, `failed` and `usage` are of the lines on disk; final once the outputs are written
+    # This, `failed` and `usage` count lines on disk; final once the outputs are written.
     completed: int = 0
     failed: int = 0
     usage: Usage | None = None
-    queued_tokens: int = 0  # an estimate from the lines' bodies
-    logged_lines: int = 0  # this and the next: how much of the completion log counts
+    queued_tokens: int = 0  # estimate from the lines' bodies
+    logged_lines: int = 0  # this and the next: the committed length of the completion log
     logged_bytes: int = 0
-    log_segments: tuple[Segment, ...] = ()  # of a batch in a bucket, the same
-    made: str = ""  # the folder in the root with what validation made; "": the root itself
+    log_segments: tuple[Segment, ...] = ()  # the same for a batch in a bucket
+    made: str = ""  # the folder in the root with validation's files; "": the root itself
     fixed: FixedOutputs | None = None
-    output: str | None = None  # this and the next: known once the outputs are written
+    output: str | None = None  # this and the next: set once the outputs are written
     error_output: str | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether lines may be appended, as far as a job has noted."""
+        """Return whether lines may be appended, according to the last job."""
         return self.spec.streams_input and self.source_sha256 is None
 
     @property
     def logged(self) -> Extent:
-        """How much of the completion log counts."""
+        """Return the committed length of the completion log."""
         return Extent(self.logged_lines, self.logged_bytes, self.log_segments)
 
     def note_logged(self, extent: Extent) -> None:
-        """Count so much of the completion log."""
+        """Set the committed length of the completion log."""
         self.logged_lines, self.logged_bytes, self.log_segments = extent
 
     @property
     def made_root(self) -> str:
-        """Where the plan, the line index and the spool are."""
+        """Return the location of the plan, the line index and the spool."""
         return join(self.spec.root, self.made) if self.made else self.spec.root
 
     @property
     def stored_version(self) -> str | None:
-        """Which version of the file this is, None for a new one."""
+        """Return the version of the file, or None for a new one."""
         return self.__dict__.get("stored_version")
 
     def enter(self, state: State) -> None:
-        """Notes a state and when it was entered."""
+        """Set the state and the time when it was entered."""
         self.state = state
         self.timestamps.setdefault(state, time.time())
 
     def end_cancelled(self) -> None:
-        """Turn an end that no client has seen into "cancelled"; the results stay as they are."""
+        """Change an end that no client has seen to "cancelled"; the results stay."""
         self.timestamps.pop(self.state, None)
         self.outcome = "cancelled"
         self.enter("cancelling")
@@ -203,14 +199,14 @@ class ManifestDamaged(StoreError):
 
 
 def load_manifest(root: str) -> Manifest | None:
-    """The manifest in a batch's root, None if there is none. Raises `StoreError`.
+    """Return the manifest in a batch's root, None if there is none. Raise `StoreError`.
 
-    Where the file store was restored in another folder, the locations in it are of that folder.
+    If the file store was restored to another folder, locations in that folder are returned.
     """
     location = join(root, NAME)
     try:
         found = read_version(location)
-        if not found.data and not is_local(root):  # given up
+        if not found.data and not is_local(root):  # abandoned
             return None
         manifest = _moved(_decode(found.data), root)
     except StoreError as error:
@@ -226,15 +222,17 @@ def load_manifest(root: str) -> Manifest | None:
 
 
 def give_up(root: str) -> bool:
-    """See to it that no manifest comes into a root in a bucket whose maker may be at work; return
-    whether there was none. Raise `StoreError`.
+    """Prevent a manifest from appearing in a bucket's root whose creator may still work.
+
+    Return whether there was none. Raise `StoreError`.
     """
     return write_new(join(root, NAME), b"") is not None
 
 
 def take_back(manifest: Manifest) -> bool:
-    """See to it that nothing comes of a new manifest in a bucket, also where it was put and the
-    answer was lost. Return False where another process has gone on with it. Raise `StoreError`.
+    """Remove a new manifest in a bucket, also after a put without an answer.
+
+    Return False if another process has continued with it. Raise `StoreError`.
     """
     root, version = manifest.spec.root, manifest.stored_version
     if version is None and not give_up(root) and (found := load_manifest(root)) is not None:
@@ -249,7 +247,7 @@ def _moved(manifest: Manifest, root: str) -> Manifest:
     if spec.root == root or not spec.of_api:
         return manifest
     with named("cannot read", root):
-        if is_local(root) and os.path.exists(spec.root) and os.path.samefile(spec.root, root):  # by another name
+        if is_local(root) and os.path.exists(spec.root) and os.path.samefile(spec.root, root):  # by another path
             return manifest
     if len(PurePath(spec.root).parts) < 3:
         raise ManifestDamaged(
@@ -268,9 +266,9 @@ def _moved(manifest: Manifest, root: str) -> Manifest:
 
 
 def save_manifest(manifest: Manifest) -> None:
-    """Replace the manifest durably; only for who holds its folder (`leases.hold`).
+    """Replace the manifest durably; the caller must hold its folder (`leases.hold`).
 
-    Raise `StoreError`, and `Superseded` in a bucket where another process has saved it since.
+    Raise `StoreError`, and in a bucket `Superseded` if another process has saved it since.
     """
     location, known = join(manifest.spec.root, NAME), manifest.stored_version
     manifest.holder, manifest.revision = PROCESS, manifest.revision + 1
@@ -284,15 +282,16 @@ def save_manifest(manifest: Manifest) -> None:
 
 
 def take_over(manifest: Manifest) -> None:
-    """Refuse, from now on, what a process saves that had this manifest before. Raise as
-    `save_manifest`.
+    """Invalidate later saves by a process that had this manifest before.
+
+    Raise like `save_manifest`.
     """
     if manifest.holder != PROCESS and not is_local(manifest.spec.root):
         save_manifest(manifest)
 
 
 def progress_fields(manifest: Manifest) -> dict[str, int]:
-    """What the record says of the lines on disk."""
+    """Return the record's fields about the lines on disk."""
     usage = manifest.usage or Usage()
     return {
         "stored_completed": manifest.completed,
@@ -307,7 +306,7 @@ def progress_fields(manifest: Manifest) -> dict[str, int]:
 
 
 def end_fields(manifest: Manifest) -> dict[str, Any]:
-    """What the record of an ended batch says."""
+    """Return the record's fields of an ended batch."""
     return {
         "open": False, "outcome": manifest.outcome,
         "total": manifest.completed + manifest.failed, "completed": manifest.completed,
@@ -317,12 +316,14 @@ def end_fields(manifest: Manifest) -> dict[str, Any]:
 
 
 def mark_cancelled(root: str) -> None:
-    """Notes durably that the batch is to end; several callers may, at once. Raises `StoreError`."""
-    touch(join(root, _CANCEL_MARK))  # without a temporary file: the holder of the folder sweeps those away
+    """Mark the batch as cancelled, durably; several callers may do so at once. Raise
+    `StoreError`.
+    """
+    touch(join(root, _CANCEL_MARK))  # without a temporary file, which the holder of the folder would sweep
 
 
 def unmark_cancelled(root: str) -> None:
-    """Take the note back."""
+    """Remove the mark."""
     delete(join(root, _CANCEL_MARK))
 
 

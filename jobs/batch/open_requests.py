@@ -1,9 +1,9 @@
 """The requests of an open batch: its clients append them while it runs, until they close it.
 
-An append puts lines into the batch's source, its plan and its line index, makes these durable, and
-then commits to a database how much of them counts, and which custom_id came. A process that is
-killed between two of these steps leaves bytes behind what counts: the next append cuts them off.
-Those that append at once wait for each other by locks of the folder, in turns.
+An append writes lines to the batch's source, its plan and its line index, makes these durable, and
+then commits their lengths and the custom_ids to a database. A process that is killed between two of
+these steps leaves uncommitted bytes, which the next append cuts off. Concurrent appends wait for
+each other by locks of the folder, in turns.
 """
 
 import contextlib
@@ -48,9 +48,11 @@ SOURCE_NAME = "input.jsonl"
 
 APPEND_LOCK = ".append.lock"
 NEXT_LOCK = ".next-append.lock"
-"""Of the one that waits for the other lock: who has just let go of that comes behind it."""
+"""The lock of the append that waits for the other lock; a process that just released that one
+queues behind it.
+"""
 
-_LOCK_SECONDS = 60.0  # that one append waits for others
+_LOCK_SECONDS = 60.0  # longest wait of one append for others
 _ASKED_AT_ONCE = 500  # ids in one statement
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -62,42 +64,42 @@ COMMIT;
 
 
 class AppendBounds(NamedTuple):
-    """What the batch may hold with what is appended; None: any number."""
+    """Limits of the batch including the append; None: any number."""
 
     lines: int | None = None
     bytes: int | None = None  # of all lines
     tokens: int | None = None  # an estimate from the lines' bodies
-    tokens_at_once: int | None = None  # of what is appended
+    tokens_at_once: int | None = None  # of one append
 
 
 class AppendOutcome(NamedTuple):
-    """What became of the lines of one append; `problems` are of those that are no part of the
+    """The result of one append; `problems` are those of lines that did not become part of the
     batch.
     """
 
     appended: int
-    repeated: int  # the batch had them already
+    repeated: int  # lines that the batch had already
     problems: list[LineProblem]
     total: int  # lines of the batch
     body_bytes: int  # of all its lines
 
 
 class CheckedLines(NamedTuple):
-    """Lines on their way into a batch."""
+    """Checked lines of one append."""
 
-    lines: "dict[int, _NewLine]"  # that can be stored, by place
+    lines: "dict[int, _NewLine]"  # lines that can be stored, by place
     problems: list[LineProblem]
-    order: list[int]  # places, as the plan has them
+    order: list[int]  # places in the order of the plan
     bounds: AppendBounds
-    repeats: dict[int, int]  # from the commit on: numbers in the append, and which lines these repeat
+    repeats: dict[int, int]  # set by the commit: numbers in the append, and the lines that they repeat
 
 
 class _NewLine(NamedTuple):
     number: int  # in the append
     custom_id: str
-    id: bytes  # a hash of that
-    digest: bytes  # of the line as it came
-    content: bytes  # as it is stored
+    id: bytes  # hash of the custom_id
+    digest: bytes  # of the line as received
+    content: bytes  # as stored
     size: int  # of the body
     model: str
     url: str
@@ -105,7 +107,7 @@ class _NewLine(NamedTuple):
 
 
 class _NewContent:
-    """What one commit adds."""
+    """The additions of one commit."""
 
     def __init__(self, found: Committed) -> None:
         self.taken = found
@@ -115,7 +117,7 @@ class _NewContent:
         self.known: dict[bytes, AppendedLine] = {}  # by id
 
     def take(self, fresh: dict[int, _NewLine], append: CheckedLines) -> ApiError | None:
-        """Add the lines of an append behind the others, or return why they are refused."""
+        """Add the lines of an append after the others, or return why they are refused."""
         before, entries = self.taken, dict[int, PlanEntry]()
         offset = before.bytes
         for number, (place, line) in enumerate(fresh.items(), before.lines + 1):
@@ -144,10 +146,10 @@ _FindKnown = Callable[[list[bytes]], dict[bytes, AppendedLine]]
 
 
 class OpenRequests:
-    """Methods raise `StoreError`.
+    """The requests of one open batch. Methods raise `StoreError`.
 
-    Without `durable` a loss of power may take what was appended. Nothing is open between two calls,
-    unless it `keeps_open` the database, which takes less time; it is for one thread then.
+    Without `durable` a power loss may lose appended lines. Nothing stays open between two calls,
+    unless the object `keeps_open` the database, which is faster and for a single thread.
     """
 
     def __init__(self, spec: BatchSpec, durable: bool = True, keeps_open: bool = False) -> None:
@@ -158,7 +160,7 @@ class OpenRequests:
         self._location = join(spec.root, DATABASE_NAME)
 
     def create(self) -> None:
-        """Make the files of a batch without lines, where they are not there."""
+        """Create the files of a batch without lines, unless they exist."""
         make_folder(self._spec.root)
         with self._connected("rwc") as database:
             database.executescript(_SCHEMA)
@@ -169,17 +171,18 @@ class OpenRequests:
         sync_folder(self._spec.root)
 
     def committed(self) -> Committed:
-        """Return what counts."""
+        """Return the committed state."""
         with self._connected("rw") as database:
             return self._read(database)
 
     def append(self, lines: Sequence[InputLine], served: Served, bounds: AppendBounds) -> AppendOutcome:
-        """Take the lines that the batch does not have, durably when this returns.
+        """Append the lines that the batch does not have, durably.
 
-        An invalid line becomes a placeholder with its error (`invalid_lines`), one without a usable
-        custom_id a problem; so does a line whose custom_id another one has. All is held in memory.
+        An invalid line becomes a placeholder with its error (`invalid_lines`). A line without a
+        usable custom_id, or with that of another line, becomes a problem. All lines are held in
+        memory.
 
-        Raise `ApiError`: 409 for a closed batch, 400 or 429 where the batch would exceed `bounds`.
+        Raise `ApiError`: 409 for a closed batch, 400 or 429 if the batch would exceed `bounds`.
         """
         [outcome] = self.commit([self.check(lines, served, bounds)])
         if isinstance(outcome, ApiError):
@@ -192,8 +195,9 @@ class OpenRequests:
         return CheckedLines(checked, problems, [entry.line for entry in self._planned(checked)], bounds, {})
 
     def commit(self, appends: Sequence[CheckedLines]) -> list[AppendOutcome | ApiError]:
-        """Take appends, one after the other, and make all durable at once; return what became of
-        each. Raise `ApiError` 409 for a closed batch.
+        """Commit several appends in order and durably; return the outcome of each.
+
+        Raise `ApiError` 409 for a closed batch.
         """
         with self._transaction() as database:
             found = self._read(database)
@@ -208,14 +212,17 @@ class OpenRequests:
     def _taken(
         self, found: Committed, appends: Sequence[CheckedLines], known: _FindKnown
     ) -> tuple["_NewContent", list[AppendOutcome | ApiError]]:
-        """Return what appends add to what counts, and what became of each. Raise `ApiError` 409."""
+        """Return the additions to the committed state, and the outcome of each append.
+
+        Raise `ApiError` 409.
+        """
         if found.closed:
             raise closed_error()
         new = _NewContent(found)
         return new, [self._add(known, new, one) for one in appends]
 
     def close(self) -> None:
-        """Let nothing more be appended; may be repeated, also once the batch has ended."""
+        """Close the batch for appends; may be repeated, also after the batch has ended."""
         with contextlib.suppress(ApiError), self._transaction() as database:
             found = self._read(database)
             if not found.closed:
@@ -223,7 +230,7 @@ class OpenRequests:
                 self._write(database, msgspec.structs.replace(found, closed=True))
 
     def _check(self, lines: Sequence[InputLine], served: Served) -> tuple[dict[int, _NewLine], list[LineProblem]]:
-        """Return the lines that can be stored, by place, and what is wrong with the others."""
+        """Return the lines that can be stored, by place, and the problems of the others."""
         judged = [(line, check_of(self._spec, line, served)) for line in lines]
         valid = next(((found.url, found.model) for _, found in judged if isinstance(found, Line)), None)
         checked, problems = dict[int, _NewLine](), list[LineProblem]()
@@ -241,8 +248,9 @@ class OpenRequests:
         return checked, problems
 
     def _target(self, served: Served) -> tuple[str, str] | None:
-        """Return url and model of placeholders where no line of the append is valid; None where no
-        model is served.
+        """Return url and model of placeholders if no line of the append is valid.
+
+        None if no model is served.
         """
         with self._until_removed():
             found = self.committed()
@@ -258,7 +266,7 @@ class OpenRequests:
             yield from plan.ordered()
 
     def _add(self, find: _FindKnown, new: "_NewContent", append: CheckedLines) -> AppendOutcome | ApiError:
-        """Add what is new of an append, unless that exceeds its bounds."""
+        """Add the new lines of an append, unless they exceed its bounds."""
         known = find([line.id for line in append.lines.values()]) | new.known
         fresh, repeated, problems = dict[int, _NewLine](), 0, append.problems.copy()
         for place, line in append.lines.items():
@@ -288,7 +296,7 @@ class OpenRequests:
     def _append_files(
         self, found: Committed, content: bytes, entries: list[PlanEntry], planned: list[PlanEntry]
     ) -> None:
-        """Put lines behind what counts, and cut off what a killed process has left there."""
+        """Write lines after the committed ones, and cut off those of a killed process."""
         root = self._spec.root
         writes = [
             partial(append_behind, self._spec.input, found.bytes, content, self._durable),
@@ -300,7 +308,7 @@ class OpenRequests:
             for write in writes:
                 write()
             return
-        # A disk takes as long for all of them at once as for one
+        # A disk takes as long for all of them at once as for one.
         with ThreadPoolExecutor(len(writes)) as writers:
             for written in [writers.submit(write) for write in writes]:
                 written.result()
@@ -314,8 +322,9 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Keep all others out; commit, durably, unless the body raises. Raise `ApiError` 409 for a
-        batch that has ended.
+        """Hold the database exclusively; commit, durably, unless the body raises.
+
+        Raise `ApiError` 409 for a batch that has ended.
         """
         with self._until_removed(), self._turn(), self._connected("rw") as database:
             database.execute("BEGIN IMMEDIATE")
@@ -324,7 +333,7 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def _until_removed(self) -> Iterator[None]:
-        """Refuse as a closed batch one whose database is gone, also when it goes meanwhile."""
+        """Treat a batch without a database as closed, also if it is removed meanwhile."""
         if size_of(self._location) is None:
             raise closed_error()
         try:
@@ -336,8 +345,9 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Wait for those that came before. SQLite alone lets who commits without a pause keep the
-        others waiting.
+        """Wait for earlier appends.
+
+        With SQLite's lock alone, a process that commits without a pause starves the others.
         """
         root = self._spec.root
         try:
@@ -367,19 +377,19 @@ class OpenRequests:
         assert path is not None, "a batch's root is local"
         uri = f"{path.absolute().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, _LOCK_SECONDS, isolation_level=None, uri=True)
-        # Unlike the removal of a journal, its truncation is made durable
+        # Unlike a journal's removal, its truncation is made durable.
         connection.execute("PRAGMA journal_mode = TRUNCATE")
         connection.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
         return connection
 
 
 def closed_error() -> ApiError:
-    """Return the refusal of an append to a batch that takes none."""
+    """Return the error for an append to a closed batch."""
     return ApiError(409, "This batch is closed, so it takes no more requests: create another batch for them.")
 
 
 def _refusal(before: Committed, taken: Committed, bounds: AppendBounds) -> ApiError | None:
-    """Return why the batch may not have what was taken."""
+    """Return why the batch may not have the appended lines, or None."""
     tokens = estimated_tokens(taken.body_bytes)
     for has, most, unit in ((taken.lines, bounds.lines, ""), (taken.bytes, bounds.bytes, " bytes")):
         if most is not None and has > most:

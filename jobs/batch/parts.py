@@ -1,6 +1,6 @@
 """Part files: finished results on disk, sorted by line.
 
-A part counts only while the manifest lists it; each record carries a checksum.
+A part counts only while the manifest lists it; each record has a checksum.
 """
 
 import bisect
@@ -39,14 +39,14 @@ MAX_OPEN = 128
 
 _HEADER = struct.Struct("<III")  # line, length of the result, CRC-32 of line and result
 _LINE = struct.Struct("<I")
-# Bytes; as many small parts of a tier as `_TIER_PARTS` become one
+# Bytes; `_TIER_PARTS` small parts of a tier become one.
 _SMALL_TIERS = (1 << 20, 8 << 20, 64 << 20)
 _TIER_PARTS = 16
-_INDEXED_EVERY = 64  # records, of which one is read to find another
+_INDEXED_EVERY = 64  # records per index entry
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part as the manifest lists it."""
+    """A part as listed in the manifest."""
 
     name: str
     lines: int
@@ -55,8 +55,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class PartDamaged(JobsError):
-    """A part file is missing or does not hold what was written; one that cannot be read for now, as
-    without descriptors, may be whole.
+    """A part file is missing or damaged.
+
+    A part that cannot be read at the moment (no file descriptors, for example) may be intact.
     """
 
 
@@ -69,19 +70,19 @@ class Record(NamedTuple):
 
     @property
     def result(self) -> Result:
-        """The result as it was committed."""
+        """Return the result as committed."""
         return unpack_result(self.packed)
 
 
 def write_part(root: str, name: str, results: Iterable[tuple[int, Result]]) -> Part:
-    """Make a durable part of results sorted by line. Raise `StoreError`."""
+    """Write a part durably from results sorted by line. Raise `StoreError`."""
     return write_records(root, name, (Record(line, 0, pack(result)) for line, result in results))
 
 
 def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
-    """As `write_part`, from records."""
+    """Write a part like `write_part`, from records."""
     folder, name = join(root, FOLDER), new_name(root, name)
-    add_folder(folder)  # and never the batch's own: where that is gone, so is the batch
+    add_folder(folder)  # never the batch's own folder: without it, the batch is lost
     count = 0
     with AtomicWriter(join(folder, name), unchanging=True) as writer:
         for line, _, packed in records:
@@ -92,16 +93,16 @@ def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
 
 
 class PartIndex:
-    """Finds the records of a part by their lines. It holds few of these in memory.
+    """Finds the records of a part by line, with a sparse index in memory.
 
-    `damage` is why records are not found: of a damaged part it finds those before the damage.
+    `damage` tells why records are not found: only those before the damage are.
     """
 
     def __init__(self, root: str, name: str) -> None:
         self.damage: PartDamaged | None = None
         self._root = root
         self._name = name
-        self._lines: list[int] = []  # of some records, ascending, and where these begin
+        self._lines: list[int] = []  # lines of some records, ascending, and the records' offsets
         self._places: list[int] = []
         self._last = -1
         place = 0
@@ -113,7 +114,7 @@ class PartIndex:
             self._last = record.line
 
     def records(self, lines: Iterable[int]) -> Iterator[Record]:
-        """Yield the records of those of these lines, which ascend, that the part has."""
+        """Yield the part's records of these lines, which must ascend."""
         held = itertools.takewhile(lambda line: line <= self._last, lines)
         for near, group in itertools.groupby(held, lambda line: bisect.bisect_right(self._lines, line) - 1):
             wanted = set(group)
@@ -132,10 +133,10 @@ class PartIndex:
 
 
 def read_part(root: str, name: str, order: int = 0, place: int = 0) -> Iterator[Record]:
-    """The records of a part, in line order, from the one that begins at a place.
+    """Yield the records of a part, in line order, from the one at offset `place`.
 
-    Raises `PartDamaged` where there is no such part, and at the first record that is not what was
-    written, and `StoreError` where it cannot be read.
+    Raise `PartDamaged` if there is no such part, and at the first damaged record; raise
+    `StoreError` if it cannot be read.
     """
     location = join(root, FOLDER, name)
     try:
@@ -148,7 +149,7 @@ def read_part(root: str, name: str, order: int = 0, place: int = 0) -> Iterator[
 
 
 def salvage(root: str, name: str, order: int = 0) -> Iterator[Record]:
-    """The records of a part, up to its damage if there is one. Raises `StoreError`."""
+    """Yield the records of a part, up to its damage if there is any. Raise `StoreError`."""
     try:
         yield from read_part(root, name, order)
     except PartDamaged:
@@ -156,7 +157,7 @@ def salvage(root: str, name: str, order: int = 0) -> Iterator[Record]:
 
 
 ReadPart = Callable[[str, str, int], Iterator[Record]]
-"""Reads a part of a root by its name; its records come behind those of parts of lower order."""
+"""Reads a part of a root by its name; its records come after those of parts of lower order."""
 
 
 def merge_parts(root: str, parts: list[Part], read: ReadPart = salvage) -> Iterator[Record]:
@@ -177,14 +178,15 @@ def merge_parts(root: str, parts: list[Part], read: ReadPart = salvage) -> Itera
 
 
 def verify(root: str, part: Part) -> bool:
-    """Return whether a part's file is the one that was registered. Raise `StoreError`."""
+    """Return whether a part's file is the registered one. Raise `StoreError`."""
     location = join(root, FOLDER, part.name)
     return size_of(location) == part.bytes and sha256_of(location) == part.sha256
 
 
 def to_compact(parts: list[Part]) -> list[Part]:
-    """Parts that should become one, so that their number grows with the logarithm of the batch;
-    empty while there are few.
+    """Return parts to merge into one, so that their number grows with the logarithm of the batch.
+
+    Empty while there are few.
     """
     floor = 0
     for ceiling in _SMALL_TIERS:
@@ -196,9 +198,10 @@ def to_compact(parts: list[Part]) -> list[Part]:
 
 
 def drop_unlisted(root: str, parts: Iterable[Part], last: int) -> int:
-    """Remove part files that a manifest does not list, of numbers up to `last`, its `next_part`:
-    the others may be of a process that went on while this one was stopped. Return the highest
-    number that there was, which a name begins with; 0 without any file.
+    """Remove unlisted part files with numbers up to `last`, the manifest's `next_part`.
+
+    Others may be of a process that resumed. Return the highest number found, which begins a name; 0
+    without any file.
     """
     listed, names = {part.name for part in parts}, list_names(join(root, FOLDER))
     _remove(root, (name for name in names if name not in listed and _number(name) <= last))
@@ -228,7 +231,7 @@ def _records(file: BinaryIO, name: str, order: int, place: int) -> Iterator[Reco
             raise PartDamaged(f"{name} ends within a record")
         line, length, checksum = _HEADER.unpack(header)
         left -= _HEADER.size + length
-        # A damaged length must not ask for gigabytes
+        # A damaged length must not allocate gigabytes.
         packed = file.read(length) if left >= 0 else b""
         if zlib.crc32(packed, zlib.crc32(header[: _LINE.size])) != checksum:
             raise PartDamaged(f"{name} is damaged at line {line}")

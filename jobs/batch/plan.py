@@ -1,7 +1,8 @@
-"""The order in which a batch's lines run: lines that share a prompt prefix run together, and long
-expected outputs come first. Lines that are not generated run by the length of their texts.
+"""The order in which a batch's lines run.
 
-Both sorts spill to disk, so that memory grows by 40 bytes per line at most.
+Lines that share a prompt prefix run together, and long expected outputs come first. Lines without
+generation run in the order of their texts' lengths. Both sorts spill to disk, so that memory grows
+by at most 40 bytes per line.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from jobs.store.storage import AtomicWriter, StoreError, append_behind
 PLAN_NAME = "plan.bin"
 
 _PREFIX_CHARACTERS = (64, 128, 256, 1024, 8192)
-"""Lengths at which prompts are compared; a system message beyond the first replaces it.
+"""Lengths at which prompts are compared; a system message longer than the first replaces it.
 
-Some 64 characters are a KV block, which is the least that requests can share.
+About 64 characters are a KV block, the least that requests can share.
 """
 _SYSTEM_ROLES = ("system", "developer")
 _LEVELS = len(_PREFIX_CHARACTERS)
@@ -32,17 +33,17 @@ _MAX = 0xFFFFFFFF
 
 _ENTRY = struct.Struct("<IQI")
 PLAN_ENTRY_BYTES = _ENTRY.size
-# The model's turn, the prefixes, longest first within, line, offset, length
+# Rank of the model, the prefixes, longest first within, line, offset, length.
 _BY_PREFIX = struct.Struct(f">H{_LEVELS}IIIQI")
-# The model's turn, for each prefix (longest in group first, prefix), longest first, line, offset,
-# length
+# Rank of the model, for each prefix (longest in group first, prefix), longest first, line, offset,
+# length.
 _BY_ORDER = struct.Struct(f">H{2 * _LEVELS}IIIQI")
 _RUN_RECORDS = 100_000
 _FAN_IN = 24
 
 
 class PlanEntry(NamedTuple):
-    """One line of the source: its number and where its bytes are."""
+    """One line of the source: its number and the range of its bytes."""
 
     line: int
     offset: int
@@ -50,8 +51,10 @@ class PlanEntry(NamedTuple):
 
 
 class Sorter:
-    """Sorts records of one size by their bytes, with at most `run_records` of them in memory and
-    few files: sorted runs, of which `_FAN_IN` of one size become one of the next.
+    """An external sort of records of one size, by their bytes.
+
+    At most `run_records` of them are in memory. Sorted runs are on disk; `_FAN_IN` runs of one size
+    are merged into one of the next.
     """
 
     def __init__(self, record_size: int, folder: Path | None = None, run_records: int = _RUN_RECORDS) -> None:
@@ -62,7 +65,7 @@ class Sorter:
         self._levels: list[list[BinaryIO]] = []
 
     def add(self, record: bytes) -> None:
-        """Take one record in any order. Raise `StoreError`."""
+        """Add one record, in any order. Raise `StoreError`."""
         self._records.append(record)
         if len(self._records) >= self._run_records:
             self._records.sort()
@@ -70,13 +73,13 @@ class Sorter:
             self._records = []
 
     def __iter__(self) -> Iterator[bytes]:
-        """All records in order; may be walked again, not twice at once."""
+        """Yield all records in order; may be repeated, but not concurrently."""
         self._records.sort()
         runs = [run for level in self._levels for run in level]
         return heapq.merge(self._records, *map(self._read, runs)) if runs else iter(self._records)
 
     def close(self) -> None:
-        """Free memory and disk."""
+        """Release memory and disk."""
         self._records = []
         for level in self._levels:
             _close(level)
@@ -118,8 +121,9 @@ def _close(runs: list[BinaryIO]) -> None:
 
 
 class PlanBuilder:
-    """Takes every line once, in any order, and writes the plan; `by_model` with all lines of one
-    model before those of the next.
+    """Builds the plan from every line, added once, in any order.
+
+    `by_model` puts all lines of one model before those of the next.
     """
 
     def __init__(self, folder: Path | None = None, run_records: int = _RUN_RECORDS, *, by_model: bool = False) -> None:
@@ -131,8 +135,9 @@ class PlanBuilder:
         self.lines = 0
 
     def add(self, entry: PlanEntry, endpoint: BatchEndpoint, model: str, body: dict[str, Any]) -> bytes:
-        """Note one line; return what sorts it by its prefix. `body` may hold anything, since only
-        the worker judges it.
+        """Add one line; return its sort key by prefix.
+
+        `body` may be anything, since only the worker validates it.
         """
         hashes = prefix_hashes(model, list(endpoint.prefix_texts(body)))
         rest = _MAX - min(endpoint.expected_length(body), _MAX)
@@ -167,12 +172,14 @@ class PlanBuilder:
             ordered.close()
 
     def close(self) -> None:
-        """Free memory and disk."""
+        """Release memory and disk."""
         self._by_prefix.close()
 
     def _longest_by_group(self) -> list[tuple[array[int], array[int]]]:
-        """Per prefix length: the number of lines in each group and its longest expected output, in
-        the order of the first sort.
+        """Return per prefix length the number of lines in each group and its longest expected
+        output.
+
+        Groups are in the order of the first sort.
         """
         groups = [(array("I"), array("I")) for _ in range(_LEVELS)]
         previous: list[int] = []
@@ -190,7 +197,7 @@ class PlanBuilder:
 
 
 def _expand(groups: list[tuple[array[int], array[int]]]) -> Iterator[tuple[int, ...]]:
-    """The groups' values, repeated for each of their lines."""
+    """Repeat the groups' values for each of their lines."""
     return zip(*(_repeat(counts, values) for counts, values in groups), strict=True)
 
 
@@ -201,9 +208,9 @@ def _repeat(counts: array[int], values: array[int]) -> Iterator[int]:
 
 
 def prefix_hashes(model: str, pieces: list[str]) -> tuple[int, ...]:
-    """A hash per prefix length; equal ones mean a shared prefix.
+    """Return a hash per prefix length; equal ones mean a shared prefix.
 
-    A collision costs a little speed and nothing else.
+    A collision costs only a little speed.
     """
     text = "".join(pieces)[: _PREFIX_CHARACTERS[-1]]
     value = zlib.crc32(model.encode(errors="surrogatepass"))
@@ -220,17 +227,17 @@ def prefix_hashes(model: str, pieces: list[str]) -> tuple[int, ...]:
 
 
 def append_plan(location: str, lines: int, entries: Iterable[PlanEntry], durable: bool = True) -> None:
-    """Put entries behind the first `lines` of a plan file. Raise `StoreError`."""
+    """Write entries after the first `lines` of a plan file. Raise `StoreError`."""
     append_behind(location, lines * _ENTRY.size, plan_bytes(entries), durable)
 
 
 def plan_bytes(entries: Iterable[PlanEntry]) -> bytes:
-    """Return entries as a plan file has them."""
+    """Return entries in the format of a plan file."""
     return b"".join(_ENTRY.pack(*entry) for entry in entries)
 
 
 def read_plan(file: BinaryIO, start: int, count: int) -> list[PlanEntry]:
-    """Entries `start` to `start + count` of a plan file, fewer at its end."""
+    """Return entries `start` to `start + count` of a plan file, fewer at its end."""
     file.seek(start * _ENTRY.size)
     data = file.read(count * _ENTRY.size)
     return [PlanEntry(*fields) for fields in _ENTRY.iter_unpack(data)]

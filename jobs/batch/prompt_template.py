@@ -1,5 +1,6 @@
-"""Templates of prompts, such as `Summarize: {text}`: the names of columns are in braces; `{{` and
-`}}` are braces of the text.
+"""Templates of prompts, such as `Summarize: {text}`.
+
+Names of columns are in braces; `{{` and `}}` are literal braces.
 """
 
 import re
@@ -10,14 +11,17 @@ _NOT_PLAIN = re.compile(r"[.\[\]!:]")
 
 
 class TemplatePiece(NamedTuple):
-    """Text, and the column whose value comes behind it; None at the end of the template."""
+    """Text, and the column whose value follows it; None at the end of the template."""
 
     text: str
     column: str | None
 
 
 def parse_template(template: str) -> list[TemplatePiece]:
-    """Raise ValueError, with a sentence, for a template that cannot be used."""
+    """Return the pieces of a template.
+
+    Raise ValueError with a sentence for an invalid template.
+    """
     pieces, text, end = [], "", 0
     for found in _PIECE.finditer(template):
         text += template[end : found.start()]

@@ -1,4 +1,4 @@
-"""How many tokens a tenant's batches have in queue, by which new requests are admitted."""
+"""The queued tokens of a tenant's batches, for the admission of new requests."""
 
 from typing import NamedTuple
 
@@ -10,23 +10,23 @@ from jobs.queue.request_queue import Queue
 
 
 class QueuedTokens(NamedTuple):
-    """Estimates of one batch."""
+    """Estimates for one batch."""
 
     answered: int
-    queued: int  # of the requests without an answer
+    queued: int  # of requests without an answer
     early: int  # of lines that run while the batch is validated, answered or not
 
 
 def queued_tokens(queue: Queue, tenant: str) -> dict[str, QueuedTokens]:
-    """Return those of the batches that have not ended, as far as they have been checked."""
+    """Return the estimates of the batches that have not ended, as far as validated."""
     found = queue.statuses(queue.open_batches(tenant))
     return {batch: _tokens_of(fields) for batch, fields in found.items() if fields.state not in END_STATES}
 
 
 def others_tokens(queue: Queue, tenant: str, batch: str) -> int:
-    """Return how many tokens the tenant has in queue beside those of one batch.
+    """Return the tenant's queued tokens without those of one batch.
 
-    Early lines of other batches do not count: these may still be refused.
+    Early lines of other batches do not count: these batches may still be refused.
     """
     return sum(tokens.queued for one, tokens in queued_tokens(queue, tenant).items() if one != batch)
 
@@ -38,7 +38,8 @@ def others_early_tokens(queue: Queue, tenant: str, batch: str) -> int:
 
 
 def most_tokens(queue: Queue, spec: BatchSpec, batch: str) -> int | None:
-    """Return how many tokens an open batch may have in all, those of answered requests included;
+    """Return the limit of all tokens of an open batch, with those of answered requests.
+
     None: any number.
     """
     if spec.queued_tokens is None:
@@ -49,12 +50,14 @@ def most_tokens(queue: Queue, spec: BatchSpec, batch: str) -> int | None:
 
 
 def _tokens_of(fields: BatchStatus) -> QueuedTokens:
-    """Take as answered the share of the lines that were, but no more than these had bytes in Redis:
-    many short ones among them leave the long ones in queue.
+    """Return the estimates of a batch from its counts.
+
+    Answered lines reduce the queued tokens by their share of the lines, but by no more than their
+    bytes had in Redis: otherwise many short answered lines would count for long ones.
     """
     known, lines = fields.queued_tokens, max(1, fields.total)
     finished = min(fields.finished, lines)
-    before = max(0, finished - fields.used_lines)  # this record was made
+    before = max(0, finished - fields.used_lines)  # lines finished before this record was created
     by_bytes = known * before // lines + estimated_tokens(fields.used_bytes)
     answered = min(known * finished // lines, by_bytes)
     return QueuedTokens(answered, max(known, fields.appended_tokens) - answered, max(0, fields.early_tokens - known))

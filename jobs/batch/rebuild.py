@@ -1,6 +1,6 @@
-"""Rebuild: makes the record of a batch in an empty Redis from its manifest.
+"""Rebuild the record of a batch in an empty Redis from its manifest.
 
-The job that comes next takes up parts and plan.
+The next job continues with the batch's parts and plan.
 """
 
 import logging
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 def unknown_folders(queue: Queue, file_store: str) -> list[str]:
-    """Names of folders under `file_store` that may hold a batch without a record, the newest of the
-    API first. Raises `StoreError`.
+    """Return folders under `file_store` that may hold a batch without a record.
+
+    The newest of the API come first. Raise `StoreError`.
     """
-    known = set(queue.batches())  # of the API's, a folder bears the name
+    known = set(queue.batches())  # the folder of an API batch has its id
     return [name for name in reversed(list_names(join(file_store, BATCHES_FOLDER))) if name not in known]
 
 
 def rebuild_all(
     queue: Queue, file_store: str, names: list[str] | None = None, seconds: float = math.inf
 ) -> tuple[int, list[str]]:
-    """Rebuild the batches without a record in these folders (default: `unknown_folders`), passing
-    over what cannot be read.
+    """Rebuild the batches without a record in these folders (default: `unknown_folders`).
 
-    Return how many it rebuilt, and the folders to be tried again: in other hands, or left when
-    `seconds` were over. Raises `StoreError`.
+    Unreadable ones are skipped. Return the number rebuilt, and the folders to retry: busy ones, and
+    those left after `seconds`. Raise `StoreError`.
     """
     deadline = time.monotonic() + seconds
     names = unknown_folders(queue, file_store) if names is None else names
@@ -53,9 +53,10 @@ def rebuild_all(
 
 
 def rebuild(queue: Queue, root: str) -> bool:
-    """Make the record of the batch in `root`; False if it has one, or there is no batch (any more).
+    """Create the record of the batch in `root`.
 
-    Raise `StoreError`, `Busy` and `Superseded`.
+    Return False if it has one, or if there is no batch (any more). Raise `StoreError`, `Busy` and
+    `Superseded`.
     """
     with hold(queue, root, patience=0):
         manifest = load_manifest(root)
@@ -65,7 +66,7 @@ def rebuild(queue: Queue, root: str) -> bool:
         if record.exists:
             return False
         if record.state or manifest.state not in END_STATES:
-            # What a start that was killed while it removed a record has left
+            # Remains of a start that was killed while it removed a record.
             queue.forget(manifest.batch_id)
         manifest.generation = max(manifest.generation, record.generation)
         if manifest.state in END_STATES and _was_cancelled(manifest):
@@ -77,8 +78,9 @@ def rebuild(queue: Queue, root: str) -> bool:
 
 
 def _was_cancelled(manifest: Manifest) -> bool:
-    """Return whether an ended batch of the API was cancelled before its end was recorded; the mark
-    is removed afterwards (`retention.tidy`).
+    """Return whether an ended API batch was cancelled before its end was recorded.
+
+    The mark is removed afterwards (`retention.tidy`).
     """
     spec = manifest.spec
     return manifest.state != "cancelled" and spec.of_api and is_marked_cancelled(spec.root)

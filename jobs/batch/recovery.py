@@ -1,4 +1,4 @@
-"""Progress counted again from what the parts hold, and parts that are not what was written."""
+"""Recovery: recount progress from the parts, and replace damaged parts."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,17 +12,16 @@ from jobs.queue.request_queue import Queue
 
 
 class RestoredProgress(NamedTuple):
-    """What a record says of the lines on disk: these belong together, and are set at once."""
+    """A record's fields and bitmap for the lines on disk; they are consistent and set at once."""
 
     fields: dict[str, Any]
-    done: bytes | None  # the bitmap; None where there are no parts
+    done: bytes | None  # the bitmap; None without parts
 
 
 def repair(manifest: Manifest, known: Collection[str] = ()) -> bool:
-    """Replace damaged parts, but for the `known` ones, by what can be read of them; their other
-    lines run again. Return whether there were any.
+    """Replace damaged parts, except the `known` ones, by their readable records.
 
-    Raise `StoreError`.
+    Their other lines run again. Return whether there were any. Raise `StoreError`.
     """
     root, repaired = manifest.spec.root, False
     for index, part in enumerate(manifest.parts):
@@ -46,10 +45,10 @@ def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]
 
 
 def restore_parts(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> None:
-    """Bring a Redis that went back, or whose drain was cut, to what the parts hold: a line on disk
-    is done, and has its outcome there. The last part is registered last.
+    """Restore lines of the parts in Redis, after a loss of data or an interrupted drain.
 
-    Damaged parts among those that Redis lacks are repaired first. Raise `StoreError`.
+    Lines on disk are marked done with their outcome. The last part is registered last. Damaged
+    parts that Redis lacks are repaired first. Raise `StoreError`.
     """
     known: Collection[str] = queue.parts(manifest.batch_id)
     if all(part.name in known for part in manifest.parts):
@@ -68,7 +67,7 @@ def _outcomes(root: str, part: Part, check: Callable[[], None]) -> Iterator[tupl
 
 
 def _count_again(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
-    """Return the lines that can be read, which the manifest then counts."""
+    """Return the readable lines, and set the manifest's counts from them."""
     manifest.completed, manifest.failed, manifest.usage = 0, 0, None
     lines = Bitmap()
     for record in merge_parts(manifest.spec.root, manifest.parts):
@@ -79,7 +78,7 @@ def _count_again(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
 
 
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:
-    """Add results that came to disk to the manifest's counts and usage."""
+    """Add results that were written to disk to the manifest's counts and usage."""
     usage = manifest.usage or Usage()
     for result in results:
         manifest.completed += result.succeeded

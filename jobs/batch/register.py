@@ -1,4 +1,4 @@
-"""Register: create the record of a batch in Redis from its manifest, and hand it out."""
+"""Register: create the record of a batch in Redis from its manifest, and dispatch the batch."""
 
 import contextlib
 import logging
@@ -23,21 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 def register(queue: Queue, manifest: Manifest) -> BatchFields:
-    """Make the record that the manifest describes, which this returns, and hand the batch out; for
-    the holder of `storage.exclusive`.
+    """Create and return the record that the manifest describes, and dispatch the batch.
 
-    A running batch comes back as `validating`: that job finds the plan made, counts what the parts
-    hold, and goes on.
+    The caller must hold `storage.exclusive`. A running batch starts as `validating`: that job finds
+    the plan, counts the lines of the parts, and continues.
     """
     state = _state_after(manifest)
-    # No process works on one that has ended
+    # No process works on an ended batch.
     if state not in END_STATES or state != manifest.state:
         manifest.enter(state)
         manifest.generation += 1
         manifest.owner = secrets.token_hex(8)
         save_manifest(manifest)
     tenant, fields = manifest.spec.tenant, _record(manifest)
-    # Before there is a record, so that no kill leaves a record without a batch in `ACTIVE`
+    # Announced first, so that no kill leaves a record without a batch in `ACTIVE`.
     queue.announce(tenant, manifest.batch_id, listed=manifest.spec.of_api, runs=state not in END_STATES)
     total = manifest.total if manifest.plan_sha256 is not None else 0
     made = BatchFields().changed({"state": state, "tenant": tenant, "total": total, **fields})
@@ -48,16 +47,17 @@ def register(queue: Queue, manifest: Manifest) -> BatchFields:
         return made
     try:
         hand_out(queue, manifest.batch_id)
-    except redis.RedisError as error:  # the batch exists; the ticker hands it out later
+    except redis.RedisError as error:  # the batch exists; the ticker dispatches it later
         if passing_reason(error) is None:
             raise
-        logger.warning("Redis refused to hand out batch %s; the ticker does it later: %s", manifest.batch_id, error)
+        logger.warning("Redis refused to dispatch batch %s; the ticker will retry: %s", manifest.batch_id, error)
     return made
 
 
 def _state_after(manifest: Manifest) -> State:
-    """The state to go on from: what was cancelled stays so, all else is counted again (and expires
-    again).
+    """Return the state to continue from.
+
+    A cancelled batch stays cancelled; any other is validated again (and may expire again).
     """
     if manifest.state in END_STATES:
         return manifest.state
@@ -65,7 +65,7 @@ def _state_after(manifest: Manifest) -> State:
 
 
 def _input_bytes(manifest: Manifest) -> int:
-    """Return the size of the batch's input, 0 where it is unknown, or packed."""
+    """Return the size of the batch's input; 0 if it is unknown or compressed."""
     location = manifest.spec.input
     if manifest.plan_sha256 is None and location:
         with contextlib.suppress(StoreError, InputError):

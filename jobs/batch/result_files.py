@@ -1,6 +1,4 @@
-"""The result files of a batch that came through the API: its completion log while it runs, and what
-becomes of them in the file store.
-"""
+"""The result files of an API batch: the completion log while it runs, and files of the store."""
 
 import contextlib
 import os
@@ -35,7 +33,7 @@ class LoggedLines:
         self._known = 0
 
     def read(self, root: str, extent: Extent) -> None:
-        """Read on; what counts once never changes. Raise `StoreError`."""
+        """Read the rest of the index; committed entries never change. Raise `StoreError`."""
         if extent.lines < self._known:
             self._lines, self._known = Bitmap(), 0
         for line in logged_lines(root, self._known, extent.lines, extent.segments):
@@ -47,14 +45,15 @@ class LoggedLines:
 
 
 def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines) -> None:
-    """Append to the log those successes that it lacks; they count once the manifest is saved.
+    """Append the successes that the log lacks; the manifest's save commits them.
 
-    It has what was lost with a damaged part and ran again. Raise `StoreError`.
+    Lines that were lost with a damaged part and ran again are in the log already. Raise
+    `StoreError`.
     """
     root = manifest.spec.root
     extent = sound_extent(root, manifest.logged)
     logged.read(root, extent)
-    if manifest.completed and not manifest.logged_lines:  # all were drained at once, and a part broke since
+    if manifest.completed and not manifest.logged_lines:  # all drained at once, and a part was damaged since
         results = [*((record.line, record.result) for record in merge_parts(root, manifest.parts)), *results]
     successes = [(line, result) for line, result in results if result.succeeded and line not in logged]
     if successes:
@@ -68,14 +67,15 @@ def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Res
 
 
 def may_become_log(manifest: Manifest) -> bool:
-    """Return whether the output file can be the completion log: it has the form of one, and nothing
-    was logged.
+    """Return whether the output file can become the completion log.
+
+    It must have the same format, and the log must be empty.
     """
     return not manifest.logged_lines and not is_parquet(manifest.spec.output or "")
 
 
 def log_output(manifest: Manifest, output: str) -> None:
-    """Make the output file the log as well; it counts once the manifest is saved.
+    """Make the output file the log as well; the manifest's save commits it.
 
     Raise `StoreError`.
     """
@@ -85,8 +85,9 @@ def log_output(manifest: Manifest, output: str) -> None:
 
 
 def location_to_write(manifest: Manifest, location: str) -> str:
-    """Return where to write an output: of a batch in a bucket a name of its own, since another
-    process that was thought dead may still write one.
+    """Return where to write an output.
+
+    In a bucket the name is unique, since another process that was presumed dead may still write.
     """
     folder, name = os.path.split(location)
     stem, dot, suffix = name.partition(".")
@@ -94,8 +95,10 @@ def location_to_write(manifest: Manifest, location: str) -> str:
 
 
 def open_uncompressed(manifest: Manifest, location: str) -> AtomicWriter:
-    """Begin an output file, of a batch of the API in a folder of the file store that may not be
-    there yet. Raise `StoreError`.
+    """Begin an output file.
+
+    An API batch's output is in a folder of the file store, which is created if missing. Raise
+    `StoreError`.
     """
     if manifest.spec.of_api:
         make_folder(os.path.dirname(location))
@@ -103,7 +106,7 @@ def open_uncompressed(manifest: Manifest, location: str) -> AtomicWriter:
 
 
 def open_output(manifest: Manifest, location: str) -> ResultFile:
-    """The same, for a file that is compressed where its name says so."""
+    """Begin an output file that is compressed if its name says so."""
     writer, codec = open_uncompressed(manifest, location), compression_of(location)
     return writer if codec is None else CompressedWriter(writer, codec)
 
@@ -111,7 +114,7 @@ def open_output(manifest: Manifest, location: str) -> ResultFile:
 def publish_result_files(
     queue: Queue, manifest: Manifest, output: str | None, error_output: str | None, ended_at: float
 ) -> None:
-    """Make the written files known to clients, and remove the record of one that has no lines.
+    """Publish the written files to clients, and remove the record of a file without lines.
 
     Raise `StoreError`.
     """
@@ -124,7 +127,7 @@ def publish_result_files(
 
 
 def publish_input(queue: Queue, manifest: Manifest) -> None:
-    """Make the lines of a batch that was open a file for batches. Raise `StoreError`."""
+    """Publish the lines of a batch that was open as a file for batches. Raise `StoreError`."""
     spec = manifest.spec
     store, file_id = _store(queue, manifest), spec.input_file_id or ""
     created = micros_of(FILE, file_id) // 1_000_000
@@ -146,9 +149,7 @@ def publish_input(queue: Queue, manifest: Manifest) -> None:
 
 
 def drop_partial_output(queue: Queue, spec: BatchSpec) -> None:
-    """Remove the record of an output that cannot be read any more, with the log that it stood
-    for.
-    """
+    """Remove the record of an unreadable output, with its log."""
     if spec.output_file_id is None:
         return
     store = FileStore(queue, os.path.dirname(os.path.dirname(spec.root)), forget_output)
@@ -158,7 +159,7 @@ def drop_partial_output(queue: Queue, spec: BatchSpec) -> None:
 
 
 def result_locations(store: FileStore, output_file_id: str, error_file_id: str, source: str) -> tuple[str, str]:
-    """Return where the outputs of a batch will be; a Parquet input gives Parquet outputs."""
+    """Return the locations of a batch's outputs; a Parquet input gives Parquet outputs."""
     suffix = ".parquet" if is_parquet(source) else ".jsonl"
     return str(store.folder(output_file_id) / f"content{suffix}"), str(store.folder(error_file_id) / "content.jsonl")
 

@@ -1,4 +1,4 @@
-"""What is kept of batches that ended: less of their folders at once, nothing after some days."""
+"""Retention of ended batches: most of a folder is removed at once, the rest after some days."""
 
 import logging
 import math
@@ -32,18 +32,18 @@ from jobs.store.storage import (
 )
 
 _DONE_WITH = (PLAN_NAME, STORED_NAME, DATABASE_NAME, JOURNAL_NAME, APPEND_LOCK, NEXT_LOCK)
-_UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is abandoned
-# For so long after that it is searched for, and then only among what is old enough to have ended
+_UNMADE_SECONDS = 24 * 3600  # until a folder without a manifest is abandoned
+# How long a missing manifest is looked for after that; older folders are checked only by age.
 _UNMADE_CHECKED_SECONDS = 3600
 
 logger = logging.getLogger(__name__)
 
 
 def tidy(root: str) -> bool:
-    """Remove what an ended batch of the API needs no more; its completion log stays, with what its
-    lines are named by.
+    """Remove the files that an ended API batch no longer needs.
 
-    Return False where that is to be tried again: a bucket may be away for a moment.
+    Its completion log and the names of its lines stay. Return False if the removal must be retried:
+    a bucket may be briefly unavailable.
     """
     try:
         manifest = load_manifest(root)
@@ -56,7 +56,7 @@ def tidy(root: str) -> bool:
         if manifest.spec.streams_input and not is_local(root):
             remove_appended(root)
         drop_all(root)
-        if manifest.state != "cancelled":  # a request for that, which came too late
+        if manifest.state != "cancelled":  # the request to cancel came too late
             unmark_cancelled(root)
         if not manifest.logged_lines:
             _remove_log(root, manifest)
@@ -67,15 +67,17 @@ def tidy(root: str) -> bool:
 
 
 def _remove_other_made(root: str, manifest: Manifest) -> None:
-    """Remove what validations made that ended before the manifest could name it."""
+    """Remove files of validations that ended before the manifest could name them."""
     for name in list_names(root):
         if name.startswith(f"{MADE}-") and name != manifest.made:
             clear_folder(join(root, name), PLAN_NAME)
 
 
 def forget_output(root: str, file_id: str) -> None:
-    """Remove the completion log of an ended batch, whose output file is gone, and what its lines
-    are named by. Raise `StoreError`.
+    """Remove the completion log of an ended batch without an output file, and the names of its
+    lines.
+
+    Raise `StoreError`.
     """
     manifest = load_manifest(root)
     if manifest is not None and manifest.state in END_STATES and manifest.spec.output_file_id == file_id:
@@ -91,10 +93,9 @@ def _remove_log(root: str, manifest: Manifest) -> None:
 
 
 def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = math.inf) -> int:
-    """Remove batches that ended `ended_batch_seconds` ago, and folders that never became one, for
-    about `seconds`, the oldest first.
+    """Remove batches that ended `ended_batch_seconds` ago, and folders that never became a batch.
 
-    Return how many. Raises `StoreError`.
+    Takes about `seconds`, oldest first. Return the number removed. Raise `StoreError`.
     """
     check_store(queue, path_of(file_store))
     folder = join(file_store, BATCHES_FOLDER)
@@ -106,7 +107,7 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
         age, root = now - made, join(folder, name)
         unmade = (
             _UNMADE_SECONDS < age < _UNMADE_SECONDS + _UNMADE_CHECKED_SECONDS
-            and not size_of(join(root, MANIFEST_NAME))  # one without bytes says that it was given up
+            and not size_of(join(root, MANIFEST_NAME))  # an empty manifest marks an abandoned batch
         )
         if unmade or age > queue.settings.ended_batch_seconds:
             removed += _remove_if_due(queue, name, root, made, now)
@@ -114,9 +115,9 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
 
 
 def is_kept(queue: Queue, file_store: str, tenant: str, batch: str) -> bool:
-    """Return whether the tenant's batch is in the file store, so that its record is due again.
+    """Return whether the tenant's batch is in the file store, so that its record can be rebuilt.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
     """
     root = join(file_store, BATCHES_FOLDER, batch)
     manifest = load_manifest(root)
@@ -129,7 +130,7 @@ def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float)
     try:
         manifest = load_manifest(root)
     except StoreError as error:
-        logger.error("failed to read the manifest of batch %s, which is not removed: %s", batch, error)
+        logger.error("failed to read the manifest of batch %s; not removing the batch: %s", batch, error)
         return False
     if now < (
         made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)

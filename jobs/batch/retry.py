@@ -1,7 +1,7 @@
-"""Retry: a new batch of those lines of an ended one that have no answer in its output file.
+"""Retry: a new batch of the lines of an ended one that have no answer in its output file.
 
-These are the lines of its error file, each with its number in its id. They are copied from the
-input file in one pass that holds one line at a time, and a bit for each.
+These lines are in its error file, each with its number in its id. They are copied from the input
+file in one pass with one line at a time in memory, and one bit per line.
 """
 
 import contextlib
@@ -35,15 +35,14 @@ _decode = msgspec.json.Decoder(_ErrorLine).decode
 def retry_batch(
     queue: Queue, files: FileStore, record: BatchRecord, new: BatchSubmission, batch_id: str | None = None
 ) -> BatchRecord:
-    """Make the batch `new`, of an unused id, of the lines of an ended one that have no answer; its
-    input is a new file.
+    """Create the batch `new`, of an unused id, from the unanswered lines of an ended one.
 
-    Raise `BatchRefused` where there are none, or where they are no longer known, `ApiError` 429
-    where the tenant's open batches leave no room for their tokens, and what `submit_batch` raises.
-    Where certainly no batch was made, no file is left.
+    Its input is a new file. Raise `BatchRefused` if there are no such lines, or if they are no
+    longer known, `ApiError` 429 if the tenant's open batches leave no room for their tokens, and
+    what `submit_batch` raises. If certainly no batch was created, the file is removed.
     """
     _check_any_unanswered(record)
-    # This and the next are tested again for the batch, after a copy that may take long
+    # This and the next are checked again for the batch, after a copy that may take long.
     check_open(queue, new)
     _check_tokens(queue, record, new)
     file = _copy_unanswered(files, record)
@@ -66,10 +65,11 @@ def _check_any_unanswered(record: BatchRecord) -> None:
 
 
 def _check_tokens(queue: Queue, record: BatchRecord, new: BatchSubmission) -> None:
-    """Raise `ApiError` 429 where the new batch and the tenant's open ones would have more tokens
-    than they may, by the share of the lines without an answer in the tokens of the ended one.
+    """Raise `ApiError` 429 if the new batch and the tenant's open ones would exceed the token
+    limit.
 
-    Where it has more tokens by itself, no wait helps, and the validation refuses it.
+    Its tokens are estimated from the share of unanswered lines in the ended batch. If it exceeds
+    the limit alone, waiting is no use, and the validation refuses it.
     """
     if new.queued_tokens is None:
         return
@@ -85,9 +85,9 @@ def _check_tokens(queue: Queue, record: BatchRecord, new: BatchSubmission) -> No
 
 
 def _copy_unanswered(files: FileStore, record: BatchRecord) -> FileRecord:
-    """Make the new input file, which is listed once it is whole.
+    """Create the new input file, which is listed once it is complete.
 
-    What a kill leaves of it is removed as of any upload.
+    After a kill it is removed like any upload.
     """
     lines, source = _unanswered(files, record), _input(files, record)
     location = str(files.content_path(source))
@@ -117,8 +117,9 @@ def _input(files: FileStore, record: BatchRecord) -> FileRecord:
 
 
 def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
-    """Return the lines without an answer, which count from 1; None for all of the file, as where a
-    batch was cancelled while it was validated.
+    """Return the lines without an answer, counting from 1.
+
+    None means all of the file, for example after a cancellation during validation.
     """
     if record.output is None:
         return None
@@ -127,8 +128,8 @@ def _unanswered(files: FileStore, record: BatchRecord) -> Bitmap | None:
         location = str(files.content_path(files.get(record.spec.tenant, file_id)))
     except KeyError:
         raise BatchRefused(
-            f"The error file {file_id} of the batch {record.id} is gone, which says what requests to run again: create"
-            " a batch of a file with these requests."
+            f"The error file {file_id} of the batch {record.id} is gone, so the requests to run again are not known:"
+            " create a batch of a file with these requests."
         ) from None
     return _numbers(location)
 
@@ -153,7 +154,7 @@ def _copy_whole(location: str, upload: Upload) -> None:
 
 
 def _copy_lines(location: str, lines: Bitmap, max_lines: int | None, upload: Upload) -> None:
-    """Copy lines as they are; those of a packed file as JSONL."""
+    """Copy lines unchanged; lines of a packed file become JSONL."""
     if _format(location) == JSONL:
         _copy_jsonl(location, lines, upload)
         return

@@ -1,7 +1,7 @@
 """The rows of a table as the lines of a batch, by the options of `run-batch`.
 
-A line follows from its row, the row's number and the options alone, so that it is the same whenever
-the table is read. What belongs to the row beside its request is in the line too.
+A line depends only on its row, the row's number and the options, so that every reading gives the
+same line. The line also has data of the row besides the request.
 """
 
 import json
@@ -17,31 +17,31 @@ from jobs.protocol.lines import decode_json
 from jobs.protocol.results import ApiError
 
 ROW_ENDPOINTS = tuple(url for url, endpoint in BATCH_ENDPOINTS.items() if endpoint.takes_one_text)
-"""Those whose calls can be made of one text."""
+"""Endpoints whose calls need only one text."""
 
 _ID_COLUMN = "custom_id"
 
 
 class RowOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are made of rows; one of `prompt_column` and `template` is set."""
+    """The options for requests from rows; one of `prompt_column` and `template` is set."""
 
     prompt_column: str | None = None
     template: str | None = None
-    id_column: str | None = None  # default: custom_id where there is one, else the row's number
+    id_column: str | None = None  # default: custom_id if it exists, else the row's number
     keep_columns: tuple[str, ...] = ()
     endpoint: str = CHAT
-    body: dict[str, Any] = {}  # of every request, the prompt aside
+    body: dict[str, Any] = {}  # of every request, except the prompt
 
 
 class RowExtras(msgspec.Struct):
-    """What a line has of its row beside the request."""
+    """Data of a row in its line, besides the request."""
 
     columns: dict[str, Any] = {}
-    null_column: str | None = None  # which the prompt needs
-    schema: str = ""  # of `columns`, in the first line: Arrow's, in base64
+    null_column: str | None = None  # a column that the prompt needs and that is null
+    schema: str = ""  # of `columns`, in the first line: Arrow's schema in base64
 
     def problem(self, number: int) -> ApiError | None:
-        """Return the answer to a row without a prompt; rows count from 1."""
+        """Return the error for a row without a prompt; rows count from 1."""
         if self.null_column is None:
             return None
         message = f"Row {number} has no value in the column {self.null_column}, so there is no prompt."
@@ -49,7 +49,7 @@ class RowExtras(msgspec.Struct):
 
 
 class RowRequests:
-    """Makes lines of rows that have these columns."""
+    """Builds lines from rows with these columns."""
 
     def __init__(self, options: RowOptions, names: Collection[str]) -> None:
         self._options = options
@@ -60,7 +60,7 @@ class RowRequests:
         self.columns = list(dict.fromkeys(name for name in asked if name is not None))
 
     def line(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the line of a row whose values are JSON's."""
+        """Return the line of a row of JSON values."""
         options = self._options
         line: dict[str, Any] = {"custom_id": self._id_of(number, row), "method": "POST", "url": options.endpoint}
         body = options.body
@@ -70,7 +70,7 @@ class RowRequests:
             body = body | self._endpoint.body_of_text(text)
         else:
             line["null_column"] = null
-            body = body | {self._endpoint.prompt_field: {}}  # which no worker takes
+            body = body | {self._endpoint.prompt_field: {}}  # no worker accepts it
         if options.keep_columns:
             line["columns"] = {name: row[name] for name in options.keep_columns}
         return line | {"body": body}
@@ -81,7 +81,7 @@ class RowRequests:
 
 
 def read_extras(raw: bytes) -> RowExtras:
-    """Return what a line has of its row."""
+    """Return the data of a line's row."""
     try:
         return _decode(raw)
     except msgspec.DecodeError:  # NaN and the like

@@ -1,4 +1,4 @@
-"""Values of a table's columns as JSON has them, and back again."""
+"""Conversion of a table's values to JSON, and back."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def kept_schema(location: str, schema: "pyarrow.Schema", names: Iterable[str]) -> "pyarrow.Schema":
-    """Return columns of a table as a Parquet file of results has them. Raise `InputError`."""
+    """Return the schema of a table's columns in a Parquet file of results. Raise `InputError`."""
     import pyarrow
 
     fields = [pyarrow.field(name, _plain_type(schema.field(name).type)) for name in names]
@@ -27,9 +27,9 @@ def kept_schema(location: str, schema: "pyarrow.Schema", names: Iterable[str]) -
 def json_rows(
     location: str, rows: "pyarrow.RecordBatch", names: Sequence[str], kept: Collection[str] = (), before: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows of a table with the values of JSON, text for others; `before` rows were read.
+    """Yield rows of a table with JSON values, other types as text; `before` rows were read earlier.
 
-    Raise `InputError`, also for a value of a `kept` column that its text does not give back.
+    Raise `InputError`, also for a value of a `kept` column that its text does not restore.
     """
     columns = [_read(location, name, rows.column(name), _json_values, before) for name in names]
     for name, values in zip(names, columns, strict=True):
@@ -42,14 +42,14 @@ def json_rows(
 def python_rows(
     location: str, rows: "pyarrow.RecordBatch", names: Sequence[str], before: int
 ) -> Iterator[dict[str, Any]]:
-    """The same with the values of Python."""
+    """Yield rows of a table with Python values."""
     columns = [_read(location, name, rows.column(name), _python_values, before) for name in names]
     for row in zip(*columns, strict=True):
         yield dict(zip(names, row, strict=True))
 
 
 def no_text(location: str, name: str, row: int) -> InputError:
-    """Return why a table with bytes that are no text is refused; rows count from 1."""
+    """Return the error for a table with bytes that are not text; rows count from 1."""
     return InputError(
         f"{location} has a column {name} that holds bytes which are not UTF-8 text, first in row {row}: write the file"
         " again with text there"
@@ -57,7 +57,7 @@ def no_text(location: str, name: str, row: int) -> InputError:
 
 
 def as_array(values: list[Any], type: "pyarrow.DataType") -> "pyarrow.Array":
-    """Return values of JSON as a column of the type that they were read from."""
+    """Return JSON values as a column of their original type."""
     import pyarrow
 
     return pyarrow.array(values, _json_type(type)).cast(type)
@@ -93,7 +93,7 @@ def _can_be_read(column: "pyarrow.Array", values_of: _Values) -> bool:
 
 
 def _python_values(column: "pyarrow.Array") -> list[Any]:
-    """Return the values with floats and decimals in as few digits as give them back."""
+    """Return the values; floats and decimals have the fewest digits that restore them."""
     from pyarrow import types
 
     if types.is_decimal(column.type):
@@ -107,7 +107,7 @@ def _json_values(column: "pyarrow.Array") -> list[Any]:
     plain = column.cast(_plain_type(column.type))
     values = _python_values(plain if types.is_decimal(plain.type) else plain.cast(_json_type(plain.type)))
     if types.is_temporal(plain.type) and any(value is not None and value.startswith("<") for value in values):
-        raise OverflowError("it is out of range")  # of the years that Arrow can name
+        raise OverflowError("it is out of range")  # of the years that Arrow supports
     return values
 
 
@@ -136,9 +136,7 @@ def _without_float32(type: "pyarrow.DataType", other: "pyarrow.DataType") -> "py
 
 
 def _check_kept(location: str, name: str, column: "pyarrow.Array", values: list[Any], before: int) -> None:
-    """Raise `InputError` for a value whose text does not give it back, such as a year after
-    9999.
-    """
+    """Raise `InputError` for a value that its text does not restore, such as a year after 9999."""
     plain = column.cast(_plain_type(column.type))
     if _is_json(plain.type) or _gives_back(values, plain):
         return

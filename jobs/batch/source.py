@@ -1,5 +1,6 @@
-"""The JSONL that a plan's offsets point into: hashed while it is validated, and known again later
-by its size and time, or by its hash.
+"""The source: the JSONL file of the plan's offsets.
+
+It is hashed when it is validated, and recognized later by its size and time, or by its hash.
 """
 
 from typing import BinaryIO
@@ -12,14 +13,15 @@ from jobs.store.storage import StoreError, is_local, join, open_input, sha256_of
 
 
 def note_source(manifest: Manifest, location: str, sha256: str) -> None:
-    """Records what the source is, after it was read in full."""
+    """Record the source in the manifest, after it was read in full."""
     manifest.source, manifest.source_sha256 = location, sha256
     manifest.source_bytes, manifest.source_mtime_ns = stamp_of(location) or (0, 0)
 
 
 def is_whole(manifest: Manifest) -> bool:
-    """Return whether the source still holds what was validated; reads all of it. Raise
-    `StoreError`.
+    """Return whether the source has its validated content; reads all of it.
+
+    Raise `StoreError`.
     """
     if manifest.source is None or size_of(manifest.source) != manifest.source_bytes:
         return False
@@ -27,18 +29,17 @@ def is_whole(manifest: Manifest) -> bool:
 
 
 def open_source(manifest: Manifest, buffered: bool = True) -> BinaryIO:
-    """The source, for the holder of `storage.exclusive`; all of it is read only if it was touched.
+    """Return the source; it is read in full only if its stamp changed.
 
-    Read single lines without a buffer, which would be filled anew for each.
-
-    Raises `StoreError` if it changed, other than that lines were appended to an open batch.
+    The caller must hold `storage.exclusive`. Read single lines unbuffered, since each would fill
+    the buffer. Raise `StoreError` if it changed, other than by appends to an open batch.
     """
     assert manifest.source is not None, "validate names it"
     if is_in_pieces(manifest):
         return _appended_files(manifest).open_input(manifest.source)
     if manifest.is_open:
         return open_input(manifest.source, buffered)
-    if not is_local(manifest.spec.root):  # where the batch has a copy that no process changes
+    if not is_local(manifest.spec.root):  # the batch has a copy there that no process changes
         return open_input(manifest.source, buffered, unchanging=True)
     stamp = stamp_of(manifest.source)
     if stamp != (manifest.source_bytes, manifest.source_mtime_ns):
@@ -50,7 +51,7 @@ def open_source(manifest: Manifest, buffered: bool = True) -> BinaryIO:
 
 
 def open_plan(manifest: Manifest) -> BinaryIO:
-    """The plan of a validated batch. Raises `StoreError`."""
+    """Return the plan of a validated batch. Raise `StoreError`."""
     location = join(manifest.made_root, PLAN_NAME)
     if is_in_pieces(manifest):
         return _appended_files(manifest).open_input(location)
@@ -58,7 +59,7 @@ def open_plan(manifest: Manifest) -> BinaryIO:
 
 
 def open_lines(manifest: Manifest) -> LineIndex:
-    """The lines of a validated batch by number. Raises `StoreError`."""
+    """Return the lines of a validated batch by number. Raise `StoreError`."""
     source = manifest.source or manifest.spec.input
     if is_in_pieces(manifest):
         return LineIndex(manifest.made_root, source, _appended_files(manifest).open_at)
@@ -66,7 +67,7 @@ def open_lines(manifest: Manifest) -> LineIndex:
 
 
 def is_in_pieces(manifest: Manifest) -> bool:
-    """Return whether source, plan and line index are not files yet."""
+    """Return whether source, plan and line index are still in pieces."""
     return manifest.is_open and not is_local(manifest.spec.root)
 
 

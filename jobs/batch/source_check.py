@@ -1,4 +1,4 @@
-"""One pass over the lines of an input: what is wrong with them, or the plan and the line index."""
+"""One pass over the lines of an input; it finds problems, or writes the plan and the line index."""
 
 import hashlib
 import heapq
@@ -24,7 +24,7 @@ from jobs.store.storage import join, local_path, open_input
 MAX_PROBLEMS = 1000
 
 _LOADING = ("loading", "initializing")
-_BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
+_BYTES_PER_TOKEN = 4  # the estimate of `claim.lua`
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 
 
@@ -40,20 +40,19 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimated_tokens(size: int) -> int:
-    """Return about how many tokens bodies of `size` bytes together have."""
+    """Return the estimated tokens of bodies of `size` bytes in total."""
     return -(-size // _BYTES_PER_TOKEN)
 
 
 class ServedModels(Mapping[str, tuple[str, ...] | None]):
-    """Models that are, were or will soon be served, with their tasks where they are known, and
-    those loaded on demand.
+    """Models that are, were or will soon be served, including on-demand ones, with known tasks.
 
-    A Redis that came back empty gets them with the workers' next renewals. While it may lack some,
-    `pause` is called for each name that it lacks before it is read again.
+    An emptied Redis gets them with the workers' next renewals. While it may lack some, `pause` is
+    called for each missing name before Redis is read again.
     """
 
     def __init__(self, queue: Queue, pause: Callable[[], object], patience: float, known: Iterable[str] = ()) -> None:
-        """`patience` are the seconds that are waited at most, `known` more models."""
+        """`patience` is the longest wait in seconds, `known` has additional models."""
         self._queue = queue
         self._pause = pause
         self._deadline = time.monotonic() + min(queue.settings.lease_seconds, patience)
@@ -78,18 +77,18 @@ class ServedModels(Mapping[str, tuple[str, ...] | None]):
     def _may_lack_some(self) -> bool:
         if time.monotonic() < self._deadline and self._queue.registry_age() < self._queue.settings.lease_seconds:
             return True
-        self._deadline = -math.inf  # so that Redis is not asked for each further name
+        self._deadline = -math.inf  # Redis is not read for each further name
         return False
 
     def _read(self) -> dict[str, tuple[str, ...] | None]:
-        """The tasks of a model that a worker is loading are not known yet."""
+        """Return the models; tasks are None for a model that a worker is still loading."""
         loading = [name for one in self._queue.workers() if one.state in _LOADING for name in one.models]
         names = dict.fromkeys([*self._known, *self._queue.on_demand(), *loading])
         return names | {model.name: model.tasks for model in self._queue.models()}
 
 
 def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[str] | None]) -> Line | LineError:
-    """Return what a line of the batch holds, or what is wrong with it."""
+    """Return a line of the batch, or its error."""
     if line.raw is None:
         return too_long(spec, line.number)
     if spec.of_api:
@@ -98,13 +97,13 @@ def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[s
 
 
 def too_long(spec: BatchSpec, line: int) -> LineError:
-    """Return what is wrong with a line that is longer than any may be."""
+    """Return the error for a line that is too long."""
     code = "invalid_request" if spec.of_api else "line_too_long"
     return LineError(code, line, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")
 
 
 def duplicate_of(custom_id: str, line: int, original: int) -> LineProblem:
-    """Return what is wrong with a line whose custom_id another one has."""
+    """Return the problem of a line with the custom_id of another one."""
     message = (
         f"The custom_id '{fields.shown(custom_id)}' for this request is a duplicate of another request. The"
         f" custom_id parameter must be unique for each request in a batch. Line {original} has it already."
@@ -113,14 +112,14 @@ def duplicate_of(custom_id: str, line: int, original: int) -> LineProblem:
 
 
 def refused(code: str, message: str, param: str | None = None) -> Checked:
-    """Return that the file as a whole cannot run."""
+    """Return a result that refuses the file as a whole."""
     return Checked(problems=[LineProblem(code, message, None, param)])
 
 
 class SourceCheck:
-    """Takes every line once, in order; then either `problems` has some, or `finish` may be called.
+    """Checks every line once, in order; `finish` may be called if `problems` is empty.
 
-    `served` are the models that lines may name, each with its tasks where they are known.
+    `served` are the models that lines may name, each with its tasks if they are known.
     """
 
     def __init__(self, spec: BatchSpec, root: str, served: Mapping[str, Collection[str] | None]) -> None:
@@ -138,11 +137,11 @@ class SourceCheck:
         self._index = LineIndexWriter(root) if spec.of_api else None
 
     def add(self, line: InputLine) -> bytes | None:
-        """Check one line; return what sorts it by its prefix, None for a bad one."""
+        """Check one line; return its sort key by prefix, None for a bad line."""
         return self.take(line, check_of(self._spec, line, self._served))
 
     def take(self, line: InputLine, found: Line | LineError) -> bytes | None:
-        """The same for a line that was checked."""
+        """Add a line that was checked already."""
         if isinstance(found, LineError):
             self._problems.add(found)
             return None
@@ -160,8 +159,8 @@ class SourceCheck:
         return order
 
     def problems(self, source: str) -> list[LineProblem]:
-        """Return what is wrong, in line order: at most `MAX_PROBLEMS` entries, and a note of how
-        many more lines are bad.
+        """Return the problems in line order: at most `MAX_PROBLEMS`, and a count of further bad
+        lines.
         """
         return self._problems.listed(*self._ids.duplicates(source))
 
@@ -179,7 +178,7 @@ class SourceCheck:
         )
 
     def close(self) -> None:
-        """Free memory and disk."""
+        """Release memory and disk."""
         self._plan.close()
         self._ids.close()
         if self._index is not None:
@@ -187,7 +186,7 @@ class SourceCheck:
 
 
 class _Problems:
-    """Bad lines, of which at most `MAX_PROBLEMS` are kept."""
+    """Bad lines; at most `MAX_PROBLEMS` are kept."""
 
     def __init__(self) -> None:
         self._kept: list[LineProblem] = []
@@ -199,7 +198,7 @@ class _Problems:
             self._kept.append(LineProblem(error.code, error.message, error.line, error.param))
 
     def listed(self, repeated: int, duplicates: list[LineProblem]) -> list[LineProblem]:
-        """Return them with `duplicates`, which describe some of the `repeated` lines."""
+        """Return the problems with `duplicates`, which describe some of the `repeated` lines."""
         listed = sorted([*self._kept, *duplicates], key=lambda problem: problem.line or 0)[:MAX_PROBLEMS]
         if more := self._count + repeated - len(listed):
             message = f"{more} more lines are bad; the first {len(listed)} are listed."
@@ -220,9 +219,7 @@ class _CustomIds:
         )
 
     def duplicates(self, source: str) -> tuple[int, list[LineProblem]]:
-        """How many lines repeat an earlier one's, and problems for the first `MAX_PROBLEMS` of
-        them.
-        """
+        """Return how many lines repeat an earlier custom_id, and up to `MAX_PROBLEMS` problems."""
         count = 0
         first_lines: list[tuple[int, PlanEntry, PlanEntry]] = []  # heap, the highest line on top
         original = b""

@@ -1,7 +1,7 @@
-"""The lines that the parts of a batch hold, so that no line is written to a part twice.
+"""The lines in the parts of a batch, so that no line is written to a part twice.
 
-Kept on disk as a bitmap that names the parts it covers; of a batch in a bucket, by the process
-alone. It may lag behind the manifest or be lost: what it does not cover is read from the parts.
+They are stored on disk as a bitmap with the names of its parts; for a batch in a bucket, only in
+this process. The bitmap may lag behind the manifest or be lost: uncovered parts are read.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from jobs.store.storage import is_local, join
 
 NAME = "stored.lines"
 SMALL_BYTES = 256 * 1024
-"""Parts of fewer bytes together are rather read again than noted here."""
+"""Parts with fewer bytes in total are read again instead of being stored here."""
 
 logger = logging.getLogger(__name__)
 
-_MOST_KEPT = 256  # batches, of one bit a line
+_MOST_KEPT = 256  # batches, with one bit per line
 _kept: OrderedDict[str, bytes] = OrderedDict()
 _keeping = threading.Lock()
-_HEAD = struct.Struct("<II")  # CRC-32 of what follows the head, bytes of the names
+_HEAD = struct.Struct("<II")  # CRC-32 of the data after the head, bytes of the names
 
 
 def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> Bitmap:
@@ -36,7 +36,7 @@ def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> Bitm
     """
     names = {part.name for part in parts}
     covered, lines = _load(root)
-    if not covered <= names:  # a part was replaced, perhaps by what could be read of it
+    if not covered <= names:  # a part was replaced, perhaps by its readable records
         covered, lines = set(), Bitmap()
     unread = {part.name: part.bytes for part in parts if part.name not in covered}
     for name in sorted(unread):
@@ -49,14 +49,14 @@ def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> Bitm
 
 
 def are_small(root: str, sizes: Iterable[int]) -> bool:
-    """Return whether parts of so many bytes are better read again."""
+    """Return whether parts of these sizes are better read again."""
     return is_local(root) and sum(sizes) < SMALL_BYTES
 
 
 def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
-    """Keep the lines of these parts for the next reader.
+    """Store the lines of these parts for the next reader.
 
-    Not durable: what a power loss leaves of it has another checksum. Work goes on without it.
+    Not durable: the checksum detects remains of a power loss. A failure does not stop the work.
     """
     names = "\n".join(part.name for part in parts).encode()
     content = names + bytes(lines.bits)
@@ -69,7 +69,7 @@ def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
             file.write(_HEAD.pack(zlib.crc32(content), len(names)) + content)
         os.replace(temporary, join(root, NAME))
     except OSError as error:
-        logger.warning("cannot write %s; parts are read again: %s", join(root, NAME), error.strerror or error)
+        logger.warning("failed to write %s; parts will be read again: %s", join(root, NAME), error.strerror or error)
 
 
 def _keep(root: str, data: bytes) -> None:
@@ -81,7 +81,7 @@ def _keep(root: str, data: bytes) -> None:
 
 
 def _load(root: str) -> tuple[set[str], Bitmap]:
-    """Return the parts that the file covers and their lines; nothing where it is not sound."""
+    """Return the parts that the file covers and their lines; empty if it is invalid."""
     with contextlib.suppress(OSError, KeyError, struct.error):
         data = Path(root, NAME).read_bytes() if is_local(root) else _kept[root]
         checksum, size = _HEAD.unpack_from(data)

@@ -1,6 +1,4 @@
-"""Batches that come through the API: made out of a file of the store, in a folder of their own
-there.
-"""
+"""Creation of batches that come through the API: from a file of the store, in a folder there."""
 
 import contextlib
 
@@ -38,21 +36,21 @@ from jobs.store.storage import (
 )
 
 _PATIENCE_SECONDS = 5.0
-_MAKING_SECONDS = 60  # in which a batch that was admitted gets its record
+_MAKING_SECONDS = 60  # within this time an admitted batch gets its record
 
 
 class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks for, and what it may: limits of None are none."""
+    """A client's request for a batch, with its limits; None means no limit."""
 
     input_file_id: str
-    streams_input: bool = False  # an open batch, whose input file gets an id and is made at its end
+    streams_input: bool = False  # an open batch, whose input file gets an id now and is written at its end
     endpoint: str
     completion_window: str
     seconds: float  # of the completion window
     metadata: dict[str, str] | None = None
     priority: int = 0
     tenant: str = ""
-    # None: as long as the file store keeps a batch's files
+    # None: as long as the file store keeps a batch's files.
     output_expires_seconds: int | None = None
     max_lines: int | None = None
     queued_tokens: int | None = None  # in all open batches of the tenant
@@ -62,38 +60,39 @@ class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TooManyBatches(JobsError):
-    """The tenant has as many open batches as it may have."""
+    """The tenant has reached its limit of open batches."""
 
     status = 429
     retry = True
 
 
 class NotBegun(QueueUnavailable):
-    """The queue went out of reach before anything of a batch was stored."""
+    """The queue became unavailable before anything of a batch was stored."""
 
 
 def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str | None = None) -> BatchRecord:
-    """Make a batch, of an unused id, which is durable when this returns.
+    """Create a batch, of an unused id, durably.
 
-    One whose input file cannot be used is made too, and fails in validation.
+    A batch with an unusable input file is created, too, and fails in validation.
 
     Raise `TooManyBatches`, `StoreError` (for a full disk `StoreFull`), `QueueFull` and `NotBegun`:
-    then none was made. After another `QueueUnavailable`, also where a bucket answers no more, it
-    may have been: who asks again may get two.
+    then none was created. After another `QueueUnavailable`, also if a bucket stops answering, the
+    batch may exist: a repeated request may create a second one.
     """
     manifest = _begin(queue, files, new, batch_id)
     try:
         return _make(queue, files, new, manifest)
     except (StoreError, QueueFull):
-        if not manifest.revision:  # of one that was saved, `_take_back` has judged
+        if not manifest.revision:  # `_take_back` has handled a saved one
             remove_tree(manifest.spec.root)
             _unlist(queue, new.tenant, manifest.batch_id)
         raise
 
 
 def _begin(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str | None) -> Manifest:
-    """Count a batch among the tenant's open ones. Raise `TooManyBatches`, `StoreError`, `QueueFull`
-    and `NotBegun`.
+    """Count a batch among the tenant's open ones.
+
+    Raise `TooManyBatches`, `StoreError`, `QueueFull` and `NotBegun`.
     """
     try:
         files.check()
@@ -104,12 +103,12 @@ def _begin(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str |
         raise
     except QueueUnavailable as error:
         raise NotBegun(str(error)) from error
-    created = micros_of(BATCH, batch) / 1e6  # by which it is listed, too
+    created = micros_of(BATCH, batch) / 1e6  # its time in listings, too
     return Manifest(batch_id=batch, created_at=created, spec=BatchSpec(input="", root=str(files.batch_root(batch))))
 
 
 def check_open(queue: Queue, new: BatchSubmission) -> None:
-    """Raise `TooManyBatches` where the tenant has as many open batches as it may have."""
+    """Raise `TooManyBatches` if the tenant has reached its limit of open batches."""
     if new.open_batches is not None:
         batches = set(queue.open_batches(new.tenant)).difference(_gone(queue, new.tenant))
         if len(batches) >= new.open_batches:
@@ -117,20 +116,20 @@ def check_open(queue: Queue, new: BatchSubmission) -> None:
 
 
 def submitted_batch(queue: Queue, files: FileStore, tenant: str, batch: str) -> BatchRecord | None:
-    """Return the batch of a submission that is over, however it ended; None where there is none, of
-    which then nothing is left.
+    """Return the batch of a finished submission; remove its remains and return None if there is
+    none.
 
-    Raise `ApiError` 404 for one that was deleted, `StoreError` and `QueueUnavailable`.
+    Raise `ApiError` 404 for a deleted one, `StoreError` and `QueueUnavailable`.
     """
     files.check()
     root = str(files.batch_root(batch))
     manifest = load_manifest(root)
-    # Asked after, since a deletion notes it before the manifest goes
+    # Checked after that, since a deletion is noted before the manifest is removed.
     refuse_deleted(root)
     if manifest is None and not is_local(root) and not give_up(root):
         manifest = load_manifest(root)
     if manifest is None:
-        if is_local(root):  # a bucket keeps what says that the batch was given up, for a day
+        if is_local(root):  # a bucket keeps the marker of an abandoned batch for a day
             remove_tree(root)
         _unlist(queue, tenant, batch)
         return None
@@ -152,9 +151,7 @@ def _unlist(queue: Queue, tenant: str, batch: str) -> None:
 
 
 def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manifest) -> BatchRecord:
-    """The record as it was made: the job that comes next may have moved it on as soon as it can
-    take the folder.
-    """
+    """Return the record as created: the next job may have changed it already."""
     root = manifest.spec.root
     begin_folder(root)
     with named("cannot make the folder", root):
@@ -169,13 +166,13 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
         )
         manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
     try:
-        # The ticker looks into every folder after a start of Redis
+        # After a start of Redis, the ticker looks into every folder.
         with hold(queue, root, _PATIENCE_SECONDS):
             try:
                 return record_of(manifest.batch_id, manifest.spec, register(queue, manifest))
             except (StoreError, QueueFull, Superseded) as error:
                 may_come = manifest.stored_version is None and not isinstance(error, Superseded)
-                if not _take_back(queue, manifest, may_come):  # while no process can take it up
+                if not _take_back(queue, manifest, may_come):  # while no process can resume it
                     raise QueueUnavailable(f"{manifest.batch_id} may have been made: {error}") from error
                 raise
     except Busy as error:
@@ -185,9 +182,10 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
 
 
 def _take_back(queue: Queue, manifest: Manifest, may_come: bool) -> bool:
-    """Remove a batch that was begun; return False where it may be there all the same, as one that
-    another process has taken up, which repeats the call. Where the manifest `may_come` yet, what
-    says that it was given up stays.
+    """Remove a batch that was begun; return False if it may exist nevertheless.
+
+    Another process that repeats the call may have resumed it. If the manifest `may_come` later, the
+    marker of the abandoned batch stays.
     """
     root = manifest.spec.root
     try:
@@ -215,7 +213,7 @@ def _open(queue: Queue, batch: str, new: BatchSubmission) -> bool:
 
 
 def _gone(queue: Queue, tenant: str) -> list[str]:
-    """Batches that count as open and never came to be, or ended just now."""
+    """Return batches that count as open but were never created or have just ended."""
     made_before = queue.now() - _MAKING_SECONDS
     states = queue.open_states(tenant).items()
     return [
@@ -224,7 +222,9 @@ def _gone(queue: Queue, tenant: str) -> list[str]:
 
 
 def _spec(files: FileStore, new: BatchSubmission, root: str, now: float) -> BatchSpec:
-    """`input` is empty where the input file cannot be used. Raises `StoreError`."""
+    """Return the settings; `input` is empty if the input file cannot be used. Raise
+    `StoreError`.
+    """
     source = join(root, SOURCE_NAME) if new.streams_input else _take_input(files, new, root)
     input_file_id, output_file_id, error_file_id = (new_id(FILE, now) for _ in range(3))
     output, error_output = result_locations(files, output_file_id, error_file_id, source)
@@ -253,8 +253,9 @@ def _spec(files: FileStore, new: BatchSubmission, root: str, now: float) -> Batc
 
 
 def _take_input(files: FileStore, new: BatchSubmission, root: str) -> str:
-    """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where
-    it is none for batches.
+    """Link the input file into the batch's folder, so that it may be deleted meanwhile.
+
+    Return "" if it is not a file for batches.
     """
     try:
         record = files.get(new.tenant, new.input_file_id)

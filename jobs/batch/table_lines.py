@@ -1,10 +1,10 @@
 """Rows of a Parquet or CSV file as the lines of a batch.
 
-A program, since a few bytes of Parquet can ask for any memory, or crash the reader.
+A separate program, since a small Parquet file can require any amount of memory, or crash the
+reader.
 
 Arguments: location, format, most rows, bytes of memory, seconds of processor time; 0 means no
-limit. `RowOptions` or null are read from stdin. The lines go to stdout, why there are none to
-stderr.
+limit. `RowOptions` or null are read from stdin. The lines go to stdout, an error to stderr.
 """
 
 import base64
@@ -39,10 +39,10 @@ _decode = msgspec.json.Decoder(RowOptions | None).decode
 _SHOWN_COLUMNS = 20
 _SHOWN_CHARACTERS = 1000
 _TEXT_COLUMNS = tuple(dict.fromkeys(names for endpoint in BATCH_ENDPOINTS.values() for names in endpoint.text_names))
-"""Which columns together make a line; they are of the first endpoint that knows them."""
+"""The columns that together make a line, for the first endpoint that has them."""
 _PARSED_COLUMNS = (*JSON_COLUMNS, ENDPOINTS[CHAT].prompt_field)
 _BODY_COLUMNS = {*_PARSED_COLUMNS, *(name for endpoint in BATCH_ENDPOINTS.values() for name in endpoint.file_columns)}
-"""Those whose cells are JSON in CSV, which has numbers as text."""
+"""Columns whose cells are JSON in CSV, where numbers are text."""
 _LINE_COLUMNS = ("custom_id", "method", "url", "body", "model", "user")
 _COLUMNS = dict.fromkeys(
     (
@@ -54,13 +54,13 @@ _COLUMNS = dict.fromkeys(
 
 
 def main() -> None:
-    """End with `TABLE_REFUSED` where the file is at fault, with `TABLE_UNREADABLE` where it cannot
-    be reached.
+    """Write the lines; exit with `TABLE_REFUSED` for a bad file, `TABLE_UNREADABLE` for a read
+    error.
     """
     location, kind, (most_rows, memory, seconds) = *sys.argv[1:3], map(int, sys.argv[3:])
     if parent := os.environ.get(PARENT_VARIABLE):
-        die_with_parent(int(parent))  # not as `preexec_fn`, which may block for ever where the parent has threads
-    for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
+        die_with_parent(int(parent))  # not as `preexec_fn`, which may block forever if the parent has threads
+    for number in (signal.SIGINT, signal.SIGTERM):  # the reader of the lines decides when this ends
         signal.signal(number, signal.SIG_IGN)
     buffer_stdout()
     _limit(memory, seconds)
@@ -78,7 +78,7 @@ def main() -> None:
     except StoreError as error:
         _fail(str(error), TABLE_UNREADABLE)
     except MemoryError:
-        pass  # and so is what holds the memory
+        pass  # the objects that hold the memory are released
     else:
         os._exit(0)
     _fail(
@@ -107,12 +107,12 @@ def _lines(location: str, kind: str, options: RowOptions | None) -> Iterator[dic
     try:
         table = open_table(location, kind)
         yield from _lines_by_columns(location, kind, table) if options is None else _requests(location, table, options)
-    except MemoryError:  # Arrow's own is one of both kinds
+    except MemoryError:  # Arrow's own error is both
         raise
     except UnicodeDecodeError:
         raise InputError(f"{location} has a column whose name is not UTF-8 text: rename it") from None
     except (pyarrow.ArrowException, OSError) as error:
-        # Arrow's own, for damaged pages, have none
+        # Arrow's errors for damaged pages have no errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise StoreError(f"cannot read {location}: {error.strerror}") from error
         what = "CSV" if kind == CSV else "Parquet"
@@ -120,7 +120,7 @@ def _lines(location: str, kind: str, options: RowOptions | None) -> Iterator[dic
 
 
 def _requests(location: str, table: OpenTable, options: RowOptions) -> Iterator[dict[str, Any]]:
-    """Yield requests that are made of the rows by `options`."""
+    """Yield requests built from the rows by `options`."""
     names = table.schema.names
     requests = RowRequests(options, names)
     if missing := [name for name in requests.columns if name not in names]:
@@ -138,7 +138,7 @@ def _requests(location: str, table: OpenTable, options: RowOptions) -> Iterator[
 
 
 def _lines_by_columns(location: str, kind: str, table: OpenTable) -> Iterator[dict[str, Any]]:
-    """Yield the requests that the rows are: their columns are members of a line, or of its body."""
+    """Yield the rows as requests: columns are members of a line, or of its body."""
     names = table.schema.names
     if "custom_id" not in names or not any(set(needed) <= set(names) for needed in (("body",), *_TEXT_COLUMNS)):
         either = ", ".join(" with ".join(needed) for needed in (("body",), *_TEXT_COLUMNS))
@@ -168,7 +168,7 @@ def _shown(names: list[str]) -> str:
 
 
 def _line_of(row: dict[str, Any], parsed: Collection[str]) -> dict[str, Any]:
-    """OpenAI's line for one row; what the row lacks stays absent, so that validation names it.
+    """Return OpenAI's line for one row; missing values stay absent, so that validation names them.
 
     Cells of `parsed` columns may be JSON text.
     """
@@ -188,8 +188,9 @@ def _line_of(row: dict[str, Any], parsed: Collection[str]) -> dict[str, Any]:
 
 
 def _endpoint_of(values: dict[str, Any]) -> tuple[BatchEndpoint, tuple[str, ...]]:
-    """Return which endpoint a row or a body is for, and which texts of it are there: that of the
-    `url` if it has any, else the first one whose texts there are.
+    """Return the endpoint of a row or a body, and its text members.
+
+    It is that of the `url` if there is one, else the first one whose texts are present.
     """
     named = BATCH_ENDPOINTS.get(BATCH_URLS.get(str(values.get("url")), ""))
     for endpoint in (*([named] if named else ()), *BATCH_ENDPOINTS.values()):
@@ -205,7 +206,7 @@ def _body_of(row: dict[str, Any], members: tuple[str, ...], parsed: Collection[s
 
 
 def _parsed(value: Any) -> Any:
-    """A cell that holds JSON text or a nested value."""
+    """Return the value of a cell that holds JSON text or a nested value."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return decode_json(value.encode())
@@ -213,13 +214,13 @@ def _parsed(value: Any) -> Any:
 
 
 class _BadColumn(JobsError):
-    """A cell is no text; names its column."""
+    """A cell is not text; the error names its column."""
 
 
 def _plain(value: Any, column: str) -> Any:
-    """A cell as JSON knows it: bytes as text, and structs without the fields that a row lacks.
+    """Return a cell as a JSON value: bytes as text, and structs without missing fields.
 
-    Raises `_BadColumn`.
+    Raise `_BadColumn`.
     """
     if isinstance(value, bytes):
         try:
@@ -234,7 +235,7 @@ def _plain(value: Any, column: str) -> Any:
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
-    """With whatever values the body holds, for validation to judge."""
+    """Encode a line; validation checks the values."""
     return json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
 
 

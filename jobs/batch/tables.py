@@ -1,4 +1,4 @@
-"""Parquet and CSV files as batches of rows, read without threads and a little at a time."""
+"""Parquet and CSV files as batches of rows, read without threads and in small pieces."""
 
 import csv
 import io
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     import pyarrow
 
 MOST_ROWS = 64
-"""At once, all of them in memory."""
+"""Rows in memory at once."""
 CSV_BLOCK_BYTES = 4 << 20
-"""A row of CSV has no more. Arrow holds up to 32 of these, whatever `use_threads` says."""
+"""Most bytes of a row of CSV. Arrow holds up to 32 blocks of this size, also without threads."""
 
 _READ_BYTES = 1 << 20
 
 
 class OpenTable(NamedTuple):
-    """The columns of a table, and a reader of some of them."""
+    """The columns of a table, and a reader for some of them."""
 
     schema: "pyarrow.Schema"
     read: Callable[[Sequence[str]], Iterator["pyarrow.RecordBatch"]]
 
 
 def open_table(location: str, kind: str) -> OpenTable:
-    """Raise `InputError`, `StoreError`, OSError and what pyarrow raises."""
+    """Open a table. Raise `InputError`, `StoreError`, OSError and what pyarrow raises."""
     return _open_parquet(location) if kind == PARQUET else _open_csv(location)
 
 
@@ -49,7 +49,7 @@ def _open_parquet(location: str) -> OpenTable:
 
 
 def _open_csv(location: str) -> OpenTable:
-    """Every cell is text; one that is empty and not in quotes is null."""
+    """Open a CSV file; every cell is text, or null if it is empty and unquoted."""
     import pyarrow
 
     schema = pyarrow.schema([(name, pyarrow.string()) for name in _csv_header(location)])
@@ -85,7 +85,7 @@ def _csv_batches(location: str, columns: Sequence[str]) -> Iterator["pyarrow.Rec
 
 
 class _NotedReads(io.RawIOBase):
-    """A file from which each piece that is read is noted."""
+    """A file that passes each piece read to `note`."""
 
     def __init__(self, file: BinaryIO, note: Callable[[bytes], object]) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""Notes in the file store of webhooks that are due, one for each end of a batch of the API.
+"""Notes in the file store of webhooks that are due, one for each end of an API batch.
 
-A note is made before the manifest, or Redis, names the end. So no kill loses one, nor a Redis that
-goes back; a note of an end that did not come about is dropped when the batch has ended otherwise.
+A note is written before the manifest, or Redis, has the end, so that no kill and no loss of Redis
+loses it. If the batch ends differently, the note is dropped.
 """
 
 from typing import NamedTuple
@@ -15,21 +15,22 @@ from jobs.store.storage import StoreError, join, list_names, make_folder, path_o
 
 
 class WebhookNote(NamedTuple):
-    """The end that a webhook is due for."""
+    """The end of a batch that a webhook is due for."""
 
     batch: str
     state: str
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Return the name of the note's file."""
         return f"{self.batch}.{self.state}"
 
 
 def note_webhook(queue: Queue, batch: str, spec: BatchSpec, state: str) -> None:
-    """Note durably that a webhook is due once the batch has ended so. Raise `StoreError`.
+    """Store durably that a webhook is due once the batch has ended in this state.
 
-    Does nothing without webhooks, nor for batches that did not come through the API.
+    Does nothing without webhooks, and for batches that did not come through the API. Raise
+    `StoreError`.
     """
     if queue.settings.webhook_url is None or not spec.of_api or state not in END_STATES:
         return

@@ -1,1 +1,3 @@
-"""What runs batches: slices, validate, advance, finalize, the ticker and the RQ workers."""
+"""The processes and jobs that run batches: slices, validate, advance, finalize, ticker, RQ
+worker.
+"""

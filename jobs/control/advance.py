@@ -1,10 +1,9 @@
-"""Advance: feeds the next lines of the plan into the ready list, and drains finished results into
-part files.
+"""Advance: ingest the next lines of the plan, and drain finished results into part files.
 
 A slice lasts about a second, may be killed anywhere and run again. A drain writes the part and (for
-a batch of the API) the completion log, then the manifest, which alone makes both count, then
-updates Redis. After a kill between the last two, and when Redis goes back to an earlier moment, it
-holds results that parts hold already; each drain settles that first, and writes no line twice.
+an API batch) the completion log, then the manifest, which commits both, then updates Redis. After a
+kill before the update, or when Redis returns to an earlier state, Redis has results that are in
+parts already; each drain first corrects that, and writes no line twice.
 """
 
 import logging
@@ -51,20 +50,19 @@ from jobs.store.storage import StoreError, is_local
 
 SLICE_SECONDS = 1.0
 FEED_SECONDS = 0.25
-"""In a slice, before results are drained, which would pile up in Redis otherwise."""
+"""Longest ingest in a slice before results are drained; they would pile up in Redis otherwise."""
 FOLLOW_SECONDS = 30.0
-"""An open batch has a slice at least this often: a Redis that went back may have lost that lines
-were appended."""
+"""An open batch has a slice at least this often: Redis may have lost the notice of an append."""
 DRAIN_SECONDS = 1.0
-"""Results wait at least this long for more of them, unless there are many or they are the last."""
+"""Results wait at least this long for more, unless there are many or they are the last ones."""
 
 _DRAIN_BYTES = 2 * 1024 * 1024
 _MOST_DRAINED_BYTES = 32 * 1024 * 1024
 CHUNK_BYTES = 2 * 1024 * 1024
 _WINDOW_SECONDS = 20.0
-WINDOW_LINES = 4096  # at least, whatever the rate
-_MOST_WINDOW_LINES = 32_768  # at most: as many as Redis hands out in some 2 s
-_ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one window
+WINDOW_LINES = 4096  # at least, at any rate of finished lines
+_MOST_WINDOW_LINES = 32_768  # at most: as many as Redis dispatches in about 2 s
+_ALL_WINDOWS = 8  # limit for all batches together, as a multiple of one window's bytes
 _SMALLEST_WINDOW = 256 * 1024
 _MOST_REMEMBERED = 10_000
 _MASK64 = (1 << 64) - 1
@@ -73,22 +71,22 @@ logger = logging.getLogger(__name__)
 
 
 class BatchProgress:
-    """What this process remembers of a batch between slices; forgetting it costs a little speed and
-    nothing else.
+    """State of a batch that this process keeps between slices; losing it costs only a little
+    speed.
     """
 
     def __init__(self) -> None:
         self.settled: str | None = None  # the last part when unlisted ones were removed
-        self.stored: tuple[set[str], Bitmap] = set(), Bitmap()  # parts and their lines, to pass over
+        self.stored: tuple[set[str], Bitmap] = set(), Bitmap()  # parts and their lines, which are skipped
         self.logged = LoggedLines()
         self.drained_at = 0.0  # monotonic seconds
         self.measured_at = 0.0
         self.finished = 0
         self.rate = 0.0  # lines per second
-        self.followed_at = -math.inf  # when what was appended to the open batch was read, monotonic seconds
+        self.followed_at = -math.inf  # when the appends of the open batch were last read, monotonic seconds
 
     def measure(self, finished: int) -> None:
-        """Follow the rate at which lines finish."""
+        """Update the rate at which lines finish."""
         now = time.monotonic()
         elapsed = now - self.measured_at
         if elapsed >= 0.5:
@@ -101,8 +99,9 @@ _progress: dict[str, BatchProgress] = {}
 
 
 def advance(held: Slice) -> bool:
-    """Run one slice; return whether there is more to do at once. Moves the batch to `finalizing`
-    when every line is done. Raises `StoreError`.
+    """Run one slice; return whether there is more to do at once.
+
+    Moves the batch to `finalizing` when every line is done. Raise `StoreError`.
     """
     deadline = time.monotonic() + SLICE_SECONDS
     progress = batch_progress(held.batch)
@@ -110,7 +109,7 @@ def advance(held: Slice) -> bool:
         held.check_current()
         if held.manifest.spec.streams_input:
             follow_appends(held, progress)
-        drained = drain(held, progress)  # first, since a full Redis takes no lines
+        drained = drain(held, progress)  # first, since a full Redis accepts no lines
         while drained and held.record().result_bytes and time.monotonic() < deadline and drain(held, progress):
             pass
         fed = feed(held, progress, min(deadline, time.monotonic() + FEED_SECONDS))
@@ -126,14 +125,14 @@ def advance(held: Slice) -> bool:
 
 
 def batch_progress(batch: str) -> BatchProgress:
-    """Return what this process remembers of the batch."""
+    """Return this process' state of the batch."""
     if len(_progress) > _MOST_REMEMBERED:
         _progress.clear()
     return _progress.setdefault(batch, BatchProgress())
 
 
 def follow_appends(held: Slice, progress: BatchProgress) -> None:
-    """Take up what was appended to an open batch since, and that it was closed."""
+    """Process new appends to an open batch, and its close."""
     manifest, fields = held.manifest, held.record()
     if manifest.is_open:
         take_appended(manifest, held.check_current)
@@ -143,15 +142,16 @@ def follow_appends(held: Slice, progress: BatchProgress) -> None:
     if manifest.total < fields.total:
         _begin_again(held, fields.total)
     if (manifest.total, manifest.is_open) != (fields.total, fields.open):
-        # In the pass over the plan that goes on, the new lines may be of any model
+        # In the current pass over the plan, new lines may be of any model.
         held.note({**plan_fields(manifest), "open_models": manifest.models})
 
 
 def _begin_again(held: Slice, total: int) -> None:
-    """Drop what Redis has of a batch whose folder went back: it would be taken for what was
-    appended since. Raise `Superseded`.
+    """Drop Redis' data of a batch whose folder was restored to an older state.
+
+    It would be taken for lines appended since. Raise `Superseded`.
     """
-    message = "batch %s has %d lines in its folder, fewer than the %d before; running it again from what is there"
+    message = "batch %s has %d lines in its folder, fewer than the %d before; running it again from the folder"
     logger.warning(message, held.batch, held.manifest.total, total)
     held.queue.forget(held.batch)
     register(held.queue, held.manifest)
@@ -159,7 +159,7 @@ def _begin_again(held: Slice, total: int) -> None:
 
 
 def plan_fields(manifest: Manifest) -> dict[str, Any]:
-    """Return what the record says of the plan."""
+    """Return the record's fields about the plan."""
     appended = manifest.timestamps.get("appended")
     unknown = {"unknown_members": manifest.unknown_members} if manifest.unknown_members else {}
     return {
@@ -170,14 +170,14 @@ def plan_fields(manifest: Manifest) -> dict[str, Any]:
 
 
 def drain_all(held: Slice) -> None:
-    """Drain whatever has finished. Raise `StoreError`."""
+    """Drain all finished results. Raise `StoreError`."""
     progress = BatchProgress()
     while drain(held, progress, everything=True):
         pass
 
 
 def needs_slice(queue: Queue, batch: str, fields: BatchStatus) -> bool:
-    """Return whether a slice would find something to do."""
+    """Return whether a slice has something to do."""
     if fields.result_bytes > 0 or fields.all_done:
         return True
     if fields.open and batch_progress(batch).followed_at < time.monotonic() - FOLLOW_SECONDS:
@@ -186,24 +186,24 @@ def needs_slice(queue: Queue, batch: str, fields: BatchStatus) -> bool:
 
 
 def feed_needed(queue: Queue, batch: str, fields: BatchStatus) -> bool:
-    """Return whether the plan goes on and a ready list is low."""
+    """Return whether the plan has more lines and a ready list is low."""
     models = _feeding(queue, fields)
     return bool(models) and min(ready_lengths(queue, batch, models).values()) <= max(0, fields.low_water)
 
 
 def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
-    """Fill the batch's window from the plan; False when there was nothing to add.
+    """Fill the batch's window from the plan; return False if there was nothing to add.
 
-    Lines of a model that no worker serves may take their share of the window; those beyond it are
-    passed over, so that they do not hold up the others, and come in another pass over the plan,
-    when that model's list falls low.
+    Lines of a model without a worker may use their share of the window. Further ones are skipped,
+    so that they do not block others; they are added in another pass over the plan, when that
+    model's list is low.
     """
     queue, batch = held.queue, held.batch
     fields = held.record()
     progress.measure(fields.finished)
     window = min(max(WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS)), _MOST_WINDOW_LINES)
     if fields.cursor < fields.total and fields.low_water < 0:
-        # Lines were appended since. Claims may shorten the lists as soon as these are looked at
+        # Lines were appended since. Claims may shorten the lists as soon as these are read.
         held.note({"low_water": window // 2})
         fields = held.record()
     models = _feeding(queue, fields)
@@ -231,8 +231,8 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
                 break
             shortest, size = min(ready_lengths(queue, batch, models).values()), queue.window_bytes(batch)
     if cursor > start:
-        # At this length the next claim asks for another slice, if there is more; half of what
-        # fits, where large bodies fill the window early.
+        # At this length the next claim asks for another slice, if there is more. It is half of the
+        # lines that fit, if large bodies fill the window early.
         more = cursor < total or bool(held.fields.passed_over)
         lengths = [length for length in ready_lengths(queue, batch, models).values() if length] if more else []
         low_water = min(window, *lengths) // 2 if lengths else -1 if fields.open and not more else 0
@@ -242,9 +242,10 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
 
 
 def _lines_to_pass_over(held: Slice, progress: BatchProgress) -> Bitmap:
-    """Return lines on disk, which Redis then has as done; read anew once parts were replaced.
+    """Return lines on disk, which are done in Redis; read again after parts were replaced.
 
-    Not all that Redis has as done: it may lose what no part holds, and such a line must be fed.
+    Redis may list more lines as done, but it can lose results that are in no part, and such lines
+    must be ingested again.
     """
     settle(held, progress)
     names = {part.name for part in held.manifest.parts}
@@ -256,7 +257,7 @@ def _lines_to_pass_over(held: Slice, progress: BatchProgress) -> Bitmap:
 
 
 def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]:
-    """How many lines wait for each model."""
+    """Return how many lines wait for each model."""
     with queue.redis.pipeline(transaction=False) as pipeline:
         for model in models:
             pipeline.llen(keys.ready(batch, model))
@@ -264,8 +265,10 @@ def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]
 
 
 def _feeding(queue: Queue, fields: BatchStatus) -> list[str]:
-    """The models whose ready lists say how far to feed: those of which the plan has more lines, if
-    they are served, else all of these.
+    """Return the models whose ready lists limit the ingest.
+
+    They are the served models among those with more lines in the plan; all of these if none is
+    served.
     """
     if fields.cursor >= fields.total:
         return fields.passed_over
@@ -277,7 +280,9 @@ def _feeding(queue: Queue, fields: BatchStatus) -> list[str]:
 def _without_full(
     held: Slice, rows: list[tuple[int, Request]], models: list[str], window: int, most_bytes: int
 ) -> list[tuple[int, Request]]:
-    """The rows less those to be passed over, which is noted before the cursor moves past them."""
+    """Return the rows without skipped ones; the record has their models before the cursor passes
+    them.
+    """
     queue, batch = held.queue, held.batch
     idle = sorted({request.model for _, request in rows} - set(models))
     if not idle:
@@ -296,8 +301,9 @@ def _without_full(
 
 
 def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> bool:
-    """Write finished results to a part and take them out of Redis; False when there were none, or
-    too few yet.
+    """Write finished results to a part and remove them from Redis.
+
+    Return False if there were none, or too few yet.
     """
     queue, batch, manifest = held.queue, held.batch, held.manifest
     settle(held, progress)
@@ -313,7 +319,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     held.check_current()
     stored = read_stored(held.root, manifest.parts, held.check_current)
     results = [(line, result) for line, result in found if line not in stored]
-    if len(results) < len(found):  # Redis went back since it was settled
+    if len(results) < len(found):  # Redis lost data after the settle
         _restore(held)
         return True
     at_once = fields.all_done and not manifest.parts and len(found) < most
@@ -328,7 +334,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
             stored.add(line)
         save_stored(held.root, manifest.parts, stored)
     stored_fields = progress_fields(manifest)
-    if not queue.drained(batch, part.name, [line for line, _ in results], stored_fields):  # Redis went back since
+    if not queue.drained(batch, part.name, [line for line, _ in results], stored_fields):  # Redis lost data since
         _restore(held)
         return True
     progress.settled, progress.drained_at = part.name, time.monotonic()
@@ -339,9 +345,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
 
 
 def _store(held: Slice, progress: BatchProgress, results: list[tuple[int, Result]], is_logged: bool) -> Part:
-    """Write a part, and the completion log, to a bucket at once: neither counts before the manifest
-    does.
-    """
+    """Write a part and the completion log to a bucket concurrently; the manifest commits both."""
     if not is_logged or is_local(held.root):
         part = write_part(held.root, _next_name(held), results)
         if is_logged:
@@ -356,8 +360,9 @@ def _store(held: Slice, progress: BatchProgress, results: list[tuple[int, Result
 
 
 def _lines_at_once(queue: Queue, batch: str, waiting: int) -> int:
-    """Return how many results one part takes: of large ones some megabytes, which this process
-    holds. Above the cap of undrained results there may be as many more as the workers run.
+    """Return the number of results for one part; it limits a part to some megabytes in memory.
+
+    Above the limit of undrained results there may be as many more as the workers run.
     """
     if waiting <= _MOST_DRAINED_BYTES:
         return MAX_PART_LINES
@@ -366,10 +371,10 @@ def _lines_at_once(queue: Queue, batch: str, waiting: int) -> int:
 
 
 def settle(held: Slice, progress: BatchProgress) -> None:
-    """Bring what the parts hold to a Redis that lacks the last one: the process that wrote it died
-    before Redis knew, or Redis went back.
+    """Restore the results of the parts in Redis, if it lacks the last part.
 
-    Where this process comes new to the batch, remove what such a process left unlisted.
+    The process that wrote that part died before it updated Redis, or Redis lost data. If this
+    process is new to the batch, it also removes unlisted parts of such a process.
     """
     manifest = held.manifest
     last = _last(manifest)
@@ -382,8 +387,10 @@ def settle(held: Slice, progress: BatchProgress) -> None:
 
 
 def _drop_left_parts(manifest: Manifest) -> None:
-    """Remove what a process left that died before it listed it. Only the process that has the batch
-    can replace the manifest, and later ones go on behind the numbers in it.
+    """Remove parts of a process that died before it listed them.
+
+    Only the process that holds the batch can replace the manifest, and later numbers continue after
+    those in it.
     """
     highest = drop_unlisted(manifest.spec.root, manifest.parts, manifest.next_part)
     if highest > manifest.next_part:
@@ -402,11 +409,11 @@ def _restore(held: Slice) -> None:
 
 
 def compact(held: Slice) -> bool:
-    """Make one part of many small ones, in the place of the first; the last one stays as it is,
-    since Redis may not know it yet.
+    """Merge many small parts into one, at the place of the first.
 
-    A part that is not what was written stays too, for `recovery.repair`: its originals' lines must
-    not vanish unnoticed. So do all where one breaks meanwhile. Raises `StoreError`.
+    The last part is not merged, since Redis may not have it yet. Damaged parts stay for
+    `recovery.repair`: their lines must not disappear unnoticed. If one turns out to be damaged, all
+    stay. Raise `StoreError`.
     """
     parts = held.manifest.parts
     tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
@@ -429,9 +436,7 @@ def _checking(held: Slice, records: Iterator[Record]) -> Iterator[Record]:
 
 
 def _next_name(held: Slice) -> str:
-    """Names are never used twice, not even by a stopped process that goes on where another took
-    over.
-    """
+    """Return a name that is never reused, not even by a stopped process that resumes later."""
     held.manifest.next_part += 1
     return f"{held.manifest.next_part:06d}-{held.generation}"
 
@@ -439,8 +444,10 @@ def _next_name(held: Slice) -> str:
 def _read_rows(
     held: Slice, source: BinaryIO, entries: list[PlanEntry], done: Bitmap
 ) -> tuple[list[tuple[int, Request]], int]:
-    """Requests for the plan's next entries, less those done already, up to some megabytes; and how
-    many entries that took.
+    """Return requests for the plan's next entries that are not done, and the number of entries
+    read.
+
+    The requests have up to some megabytes.
     """
     rows: list[tuple[int, Request]] = []
     size = taken = 0
@@ -472,8 +479,9 @@ def request_of(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
 
 
 def seed_of(seed: int, line: int) -> int:
-    """The seed of a line that names none: 63 bits, the same whenever the file is run (splitmix64,
-    Steele et al. 2014).
+    """Return the seed of a line that sets none.
+
+    It has 63 bits and is the same in every run (splitmix64, Steele et al. 2014).
     """
     mixed = (seed + line * 0x9E3779B97F4A7C15) & _MASK64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -482,7 +490,9 @@ def seed_of(seed: int, line: int) -> int:
 
 
 def most_window_bytes(queue: Queue, active: int | None = None) -> int:
-    """Return how many bytes of lines a batch may have in Redis, of so many that are active."""
+    """Return how many bytes of lines a batch may have in Redis, given the number of active
+    batches.
+    """
     batches: Any = queue.redis.scard(keys.ACTIVE) if active is None else active
     window = queue.settings.window_bytes
     share: int = _ALL_WINDOWS * window // max(1, batches)

@@ -13,8 +13,9 @@ _QUOTED = frozenset('",\r\n')
 
 
 def csv_writer(manifest: Manifest, location: str) -> LineWriter:
-    """Return what writes one row per line, below the names of the columns. A cell of text that is
-    empty is in quotes, one that is null has none.
+    """Return a writer of one row per line, after the names of the columns.
+
+    An empty text is quoted, a null cell is not.
     """
     rows = manifest.spec.rows
     names = (*RESULT_COLUMNS, *map(kept_name, () if rows is None else rows.keep_columns))

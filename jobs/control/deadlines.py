@@ -1,9 +1,9 @@
-"""Deadlines: which batches may miss the end of their completion windows, by what is left of them
-and by how fast their tenants' lines finish.
+"""Deadlines: find batches that may miss the end of their completion windows.
 
-Such a batch is `urgent` and goes before the others of its tenant, the earliest end first. One that
-even all of its tenant's rate cannot finish in time is `late`. It keeps its ordinary place, since
-moved up it would only make others late too, and is urgent again once it can be saved.
+The estimate uses a batch's remaining lines and the rate at which its tenant's lines finish. Such a
+batch is `urgent` and goes before the others of its tenant, the earliest end first. A batch that
+cannot finish in time even with all of its tenant's rate is `late`. It keeps its ordinary place,
+since moving it up would make others late, too; it is urgent again once it can finish in time.
 """
 
 import logging
@@ -18,27 +18,28 @@ from jobs.queue.request_queue import Queue
 JUDGE_SECONDS = 5.0
 """Between judgements."""
 RATE_SECONDS = 60.0
-"""Over which rates are measured; over longer where lines finish less often. A longer time in which
-nothing finished counts only where a worker was ready.
+"""Period over which rates are measured; longer if lines finish less often.
+
+A longer period in which no line finished counts only if a worker was ready.
 """
 LOST_JUDGEMENTS = 36
-"""In a row, before an urgent batch is given up: the rate may be low for a short time only."""
+"""Judgements in a row before an urgent batch is late: the rate may be low for a short time only."""
 
-_LEAST_RATE_SECONDS = 2 * JUDGE_SECONDS  # a shorter time gives no rate
-_KEPT_SECONDS = 3600.0  # of rates, after the tenant's last batch
-# A batch becomes urgent when it needs half of the time that is left, with all of its tenant's rate,
-# and is so until it needs a quarter, or clearly too much
+_LEAST_RATE_SECONDS = 2 * JUDGE_SECONDS  # a shorter period gives no rate
+_KEPT_SECONDS = 3600.0  # how long rates are kept after the tenant's last batch
+# A batch becomes urgent when it needs half of the remaining time, with all of its tenant's rate. It
+# stays urgent until it needs a quarter, or clearly too much.
 _URGENT_SHARE, _SAFE_SHARE, _LOST_SHARE = 0.5, 0.25, 1.25
-_SAVED_SHARE = 0.9  # a late batch needs less than this before it counts as one that can be saved
+_SAVED_SHARE = 0.9  # a late batch that needs less than this can finish in time again
 _FEW_LINES, _GUESSED_OUTPUT = 16, 256  # as in `cost_of_a_line` of claim.lua
 
 logger = logging.getLogger(__name__)
 
-_Group = tuple[str, frozenset[str]]  # tenant and models, of batches that share a rate
+_Group = tuple[str, frozenset[str]]  # tenant and models of batches that share a rate
 
 
 class Deadlines:
-    """The judgements of one ticker. What it measured is lost with it; the risks are in Redis."""
+    """The judgements of one ticker. Its measurements are lost with it; the risks are in Redis."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
@@ -46,7 +47,7 @@ class Deadlines:
         self._estimate = RiskEstimate()
 
     def judge(self, records: Mapping[str, BatchStatus], now: float) -> None:
-        """Note new risks of these batches, every few seconds. Raise what Redis raises."""
+        """Update the risks of these batches, every few seconds. Raise what redis-py raises."""
         if 0 <= now - self._judged_at < JUDGE_SECONDS:
             return
         self._judged_at = now
@@ -60,13 +61,13 @@ class Deadlines:
 
 _SAID: dict[Risk, str] = {
     "": "it is no longer at risk of missing the end of its completion window",
-    URGENT: "it may miss the end of its completion window; it goes before the others of its tenant",
-    LATE: "all of its tenant's rate is too little to finish it within its completion window",
+    URGENT: "it may miss the end of its completion window; it now goes before its tenant's other batches",
+    LATE: "it cannot finish within its completion window, even with all of its tenant's rate",
 }
 
 
 class RiskEstimate:
-    """What the judgements before found out: the rates of tenants, and which batches look lost."""
+    """The state between judgements: the rates of tenants, and batches that appear to be late."""
 
     def __init__(self) -> None:
         self._judged_at = -math.inf  # unix seconds
@@ -87,13 +88,14 @@ class RiskEstimate:
         return self._risks(running, now)
 
     def _risks(self, running: Mapping[str, BatchStatus], now: float) -> dict[str, Risk]:
-        """Take a tenant's batches to run one after another, the earliest end first, without those
-        that cannot be saved.
+        """Return the risks, assuming a tenant's batches run in turn, the earliest end first.
+
+        Batches that cannot finish in time are left out of that order.
         """
         rates: dict[str, dict[frozenset[str], float]] = defaultdict(dict)  # by tenant and models
         for (tenant, models), measured in self._rates.items():
             rates[tenant][models] = measured.of_all()
-        before: dict[_Group, float] = defaultdict(float)  # tokens of the batches that come first
+        before: dict[_Group, float] = defaultdict(float)  # tokens of batches with an earlier end
         risks: dict[str, Risk] = {}
         lost, self._lost = self._lost, {}
         for batch in sorted(running, key=lambda batch: (running[batch].expires_at, batch)):
@@ -102,7 +104,7 @@ class RiskEstimate:
             risks[batch], rate = fields.risk, rates[tenant][models]
             if not rate or math.isinf(fields.expires_at):
                 continue
-            # How many lines of batches on several models are of these models is not known
+            # The share of these models in the lines of batches on several models is unknown.
             most = rate + sum(rates[tenant][other] for other in rates[tenant] if other != models and other & models)
             left, tokens = max(fields.expires_at - now, 1.0), _tokens_left(fields)
             share, least_share = ((before[group] + tokens) / rate / left for rate in (rate, most))
@@ -116,9 +118,10 @@ class RiskEstimate:
 
 
 def _risk(before: Risk, share: float, least_share: float, own_share: float, is_lost: bool) -> Risk:
-    """Return the risk of a batch by the share of the time left that it needs: with all of its
-    tenant's rate for its models; at least, if lines of batches that share a model are of this one;
-    and at its own rate.
+    """Return the risk of a batch by the shares of the remaining time that it needs.
+
+    `share` is for all of its tenant's rate for its models, `least_share` also counts batches that
+    share a model, `own_share` is for its own rate.
     """
     if before == URGENT:
         return "" if share < _SAFE_SHARE else LATE if is_lost else URGENT
@@ -129,19 +132,23 @@ def _risk(before: Risk, share: float, least_share: float, own_share: float, is_l
 
 
 class _Rate:
-    """How fast the lines of a tenant's batches on the same models finish. It outlives them."""
+    """The rate at which the lines of a tenant's batches on the same models finish.
+
+    It outlives the batches.
+    """
 
     def __init__(self) -> None:
-        self.read_at = self._since = -math.inf  # unix seconds; since then no line has finished
-        self._counts: Mapping[str, int] = {}  # tokens by batch, as read last
-        self._spans: deque[tuple[float, dict[str, int]]] = deque()  # seconds, and tokens finished in them
+        self.read_at = self._since = -math.inf  # unix seconds; no line has finished since `_since`
+        self._counts: Mapping[str, int] = {}  # tokens by batch at the last reading
+        self._spans: deque[tuple[float, dict[str, int]]] = deque()  # seconds, and the tokens that finished in them
 
     def add(self, now: float, counts: Mapping[str, int], judged_at: float, is_served: bool) -> None:
-        """Measure what has finished since the last judgement. A time without judgements, or in
-        which no batch was in progress, counts for nothing.
+        """Measure the tokens finished since the last judgement.
+
+        A period without judgements, or without a batch in progress, does not count.
         """
         gained = {batch: tokens - self._counts.get(batch, tokens) for batch, tokens in counts.items()}
-        if now < self.read_at or min(gained.values()) < 0:  # Redis or its clock went back
+        if now < self.read_at or min(gained.values()) < 0:  # Redis lost data, or its clock was set back
             self._spans.clear()
             self._since = now
         elif self.read_at < judged_at or now - judged_at > RATE_SECONDS:
@@ -155,7 +162,7 @@ class _Rate:
             self._spans.popleft()
 
     def of_all(self) -> float:
-        """Return tokens per second; 0 until there were enough seconds."""
+        """Return tokens per second; 0 until the measured time is long enough."""
         return _per_second([(seconds, sum(tokens.values())) for seconds, tokens in self._spans])
 
     def of(self, batch: str) -> float:

@@ -1,9 +1,9 @@
 """Driver: the batches that one process validates, advances and finalizes.
 
-A job of RQ makes a process take batches; their records name it from then on. The process runs
-slices of the batch's jobs, each in a thread of its own, whenever a claim or a commit asks for one,
-and looks at all records each second for what nothing asked for. Its key in Redis says that it is
-alive: when that has gone, the ticker hands its batches to another process.
+An RQ job makes a process take batches; their records then name it. The process runs slices of the
+batch's jobs, each in a thread of its own, whenever a claim or a commit asks for one; it also reads
+all records each second, for missed requests. Its key in Redis shows that it is alive: once the key
+expires, the ticker gives its batches to another process.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from jobs.queue.streams import FIRST_ID
 from jobs.queue.tasks import hand_out, take_batches
 
 ALIVE_SECONDS = 5
-"""The driver's key lasts this long."""
+"""Lifetime of the driver's key."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""To validate an input of more takes memory, of some 100 bytes a line."""
+"""Validating a larger input needs memory, about 100 bytes per line."""
 
 _TAKEN_AT_ONCE = 16
 _LOOK_SECONDS = 1.0
-_GATHER_SECONDS = 0.004  # between two reads of what asks for slices
-_LONGEST_PAUSE_SECONDS = 8.0  # after failures in a row
+_GATHER_SECONDS = 0.004  # between two reads of requests for slices
+_LONGEST_PAUSE_SECONDS = 8.0  # after consecutive failures
 _STOP_SECONDS = 5.0  # for slices to end, and again for drains
-_HUNG_SECONDS = 60.0  # of a look, after which this process counts as dead
+_HUNG_SECONDS = 60.0  # without progress, after which this process counts as dead
 _REDIS_ERRORS = (redis.RedisError, QueueUnavailable)
 logger = logging.getLogger(__name__)
 
 
 class Driver:
-    """Drives the batches that it takes, in threads that `start` makes."""
+    """Drives the batches that it takes, in threads that `start` creates."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -61,20 +61,22 @@ class Driver:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Say that this process is alive, and listen to what asks for slices."""
+        """Register this process as alive, and listen for requests for slices."""
         self._look_at = time.monotonic()
         bodies = (self._stay_alive, self._check_records, self._listen)
         for body in (*(self._repeated(body) for body in bodies), self._turns.watch):
             threading.Thread(target=body, daemon=True).start()
 
     def take_batches(self) -> None:
-        """Drive some of the batches that wait from now on; no more of them once the process stops:
-        the ticker hands out again what was taken and is not driven.
+        """Drive some of the waiting batches from now on.
+
+        None are taken once the process stops: the ticker dispatches batches again that were taken
+        and are not driven.
         """
         try:
             batches = [] if self.stopping.is_set() else take_batches(self.queue, _TAKEN_AT_ONCE)
         except _REDIS_ERRORS as error:
-            logger.warning("Redis unavailable; what waits is handed out again: %s", error)
+            logger.warning("Redis unavailable; pending batches will be dispatched again: %s", error)
             return
         for batch in batches:
             if self.stopping.is_set():
@@ -82,14 +84,14 @@ class Driver:
             try:
                 self._adopt(batch)
             except _REDIS_ERRORS as error:
-                logger.warning("batch %s: Redis unavailable; it is handed out again: %s", batch, error)
+                logger.warning("batch %s: Redis unavailable; the batch will be dispatched again: %s", batch, error)
             except Exception:
-                logger.exception("batch %s: internal error; it is handed out again", batch)
+                logger.exception("batch %s: internal error; the batch will be dispatched again", batch)
 
     def stop(self) -> None:
-        """End the slices, drain what finished, and hand the batches to other processes.
+        """End the slices, drain finished results, and hand the batches to other processes.
 
-        Raises what Redis raises, at once where it does not answer.
+        Raise what redis-py raises, at once if Redis does not answer.
         """
         self.stopping.set()
         self._turns.grant()
@@ -110,7 +112,7 @@ class Driver:
                 self._changed.notify_all()
 
     def _adopt(self, batch: str) -> None:
-        """Drive a batch unless it has ended, or a process that is alive drives it."""
+        """Drive a batch unless it has ended, or another live process drives it."""
         fields = self.queue.batch_fields(batch)
         if fields.state not in JOBS:
             return
@@ -143,7 +145,7 @@ class Driver:
             try:
                 threading.Thread(target=self._run_slice, args=(driven, turn), name=driven.batch, daemon=True).start()
             except RuntimeError as error:
-                logger.error("batch %s: no thread for a slice, which begins later: %s", driven.batch, error)
+                logger.error("batch %s: failed to start a thread for a slice; retrying later: %s", driven.batch, error)
                 self._slices.end(driven)
                 return
             self._changed.notify_all()
@@ -160,7 +162,7 @@ class Driver:
 
     def _end_slice(self, driven: Driven, following: Next) -> None:
         driven.pause = min(max(_LOOK_SECONDS, 2 * driven.pause), _LONGEST_PAUSE_SECONDS) if following == "retry" else 0
-        driven.not_before = time.monotonic() + driven.pause  # before it is free for the next look
+        driven.not_before = time.monotonic() + driven.pause  # set before the batch is free for the next look
         self._slices.end(driven)
         if following == "again" and driven.is_large:  # it is validated
             self._slices.make_small(driven)
@@ -179,10 +181,10 @@ class Driver:
                 try:
                     body()
                 except _REDIS_ERRORS as error:
-                    logger.debug("Redis unavailable; batches go on when it answers: %s", error)
+                    logger.debug("Redis unavailable; batches resume when it answers: %s", error)
                     self._ended.wait(_LOOK_SECONDS / 2)
                 except Exception:
-                    logger.exception("internal error; batches go on after a pause")
+                    logger.exception("internal error; batches resume after a pause")
                     self._ended.wait(_LOOK_SECONDS)
 
         return run
@@ -190,7 +192,7 @@ class Driver:
     def _stay_alive(self) -> None:
         name = keys.driver(self.name)
         is_hung = time.monotonic() - self._look_at > _HUNG_SECONDS
-        # A server that is full lets no key be made, but makes one last
+        # A full server creates no key, but can extend one.
         if not is_hung and not self.queue.redis.expire(name, ALIVE_SECONDS):
             self.queue.redis.set(name, 1, ex=ALIVE_SECONDS)
         self._ended.wait(BEAT_SECONDS)
@@ -203,8 +205,8 @@ class Driver:
         self._runner.check_records()
 
     def _listen(self) -> None:
-        """Run slices as claims and commits ask for them, and where one is needed that nothing asked
-        for: Redis may lose that.
+        """Run slices as claims and commits ask for them, and wherever a request for one was
+        lost.
         """
         left = self._look_at - time.monotonic()
         if left > 0:
@@ -214,7 +216,7 @@ class Driver:
             self._look_after_all()
 
     def _messages(self, seconds: float) -> set[str]:
-        """Wait for batches that ask for a slice."""
+        """Wait for batches that request a slice."""
         messages = self.queue.control_messages(keys.JOBS_CONTROL, self._last_id, seconds)
         if messages:
             self._last_id = messages[-1].id
@@ -234,10 +236,10 @@ class Driver:
             for driven in self._slices.note_stuck():
                 self._turns.count(driven.tenant, now - driven.turn.began if driven.turn else 0.0)
             known = dict(self._batches)
-        records = self.queue.active_batches()  # after that: the records of these name this process
+        records = self.queue.active_batches()  # read afterwards: these batches' records name this process
         for batch, fields in records.items():
             if fields.driver == self.name and fields.state in JOBS and batch not in self._batches:
-                self._adopt(batch)  # Redis went back, or its reply was lost
+                self._adopt(batch)  # Redis lost data, or its reply was lost
         due = [driven for driven in known.values() if driven.not_before <= now and not driven.turn]
         self._ask_for([driven.batch for driven in due if self._is_due(driven, records.get(driven.batch))])
 
@@ -250,5 +252,7 @@ class Driver:
 
 
 def is_large(fields: BatchFields) -> bool:
-    """Return whether the batch is yet to be validated, and its input large or of unknown size."""
+    """Return whether the batch still has to be validated, with an input of large or unknown
+    size.
+    """
     return fields.state == "validating" and not fields.open and not 0 < fields.input_bytes <= LARGE_BYTES

@@ -1,8 +1,8 @@
 """Early lines: requests of a large input that workers get while the rest of it is validated.
 
-No client sees them, nor what came of them, before the batch is in progress; nothing of them is
-drained before. The plan holds them too, and passes over those that Redis has. Of a file that is
-refused, and of one that changed, they are removed.
+Clients see neither them nor their results before the batch is in progress, and nothing is drained
+before. The plan has these lines, too, and skips those that Redis has. They are removed if the file
+is refused or has changed.
 """
 
 import time
@@ -18,20 +18,20 @@ from jobs.control.slices import Slice
 from jobs.queue.scripts import MAX_ITEMS, QueueUnavailable
 from jobs.store.storage import stamp_of
 
-_SMALLEST_BYTES = 1024 * 1024  # of an input, which else is validated at once
+_SMALLEST_BYTES = 1024 * 1024  # a smaller input is validated at once
 _FIRST_LINES = 64
-_MOST_LINES = WINDOW_LINES // 2 - MAX_ITEMS  # after which one more window is fed
+_MOST_LINES = WINDOW_LINES // 2 - MAX_ITEMS  # then one more window is ingested
 _NO_INPUT = "-"
-_LOOK_LINES = 256  # that pass before a full window is looked at again
+_LOOK_LINES = 256  # lines between two checks of a full window
 
 
 class EarlyLines:
-    """Takes the lines of a source in order, and feeds some of the good ones, by prefix within each
-    window.
+    """Takes the lines of a source in order, and ingests some of the valid ones.
 
-    They fill half of what a batch may have in Redis, so that the plan is fed as soon as it is made.
-    After a bad line, once Redis takes none, and while the tenant has too many tokens in queue, also
-    in early lines of other batches, it feeds no more: the validation goes on.
+    Lines are sorted by prefix within each window. They fill half of a batch's share of Redis, so
+    that the plan can be ingested as soon as it exists. Ingest ends (and validation continues) after
+    a bad line, when Redis accepts no more, and when the tenant has too many queued tokens,
+    including early lines of other batches.
     """
 
     def __init__(self, held: Slice, source: str) -> None:
@@ -44,16 +44,16 @@ class EarlyLines:
         self._bytes = 0
         self._size = _FIRST_LINES
         self._most_bytes = min(CHUNK_BYTES, most_window_bytes(held.queue) // 2)
-        self._passed = 0  # since the full window was looked at
+        self._passed = 0  # lines since the last check of the full window
         record = held.record()
-        self._tokens = record.early_tokens  # of a killed pass, whose lines may be there
+        self._tokens = record.early_tokens  # from a killed pass, whose lines may be in Redis
         if record.early not in ("", self._stamp):
             self._tokens = 0
             held.discard_early_lines()
 
     def add(self, line: InputLine, order: bytes | None, body_bytes: int) -> None:
-        """Take the next line, what sorts it by its prefix (None for a bad one), and the bytes of
-        the bodies up to here.
+        """Take the next line, its sort key by prefix (None for a bad one), and the bytes of bodies
+        so far.
         """
         if self._ends:
             return
@@ -81,7 +81,7 @@ class EarlyLines:
         lines, size, active = queue.window(batch)
         if lines >= _MOST_LINES or size >= most_window_bytes(queue, active) // 2:
             return
-        # The tenant "" is that of a server without keys, which has no limits
+        # The tenant "" is that of a server without keys, which has no limits.
         if spec.tenant and not self._admit(max(tokens, self._tokens)):
             return
         now = time.time()
@@ -90,11 +90,11 @@ class EarlyLines:
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
 
     def _admit(self, tokens: int) -> bool:
-        """Note how many tokens the lines up to here have, unless the tenant's open batches would
-        have more than they may.
+        """Record the tokens of the lines so far; return whether the tenant's batches are within the
+        limit.
         """
         held, spec = self._held, self._held.manifest.spec
-        # Before the others are looked at, so that of two at once one sees the other
+        # Written before reading the others, so that one of two concurrent batches sees the other.
         held.note({"early_tokens": tokens})
         most = spec.queued_tokens
         if most is not None and tokens + others_early_tokens(held.queue, spec.tenant, held.batch) > most:
@@ -109,8 +109,9 @@ class EarlyLines:
 
 
 def discard_stale(held: Slice) -> bool:
-    """Remove early lines of another source than the validated one, and all where parts show that
-    Redis went back. Return whether early lines are left.
+    """Remove early lines of another source than the validated one.
+
+    Remove all of them if parts show that Redis lost data. Return whether early lines remain.
     """
     early = held.record().early
     if early not in ("", stamp_in(held.manifest)):
@@ -120,14 +121,15 @@ def discard_stale(held: Slice) -> bool:
 
 
 def stamp_in(manifest: Manifest) -> str:
-    """Return the stamp that early lines must have when the batch becomes in progress. Where there
-    are parts, none has it.
+    """Return the stamp that early lines must have when the batch becomes in progress.
+
+    If there are parts, no stamp matches.
     """
     return _NO_INPUT if manifest.parts else manifest.early_stamp
 
 
 def source_stamp(manifest: Manifest) -> str:
-    """Return the stamp of the source as it is known to be."""
+    """Return the known stamp of the source."""
     return _as_text(manifest.source_bytes, manifest.source_mtime_ns)
 
 

@@ -1,6 +1,6 @@
-"""Finalize: merges a batch's parts into its result files, in input order.
+"""Finalize: merge a batch's parts into its result files, in input order.
 
-Running it again writes the same bytes.
+A repeated run writes the same bytes.
 """
 
 import logging
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class ResultsMissing(JobsError):
-    """A line of a finished batch has no result on disk, since the part that held it broke."""
+    """A line of a finished batch has no result on disk, since its part was damaged."""
 
 
 class Outcome(NamedTuple):
-    """What was written; a location is None where no file was made."""
+    """The written files; a location is None if no file was written."""
 
     completed: int
     failed: int
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 def finalize(held: Slice) -> None:
-    """Move the batch to the end state that its outcome names. Raise `StoreError`."""
+    """Move the batch to the end state of its outcome. Raise `StoreError`."""
     manifest = held.manifest
     manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields.outcome
     manifest.timestamps.setdefault(held.state, held.fields.timestamps[held.state])
@@ -84,7 +84,7 @@ def finalize(held: Slice) -> None:
 
 
 def _write_results(held: Slice) -> Outcome:
-    """Write the outputs; those of a batch of the API become files in the file store.
+    """Write the outputs; those of an API batch become files in the file store.
 
     Raise `StoreError` or `ResultsMissing`.
     """
@@ -99,10 +99,10 @@ def _write_results(held: Slice) -> Outcome:
 
 
 def _outputs(held: Slice) -> FixedOutputs:
-    """Write the outputs of a batch of the API, unless what was written is fixed.
+    """Write the outputs of an API batch, unless they are fixed already.
 
-    In a bucket it is fixed before a client can see it: a process that was thought dead may go on
-    while another ends the batch otherwise.
+    In a bucket they are fixed before a client can see them: a process that was presumed dead may
+    resume while another gives the batch a different end.
     """
     manifest = held.manifest
     if manifest.fixed is not None:
@@ -118,7 +118,7 @@ def _outputs(held: Slice) -> FixedOutputs:
 
 
 def run_again(held: Slice) -> None:
-    """Move a batch whose parts broke back to `in_progress`, with what can still be read of them."""
+    """Move a batch with damaged parts back to `in_progress`, with the readable results."""
     manifest = held.manifest
     repair(manifest)
     save_manifest(manifest)
@@ -170,9 +170,9 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
 
 
 def _answers(manifest: Manifest) -> Iterator[LineAnswer]:
-    """Every line of the source, joined with its result.
+    """Yield every line of the source with its result.
 
-    Raises `ResultsMissing` where a completed batch lacks one.
+    Raise `ResultsMissing` if a completed batch lacks one.
     """
     why = _WHY_UNANSWERED.get(manifest.outcome)
     records = merge_parts(manifest.spec.root, manifest.parts)

@@ -1,6 +1,6 @@
-"""Whether the processes of one host are at work, as far as Redis knows.
+"""Health of the processes of one host, according to Redis.
 
-For probes: what they lack, in a sentence.
+For probes: a fault is one sentence.
 """
 
 from datetime import UTC, datetime
@@ -12,13 +12,13 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.tasks import QUEUE
 
 SILENT_SECONDS = 40.0
-"""An RQ worker of ours sends a heartbeat every 10 s, even while it has nothing to do."""
+"""Our RQ workers send a heartbeat every 10 s, also when idle."""
 
 
 def worker_fault(queue: Queue, host: str) -> str | None:
-    """Why no worker on `host` can answer a request; None when one can.
+    """Return why no worker on `host` can answer a request; None when one can.
 
-    Its record lasts as long as it renews its leases.
+    A worker's record lasts as long as it renews its leases.
     """
     states = [record.state for record in queue.workers() if record.host == host]
     if "ready" in states:
@@ -27,8 +27,9 @@ def worker_fault(queue: Queue, host: str) -> str | None:
 
 
 def control_plane_fault(queue: Queue, host: str) -> str | None:
-    """Why batches do not move on `host`; None when an RQ worker is alive there and some ticker
-    leads, on whatever host.
+    """Return why batches make no progress on `host`, or None.
+
+    Progress requires a live RQ worker there and a leading ticker on any host.
     """
     now = datetime.now(UTC)
     is_alive = any(

@@ -1,4 +1,4 @@
-"""What a line of a finished batch came to."""
+"""The outcome of a line of a finished batch."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,17 +7,17 @@ from jobs.protocol.results import Result, batch_request_id, output_line, unanswe
 
 
 class LineAnswer(NamedTuple):
-    """A line with its result, or with the (code, message) of why it has none."""
+    """A line with its result, or with a (code, message) if it has none."""
 
     line: int
     custom_id: str
     result: Result | None
     reason: tuple[str, str]
-    columns: Mapping[str, Any] = {}  # of the row that the line was made of
+    columns: Mapping[str, Any] = {}  # of the line's row
 
     @property
     def bytes(self) -> int:
-        """About how many it takes in memory."""
+        """Return its approximate size in memory."""
         kept = sum(len(value) for value in self.columns.values() if isinstance(value, str | list))
         return len(self.custom_id) + kept + (0 if self.result is None else len(self.result.body))
 

@@ -1,4 +1,4 @@
-"""Result files that have a line for each answer."""
+"""Result files with one line for each answer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +12,14 @@ _FLUSH_BYTES = 1 << 18
 
 
 class LineWriter:
-    """Writes many lines at once. Like `ParquetWriter`, it makes no file before there is something
-    to write, or to commit.
+    """Writes many lines at once. Like `ParquetWriter`, it creates no file before data or a
+    commit.
     """
 
     def __init__(
         self, manifest: Manifest, location: str, line_of: Callable[[LineAnswer], bytes], head: bytes = b""
     ) -> None:
-        """`line_of` returns a line with its end; `head` precedes all."""
+        """Set `line_of`, which returns a line with its end, and `head`, the start of the file."""
         self._open = partial(open_output, manifest, location)
         self._line_of = line_of
         self._file: ResultFile | None = None

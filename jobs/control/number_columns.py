@@ -1,4 +1,4 @@
-"""Which columns of numbers a Parquet file of results has, and what a body says for them."""
+"""The columns of numbers in a Parquet file of results, and their values from a body."""
 
 import base64
 import struct
@@ -30,16 +30,16 @@ _decode_embedding = msgspec.json.Decoder(list[float] | str | None).decode
 
 
 class NumberColumns(NamedTuple):
-    """Which columns there are; an `embedding_size` of 0 is no column."""
+    """The columns of numbers; there is no embedding column if `embedding_size` is 0."""
 
     embedding_size: int = 0
     embedding_dtype: str = "float32"
     with_scores: bool = False
 
     def cells(self, body: bytes) -> dict[str, Any]:
-        """Return what a row has in them, an embedding as the bytes of its numbers.
+        """Return a row's cells in these columns, an embedding as the bytes of its numbers.
 
-        Nothing for several inputs, and for an embedding of another size or type.
+        Empty for several inputs, and for an embedding of another size or type.
         """
         if not self.embedding_size and not self.with_scores:
             return {}
@@ -53,8 +53,9 @@ class NumberColumns(NamedTuple):
 
 
 def number_columns(manifest: Manifest, check: Callable[[], None]) -> NumberColumns:
-    """Return the columns for a batch's lines, calling `check` often; the first line with one
-    embedding says how many numbers these have, and of which type.
+    """Return the columns for a batch's lines, calling `check` often.
+
+    The first line with one embedding sets their size and type.
     """
     given = {BATCH_ENDPOINTS[url].number_column for url in manifest.endpoints}
     size, dtype = _first_embedding(manifest, check) if "embedding" in given else (0, "float32")
@@ -62,7 +63,7 @@ def number_columns(manifest: Manifest, check: Callable[[], None]) -> NumberColum
 
 
 def _first_embedding(manifest: Manifest, check: Callable[[], None]) -> tuple[int, str]:
-    """Return its size and type; 0 if there is none."""
+    """Return the size and type of the first embedding; size 0 if there is none."""
     for number, record in enumerate(merge_parts(manifest.spec.root, manifest.parts)):
         if number % _CHECK_LINES == 0:
             check()
@@ -80,7 +81,7 @@ def _only_item(numbers: _Numbers) -> _Item:
 
 def _vector(item: _Item, dtype: str) -> bytes:
     value = _decode_embedding(item.embedding) or []
-    if dtype not in EMBED_DTYPES:  # of a newer worker
+    if dtype not in EMBED_DTYPES:  # from a newer worker
         return b""
     if isinstance(value, str):
         return base64.b64decode(value)

@@ -20,8 +20,10 @@ _ROWS_BYTES = 1 << 26
 
 
 class ParquetWriter:
-    """One row per line, with typed columns; `response` holds the body as JSON, `text` what the
-    model said. Where `embedding` or `score` holds the answer, `response` is null.
+    """Writes one row per line, with typed columns.
+
+    `response` has the body as JSON, `text` the model's text. If `embedding` or `score` has the
+    answer, `response` is null.
     """
 
     def __init__(self, manifest: Manifest, location: str, numbers: NumberColumns) -> None:
@@ -66,7 +68,7 @@ class ParquetWriter:
         return self._file
 
     def _column(self, field: Any) -> Any:
-        """One column of the rows, as Arrow's array."""
+        """Return one column of the rows as Arrow's array."""
         import pyarrow
 
         values = [row.get(field.name) for row in self._rows]
@@ -105,7 +107,7 @@ def _parquet_schema(numbers: NumberColumns, kept: Any) -> Any:
 
 
 def _kept_columns(manifest: Manifest) -> Any:
-    """Return the schema of the input's columns that rows have. Raise `StoreError`."""
+    """Return the schema of the input's columns in the rows. Raise `StoreError`."""
     import pyarrow
 
     if manifest.spec.rows is None or not manifest.spec.rows.keep_columns:

@@ -1,4 +1,4 @@
-"""The results of a batch as rows of a table, and how the columns are called."""
+"""The results of a batch as rows of a table, and the names of the columns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ class _Body(msgspec.Struct):
 
 
 def kept_name(name: str) -> str:
-    """Return what a column of the input is called beside those of the results."""
+    """Return the name of an input's column beside those of the results."""
     return f"{_KEPT_PREFIX}{name}" if name in RESULT_COLUMNS or name in NUMBER_COLUMNS else name
 
 
@@ -65,7 +65,7 @@ def result_row(batch_id: str, answer: LineAnswer) -> dict[str, Any]:
 
 
 def repeated_name(kept: Sequence[str]) -> str | None:
-    """Return a name that two columns of the results would have, if there is one."""
+    """Return a name that two columns of the results would share, or None."""
     names = [kept_name(name) for name in kept]
     return next((name for name in names if names.count(name) > 1), None)
 

@@ -1,8 +1,7 @@
 """`python -m jobs.control.rq_worker [--redis-url URL]`: a process that drives batches.
 
-RQ's jobs make it take batches (`driver`); any number of these processes share them.
-A kill at any point is recovered by the ticker. What RQ itself knows about workers and jobs is for
-show; nothing rests on it.
+RQ's jobs make it take batches (`driver`); any number of these processes share them. The ticker
+recovers from a kill at any point. RQ's own data on workers and jobs is only informative.
 """
 
 import argparse
@@ -43,8 +42,10 @@ from jobs.server import ServerError
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _RETRY_SECONDS = 0.5
 _SWITCH_SECONDS = 0.0005
-"""A thread holds Python's lock for no longer: a job that waits for Redis and disks between short
-turns gets the lock back after a turn of each other one that computes.
+"""Longest time that a thread holds Python's lock.
+
+A job that waits for Redis and disks between short turns gets the lock back after one turn of each
+computing job.
 """
 logger = logging.getLogger(__name__)
 
@@ -59,22 +60,22 @@ def main() -> None:
     die_with_parent()
     configure_logs("jobs")
     raise_open_files()
-    # Its registries complain of killed jobs that have long run again
+    # RQ's registries report killed jobs that have long run again.
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    drop_lost_exits(_StoppedWhileIdle, StopRequested)  # `driver.stopping` says what came of them
+    drop_lost_exits(_StoppedWhileIdle, StopRequested)  # `driver.stopping` tells the reason
     driver = Driver(Queue(connect(options.redis_url)))
-    driver.start()  # before the handlers: `Thread.start` breaks where one raises in it
+    driver.start()  # before the handlers are set: `Thread.start` breaks if one raises in it
     code = 1
     try:
         _run_until_stopped(options.redis_url, driver)
         _stop(driver)
         code = 0
     except Exception:
-        logger.exception("internal error of the process, which ends")
+        logger.exception("internal error; the process exits")
     finally:
-        os._exit(code)  # the interpreter would wait for threads, and abort where one comes back from native code
+        os._exit(code)  # the interpreter would wait for threads, and abort if one returns from native code
 
 
 def _run_until_stopped(url: str, driver: Driver) -> None:
@@ -93,29 +94,30 @@ def _run_until_stopped(url: str, driver: Driver) -> None:
 
 
 class ControlJob(Job):
-    """RQ's job that imports and fetches nothing that Redis names: its function is
-    `Driver.take_batches`,
-    and it has no callbacks and no webhooks.
+    """An RQ job that imports and fetches nothing that Redis names.
+
+    Its function is `Driver.take_batches`, and it has no callbacks and no webhooks.
     """
 
     success_callback = failure_callback = stopped_callback = None
-    driver: Driver  # of the worker that runs it
+    driver: Driver  # set by the worker that runs it
 
     @property
     def func(self) -> Callable[..., None]:
-        """Return the function of that name; for an unknown name one that logs it."""
+        """Return the job's function; for an unknown name one that logs it."""
         return self.driver.take_batches if self.func_name == FUNCTION else self._drop
 
     def send_webhooks(self, *arguments: Any, **named: Any) -> None:
-        """Send none."""
+        """Do nothing."""
 
     def _drop(self, *arguments: Any, **options: Any) -> None:
         logger.warning("dropped job %s: this version has no job %s", self.id, self.func_name)
 
 
 class ControlWorker(SimpleWorker):
-    """RQ's worker that forks nothing, with short times and without the parts that cost a connection
-    or a thread.
+    """An RQ worker that does not fork, with short timeouts.
+
+    The parts that need a further connection or thread are disabled.
     """
 
     max_connection_wait_time = 1.0
@@ -141,34 +143,34 @@ class ControlWorker(SimpleWorker):
         super().execute_job(job, queue)
 
     def subscribe(self) -> None:
-        """No remote commands."""
+        """Do nothing: there are no remote commands."""
 
     def unsubscribe(self) -> None:
-        """No remote commands."""
+        """Do nothing: there are no remote commands."""
 
     def procline(self, message: str) -> None:
-        """The process keeps its title."""
+        """Do nothing: the process keeps its title."""
 
     def handle_warm_shutdown_request(self) -> None:
-        """Slices end at their next check."""
+        """Set the stop flag; slices end at their next check."""
         ignore_stop_signals()
         self._driver.stopping.set()
 
     def set_shutdown_requested_date(self) -> None:
-        """Write nothing: RQ does so in the handler of a signal, and Redis may be away."""
+        """Do nothing: RQ writes in the handler of a signal, and Redis may be unavailable."""
 
     def handle_exception(self, job: Job, *exc_info: Any, **named: Any) -> None:
         """Log an outage of Redis around a job in one line, without RQ's traceback."""
         if isinstance(exc_info[1], redis.RedisError):
-            logger.warning("Redis unavailable; what waits is handed out again: %s", exc_info[1])
+            logger.warning("Redis unavailable; pending batches will be dispatched again: %s", exc_info[1])
         else:
             super().handle_exception(job, *exc_info, **named)
 
     def handle_job_success(self, job: Job, *arguments: Any, **named: Any) -> None:
-        """Remove the last heartbeat of a job that Redis lost while it ran: nothing else would."""
+        """Remove the last heartbeat of a job that Redis lost while it ran: nothing else does."""
         try:
             super().handle_job_success(job, *arguments, **named)
-        except (InvalidJobOperation, ValueError, KeyError):  # the last two where a run of it is gone, or half of it
+        except (InvalidJobOperation, ValueError, KeyError):  # the last two if a run of it is partly gone
             logger.info("Redis lost job %s while it ran", job.id)
             with self.connection.pipeline() as pipeline:
                 self.cleanup_execution(job, pipeline=pipeline)
@@ -177,22 +179,24 @@ class ControlWorker(SimpleWorker):
 
     @property
     def should_run_maintenance_tasks(self) -> bool:
-        """Return what RQ says; raise `StopRequested` once the process is to stop.
+        """Return RQ's answer; raise `StopRequested` once the process is to stop.
 
-        RQ asks before it waits for each job. A signal's exception alone would not do: redis-py's
-        destructors drop it.
+        RQ asks before it waits for each job. A signal's exception alone is not enough: redis-py's
+        destructors swallow it.
         """
         if self._driver.stopping.is_set():
             raise StopRequested
         return bool(super().should_run_maintenance_tasks)
 
     def get_heartbeat_ttl(self, job: Job) -> int:
-        """Jobs have no time limit; the worker's entry must not outlive a kill by long."""
+        """Return a short lifetime: jobs have no time limit, and the worker's entry must expire
+        after a kill.
+        """
         return _WORKER_TTL + 60
 
 
 class _StoppedWhileIdle(JobsError):
-    """The signal came while no job ran."""
+    """A signal came while no job ran."""
 
 
 def _serve(url: str, driver: Driver) -> None:
@@ -202,7 +206,7 @@ def _serve(url: str, driver: Driver) -> None:
         check_server(driver.queue.redis)
         ControlWorker(client, driver).work(logging_level="WARNING")
     except (redis.RedisError, QueueUnavailable, ServerError) as error:
-        logger.warning("Redis unavailable; this process takes batches again when it answers: %s", error)
+        logger.warning("Redis unavailable; this process resumes taking batches when it answers: %s", error)
     finally:
         client.close()
     if not driver.stopping.is_set():
@@ -210,7 +214,7 @@ def _serve(url: str, driver: Driver) -> None:
 
 
 def _stop(driver: Driver) -> None:
-    """Keep what finished, for a Redis that may not come back."""
+    """Drain finished results, since Redis may not come back."""
     try:
         driver.stop()
     except (redis.RedisError, QueueUnavailable) as error:
@@ -218,7 +222,7 @@ def _stop(driver: Driver) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop RQ's traceback for each outage of Redis, which `_serve` logs in one line."""
+    """Return False for RQ's traceback of a Redis outage, which `_serve` logs in one line."""
     return record.exc_info is None or not isinstance(record.exc_info[1], redis.RedisError)
 
 

@@ -1,4 +1,4 @@
-"""Run one slice of a batch's job, and what a failure of it leads to."""
+"""Running one slice of a batch's job, and handling its failures."""
 
 import contextlib
 import logging
@@ -23,11 +23,11 @@ from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import Busy, StoreError
 
 Next = Literal["again", "wait", "retry", "drop"]
-"""What follows a slice: another one at once, when it is asked for, after a pause, or none."""
+"""The next slice: at once, when it is requested, after a pause, or none."""
 
 WORK: dict[JobName, Callable[[Slice], object]] = {"validate": validate, "advance": advance, "finalize": finalize}
 
-_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch releases the folder
+_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # within this time a job that lost its batch releases the folder
 logger = logging.getLogger(__name__)
 
 
@@ -41,17 +41,17 @@ class Runner:
         self._held: dict[str, Slice] = {}
 
     def run(self, batch: str, pause: Callable[[], None] = lambda: None) -> Next:
-        """Run a slice of the job that the state asks for; it calls `pause` at its checks."""
+        """Run a slice of the state's job; it calls `pause` at its checks."""
         return self._run(batch, _work_on, pause, _PATIENCE_SECONDS)
 
     def drain(self, batch: str) -> None:
-        """Drain what has finished of a batch that runs, unless another process works on it."""
+        """Drain finished results of a running batch, unless another process works on it."""
         self._run(batch, _drain, lambda: None, 0.0)
 
     def flush(self) -> None:
         """Drain every running batch that no other process works on.
 
-        Raises what Redis raises, at once where it does not answer.
+        Raise what redis-py raises, at once if Redis does not answer.
         """
         active: Any = self.queue.redis.smembers(keys.ACTIVE)
         for batch in sorted(map(bytes.decode, active)):
@@ -66,7 +66,7 @@ class Runner:
     def _run(self, batch: str, work: Callable[[Slice], object], pause: Callable[[], None], patience: float) -> Next:
         """Run `work` under `hold`.
 
-        A failure that a person can mend becomes the record's `problem`; the driver has the job run
+        A failure that an operator can fix becomes the record's `problem`; the driver runs the job
         again.
         """
         try:
@@ -80,7 +80,7 @@ class Runner:
         except Superseded:
             return self._after_superseded(batch)
         except (Stopping, Busy):
-            logger.debug("batch %s: another process works on it, or this one stops", batch)
+            logger.debug("batch %s: another process works on it, or this process is stopping", batch)
             return "wait"
         except (QueueUnavailable, redis.RedisError) as error:
             logger.warning("batch %s: Redis unavailable; the job runs again when it answers: %s", batch, error)
@@ -102,13 +102,15 @@ class Runner:
         return "wait"
 
     def _note_problem(self, batch: str, problem: str) -> None:
-        """Show in the record why the batch makes no progress, or end it if it never will."""
+        """Store in the record why the batch makes no progress, or end it if it can never
+        continue.
+        """
         try:
             if (state := self.queue.batch_fields(batch).state) in JOBS:
                 self.queue.transition(batch, [state], state, {"problem": problem})
                 end_if_lost(self.queue, batch)
         except (QueueUnavailable, redis.RedisError) as error:
-            logger.warning("batch %s: Redis unavailable; its problem is not recorded: %s", batch, error)
+            logger.warning("batch %s: Redis unavailable; failed to record its problem: %s", batch, error)
 
 
 def _drain(held: Slice) -> None:
@@ -117,11 +119,11 @@ def _drain(held: Slice) -> None:
 
 
 def _work_on(held: Slice) -> bool:
-    """Return whether there is more to do at once."""
+    """Run the slice; return whether there is more to do at once."""
     if held.manifest.state in END_STATES:
         held.end_again()
         return False
-    if held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost that, or never got it
+    if held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost the cancellation, or never got it
         return begin_cancel(held.queue, held.batch, held.generation)
     more = WORK[JOBS[held.state]](held)
     if held.fields.problem:

@@ -1,8 +1,8 @@
-"""Slice queue: which batches of a process wait for a slice, and which may begin one.
+"""Slice queue: the batches of a process that wait for a slice, and the next one to start.
 
-A tenant has some slices at once, more than compute, since slices wait for disks. Those that are
-stuck take no room of others, up to a limit of their own. Validations of large inputs are few, for
-the memory that they take, stuck or not.
+A tenant has several slices at once, more than compute, since slices wait for disks. Stuck slices do
+not count against the others, up to a limit of their own. Validations of large inputs are few,
+because of their memory, stuck or not.
 """
 
 from collections import deque
@@ -14,10 +14,10 @@ from jobs.control.turns import Turn
 MOST_SMALL = 256
 MOST_LARGE = 8
 MOST_OF_TENANT = {False: 16, True: 4}
-"""Of small slices, and of large ones."""
+"""Limits for small slices, and for large ones."""
 MOST_STUCK_OF_TENANT = 64
 STUCK_SECONDS = 2.0
-"""Without a check for this long, a slice is stuck."""
+"""A slice is stuck after this long without a check."""
 
 
 @dataclass(eq=False)
@@ -29,38 +29,38 @@ class Driven:
     is_large: bool = False
     """Its next slice validates a large input."""
     is_waiting: bool = False
-    """For a slice to begin."""
+    """Whether it waits for a slice to start."""
     is_wanted: bool = False
-    """A slice is to follow the one that runs."""
+    """Whether another slice follows the running one."""
     is_stuck: bool = False
     turn: Turn | None = None
-    """Of the slice that runs."""
+    """The turn of the running slice."""
     pause: float = 0.0
     """Seconds after the last failure."""
     not_before: float = 0.0
-    """When the next look may ask for a slice, monotonic seconds."""
+    """Earliest time of the next look that may request a slice, monotonic seconds."""
 
 
 @dataclass
 class _Group:
     """The slices of a tenant, large or small."""
 
-    waiting: deque[Driven] = field(default_factory=deque)  # in the order in which they were asked for
-    running: int = 0  # and not stuck
+    waiting: deque[Driven] = field(default_factory=deque)  # in the order of their requests
+    running: int = 0  # without stuck ones
     stuck: int = 0
 
 
 class SliceQueue:
-    """Not thread-safe."""
+    """The slices of a process by tenant. Not thread-safe."""
 
     def __init__(self, served: Callable[[str], float]) -> None:
         self.running: set[Driven] = set()
         self._served = served
         self._groups: dict[tuple[str, bool], _Group] = {}
-        self._totals = {False: 0, True: 0}  # that run and are not stuck
+        self._totals = {False: 0, True: 0}  # running slices that are not stuck
 
     def ask_for(self, driven: Driven) -> None:
-        """Have a slice begin, after the one that runs now if there is one."""
+        """Request a slice; it starts after the running one if there is one."""
         if driven in self.running:
             driven.is_wanted = True
         elif not driven.is_waiting:
@@ -68,7 +68,7 @@ class SliceQueue:
             self._group(driven).waiting.append(driven)
 
     def begin_next(self) -> Driven | None:
-        """Return the next batch whose slice may begin, and count it as running."""
+        """Return the next batch whose slice may start, and count it as running."""
         able = [key for key, group in self._groups.items() if group.waiting and self._has_room(key, group)]
         if not able:
             return None
@@ -93,7 +93,7 @@ class SliceQueue:
         driven.is_stuck, driven.turn = False, None
 
     def note_stuck(self) -> list[Driven]:
-        """Return the small slices that are stuck now and were not before."""
+        """Return the small slices that became stuck."""
         found = []
         for driven in self.running:
             if driven.is_stuck or driven.is_large or driven.turn is None:
@@ -107,7 +107,7 @@ class SliceQueue:
         return found
 
     def make_small(self, driven: Driven) -> None:
-        """Note that a batch, of which no slice runs, has no large input to validate any more."""
+        """Record that a batch without a running slice has no large input to validate any more."""
         if driven.is_waiting:
             self._group(driven).waiting.remove(driven)
         self._tidy(driven)

@@ -28,7 +28,7 @@ BEAT_SECONDS = 1.0
 
 
 class Stopping(JobsError):
-    """This process ends; the ticker has the job run elsewhere."""
+    """This process ends; the ticker starts the job elsewhere."""
 
     retry = True
 
@@ -36,7 +36,7 @@ class Stopping(JobsError):
 class Slice:
     """A job's hold on one batch.
 
-    No other process works on its folder; `check_current` raises when the state or the generation
+    No other process works on its folder; `check_current` raises if the state or the generation
     changed.
     """
 
@@ -60,24 +60,24 @@ class Slice:
 
     @property
     def root(self) -> str:
-        """The batch's folder."""
+        """Return the batch's folder."""
         return self.manifest.spec.root
 
     @property
     def generation(self) -> int:
-        """Of this job; raised when the batch goes to another process."""
+        """Return the generation of this job; it rises when the batch goes to another process."""
         return self.fields.generation
 
     @property
     def state(self) -> str:
-        """The state in Redis, as this job knows it."""
+        """Return the state in Redis, as this job last read or set it."""
         return self.fields.state
 
     def check_current(self) -> None:
-        """Let other batches have their turn. Raise `Superseded`, or `Stopping` when the process was
-        ordered to end.
+        """Yield to other batches; raise if this job must end.
 
-        Cheap, to be called often.
+        Raise `Superseded`, or `Stopping` if the process was ordered to end. Cheap, to be called
+        often.
         """
         self._pause()
         if self._lost:
@@ -86,7 +86,7 @@ class Slice:
             raise Stopping
 
     def record(self) -> BatchFields:
-        """The record as it is now. Raises `Superseded`, also where Redis came back without it."""
+        """Return the current record. Raise `Superseded`, also if Redis came back without it."""
         fields = self.queue.batch_fields(self.batch)
         if (fields.state, fields.generation) != (self.state, self.generation):
             self._lost = True
@@ -98,23 +98,24 @@ class Slice:
         self._transition(None, fields)
 
     def move(self, state: State, fields: dict[str, Any], stamp: str = "", done: bytes | None = None) -> None:
-        """Move the state, in the manifest and then in Redis, there with the bitmap of lines that
-        are `done` if one is given. Raise `Superseded`, also where early lines are of an input of
-        another stamp.
+        """Move the state, in the manifest and then in Redis, there with the bitmap `done`, if
+        given.
+
+        Raise `Superseded`, also if early lines are of an input with another stamp.
         """
         self._enter(state)
         self._record_state(fields, stamp, done)
 
     def end(self, state: State) -> None:
-        """Move to an end state, and leave nothing of the batch in Redis but its record."""
+        """Move to an end state, and remove all of the batch from Redis except its record."""
         self._enter(state)
         self._record_end()
 
     def end_again(self) -> None:
-        """Bring Redis to the end that the manifest names: it lost that, or never got it.
+        """Restore the end in the manifest to Redis, which lost it or never got it.
 
-        Nothing is left to be done, nor the means for it. One that was cancelled since has ended so,
-        with the results that it has.
+        The files for further work are gone. A batch that was cancelled since ends as cancelled,
+        with its results.
         """
         if self.manifest.state != "cancelled" and (self.state == "cancelling" or is_marked_cancelled(self.root)):
             if "cancelling" in self.fields.timestamps:
@@ -122,12 +123,12 @@ class Slice:
             self.manifest.end_cancelled()
             self._note_webhook()
             save_manifest(self.manifest)
-        self.queue.remove_unfinished(self.batch)  # what is committed after the end would count
+        self.queue.remove_unfinished(self.batch)  # commits after the end would count
         self.note({"timestamps": self.manifest.timestamps})
         self._record_end()
 
     def discard_early_lines(self) -> None:
-        """Remove every early line, also those that finished. Raise `Superseded`."""
+        """Remove every early line, finished or not. Raise `Superseded`."""
         if not self.queue.discard(self.batch, self.state, self.generation):
             self._lost = True
             raise Superseded(self.batch)
@@ -177,11 +178,11 @@ def hold(
     pause: Callable[[], None],
     patience: float,
 ) -> Iterator[Slice]:
-    """Hold a batch for one slice of its job, which is to end when `stopping` is set.
+    """Hold a batch for one slice of its job, which ends when `stopping` is set.
 
-    Raise `Superseded` if the batch has no job, if its record names another driver (None: any will
-    do), or if its manifest names the record of another server, which took the folder over; `Busy`
-    if another process holds it.
+    Raise `Superseded` if the batch has no job, if its record names another driver (None: any is
+    accepted), or if its manifest names the record of another server, which took over the folder;
+    `Busy` if another process holds it.
     """
     fields = queue.batch_fields(batch)
     if fields.state not in JOBS or driver not in (None, fields.driver):
@@ -199,7 +200,7 @@ def hold(
         sweep(fields.root)
         held = Slice(queue, batch, fields, manifest, stopping, pause)
         changes: dict[str, Any] = {"lost_since": 0.0} if fields.lost_since else {}
-        if manifest.generation > fields.generation:  # Redis went back
+        if manifest.generation > fields.generation:  # Redis lost data
             changes["generation"] = manifest.generation
         held.note(changes)
         yield held

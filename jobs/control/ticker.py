@@ -1,10 +1,9 @@
 """`python -m jobs.control.ticker [--redis-url URL]`: the clock of the control plane.
 
-Any number may run; one leads, the others wait for its place.
-
-The leader ends expired leases and completion windows, judges which batches may miss theirs
-(`deadlines`), and hands the batches of processes that died to others under a new generation. With
-`--file-store` it looks after the files too (`upkeep`).
+Any number may run; one leads, the others are on standby. The leader ends expired leases and
+completion windows, finds batches that may miss theirs (`deadlines`), and gives the batches of dead
+processes to others under a new generation. With `--file-store` it also maintains the files
+(`upkeep`).
 """
 
 import argparse
@@ -58,13 +57,13 @@ from jobs.store.owner import HEARTBEAT_SECONDS
 
 TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
-_SECRET_SECONDS = 30.0  # between looks for the secret of webhooks
+_SECRET_SECONDS = 30.0  # between checks for the secret of webhooks
 GONE_SECONDS = 2.5
 """A driver whose key is missing for this long is dead."""
 STALE_SECONDS = 5.0
-"""A job that RQ takes for running for this long ran in a process that was killed."""
+"""A job that RQ lists as running for this long ran in a process that was killed."""
 MOMENT_SECONDS = 0.5
-"""What a tick gives all batches together: leases cannot wait for thousands."""
+"""Time per tick for all batches together: leases cannot wait for thousands of them."""
 
 _stopping = threading.Event()
 logger = logging.getLogger(__name__)
@@ -85,13 +84,13 @@ def main() -> None:
     ticker = Ticker(queue, options.file_store)
     if options.file_store:
         _start_webhooks(ticker, options.redis_url, options.file_store, queue.settings)
-    ticker.start()  # before the handlers: `Thread.start` breaks where one raises in it
+    ticker.start()  # before the handlers are set: `Thread.start` breaks if one raises in it
     code = 1
     try:
         _run_until_stopped(ticker, client)
         code = 0
     except Exception:
-        logger.exception("internal error of the ticker, which ends")
+        logger.exception("internal error; the ticker exits")
     finally:
         os._exit(code)  # the interpreter would wait for threads, and a look-up of the receiver's name may hang
 
@@ -105,7 +104,7 @@ def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
                 check_server(client)
                 ticker.run()
             except (redis.RedisError, QueueUnavailable, ServerError) as error:
-                logger.warning("Redis unavailable or full; the ticker goes on when it answers: %s", error)
+                logger.warning("Redis unavailable or full; the ticker resumes when it answers: %s", error)
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
@@ -113,20 +112,20 @@ def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
 
 
 def _start_webhooks(ticker: "Ticker", redis_url: str, file_store: str, settings: QueueSettings) -> None:
-    """Deliver webhooks while the ticker leads, where they are configured."""
+    """Deliver webhooks while the ticker leads, if they are configured."""
     if settings.webhook_url is not None:
         arguments = (ticker, redis_url, file_store, settings, settings.webhook_url)
         threading.Thread(target=_deliver_webhooks, args=arguments, daemon=True).start()
 
 
 def _deliver_webhooks(ticker: "Ticker", redis_url: str, file_store: str, settings: QueueSettings, url: str) -> None:
-    from jobs.control.webhooks import Webhooks  # which imports an HTTP client
+    from jobs.control.webhooks import Webhooks  # imports an HTTP client
 
     while not _stopping.is_set():
         try:
             key = settings.webhook_key()
         except SettingsError as error:  # the file of the secret is gone since the start
-            logger.error("webhooks wait: %s", error)
+            logger.error("webhook delivery paused: %s", error)
             _stopping.wait(_SECRET_SECONDS)
             continue
         if key is not None:
@@ -135,7 +134,7 @@ def _deliver_webhooks(ticker: "Ticker", redis_url: str, file_store: str, setting
 
 
 class Ticker:
-    """One contender for the lead."""
+    """One candidate for the lead."""
 
     def __init__(self, queue: Queue, file_store: str | None = None) -> None:
         self.upkeep = Upkeep(queue, file_store)
@@ -147,50 +146,53 @@ class Ticker:
         self._upkeep_thread = threading.Thread(target=self._run_upkeep, daemon=True)
         self._lead = Lease(queue.redis, keys.LEADER)
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
-        self._orphans: dict[Execution, float] = {}  # what RQ takes for running, since when (monotonic seconds)
-        self._seen = ""  # the last batch that the tick before had time for
+        self._orphans: dict[Execution, float] = {}  # jobs that RQ lists as running, since when (monotonic seconds)
+        self._seen = ""  # the last batch that the previous tick handled
 
     def leads(self) -> bool:
-        """Return whether it does now."""
+        """Return whether this ticker leads now."""
         return self._leads
 
     def start(self) -> None:
-        """Look after the file store, in threads of its own."""
+        """Start the threads that maintain the file store."""
         self._upkeep_thread.start()
         threading.Thread(target=self._renew_owner, daemon=True).start()
 
     def run(self) -> None:
-        """Lead whenever it can, until the process is ordered to end. Raises what Redis raises."""
+        """Lead whenever possible, until the process is ordered to end. Raise what redis-py
+        raises.
+        """
         try:
             while not _stopping.is_set():
                 self._leads = self.lead()
                 if self._leads:
                     self.tick()
-                time.sleep(TICK_SECONDS)  # not the event's wait, in which its lock may be held as the handler sets it
+                time.sleep(TICK_SECONDS)  # not the event's wait, whose lock may be held as the handler sets it
         finally:
             self._leads = False
 
     def lead(self) -> bool:
         """Take or keep the lead.
 
-        Two leaders for a moment do no harm: all that they do may be done twice.
+        Two leaders for a moment do no harm: all their work may be done twice.
         """
         return self._lead.take(LEAD_SECONDS)
 
     def resign(self) -> None:
-        """Let another lead at once."""
+        """Release the lead at once."""
         self._lead.end()
 
     def tick(self) -> None:
-        """What is due once a second: leases end, and each batch has a driver."""
+        """Do the work due once a second: end leases, and make sure that each batch has a driver."""
         requeued = self._queue.reap()
         if requeued:
             logger.info("requeued or ended %d requests whose leases expired", requeued)
         self._look_after_all()
 
     def make_room(self) -> None:
-        """A server without memory takes no batches for RQ, and so the finished lines that fill it
-        are drained here.
+        """Drain finished lines from a full Redis.
+
+        A full server accepts no RQ jobs, so the lines that fill it are drained here.
         """
         try:
             Runner(self._queue, stopping=_stopping).flush()
@@ -209,8 +211,8 @@ class Ticker:
             _attempt(self.upkeep.renew_owner)
 
     def _look_after_all(self) -> None:
-        """Go on at the next tick where a moment was not enough: thousands of windows may close at
-        once.
+        """Check all batches, continuing at the next tick after a moment: thousands of windows may
+        end at once.
         """
         found, notes = self._queue.commands([WAITING, ("HMGET", keys.TICK, "run_id", "restored")])
         waiting, records = set(map(bytes.decode, found)), self._queue.active_batches()
@@ -233,9 +235,9 @@ class Ticker:
                 break
 
     def _look_for_drivers(self, records: dict[str, BatchStatus]) -> None:
-        """Note which drivers have no key, and since when: a live one sets it again within a second.
+        """Record since when drivers have no key: a live one sets it again within a second.
 
-        A key that lasts too long is from before the clock of Redis was set back.
+        A key with too long a lifetime is from before the clock of Redis was set back.
         """
         now, named = time.monotonic(), sorted({fields.driver for fields in records.values()} - {""})
         left = self._queue.commands(("TTL", keys.driver(driver)) for driver in named)
@@ -262,15 +264,18 @@ class Ticker:
             hand_out(self._queue, batch)
 
     def _take_from_dead(self, batch: str, fields: BatchStatus) -> None:
-        """Hand out a batch under a new generation, which its driver lacks if it lives after all."""
+        """Dispatch a batch under a new generation, which a driver that is alive after all does not
+        have.
+        """
         changes = {"generation": fields.generation + 1, "driver": ""}
         if self._queue.transition(batch, [fields.state], fields.state, changes, fields.generation):
-            logger.warning("batch %s in state %s goes on in another process: its own is gone", batch, fields.state)
+            logger.warning("batch %s in state %s moves to another process: its driver is gone", batch, fields.state)
             hand_out(self._queue, batch)
 
     def _expire(self, batch: str) -> bool:
-        """End a batch whose completion window has passed; finished lines stay, the rest get error
-        lines.
+        """End a batch whose completion window has passed.
+
+        Finished lines stay, the others get error lines.
         """
         moved = {"outcome": "expired", "timestamps": {"finalizing": time.time()}}
         if not self._queue.transition(batch, MAY_EXPIRE, "finalizing", moved):
@@ -285,15 +290,15 @@ def _attempt(upkeep: Callable[[], object]) -> None:
     try:
         upkeep()
     except (redis.RedisError, QueueUnavailable) as error:
-        logger.debug("Redis unavailable; the upkeep goes on when it answers: %s", error)
+        logger.debug("Redis unavailable; the upkeep resumes when it answers: %s", error)
     except Exception:
-        logger.exception("internal error of the upkeep, which goes on")
+        logger.exception("internal error of the upkeep; retrying")
 
 
 def _stop(signum: int, frame: FrameType | None) -> Any:
     ignore_stop_signals()
-    _stopping.set()  # also seen where the exception is swallowed, as in a destructor of redis-py
-    raise SystemExit  # which nothing takes for a failure of the batch that is worked on
+    _stopping.set()  # also set if the exception is swallowed, for example in a destructor of redis-py
+    raise SystemExit  # is not taken for a failure of the current batch
 
 
 if __name__ == "__main__":

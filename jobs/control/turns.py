@@ -1,8 +1,8 @@
 """Turns: a few jobs of a process compute at a time, those of the least served tenant first.
 
-Python runs one thread at a time, so each job that computes slows down all others. A job takes a
-turn, and passes it on at its checks while others wait. One that comes to no check, since it waits
-for a disk or for Redis, is soon not counted any more; at its next check it waits for another turn.
+Python runs one thread at a time, so each computing job slows down all others. A job takes a turn,
+and passes it on at its checks while others wait. A job without a check, since it waits for a disk
+or for Redis, soon stops counting; at its next check it waits for another turn.
 """
 
 import threading
@@ -14,33 +14,33 @@ from jobs.control.served_time import ServedTime
 AT_ONCE = 4
 LONG_AT_ONCE = 2
 LONG_SECONDS = 0.1
-"""Of its own turns, after which a slice is long. Shorter ones mostly wait for Redis and disks."""
+"""A slice is long after this much computing. Shorter ones mostly wait for Redis and disks."""
 TURN_SECONDS = 0.02
 OVERRUN_SECONDS = 0.1
-"""After this time without a check a turn is not counted any more."""
+"""A turn no longer counts after this long without a check."""
 
 _POLL_SECONDS = 0.03
-_WAITED_SHARE = 0.1  # of the time waited makes up for as much time served
+_WAITED_SHARE = 0.1  # share of waiting time that offsets served time
 
 
 @dataclass(eq=False)
 class Turn:
-    """A job's leave to compute, for the thread that took it."""
+    """A job's permission to compute, for the thread that took it."""
 
     tenant: str
     batch: str
-    began: float = 0.0  # monotonic seconds; of the wait for it, while that lasts
+    began: float = 0.0  # monotonic seconds; while it waits, the start of the wait
     used: float = 0.0  # seconds
     granted: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_long(self) -> bool:
-        """Whether the slice has computed for long."""
+        """Return whether the slice has computed for long."""
         return self.used >= LONG_SECONDS
 
     @property
     def unchecked_seconds(self) -> float:
-        """Return for how long the job has its turn without a check; 0 while it waits for one."""
+        """Return how long the job has its turn without a check; 0 while it waits for one."""
         return time.monotonic() - self.began if self.granted.is_set() else 0.0
 
 
@@ -53,16 +53,16 @@ class Turns:
         self._tenants, self._batches = ServedTime(), ServedTime()
         self._running: set[Turn] = set()
         self._waiting: list[Turn] = []
-        self._asked = threading.Event()  # some may wait
+        self._asked = threading.Event()  # set if jobs may be waiting
 
     def take(self, turn: Turn) -> None:
-        """Wait until the turn is granted, which it is at once while the process stops."""
+        """Wait until the turn is granted; it is granted at once while the process stops."""
         with self._lock:
             self._ask(turn)
         turn.granted.wait()
 
     def pass_on(self, turn: Turn) -> None:
-        """Let others have a turn that lasted long enough, and wait for the next one."""
+        """Pass on a turn that lasted long enough, and wait for the next one."""
         if time.monotonic() - turn.began < TURN_SECONDS:
             return
         with self._lock:
@@ -76,23 +76,23 @@ class Turns:
         turn.granted.wait()
 
     def end(self, turn: Turn) -> None:
-        """Give the turn up."""
+        """End the turn."""
         with self._lock:
             self._count(turn)
             self._running.discard(turn)
             self._grant()
 
     def served(self, tenant: str) -> float:
-        """Return how much of this process' time a tenant had lately, in seconds."""
+        """Return the time of this process that a tenant used lately, in seconds."""
         return self._tenants.of(tenant)
 
     def count(self, tenant: str, seconds: float) -> None:
-        """Count what a tenant used beside its turns."""
+        """Add a tenant's use outside its turns."""
         with self._lock:
             self._tenants.add(tenant, seconds)
 
     def watch(self) -> None:
-        """Grant turns in place of those that overrun, until the process stops; the body of a
+        """Grant turns in place of overrunning ones, until the process stops; the body of a
         thread.
         """
         while not self._stopping.is_set():
@@ -101,7 +101,7 @@ class Turns:
             self.grant()
 
     def grant(self) -> None:
-        """Grant what may be granted now: all turns, once the process stops."""
+        """Grant the turns that may be granted now: all of them, once the process stops."""
         with self._lock:
             self._grant()
 

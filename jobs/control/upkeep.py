@@ -1,8 +1,7 @@
-"""Upkeep: what the leading ticker does about files, in a thread of its own since disks may be slow.
+"""Upkeep: the leading ticker's work on files, in a thread of its own since disks may be slow.
 
-It cleans up after ended batches, rebuilds what a server that was restarted or emptied has lost,
-removes the files and batches whose time is over, or that were deleted, publishes the weights of
-tenants, and saves what was computed for API keys.
+It cleans up after ended batches, restores data to a restarted or emptied server, removes expired
+and deleted files and batches, publishes the weights of tenants, and saves the usage of API keys.
 """
 
 import logging
@@ -32,7 +31,7 @@ SWEEP_SECONDS = 60.0
 WEIGHTS_SECONDS = 2.0
 USAGE_SECONDS = 10.0
 MOMENT_SECONDS = 0.5
-"""At a time for each thing that takes the longer the more batches and files there are."""
+"""Time per step for work that grows with the number of batches and files."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,24 +47,24 @@ class Upkeep:
 
     def __init__(self, queue: Queue, file_store: str | None = None) -> None:
         self.ended: list[str] = []
-        """Batches of which something may be left."""
+        """Ended batches that may have remains."""
         self._queue = queue
         self._file_store = file_store
         self._store: _OpenedStore | None = None  # None until it has answered
         self._owner = None if file_store is None else StoreOwner(queue, path_of(file_store))
-        self._owner_problem = ""  # why the store could not be used last
+        self._owner_problem = ""  # the last reason why the store could not be used
         self._renewing = threading.Lock()
         self._next_weights = 0.0  # this and the next: monotonic seconds
         self._next_usage = 0.0
-        self._weights: dict[str, float] | None = None  # as published; None: this Redis may have others
+        self._weights: dict[str, float] | None = None  # as published; None: Redis may have others
         self._usage: KeyUsage | None = None  # of API keys, as saved; None: another ticker may have saved more
-        self._weights_problem = ""  # why they could not be published last
+        self._weights_problem = ""  # the last reason why they could not be published
         self._token = secrets.token_hex(8).encode()
         self._next_sweep = 0.0  # monotonic seconds
-        # Folders of batches that may lack a record, to be looked into
+        # Folders to check for batches without a record.
         self._unknown: list[str] = []
-        self._unlisted: list[str] = []  # files to be listed again
-        self._deleted = ""  # the last deletion that was finished; the next ones come after it
+        self._unlisted: list[str] = []  # files to index again
+        self._deleted = ""  # the last deletion that was completed; the next ones follow it
 
     def is_due(self, run_id: bytes | None, restored: bytes | None) -> bool:
         """Return whether there is something to do, by these notes of the ticker in Redis."""
@@ -77,8 +76,9 @@ class Upkeep:
         )
 
     def renew_owner(self) -> bool:
-        """Write a heartbeat of this queue's to its file store, and return whether that may be used.
-        Raises what Redis raises.
+        """Write this queue's heartbeat to its file store, and return whether the store may be used.
+
+        Raise what redis-py raises.
         """
         if self._owner is None:
             return True
@@ -96,7 +96,7 @@ class Upkeep:
             return self._owner.is_ours
 
     def run_once(self) -> None:
-        """Do what is due. Raises what Redis raises."""
+        """Do the work that is due. Raise what redis-py raises."""
         for batch in self.ended:
             clean_up(self._queue, batch)
         if self._file_store is None:
@@ -117,11 +117,11 @@ class Upkeep:
             self._sweep(store)
         if time.monotonic() >= self._next_usage:
             self._save_usage(store.files)
-        if time.monotonic() >= self._next_weights:  # last, since a full Redis takes none
+        if time.monotonic() >= self._next_weights:  # last, since a full Redis accepts none
             self._publish_weights(store.keys)
 
     def _open(self, location: str) -> _OpenedStore:
-        """A ticker that starts does not wait for this. Raise `StoreError`."""
+        """Open the store; a starting ticker does not wait for this. Raise `StoreError`."""
         files = FileStore(self._queue, location, forget_output)
         return _OpenedStore(files, IdempotencyKeys(self._queue, files), KeyRing(location))
 
@@ -129,7 +129,7 @@ class Upkeep:
         return self._owner is None or self._owner.is_ours or self.renew_owner()
 
     def _restore(self, files: FileStore) -> None:
-        """Bring back what Redis has lost, a moment's work of it at a time."""
+        """Restore data that Redis has lost, a moment's work at a time."""
         run_id, noted = self._queue.commands([["HMGET", keys.TICK, "run_id", "restored"]])[0]
         server = self._server(run_id)
         is_new = noted != server
@@ -172,13 +172,14 @@ class Upkeep:
             logger.error("failed to save the usage of API keys; retrying in %d s: %s", SWEEP_SECONDS, error)
 
     def _server(self, run_id: bytes | None) -> bytes:
-        """Return the note that all is restored: of another ticker, the rest of its list may be
-        lost.
+        """Return the note that all is restored.
+
+        It names this ticker too, since the rest of another ticker's list may be lost.
         """
         return (run_id or b"") + b" " + self._token
 
     def _now(self) -> float:
-        # Removal is final, so what is removed must have expired by the clock of this machine too
+        # Removal is final, so the file must have expired by this machine's clock, too.
         return min(self._queue.now(), time.time())
 
     def _sweep(self, store: _OpenedStore) -> None:
@@ -187,7 +188,7 @@ class Upkeep:
             swept = files.sweep(now, MOMENT_SECONDS)
             self._deleted = finish_deletions(self._queue, files, now, MOMENT_SECONDS, self._deleted)
             ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
-            # Also those of processes that were killed before they wrote the record in Redis
+            # Including batches whose process was killed before it wrote the record in Redis.
             self._unknown = unknown_folders(self._queue, str(files.root))
             uploads = UploadStore(self._queue, files).sweep(now, MOMENT_SECONDS)
             store.idempotency_keys.sweep(now, MOMENT_SECONDS)

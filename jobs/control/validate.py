@@ -1,5 +1,6 @@
-"""Validate: one pass over the input that names every bad line, or makes the plan; a rebuilt batch
-takes up its finished lines here.
+"""Validate: one pass over the input that reports every bad line, or writes the plan.
+
+A rebuilt batch continues with its finished lines here.
 """
 
 import hashlib
@@ -49,14 +50,14 @@ def validate(held: Slice) -> None:
     fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress.fields}
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
-        drain(held, BatchProgress())  # first, since a full Redis takes no lines
-    feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
+        drain(held, BatchProgress())  # first, since a full Redis accepts no lines
+    feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice gets its turn
 
 
 def _check(held: Slice) -> Checked:
-    """What the file holds, or why it is refused."""
+    """Return the result of checking the file, or a refusal."""
     spec = held.manifest.spec
-    if spec.of_api and held.manifest.problems:  # known when the batch was made
+    if spec.of_api and held.manifest.problems:  # known when the batch was created
         return Checked(problems=held.manifest.problems)
     try:
         checked = _read_input(held)
@@ -92,7 +93,7 @@ def _read_input(held: Slice) -> Checked:
 
 
 def _spool(held: Slice, spool: str) -> tuple[str, Checked]:
-    """Write the requests of the input as JSONL, and return the hash of that and what it holds."""
+    """Write the requests of the input as JSONL; return the hash of that and the check's result."""
     spec = held.manifest.spec
     source, sha256 = spec.input, ""
     if format_of(source) != JSONL:
@@ -109,9 +110,9 @@ def _spool(held: Slice, spool: str) -> tuple[str, Checked]:
 def check_source(
     held: Slice, source: str, note: Callable[[bytes], object] = len, early: EarlyLines | None = None
 ) -> Checked:
-    """Check every line of JSONL in one pass; make the plan if all are good.
+    """Check every line of JSONL in one pass; write the plan if all are valid.
 
-    `note` is handed every byte, `early` every line.
+    `note` gets every byte, `early` every line.
     """
     spec = held.manifest.spec
     with (
@@ -151,15 +152,16 @@ def _served(held: Slice) -> Mapping[str, Collection[str] | None]:
 
 
 def _token_problems(held: Slice, size: int) -> list[LineProblem]:
-    """Note how many tokens this batch of `size` bytes has; return a problem if the tenant's open
-    batches would have more than they may.
+    """Record the batch's tokens, given its bytes `size`; return a problem if they exceed the limit.
+
+    The limit is for the tenant's open batches together.
     """
     spec = held.manifest.spec
     held.manifest.queued_tokens = own = estimated_tokens(size)
     most = spec.queued_tokens
     if most is None:
         return []
-    # Before the others are looked at, so that of two at once one sees the other
+    # Written before reading the others, so that one of two concurrent batches sees the other.
     held.note({"queued_tokens": own})
     others = others_tokens(held.queue, spec.tenant, held.batch)
     if own + others <= most:

@@ -1,8 +1,8 @@
-"""Webhooks: notify the operator's server that batches of the API ended, as OpenAI's service does.
+"""Webhooks: notify the operator's server that API batches ended, as OpenAI's service does.
 
-Runs in a thread of the leading ticker, with an event loop of its own: a receiver that is slow, or
-gone, holds up nothing else. Each delivery is signed as Standard Webhooks has it. Every attempt for
-one event has the same `webhook-id`, so that a receiver can drop doubles.
+Runs in a thread of the leading ticker, with an event loop of its own, so that a slow or missing
+receiver delays nothing else. Each delivery is signed as in Standard Webhooks. Every attempt for one
+event has the same `webhook-id`, so that a receiver can drop duplicates.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from jobs.store.marker import BATCHES_FOLDER, WEBHOOKS_FOLDER, check_store
 from jobs.store.storage import StoreError, delete, exists, join, path_of, read_bytes, sweep, write_bytes
 
 DELAYS = (5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.0)
-"""Seconds between the attempts for one event, three days in all, as Standard Webhooks advises."""
+"""Seconds between the attempts for one event, three days in total, as Standard Webhooks advises."""
 
 TIMEOUT_SECONDS = 15.0
 _AT_ONCE = 16
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class _Attempts(msgspec.Struct):
-    """What a note says of the attempts that failed."""
+    """The failed attempts in a note."""
 
     count: int = 0
     due_at: float = 0.0  # unix seconds
@@ -54,7 +54,7 @@ _decode = msgspec.json.Decoder(_Attempts).decode
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """The body of a delivery, as OpenAI's."""
+    """The body of a delivery, like OpenAI's."""
 
     id: str
     created_at: int
@@ -64,7 +64,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class Webhooks:
-    """Delivers what is noted in the file store to one URL, while it `leads`."""
+    """Delivers the events noted in the file store to one URL, while it `leads`."""
 
     def __init__(self, queue: Queue, file_store: str, url: str, key: bytes, delays: tuple[float, ...] = DELAYS) -> None:
         self._queue = queue
@@ -75,7 +75,7 @@ class Webhooks:
         self._attempts: dict[WebhookNote, _Attempts] = {}
         self._is_swept = False
         self._under_way: dict[WebhookNote, asyncio.Task[None]] = {}
-        # One thread, so that no note is looked at while it is settled
+        # One thread, so that no note is read while it is settled.
         self._notes = ThreadPoolExecutor(1, "webhook-notes")
 
     def run(self, leads: Callable[[], bool], stopping: threading.Event) -> None:
@@ -83,8 +83,8 @@ class Webhooks:
         while not stopping.is_set():
             try:
                 asyncio.run(self._run(leads, stopping))
-            except Exception:  # of the client's settings in the environment, such as proxies
-                logger.exception("webhooks cannot be sent; starting again in %.0f s", _RESTART_SECONDS)
+            except Exception:  # from the client's settings in the environment, such as proxies
+                logger.exception("webhook delivery failed; restarting it in %.0f s", _RESTART_SECONDS)
                 stopping.wait(_RESTART_SECONDS)
 
     async def _run(self, leads: Callable[[], bool], stopping: threading.Event) -> None:
@@ -102,10 +102,10 @@ class Webhooks:
         try:
             due = await self._on_disk(self._find_due, _AT_ONCE - len(self._under_way))
         except (StoreError, redis.RedisError, QueueUnavailable) as error:
-            logger.warning("webhooks wait for the file store and Redis: %s", error)
+            logger.warning("webhook delivery paused until the file store and Redis answer: %s", error)
             return
         except Exception:
-            logger.exception("internal error of the webhooks, which go on")
+            logger.exception("internal error of webhook delivery; retrying")
             return
         for note, attempts, event in due:
             self._under_way[note] = asyncio.create_task(self._deliver(client, note, attempts, event))
@@ -114,17 +114,17 @@ class Webhooks:
         return await asyncio.get_running_loop().run_in_executor(self._notes, call, *arguments)
 
     def _find_due(self, most: int) -> list[_Due]:
-        """Return up to `most` events to be sent now; drop the notes of those that never will be."""
+        """Return up to `most` events to send now; drop notes of events that will never be sent."""
         notes = list_webhooks(self._store)
         if notes:
-            check_store(self._queue, path_of(self._store))  # in which what is missing is gone
+            check_store(self._queue, path_of(self._store))  # in a checked store, a missing file is gone
         if not self._is_swept:
             self._is_swept = True
-            # One that led until now may be writing: it keeps the note, and sends the event again
+            # A former leader may be writing: it keeps the note, and sends the event again.
             try:
                 sweep(join(self._store, WEBHOOKS_FOLDER))
             except StoreError as error:
-                logger.warning("half-written notes of webhooks stay: %s", error)
+                logger.warning("failed to remove half-written webhook notes: %s", error)
         known = {note: self._attempts.get(note) or self._read(note) for note in notes}
         self._attempts = {note: attempts for note, attempts in known.items() if attempts is not None}
         now = time.time()
@@ -140,8 +140,8 @@ class Webhooks:
         return found
 
     def _event(self, note: WebhookNote) -> _Event | None:
-        """Return the event of an end that clients can see; None for one that may come yet, or will
-        not.
+        """Return the event of an end that clients can see; None if it is not visible yet, or never
+        will be.
         """
         root = join(self._store, BATCHES_FOLDER, note.batch)
         fields = self._queue.batch_fields(note.batch)
@@ -170,12 +170,12 @@ class Webhooks:
         except StoreError as error:
             logger.warning("the webhook of batch %s may be sent again: %s", note.batch, error)
         except (redis.RedisError, QueueUnavailable) as error:
-            logger.warning("the webhook of batch %s is not counted: %s", note.batch, error)
+            logger.warning("failed to count the webhook of batch %s: %s", note.batch, error)
         finally:
             del self._under_way[note]
 
     async def _post(self, client: httpx2.AsyncClient, event: _Event) -> int:
-        """Return the status; of the body nothing is read."""
+        """Send an event and return the status; the body is not read."""
         body, now = msgspec.json.encode(event), int(time.time())
         headers = {
             "content-type": "application/json",
@@ -188,16 +188,17 @@ class Webhooks:
             asyncio.timeout(TIMEOUT_SECONDS),
             client.stream("POST", self._url, content=body, headers=headers) as answer,
         ):
-            client.cookies.clear()  # a receiver's would be kept for as long as the process runs
+            client.cookies.clear()  # a receiver's cookies would be kept as long as the process runs
             return answer.status_code
 
     def _settle(self, note: WebhookNote, attempts: _Attempts, status: int, outcome: str) -> WebhookResult | None:
-        """Note the result of an attempt, and when the next is due; None for a note that another
-        process has settled since.
+        """Record the result of an attempt, and the time of the next one.
+
+        Return None if another process has settled the note since.
         """
         if not exists(self._location(note)):
             return None
-        self._attempts[note] = attempts  # read anew, where the lead was lost meanwhile
+        self._attempts[note] = attempts  # read again if the lead was lost meanwhile
         delay = self._delays[attempts.count] if attempts.count < len(self._delays) else self._delays[-1]
         is_last = attempts.count >= len(self._delays) or status == _GONE
         attempts.count, attempts.due_at = attempts.count + 1, time.time() + delay
@@ -207,18 +208,18 @@ class Webhooks:
             write_bytes(self._location(note), msgspec.json.encode(attempts))
         else:
             if result == "abandoned":
-                logger.error("the webhook of batch %s failed for good: %s", note.batch, outcome)
+                logger.error("the webhook of batch %s failed; no further attempts: %s", note.batch, outcome)
             delete(self._location(note))
         return result
 
     def _read(self, note: WebhookNote) -> _Attempts | None:
-        """Return what a note says; None for one that cannot be read, which delays no other."""
+        """Return the attempts in a note; None for an unreadable one, which delays no other."""
         try:
             return _decode(read_bytes(self._location(note)))
-        except msgspec.DecodeError:  # new, and so empty
+        except msgspec.DecodeError:  # new, and therefore empty
             return _Attempts()
         except StoreError as error:
-            logger.warning("the webhook of batch %s waits: %s", note.batch, error)
+            logger.warning("the webhook of batch %s is paused: %s", note.batch, error)
             return None
 
     def _location(self, note: WebhookNote) -> str:

@@ -1,1 +1,1 @@
-"""What goes over the wire: requests, parameters, bodies, results, ids and states. No I/O."""
+"""The wire formats: requests, parameters, bodies, results, ids and states. No I/O."""

@@ -95,7 +95,7 @@ class ChatEndpoint(TextEndpoint):
 
 
 def _text_of(content: Any) -> str:
-    """The text of a message, without a look into what is nested however deeply."""
+    """Return the text of a message; deeply nested content is not read."""
     if isinstance(content, list):
         return "\0".join(
             part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)

@@ -13,9 +13,9 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 
 def combine(values: dict[str, Any], chat: bool) -> None:
-    """Settle, in place, the values of parameters that depend on each other.
+    """Resolve, in place, the values of parameters that depend on each other.
 
-    Raise `ApiError` 400 for those that contradict each other.
+    Raise `ApiError` 400 for contradicting values.
     """
     _limit_tokens(values, chat)
     settle_tier(values)
@@ -71,7 +71,7 @@ def _check_stream(values: dict[str, Any]) -> None:
     if values.get("prompt_logprobs") is not None:
         _not_streamed("The 'prompt_logprobs' parameter is", "prompt_logprobs")
     if values["best_of"] > values.get("n", 1):
-        _not_streamed("Which answers are best shows at their end: 'best_of' above 'n' is", "best_of")
+        _not_streamed("Answers can be ranked only at their end: 'best_of' above 'n' is", "best_of")
 
 
 def _not_streamed(what: str, param: str) -> None:

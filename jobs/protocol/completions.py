@@ -16,7 +16,7 @@ _MOST_PREFIX_ITEMS = 8192
 
 
 class CompletionsEndpoint(TextEndpoint):
-    """Prompts in, what follows them out."""
+    """Prompts in, continuations out."""
 
     url = COMPLETIONS
     is_chat = False
@@ -33,7 +33,7 @@ class CompletionsEndpoint(TextEndpoint):
         return {"required": ["model"], "if": {"required": ["messages"]}, "then": given}
 
     def prompt_of(self, body: dict[str, Any], prefix: str = "") -> Any:
-        """Return None for the beginning of a text, which a body with messages is not about."""
+        """Return the prompt; None means the beginning of a text, unless the body has messages."""
         return super().prompt_of(body, prefix) if "messages" in body else body.get(self.prompt_field)
 
     def check_prompt(self, value: Any, param: str) -> None:

@@ -1,5 +1,5 @@
-"""Parameters that are declared as fields of a struct: their rows, how a body gives their values,
-and their JSON Schema.
+"""Parameters declared as fields of a struct: their rows, how a body sets them, and their JSON
+Schema.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Declaration = TypeVar("Declaration")
 
 
 class DeclaredParameter(NamedTuple, Generic[Declaration]):
-    """A field of a struct with what is declared about it."""
+    """A field of a struct with its declaration."""
 
     name: str
     parameter: Declaration
@@ -29,9 +29,7 @@ def declared_on(struct: type[msgspec.Struct], kind: type[Declaration]) -> list[D
 
 
 class ParameterTypes:
-    """The types of a body's parameters: of those that are declared, and of those that cannot be
-    honored.
-    """
+    """The types of a body's parameters: the declared ones, and those that are not supported."""
 
     def __init__(self, unsupported: Mapping[str, ValueType], declared: Mapping[str, ValueType]) -> None:
         self._types = {**unsupported, **declared}
@@ -43,9 +41,9 @@ class ParameterTypes:
         return frozenset(self._types)
 
     def read(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the declared values that a body gives, each read by itself.
+        """Return the declared values that a body sets, each read independently.
 
-        Raise `ApiError` 400 for a bad value and for one that cannot be honored.
+        Raise `ApiError` 400 for a bad value and for an unsupported one.
         """
         types, values = self._types, {}
         for name, value in body.items():
@@ -56,5 +54,5 @@ class ParameterTypes:
         return values
 
     def schemas(self) -> dict[str, Schema]:
-        """Return the JSON Schema of each parameter, as `read` takes it."""
+        """Return the JSON Schema of each parameter, in the form that `read` accepts."""
         return {name: or_null(kind.schema) for name, kind in self._types.items()}

@@ -26,8 +26,9 @@ class EmbeddingsEndpoint(PoolingEndpoint):
 
 
 class VectorsEndpoint(PoolingEndpoint):
-    """Texts in, what the model's pooler gives out: also a vector for each token, or the numbers of
-    a classification.
+    """Texts in, the output of the model's pooler out.
+
+    The output is a vector per text, a vector per token, or the numbers of a classification.
     """
 
     url = POOLING
@@ -49,5 +50,5 @@ class VectorsEndpoint(PoolingEndpoint):
 
 
 def _dtype_of(call: PoolingCall) -> dict[str, str]:
-    """Return what says how base64 is to be read, where it is not as OpenAI's clients read it."""
+    """Return the fields that describe the base64 encoding, if OpenAI's clients would misread it."""
     return {} if call.embed_dtype == "float32" else {"embed_dtype": call.embed_dtype}

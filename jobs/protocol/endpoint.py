@@ -1,6 +1,7 @@
-"""What an endpoint is, and what one of text in and text out is: how its prompt is read, and what
-its answers look like. `chat.py` and `completions.py` are two of these, `endpoints.py` lists all.
-Those of `pooling_endpoint.py` give numbers instead.
+"""The base classes of endpoints: how a prompt is read, and the shapes of answers.
+
+`chat.py` and `completions.py` generate text, `pooling_endpoint.py` has those that return numbers,
+`endpoints.py` lists all.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     from jobs.protocol.requests import TokenChunk
 
 Task = Literal["generate", "tokenize", "embed", "classify", "score"]
-"""What a model does for the endpoints that it answers; score: one number for a pair of texts."""
+"""The task of a model for its endpoints; score: one number for a pair of texts."""
 
 
 class AnswerHead(NamedTuple):
-    """What all chunks of a stream, and the body of an answer, have in common."""
+    """The members shared by all chunks of a stream and by the body of an answer."""
 
     id: str
     model: str
     created: int  # unix seconds
     system_fingerprint: str | None = None  # of the worker
-    service_tier: str | None = None  # what the call's came to, where it names one
+    service_tier: str | None = None  # the tier that was applied, if the call names one
 
 
 class ChoiceEnd(NamedTuple):
@@ -43,7 +44,7 @@ class ChoiceEnd(NamedTuple):
 
 
 class Endpoint(ABC):
-    """One endpoint; it holds no state."""
+    """An endpoint; it holds no state."""
 
     url: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()  # other urls under which calls come
@@ -52,21 +53,21 @@ class Endpoint(ABC):
     @property
     @abstractmethod
     def body_schema(self) -> Schema:
-        """Which bodies it takes, as a JSON Schema; of a `TextEndpoint` only the members that there
-        must be.
-        """
+        """Return the JSON Schema of bodies; for a `TextEndpoint` only the required members."""
 
 
 class BatchEndpoint(Endpoint):
-    """One whose calls may also be lines of batches."""
+    """An endpoint whose calls may also be lines of batches."""
 
-    prompt_field: ClassVar[str]  # the parameter that the call is about
+    prompt_field: ClassVar[str]  # the parameter with the input
     number_column: ClassVar[Literal["", "embedding", "score"]] = ""
-    """The column of a Parquet file of results that holds the answer to one input."""
+    """The column of a Parquet result file that holds the answer to one input."""
 
     @property
     def text_names(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters that hold a call's texts; each item is another way to name all of them."""
+        """Return the parameters that hold a call's texts; each item is an alternative set of
+        names.
+        """
         return ((self.prompt_field,),)
 
     @cached_property
@@ -81,57 +82,57 @@ class BatchEndpoint(Endpoint):
 
     @property
     def takes_one_text(self) -> bool:
-        """Whether a text is all that a call needs, the model aside."""
+        """Return whether a call needs only one text, besides the model."""
         return self.text_names == ((self.prompt_field,),)
 
     def body_of_text(self, text: str) -> dict[str, Any]:
-        """Return what the body of a call about one text says of it."""
+        """Return the members of a body for a call about one text."""
         return {self.prompt_field: text}
 
     @property
     @abstractmethod
     def file_columns(self) -> tuple[str, ...]:
-        """The other parameters that a row of a Parquet file can have, `model` aside."""
+        """Return the other parameters that a row of a Parquet file can have, except `model`."""
 
     @property
     def name(self) -> str:
-        """What OpenAI calls it: "Chat Completions"."""
+        """Return OpenAI's name of the endpoint, such as "Chat Completions"."""
         return self.url.removeprefix("/v1/").replace("/", " ").title()
 
     @abstractmethod
     def check_body(self, body: dict[str, Any], prefix: str) -> None:
-        """Raise `ApiError` for the body of a line that lacks what the call is about, or has it in
-        another JSON type.
-        """
+        """Raise `ApiError` for a line's body whose input is missing or has another JSON type."""
 
     @abstractmethod
     def expected_length(self, body: dict[str, Any]) -> int:
-        """Return by what the lines of a file are ordered, longest first: the tokens of the answer
-        as far as the body says, or, where none are generated, the size of the texts.
+        """Return the sort key of a file's lines, longest first.
 
-        The body may hold anything that `check_body` lets pass.
+        It is the number of answer tokens as far as the body limits them, or, without generation,
+        the size of the texts. The body may contain anything that `check_body` accepts.
         """
 
     @abstractmethod
     def prefix_texts(self, body: dict[str, Any]) -> Iterable[str]:
-        """Return the pieces of the prompt whose beginning is better computed once for all lines
-        that share it; none where the order by length matters more.
+        """Return the pieces of the prompt whose prefix should be computed once for all lines with
+        it.
+
+        Empty if the order by length matters more.
         """
 
 
 class TextEndpoint(BatchEndpoint):
-    """One whose answers are generated."""
+    """An endpoint that generates text."""
 
     tasks = ("generate",)
-    is_chat: ClassVar[bool]  # which of a parameter's types count
-    usual_tokens: ClassVar[int]  # expected of an answer that the body does not bound
+    is_chat: ClassVar[bool]  # selects the type of a parameter
+    usual_tokens: ClassVar[int]  # expected tokens of an answer that the body does not limit
     prompt_schema: ClassVar[Schema]
     id_prefix: ClassVar[str]
     body_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def new_id(self) -> str:
-        """Return an `id` for a response body; a stream carries one through all its chunks."""
+        """Return an `id` for a response body; all chunks of a stream have the same one."""
         return self.id_prefix + uuid.uuid4().hex
 
     @property
@@ -154,7 +155,7 @@ class TextEndpoint(BatchEndpoint):
         return self.usual_tokens
 
     def prompt_of(self, body: dict[str, Any], prefix: str = "") -> Any:
-        """Return the prompt that a body gives. Raise `ApiError` where there must be one."""
+        """Return the prompt of a body. Raise `ApiError` if a required one is missing."""
         return fields.required(body, self.prompt_field, prefix)
 
     def check_body(self, body: dict[str, Any], prefix: str) -> None:
@@ -168,8 +169,10 @@ class TextEndpoint(BatchEndpoint):
 
     @abstractmethod
     def read_prompt(self, value: Any, answers: int) -> dict[str, Any]:
-        """Return the fields of a `Call` that the prompt gives, each prompt to be answered `answers`
-        times. Raise `ApiError`.
+        """Return the fields of a `Call` that the prompt sets, with `answers` answers to each
+        prompt.
+
+        Raise `ApiError`.
         """
 
     @abstractmethod
@@ -184,15 +187,18 @@ class TextEndpoint(BatchEndpoint):
         offsets: TextOffsets | None = None,
         as_ids: bool = False,
     ) -> dict[str, Any]:
-        """Return what a chunk's choice says of new text; None at its end. `offsets` finds where the
-        tokens begin; with `as_ids` log probabilities name them by their ids.
+        """Return the fields of a chunk's choice for new text, which is None at its end.
+
+        `offsets` finds where the tokens begin; with `as_ids` log probabilities name tokens by their
+        ids.
         """
 
     def deltas(
         self, chunk: TokenChunk, positions: Sequence[PositionLogprobs], offsets: TextOffsets, as_ids: bool
     ) -> list[dict[str, Any]]:
-        """Return what the choices of one or more chunks say of new tokens; of those that give
-        nothing to show, nothing.
+        """Return the fields of the choices of one or more chunks for new tokens.
+
+        Tokens without visible text add none.
         """
         return [self.delta(chunk.text, positions, offsets, as_ids)] if chunk.text or positions else []
 
@@ -201,11 +207,11 @@ class TextEndpoint(BatchEndpoint):
         """Add the tokens of a choice's prompt to its first chunk."""
 
     def opening(self) -> dict[str, Any] | None:
-        """Return the delta that begins each choice of a stream, if one does."""
+        """Return the delta that begins each choice of a stream, or None."""
         return None
 
     def ending(self, end: ChoiceEnd | None) -> dict[str, Any]:
-        """Return what a chunk's choice says of its end, which has come or not."""
+        """Return the fields of a chunk's choice about its end, whether reached or not."""
         reason, stop = end or (None, None)
         return {"finish_reason": reason, "stop_reason": stop}
 

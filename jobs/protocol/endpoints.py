@@ -1,4 +1,4 @@
-"""The endpoints that calls can be for, by url."""
+"""The registry of endpoints, by url."""
 
 from collections.abc import Collection
 
@@ -14,21 +14,21 @@ from jobs.protocol.scores import RerankEndpoint, ScoreEndpoint
 from jobs.protocol.tokenization import DetokenizeEndpoint, TokenizeEndpoint, TokenizerEndpoint
 
 ENDPOINTS: dict[str, TextEndpoint] = {endpoint.url: endpoint for endpoint in (ChatEndpoint(), CompletionsEndpoint())}
-"""Those of text in and text out."""
+"""Endpoints that generate text."""
 
 POOLING_ENDPOINTS: dict[str, PoolingEndpoint] = {
     endpoint.url: endpoint
     for endpoint in (EmbeddingsEndpoint(), ScoreEndpoint(), RerankEndpoint(), ClassifyEndpoint(), VectorsEndpoint())
 }
-"""Those of text in and numbers out."""
+"""Endpoints that return numbers for texts."""
 
 BATCH_ENDPOINTS: dict[str, BatchEndpoint] = {**ENDPOINTS, **POOLING_ENDPOINTS}
-"""Those of live calls and of the lines of batches."""
+"""Endpoints of live calls and of batch lines."""
 
 TOKENIZER_ENDPOINTS: dict[str, TokenizerEndpoint] = {
     endpoint.url: endpoint for endpoint in (TokenizeEndpoint(), DetokenizeEndpoint())
 }
-"""Those that the tokenizer alone answers: of live calls."""
+"""Endpoints that need only the tokenizer; for live calls only."""
 
 ALL_ENDPOINTS: dict[str, Endpoint] = {**BATCH_ENDPOINTS, **TOKENIZER_ENDPOINTS}
 

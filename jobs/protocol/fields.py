@@ -1,4 +1,4 @@
-"""Reading a call's body with errors that name the exact parameter, in OpenAI's words."""
+"""Reading a call's body, with errors in OpenAI's words that name the exact parameter."""
 
 import math
 import re
@@ -13,7 +13,7 @@ Default = TypeVar("Default")
 INT32 = 2**31 - 1
 MOST_NAME = 64
 NAME: dict[str, Any] = {"type": "string", "pattern": f"^[a-zA-Z0-9_-]{{1,{MOST_NAME}}}$"}
-"""What `name` takes, as a JSON Schema."""
+"""The JSON Schema of names that `name` accepts."""
 
 _NAME = re.compile("[a-zA-Z0-9_-]+")
 _MOST_SHOWN = 100  # characters of a bad value that an error repeats
@@ -34,23 +34,23 @@ def fail(message: str, param: str | None, code: str | None) -> NoReturn:
 
 
 def wrong_type(value: Any, expected: str, param: str) -> NoReturn:
-    """A value of another JSON type than expected."""
+    """Raise an error for a value of another JSON type than expected."""
     got = _NAMES.get(type(value), "something else")
     fail(f"Invalid type for '{param}': expected {expected}, but got {got} instead.", param, "invalid_type")
 
 
 def missing(param: str) -> NoReturn:
-    """A parameter that must be there."""
+    """Raise an error for a required parameter that is missing."""
     fail(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
 
 
 def unsupported(param: str, why: str) -> NoReturn:
-    """A value that OpenAI's API or vLLM's knows and this one cannot honor."""
+    """Raise an error for a value that OpenAI's API or vLLM's supports and this one does not."""
     fail(f"Unsupported value: '{param}' {why}", param, "unsupported_value")
 
 
 def choice(value: Any, param: str, choices: tuple[str, ...]) -> str:
-    """One of a few strings."""
+    """Return one of a few strings."""
     if text(value, param) not in choices:
         known = ", ".join(f"'{choice}'" for choice in choices)
         fail(f"Invalid value: '{shown(value)}'. Supported values are: {known}.", param, "invalid_value")
@@ -58,16 +58,14 @@ def choice(value: Any, param: str, choices: tuple[str, ...]) -> str:
 
 
 def shown(value: str) -> str:
-    """A bad value as an error repeats it, however long or strange it is: in one line of whole
-    characters.
-    """
+    """Return a bad value for an error message: one line of whole characters, shortened."""
     start = value[:_MOST_SHOWN]
     start = start if start.isprintable() else repr(start)[1:-1]
     return start if len(value) <= _MOST_SHOWN else f"{start}…"
 
 
 def required(values: dict[str, Any], name: str, prefix: str = "") -> Any:
-    """The value of a field that must be there and not null."""
+    """Return the value of a field that must be present and not null."""
     value = values.get(name)
     if value is None:
         missing(prefix + name)
@@ -77,13 +75,13 @@ def required(values: dict[str, Any], name: str, prefix: str = "") -> Any:
 def optional(
     values: dict[str, Any], name: str, read: Callable[[Any, str], Read], default: Default, prefix: str = ""
 ) -> Read | Default:
-    """The value of a field as `read` gives it, or the default when it is absent or null."""
+    """Return the value of a field as `read` returns it, or the default if it is absent or null."""
     value = values.get(name)
     return default if value is None else read(value, prefix + name)
 
 
 def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str:
-    """A string of whole characters, at least `least` and at most `most` of them."""
+    """Return a string of whole characters, at least `least` and at most `most` of them."""
     if not isinstance(value, str):
         wrong_type(value, "a string", param)
     _check_length(value, param, "a string", least, most)
@@ -91,7 +89,7 @@ def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str
         value.encode()
     except UnicodeEncodeError:
         fail(
-            f"Invalid '{param}': the text holds half of a surrogate pair, which is no character.",
+            f"Invalid '{param}': the text has a lone surrogate, half of a character.",
             param,
             "invalid_value",
         )
@@ -99,7 +97,7 @@ def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str
 
 
 def name(value: Any, param: str) -> str:
-    """The name of a function or of a schema, as OpenAI has it."""
+    """Return the name of a function or of a schema, in OpenAI's format."""
     if not _NAME.fullmatch(text(value, param, MOST_NAME, least=1)):
         fail(
             f"Invalid '{param}': string does not match pattern. Expected a string that matches the pattern"
@@ -111,14 +109,14 @@ def name(value: Any, param: str) -> str:
 
 
 def boolean(value: Any, param: str) -> bool:
-    """True or false."""
+    """Return True or False."""
     if not isinstance(value, bool):
         wrong_type(value, "a boolean", param)
     return value
 
 
 def integer(value: Any, param: str, low: int, high: int) -> int:
-    """An integer of at least `low` and at most `high`, which may be written as 4.0."""
+    """Return an integer from `low` to `high`; it may be written as 4.0."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -128,14 +126,14 @@ def integer(value: Any, param: str, low: int, high: int) -> int:
 
 
 def integers(value: list[Any], param: str, low: int, high: int) -> list[int]:
-    """Many of them at once."""
+    """Return a list of integers from `low` to `high`."""
     if set(map(type, value)) <= {int} and (not value or (low <= min(value) and max(value) <= high)):
         return value
     return [integer(item, f"{param}[{i}]", low, high) for i, item in enumerate(value)]
 
 
 def number(value: Any, param: str, low: float, high: float) -> float:
-    """A finite number of at least `low` and at most `high`."""
+    """Return a finite number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         wrong_type(value, "a decimal", param)
     if isinstance(value, float) and math.isnan(value):
@@ -145,7 +143,7 @@ def number(value: Any, param: str, low: float, high: float) -> float:
 
 
 def array(value: Any, param: str, most: int | None = None, least: int = 0) -> list[Any]:
-    """A list of at least `least` and at most `most` items."""
+    """Return a list of at least `least` and at most `most` items."""
     if not isinstance(value, list):
         wrong_type(value, "an array", param)
     _check_length(value, param, "an array", least, most)
@@ -153,7 +151,7 @@ def array(value: Any, param: str, most: int | None = None, least: int = 0) -> li
 
 
 def mapping(value: Any, param: str, most: int | None = None) -> dict[str, Any]:
-    """An object of at most `most` properties."""
+    """Return an object of at most `most` properties."""
     if not isinstance(value, dict):
         wrong_type(value, "an object", param)
     if most is not None and len(value) > most:
@@ -168,7 +166,7 @@ def mapping(value: Any, param: str, most: int | None = None) -> dict[str, Any]:
 
 
 def _check_length(value: Sized, param: str, kind: str, least: int, most: int | None) -> None:
-    """`kind` is a noun with its article."""
+    """Check the length of a value; `kind` is a noun with its article."""
     name = kind.split()[-1]
     if len(value) < least:
         fail(

@@ -1,5 +1,6 @@
-"""The parameters that give the form of an answer: OpenAI's `response_format`, vLLM's
-`structured_outputs` and its older `guided_*`. One at most may do so.
+"""The parameters that set the format of an answer; a call may use one of them.
+
+They are OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`.
 """
 
 from typing import Any, ClassVar, NoReturn
@@ -33,7 +34,7 @@ _NAMED_SCHEMA: Schema = {
 
 
 class ResponseFormat:
-    """OpenAI's form of an answer, with vLLM's `structural_tag`; plain text is no form."""
+    """OpenAI's format of an answer, with vLLM's `structural_tag`; plain text is no format."""
 
     summary: ClassVar[str] = "`type` text, json_object, json_schema or structural_tag"
 
@@ -72,7 +73,7 @@ _ONE_OF = (*_STRUCTURED, "json_object")
 
 
 class StructuredOutputs:
-    """The form of an answer as vLLM has it: one of several kinds."""
+    """vLLM's format of an answer: one of several kinds."""
 
     summary: ClassVar[str] = "one of " + ", ".join(f"`{name}`" for name in _ONE_OF)
 
@@ -103,7 +104,7 @@ class StructuredOutputs:
 
     @staticmethod
     def _whitespace(given: dict[str, Any], prefix: str) -> str | None:
-        """Return the regular expression of what may be between tokens, where one is given."""
+        """Return the regular expression for whitespace between tokens, or None."""
         if fields.optional(given, "disable_additional_properties", fields.boolean, False, prefix):
             why = "must be false: write 'additionalProperties': false in the schema."
             fields.unsupported(f"{prefix}disable_additional_properties", why)
@@ -112,7 +113,7 @@ class StructuredOutputs:
 
 
 WHITESPACE = Text(1000)
-"""A regular expression of what may be between the tokens of JSON."""
+"""A regular expression for whitespace between the tokens of JSON."""
 
 FORMATS: dict[str, ValueType] = {
     "response_format": ResponseFormat(),
@@ -123,13 +124,13 @@ FORMATS: dict[str, ValueType] = {
     "guided_choice": Choices(),
     "guided_grammar": _STRUCTURED["grammar"],
 }
-"""The parameters of which one at most gives a form."""
+"""The parameters that set a format; a call may use one of them."""
 
 
 def settle_format(values: dict[str, Any]) -> None:
-    """Put the one form that a call's parameters ask for in place of them, as `output_format`.
+    """Replace the parameters that set a format with `output_format`.
 
-    Raise `ApiError` 400 for two.
+    Raise `ApiError` 400 if two of them are set.
     """
     whitespace = values.pop("guided_whitespace_pattern", None)
     found = [one for name in FORMATS if (one := values.pop(name, None)) is not None]

@@ -1,3 +1,3 @@
-"""The name of a request that makes something, by which a repetition of it is recognized."""
+"""The idempotency key of a creating request, by which a repetition is recognized."""
 
 HEADER = "Idempotency-Key"

@@ -1,5 +1,6 @@
-"""Ids of files, uploads, batches and keys: a prefix and 24 hex digits, of which 13 are microseconds
-since the epoch, so that ids sort by time.
+"""Ids of files, uploads, batches and keys: a prefix and 24 hex digits.
+
+The first 13 digits are microseconds since the epoch, so that ids sort by time.
 """
 
 import re
@@ -27,11 +28,11 @@ def is_id(prefix: str, text: str) -> bool:
 
 
 def time_of(text: str) -> float | None:
-    """When an id was made, in unix seconds; None if it is none."""
+    """Return when an id was created, in unix seconds; None if the text is no id."""
     prefix = next((prefix for prefix in (FILE, UPLOAD, PART, BATCH, KEY) if is_id(prefix, text)), None)
     return None if prefix is None else micros_of(prefix, text) / 1e6
 
 
 def micros_of(prefix: str, text: str) -> int:
-    """The same in microseconds, of an id that is known to be one."""
+    """Return when an id was created, in microseconds; the text must be an id."""
     return int(text[len(prefix) : len(prefix) + TIME_DIGITS], 16)

@@ -1,8 +1,7 @@
-"""The one reading of JSON from outside, used by every stage: strict UTF-8 first, then JSON with
-whatever values it holds.
+"""The JSON reader for outside input, shared by every stage: strict UTF-8, then any JSON value.
 
-Whether a value makes sense is not decided here: the content of a request's body is judged where the
-request runs, and by then an odd line must be read just as it was when the file was accepted.
+Values are not validated here. The worker validates a request's body, and must read an unusual line
+in the same way as the API did when it accepted the file.
 """
 
 import itertools
@@ -13,30 +12,30 @@ from typing import Any
 import msgspec
 
 BOM = b"\xef\xbb\xbf"
-_MOST_DIGITS = 4300  # what Python reads
+_MOST_DIGITS = 4300  # that Python reads
 MOST_NESTED = 500
-"""Arrays and objects inside each other.
+"""Most levels of nested arrays and objects.
 
-Readers recurse, and how far they come depends on who calls them; this they all can.
+Readers recurse, and their limit depends on the caller's stack; each caller can read this depth.
 """
 
-_MOST_VALUES = 2_000_000  # in one text; an empty one of 3 bytes takes up to 100 as an object
+_MOST_VALUES = 2_000_000  # in one text; an empty value of 3 bytes takes up to 100 as an object
 
 _STEPS = [{ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}.get(byte, 0) for byte in range(256)]
-# One that never ends reaches to the end: else the search would begin again at each quote inside
+# An unterminated string matches to the end; otherwise each quote inside would start a new search.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_AT_ONCE = 4096  # brackets; the depth is found out soon where it is too much
+_AT_ONCE = 4096  # brackets per step, so that excessive depth is found early
 _NO_BRACKETS = bytes(byte for byte, step in enumerate(_STEPS) if step == 0)
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line that `validation.check_line` lets pass."""
+    """A line that `validation.check_line` accepts."""
 
     custom_id: str
     url: str
-    model: str  # "" where the line names none and no default is known
-    body: bytes  # JSON for `decode_json`, as the line has it wherever that is possible
-    values: dict[str, Any] = {}  # of the body, where `check_line` has read it
+    model: str  # "" if the line names none and no default is known
+    body: bytes  # JSON for `decode_json`, as in the line if possible
+    values: dict[str, Any] = {}  # of the body, if `check_line` has read it
 
 
 class _Line(msgspec.Struct):
@@ -54,9 +53,9 @@ _model_decoder = msgspec.json.Decoder(_Model)
 
 
 def decode_json(raw: bytes) -> Any:
-    """The value of JSON text, which may hold halves of characters, NaN and numbers out of range.
+    """Return the value of JSON text; it may have lone surrogates, NaN and numbers out of range.
 
-    Raises ValueError, with the reason.
+    Raise ValueError with the reason.
     """
     try:
         text = raw.decode()
@@ -75,12 +74,12 @@ def decode_json(raw: bytes) -> Any:
 
 
 def encode_body(body: dict[str, Any]) -> bytes:
-    """The JSON that `decode_json` reads back, whatever values it holds."""
+    """Return JSON that `decode_json` reads back to the same value."""
     return json.dumps(body, separators=(",", ":")).encode()
 
 
 def read_line(raw: bytes) -> Line:
-    """Take a line apart; for one that `validation.check_line` lets pass."""
+    """Parse a line that `validation.check_line` accepts."""
     try:
         line = _line_decoder.decode(raw)
         body = bytes(line.body)
@@ -92,7 +91,7 @@ def read_line(raw: bytes) -> Line:
 
 
 def body_of(raw: bytes, values: dict[str, Any]) -> bytes:
-    """Return the JSON of a line's body, given its values: as the line has it wherever possible."""
+    """Return the JSON of a line's body, given its values; unchanged from the line if possible."""
     try:
         return bytes(_line_decoder.decode(raw).body)
     except msgspec.DecodeError:
@@ -100,9 +99,9 @@ def body_of(raw: bytes, values: dict[str, Any]) -> bytes:
 
 
 def _check_shape(raw: bytes) -> None:
-    """Raise ValueError, soon: what costs most is left out or counted by C code.
+    """Raise ValueError early for text with too many values or levels; C code does the counting.
 
-    What is no JSON is left to the parser, which comes no deeper than this does.
+    Malformed JSON is left to the parser, which recurses no deeper than the limit.
     """
     outside = _STRING.sub(b"", raw)
     if sum(map(outside.count, (b",", b"[", b"{"))) > _MOST_VALUES:

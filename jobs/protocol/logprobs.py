@@ -1,6 +1,4 @@
-"""Log probabilities in the shapes that clients know: OpenAI's for chats, OpenAI's for completions,
-and vLLM's for prompts.
-"""
+"""Log probabilities in the shapes of OpenAI's chats, OpenAI's completions, and vLLM's prompts."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -10,14 +8,14 @@ import msgspec
 
 from jobs.protocol.results import PositionLogprobs, TokenLogprob
 
-_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes in the midst of a character
-_LOWEST = -9999.0  # OpenAI's word for "next to impossible"; JSON has no infinity
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes inside a character
+_LOWEST = -9999.0  # OpenAI's value for "next to impossible"; JSON has no infinity
 
 
-# A long answer has hundreds of thousands of log probabilities: each makes one small object that the
-# garbage collector need not look at, and of a token that comes up again the text is not made again.
+# A long answer has hundreds of thousands of log probabilities, so each is one small object that the
+# garbage collector does not track, and the text of a repeated token is cached.
 class ChatToken(msgspec.Struct, gc=False):
-    """One of a chat's tokens, as OpenAI's JSON has it."""
+    """One of a chat's tokens in OpenAI's JSON."""
 
     token: str
     logprob: float
@@ -25,13 +23,13 @@ class ChatToken(msgspec.Struct, gc=False):
 
 
 class ChatPosition(ChatToken, gc=False):
-    """The same with the most likely tokens in its place."""
+    """The same with the most likely tokens at its position."""
 
     top_logprobs: list[ChatToken]
 
 
 class PromptToken(msgspec.Struct, gc=False):
-    """One of a prompt's tokens, as vLLM's JSON has it."""
+    """One of a prompt's tokens in vLLM's JSON."""
 
     logprob: float
     rank: int
@@ -60,7 +58,7 @@ class _Decoded(dict[bytes, str]):
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], as_ids: bool = False) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice; `as_ids` names tokens by their ids, as vLLM does."""
+    """Return the `logprobs` of a chat's choice; `as_ids` names tokens by their ids, like vLLM."""
     texts, content = _ChatTexts(), []
     for position in positions:
         top = []
@@ -76,8 +74,10 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], as_ids: bool = False) -
 def completion_logprobs(
     positions: Sequence[PositionLogprobs], text_offset: list[int], as_ids: bool = False
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice; `text_offset` is where each token begins in its
-    text, in characters. `as_ids` names tokens by their ids, as vLLM does.
+    """Return the `logprobs` of a completion's choice.
+
+    `text_offset` is the position of each token in its text, in characters. `as_ids` names tokens by
+    their ids, like vLLM.
     """
     names = _by_id if as_ids else _Names().of
     return {
@@ -91,8 +91,9 @@ def completion_logprobs(
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[int, PromptToken] | None]:
-    """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; null for the first
-    token, which nothing predicts.
+    """Return vLLM's `prompt_logprobs`: by token id, the prompt's own token first.
+
+    The first token has null, since nothing predicts it.
     """
     decoded = _Decoded()
     return [
@@ -107,28 +108,29 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[int, Pro
 
 
 def text_offsets(text: str, positions: Sequence[PositionLogprobs]) -> list[int]:
-    """Where each token begins in the text that they make, in characters; tokens behind a stop
-    string begin at its end.
+    """Return the position of each token in the text of all tokens, in characters.
+
+    Tokens after a stop string begin at its end.
     """
     return [min(offset, len(text)) for offset in TextOffsets().of(positions, text)]
 
 
 class TextOffsets:
-    """Finds where the tokens of one choice begin in its text, in characters, while both come piece
-    by piece.
+    """Finds the position of one choice's tokens in its text, in characters, as both arrive in
+    pieces.
 
-    A token that goes on with a character begins where that does. One that leaves nothing in the
-    text (a special token, the space that some vocabularies drop at the start) takes no room. While
-    a token's text is held back it is taken to be the token's bytes.
+    A token that continues a character begins where the character does. A token without text (a
+    special token, a space that some vocabularies drop at the start) has length 0. While a token's
+    text is held back, its bytes are taken for its text.
     """
 
     def __init__(self) -> None:
-        self._text = b""  # behind the last token whose place is known
-        self._characters = 0  # up to there
-        self._waiting: list[bytes] = []  # tokens whose text did not come yet
+        self._text = b""  # after the last token with a known position
+        self._characters = 0  # up to that position
+        self._waiting: list[bytes] = []  # tokens whose text has not arrived yet
 
     def of(self, positions: Sequence[PositionLogprobs], text: str) -> list[int]:
-        """The offsets of the next tokens, with the next piece of text."""
+        """Return the offsets of the next tokens, given the next piece of text."""
         self._text += text.encode(errors="replace")
         waiting, self._waiting = self._waiting, []
         for token in waiting:
@@ -136,7 +138,7 @@ class TextOffsets:
         return [self._place(position.chosen.token) for position in positions]
 
     def _place(self, token: bytes) -> int:
-        inside = _goes_on(self._text)  # a character that is counted already
+        inside = _goes_on(self._text)  # inside a character that is counted already
         if self._waiting or (len(self._text) < len(token) and token.startswith(self._text)):
             before = b"".join(self._waiting).lstrip(_CONTINUATION if inside else b"")
             self._waiting.append(token)
@@ -148,8 +150,8 @@ class TextOffsets:
         return offset
 
     def _length(self, token: bytes) -> int:
-        """How many bytes of the text are this token's."""
-        # A broken character was replaced
+        """Return how many bytes of the text belong to this token."""
+        # A broken character was replaced.
         for form in (token, token.decode(errors="replace").encode()):
             if self._text.startswith(form):
                 return len(form)
@@ -158,20 +160,23 @@ class TextOffsets:
 
 
 def _characters(written: bytes, following: bytes) -> int:
-    """Characters that begin in `written`, but for one that `following` goes on with."""
+    """Return the number of characters that begin in `written`, except one that `following`
+    continues.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     count = len(decoder.decode(written))
     return count + (bool(decoder.getstate()[0]) and not _goes_on(following))
 
 
 def _goes_on(text: bytes) -> bool:
-    """Return whether it begins in the midst of a character."""
+    """Return whether the text begins inside a character."""
     return text[:1] != b"" and text[0] in _CONTINUATION
 
 
 def _by_name(position: PositionLogprobs, names: Callable[[TokenLogprob], str]) -> dict[str, float] | None:
-    """The most likely tokens and the chosen one; of two that read the same the more likely one
-    counts.
+    """Return the most likely tokens and the chosen one, by text.
+
+    Of two with the same text the more likely one is kept.
     """
     if position.chosen.logprob is None:
         return None
@@ -187,8 +192,8 @@ def _by_id(token: TokenLogprob) -> str:
 
 
 def _name(token: bytes, prefix: str) -> str:
-    """The token's text, or its bytes as escapes where they are no whole characters, as OpenAI
-    writes them.
+    """Return the token's text, or its bytes as escapes like OpenAI if they are no whole
+    characters.
     """
     try:
         return token.decode()

@@ -1,4 +1,4 @@
-"""A chat's answer as clients read it: its message, and the deltas of a stream that make it up."""
+"""The answer of a chat as clients read it: its message, and the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class _Piece(msgspec.Struct, frozen=True):
 
     @property
     def run(self) -> tuple[str, int]:
-        """Pieces side by side that have the same make one delta."""
+        """Return the run of a piece; adjacent pieces of the same run form one delta."""
         return self.kind, self.call
 
 
 def message_of(choice: Choice) -> dict[str, Any]:
-    """Return the `message` of a choice; its text is the content where no parser read it."""
+    """Return the `message` of a choice; without a parser, its content is the text."""
     if choice.message is None:
         return {"role": "assistant", "content": choice.text, "refusal": None}
     found = choice.message
@@ -46,7 +46,7 @@ def message_of(choice: Choice) -> dict[str, Any]:
 def deltas_of(parsed: Sequence[ParsedDelta]) -> list[dict[str, Any]]:
     """Return the `delta` of each chunk of a stream, in the order of the text.
 
-    A tool call begins with a delta of its own, which has its id and name, as OpenAI's does.
+    A tool call begins with a delta of its own with its id and name, like OpenAI's.
     """
     return [_delta(list(pieces)) for _, pieces in groupby(_pieces(parsed), key=lambda piece: piece.run)]
 

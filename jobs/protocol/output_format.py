@@ -1,7 +1,7 @@
-"""What form an answer must have, and values that say so. `format_parameters.py` has the parameters.
+"""The required format of an answer, and the values that set it (`format_parameters.py`).
 
-Only the structure of a value is checked here. Whether a schema or a grammar makes sense is found
-out by the worker.
+Only the structure of a value is checked here. The worker checks whether a schema or a grammar is
+valid.
 """
 
 import json
@@ -16,7 +16,7 @@ from jobs.protocol.value_types import Schema, Strings
 
 NOT_NULL: Schema = {"not": {"type": "null"}}
 MOST_SOURCE = 2**18
-"""Characters of a schema, a regular expression or a grammar."""
+"""Most characters of a schema, a regular expression or a grammar."""
 
 FormatKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
 
@@ -25,13 +25,13 @@ _CHOICES = Strings(10_000, 10_000, least=1)
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """The form of an answer, whichever parameter asked for it.
+    """The format of an answer, independent of the parameter that set it.
 
     `source` is JSON text for `json_schema`, `choice` (a list of strings) and `structural_tag`, a
     regular expression for `regex`, a Lark or EBNF grammar for `grammar`, and empty for
-    `json_object`. JSON is written in one way, in the order of the caller's properties, so that
-    equal sources mean the same. `param` is what the caller gave it as. `whitespace` is a regular
-    expression for what may stand between the tokens of JSON; None for the default.
+    `json_object`. JSON is written in canonical form, in the order of the caller's properties, so
+    that equal sources mean the same. `param` is the caller's parameter. `whitespace` is a regular
+    expression for the text between the tokens of JSON; None for the default.
     """
 
     kind: FormatKind
@@ -66,7 +66,7 @@ class FormatText:
 
 
 class Choices:
-    """The texts of which an answer is one."""
+    """The texts that an answer may be."""
 
     schema: ClassVar[Schema] = _CHOICES.schema
     summary: ClassVar[str] = _CHOICES.summary
@@ -90,8 +90,9 @@ _TAGS: Schema = {
 
 
 class StructuralTag:
-    """Text with pieces of a certain form, as an object or as its text: what xgrammar calls a
-    structural tag, with `format`, or in its older form with `structures` and `triggers`.
+    """xgrammar's structural tag: text with pieces of a certain format, as an object or as its text.
+
+    It has `format`, or in its older form `structures` and `triggers`.
     """
 
     schema: ClassVar[Schema] = {
@@ -121,7 +122,7 @@ class StructuralTag:
 def canonical_json(value: Any, param: str) -> str:
     """Return JSON text, always the same for the same value.
 
-    Raise `ApiError` 400 for a value that JSON cannot hold.
+    Raise `ApiError` 400 for a value that JSON cannot represent.
     """
     try:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -132,12 +133,12 @@ def canonical_json(value: Any, param: str) -> str:
 
 
 def format_of(kind: FormatKind, source: str, param: str) -> OutputFormat:
-    """Return a form that a parameter, or a member of it, gives; `param` is its path."""
+    """Return the format that a parameter, or a member of it, sets; `param` is its path."""
     return OutputFormat(kind, fields.text(source, param, MOST_SOURCE), param.partition(".")[0])
 
 
 def _object(value: Any, param: str) -> dict[str, Any]:
-    """Return an object that may be given as its text."""
+    """Return an object that may be passed as its text."""
     if isinstance(value, str):
         try:
             value = decode_json(fields.text(value, param).encode())

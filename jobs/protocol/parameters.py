@@ -1,9 +1,9 @@
 """The parameters of a call, each declared once, as a field of `Parameters` or a row of
 `UNSUPPORTED`.
 
-What follows from them: how a body is read, its JSON Schema, the columns of a Parquet file, the
-table of `docs/requests.md`, and what is copied into the engine's `SamplingParams`, whose fields
-have the same names.
+The declarations define how a body is read, its JSON Schema, the columns of a Parquet file, the
+table of `docs/requests.md`, and the copy into the engine's `SamplingParams`, whose fields have the
+same names.
 """
 
 from dataclasses import dataclass
@@ -43,29 +43,27 @@ _INT64 = 2**63 - 1
 
 
 def _for_chats(*neutral: Any) -> Unsupported:
-    """Return the type of a chat's parameter in completions."""
+    """Return the type that a chat's parameter has in completions."""
     return Unsupported(neutral, "is for chats.")
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a parameter may be, for chats something else where `in_chats` says so, and what it
-    does.
-    """
+    """The type of a parameter (in chats `in_chats`, if set) and its description."""
 
     values: ValueType
     does: str
     in_chats: ValueType | None = None
-    default: str = ""  # for a table, where the field's own does not say it
-    for_streams: bool = False  # and so for no line of a file
+    default: str = ""  # for a table, if the field's own default does not tell
+    for_streams: bool = False  # not allowed in a line of a file
 
     def values_of(self, chat: bool) -> ValueType:
-        """Return its type in calls of one of the two endpoints."""
+        """Return the parameter's type in chats or in completions."""
         return self.in_chats if chat and self.in_chats is not None else self.values
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
-    """A call's parameters, but for its prompt and its model."""
+    """A call's parameters, except its prompt and its model."""
 
     n: Annotated[int, Parameter(_ANSWERS, "answers to each prompt")] = 1
     best_of: Annotated[
@@ -165,7 +163,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
             OneOf(SERVICE_TIERS), "flex: `priority` 100, priority: -100, others: 0; the answer repeats what it came to"
         ),
     ] = None
-    # The next eight give `Call.output_format`, and are not set in a call
+    # The next eight set `Call.output_format`, and are not set in a call.
     response_format: Annotated[
         OutputFormat | None,
         Parameter(FORMATS["response_format"], "the form of the answer; a schema is kept to, `strict` or not"),
@@ -263,7 +261,7 @@ UNSUPPORTED: dict[str, ValueType] = {
     "use_beam_search": _NOT_YET,
     "length_penalty": must_be(1.0),
 }
-"""Parameters that OpenAI or vLLM know and that cannot be honored here; unknown ones are ignored."""
+"""Parameters of OpenAI or vLLM that are not supported here; unknown ones are ignored."""
 
 IGNORED = (
     *("user", "safety_identifier", "metadata", "store", "moderation"),
@@ -282,12 +280,12 @@ _ROWS = rows()
 FILE_COLUMNS = tuple(row.name for row in _ROWS if not row.parameter.for_streams)
 """Parameters that a line of a file can have."""
 TOKEN_ID_LISTS = tuple(row.name for row in _ROWS if isinstance(row.parameter.values, TokenIds))
-"""Parameters that hold token ids, which a model may not have."""
+"""Parameters that hold token ids; a model may lack them."""
 JSON_COLUMNS = (
     *(name for name, kind in FORMATS.items() if not isinstance(kind, FormatText)),
     *("tools", "tool_choice", "chat_template_kwargs", "logit_bias"),
 )
-"""Parameters of objects, which a column of a file may hold as their text."""
+"""Parameters that are objects; a column of a file may hold them as their text."""
 
 _TYPES = {
     chat: ParameterTypes(
@@ -299,9 +297,9 @@ _TYPES = {
 
 
 def read_parameters(body: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """Return the values of `Parameters` that a body gives, each read by itself.
+    """Return the values of `Parameters` that a body sets, each read independently.
 
-    Raise `ApiError` 400 for a bad value and for one that cannot be honored.
+    Raise `ApiError` 400 for a bad value and for an unsupported one.
     """
     return _TYPES[chat].read(body)
 
@@ -312,5 +310,5 @@ def parameter_names(chat: bool) -> frozenset[str]:
 
 
 def schemas(chat: bool) -> dict[str, Schema]:
-    """Return the JSON Schema of each parameter, as `read_parameters` takes it."""
+    """Return the JSON Schema of each parameter, in the form that `read_parameters` accepts."""
     return _TYPES[chat].schemas()

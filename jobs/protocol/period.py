@@ -1,21 +1,21 @@
-"""A span of time that a listing is narrowed to."""
+"""The time range of a listing."""
 
 from typing import NamedTuple
 
 MOST_SECONDS = 2**32 - 1
-"""The last moment that can be asked for, in unix seconds."""
+"""The last moment that a range may name, in unix seconds."""
 
 
 class Period(NamedTuple):
-    """From the unix second `first` on, and before `end`; without one where it is None."""
+    """From the unix second `first` on, and before `end`; None means no limit."""
 
     first: int | None = None
     end: int | None = None
 
     def names(self, prefix: str, digits: int) -> tuple[str | None, str | None]:
-        """Return between which texts names of the period lie, the second of them excluded.
+        """Return the bounds of names in the period, the second one exclusive.
 
-        The names go on behind `prefix` with so many hex digits of microseconds.
+        A name is `prefix` followed by `digits` hex digits of microseconds.
         """
         first, end = (None if one is None else f"{prefix}{one * 1_000_000:0{digits}x}" for one in self)
         return first, end

@@ -1,4 +1,4 @@
-"""What an endpoint of texts in and numbers out is; `endpoints.py` lists them."""
+"""The base of endpoints that return numbers for texts; `endpoints.py` lists them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from jobs.protocol.text_or_tokens import SOME_TEXT, TOKEN_IDS, read_text_or_toke
 from jobs.protocol.value_types import Schema
 
 MOST_INPUTS = 2048
-"""Texts of one call; of scores, its pairs."""
+"""Most texts of one call; for scores, pairs."""
 
 _BYTES_PER_TOKEN = 4
 
 
 class PooledOutput(Protocol):
-    """What a model gives for one input: a row of numbers, or a row for each token."""
+    """A model's output for one input: a row of numbers, or a row per token."""
 
     def numbers(self) -> list[float]:
         """Return the row."""
 
     def encoded(self, encoding_format: str) -> msgspec.Raw | str:
-        """Return it as a body contains it: JSON, or base64."""
+        """Return the row as a body contains it: JSON, or base64."""
 
 
 class PoolingHead(NamedTuple):
-    """What a body says beside the outputs."""
+    """The members of a body besides its outputs."""
 
     id: str
     model: str
@@ -48,13 +48,14 @@ class PoolingHead(NamedTuple):
 
     @property
     def usage(self) -> dict[str, int]:
-        """The `usage` object."""
+        """Return the `usage` object."""
         return {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
 
 
 class PoolingCall(PoolingParameters, frozen=True, kw_only=True):
-    """A valid call; either `inputs` or `documents` is set, and with these `queries`: one for each
-    of them, or one for all.
+    """A valid call; either `inputs` or `documents` is set.
+
+    With `documents`, `queries` has one for each of them, or one for all.
     """
 
     endpoint: PoolingEndpoint
@@ -67,16 +68,16 @@ class PoolingCall(PoolingParameters, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The texts that are scored with each other."""
+        """Return the pairs of texts to score."""
         queries = [*self.queries] * (len(self.documents) if len(self.queries) == 1 else 1)
         return list(zip(queries, self.documents, strict=True))
 
 
 class PoolingEndpoint(BatchEndpoint):
-    """One whose answers are numbers that a model gives for texts."""
+    """An endpoint that returns a model's numbers for texts."""
 
     id_prefix: ClassVar[str]
-    shows_vectors: ClassVar[bool] = False  # bodies contain what the model gave as it is
+    shows_vectors: ClassVar[bool] = False  # bodies contain the model's output unchanged
 
     def read(self, body: Any) -> PoolingCall:
         """Read the body of a call.
@@ -93,11 +94,11 @@ class PoolingEndpoint(BatchEndpoint):
         return self.id_prefix + uuid.uuid4().hex
 
     def engine_task(self, call: PoolingCall, tasks: Sequence[str]) -> str:
-        """Return what the engine does with each input, of a model with these tasks."""
+        """Return the engine's task for each input, given the model's tasks."""
         return "embed" if "embed" in tasks else "classify"
 
     def read_texts(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a `PoolingCall` that the texts give. Raise `ApiError`."""
+        """Return the fields of a `PoolingCall` that the texts set. Raise `ApiError`."""
         return {"inputs": read_inputs(fields.required(body, self.prompt_field), self.prompt_field)}
 
     def check_body(self, body: dict[str, Any], prefix: str) -> None:
@@ -122,7 +123,7 @@ class PoolingEndpoint(BatchEndpoint):
 
     @property
     def texts_schema(self) -> Schema:
-        """What `read_texts` takes, as a JSON Schema."""
+        """Return the JSON Schema of texts that `read_texts` accepts."""
         return {"required": ["model", self.prompt_field], "properties": {self.prompt_field: INPUTS}}
 
     @property
@@ -144,11 +145,14 @@ INPUTS: Schema = {
         {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "items": TOKEN_IDS},
     ]
 }
-"""What `read_inputs` takes, as a JSON Schema."""
+"""The JSON Schema of inputs that `read_inputs` accepts."""
 
 
 def read_inputs(value: Any, param: str) -> list[str | list[int]]:
-    """One text, one list of token ids, or a list of either; none is empty. Raise `ApiError`."""
+    """Return the texts or lists of token ids, none of them empty.
+
+    The value is one text, one list of token ids, or a list of either. Raise `ApiError`.
+    """
     if not isinstance(value, list):
         return [read_text_or_tokens(value, param, least=1)]
     fields.array(value, param, least=1)
@@ -159,7 +163,7 @@ def read_inputs(value: Any, param: str) -> list[str | list[int]]:
 
 
 def _longest(value: Any) -> int:
-    """The bytes of the longest of some texts, with token ids as long as those of usual texts."""
+    """Return the bytes of the longest of some texts; token ids count like those of usual text."""
     if not isinstance(value, list):
         return _size(value)
     if value and isinstance(value[0], int):

@@ -1,7 +1,7 @@
-"""The parameters of calls that give numbers instead of text, each declared once, as a field of
-`PoolingParameters` or a row of `POOLING_UNSUPPORTED`.
+"""The parameters of calls that return numbers, each declared once.
 
-What follows from them: how a body is read, its JSON Schema, and the tables of `docs/requests.md`.
+A declaration is a field of `PoolingParameters` or a row of `POOLING_UNSUPPORTED`. The declarations
+define how a body is read, its JSON Schema, and the tables of `docs/requests.md`.
 """
 
 from dataclasses import dataclass
@@ -34,21 +34,21 @@ _OF_TEXTS = (EMBEDDINGS, CLASSIFY, POOLING)
 _OF_VECTORS = (EMBEDDINGS, POOLING)
 
 EMBED_DTYPES = {"float32": "f", "float16": "e"}
-"""Types of the numbers in an answer, and what `struct` and numpy call them."""
+"""Types of the numbers in an answer, and their codes in `struct` and numpy."""
 
 
 @dataclass(frozen=True)
 class PoolingParameter:
-    """What a parameter may be, what it does, and in calls for which endpoints."""
+    """The type of a parameter, its description, and its endpoints."""
 
     values: ValueType
     does: str
     urls: tuple[str, ...] = _ALL
-    default: str = ""  # for a table, where the field's own does not say it
+    default: str = ""  # for a table, if the field's own default does not tell
 
 
 class PoolingParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """A call's parameters, but for its texts and its model."""
+    """A call's parameters, except its texts and its model."""
 
     dimensions: Annotated[
         int | None,
@@ -137,7 +137,7 @@ POOLING_UNSUPPORTED: dict[str, ValueType] = {
     "cache_salt": _NOT_YET,
     "stream": must_be(False),
 }
-"""Parameters that vLLM knows and that cannot be honored here; unknown ones are ignored."""
+"""Parameters of vLLM that are not supported here; unknown ones are ignored."""
 
 
 def pooling_rows() -> list[DeclaredParameter[PoolingParameter]]:
@@ -155,15 +155,15 @@ _TYPES = {
 
 
 def read_pooling_parameters(body: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return the values of `PoolingParameters` that a body gives, each read by itself.
+    """Return the values of `PoolingParameters` that a body sets, each read independently.
 
-    Raise `ApiError` 400 for a bad value and for one that cannot be honored.
+    Raise `ApiError` 400 for a bad value and for an unsupported one.
     """
     return _TYPES[url].read(body)
 
 
 def pooling_columns(url: str) -> tuple[str, ...]:
-    """Return the parameters of an endpoint that are declared, by name."""
+    """Return the names of an endpoint's declared parameters."""
     return tuple(row.name for row in _ROWS if url in row.parameter.urls)
 
 
@@ -173,5 +173,7 @@ def pooling_names(url: str) -> frozenset[str]:
 
 
 def pooling_schemas(url: str) -> dict[str, Schema]:
-    """Return the JSON Schema of each parameter, as `read_pooling_parameters` takes it."""
+    """Return the JSON Schema of each parameter, in the form that `read_pooling_parameters`
+    accepts.
+    """
     return _TYPES[url].schemas()

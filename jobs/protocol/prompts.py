@@ -1,4 +1,4 @@
-"""What a call is about: the prompts of a completion, the messages of a chat."""
+"""The input of a call: the prompts of a completion, the messages of a chat."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from jobs.protocol.value_types import Schema
 
 MOST_MESSAGES = 10_000
 MOST_SEQUENCES = 512
-"""What one request may make the engine generate: prompts times the larger of `n` and `best_of`."""
+"""Most sequences of one request: prompts times the larger of `n` and `best_of`."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_TEXTS = ("name", "tool_call_id", *REASONING)  # that a message may have
+_TEXTS = ("name", "tool_call_id", *REASONING)  # string members that a message may have
 
 _TEXT: Schema = {"type": "string"}
 _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
@@ -59,7 +59,7 @@ _MESSAGE: Schema = {
     ],
 }
 MESSAGES: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE}
-"""What `read_messages` takes, as a JSON Schema."""
+"""The JSON Schema of messages that `read_messages` accepts."""
 
 PROMPT: Schema = {
     "anyOf": [
@@ -69,13 +69,16 @@ PROMPT: Schema = {
         {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": TOKEN_IDS},
     ]
 }
-"""What `read_prompts` takes, as a JSON Schema; several answers to each leave room for fewer."""
+"""The JSON Schema of prompts that `read_prompts` accepts; with several answers the limit is
+lower.
+"""
 
 
 def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
-    """One text, one list of token ids, or a list of either, each to be answered `answers` times.
+    """Return the prompts, each to be answered `answers` times.
 
-    Nothing, and an empty text, is the beginning of a text. Raises `ApiError`.
+    The value is one text, one list of token ids, or a list of either. None and an empty text mean
+    the beginning of a text. Raise `ApiError`.
     """
     if value is None:
         return [""]
@@ -96,7 +99,7 @@ def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
 
 
 def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
-    """Messages with a role and a content that is a string. Raises `ApiError`."""
+    """Return messages with a role and a content that is a string. Raise `ApiError`."""
     return [
         _message(message, f"{param}[{i}]")
         for i, message in enumerate(fields.array(value, param, MOST_MESSAGES, least=1))
@@ -104,9 +107,9 @@ def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
 
 
 def settle_final_message(values: dict[str, Any]) -> None:
-    """Settle, in place, whether a chat's last message is gone on with or an answer begins.
+    """Resolve, in place, whether a chat's last message is continued or an answer begins.
 
-    Raise `ApiError` 400 where both are asked for.
+    Raise `ApiError` 400 if both are requested.
     """
     if not values.get("continue_final_message", False):
         return
@@ -117,7 +120,9 @@ def settle_final_message(values: dict[str, Any]) -> None:
 
 
 def check_continued(messages: Sequence[dict[str, Any]]) -> None:
-    """Raise `ApiError` 400 where there is no message of the assistant to go on with."""
+    """Raise `ApiError` 400 unless the last message is the assistant's, so that it can be
+    continued.
+    """
     if messages[-1]["role"] != "assistant":
         message = "Invalid 'continue_final_message': the last message must be the assistant's."
         fields.fail(message, "continue_final_message", "invalid_value")

@@ -1,6 +1,4 @@
-"""What travels through the queue: the name of a request, the request, and what workers say about
-it.
-"""
+"""The messages of the queue: request keys, requests, and workers' reports about them."""
 
 import hashlib
 import secrets
@@ -14,20 +12,20 @@ LIVE_PREFIX = "live_"
 
 
 def new_live_id(tenant: str) -> str:
-    """An id for a live call.
+    """Return an id for a live call.
 
-    It bears a mark of the tenant, so that nothing has to be remembered to keep it from others.
+    It contains a mark of the tenant, so that access needs no stored state.
     """
     return f"{LIVE_PREFIX}{mark_of(tenant)}{secrets.token_hex(10)}"
 
 
 def is_live_id_of(tenant: str, live_id: str) -> bool:
-    """Return whether `new_live_id` made it for this tenant."""
+    """Return whether `new_live_id` created the id for this tenant."""
     return live_id.startswith(LIVE_PREFIX + mark_of(tenant))
 
 
 def mark_of(tenant: str) -> str:
-    """The mark of a tenant that its live ids bear."""
+    """Return the mark of a tenant in its live ids."""
     return hashlib.sha256(tenant.encode()).hexdigest()[:12]
 
 
@@ -42,7 +40,7 @@ class RequestKey(msgspec.Struct, frozen=True, order=True, gc=False):
 
     @property
     def live(self) -> bool:
-        """Whether a client waits for it."""
+        """Return whether it is a live call."""
         return self.batch.startswith(LIVE_PREFIX)
 
     @classmethod
@@ -60,7 +58,7 @@ class Request(msgspec.Struct):
     endpoint: str  # its url
     model: str
     body: bytes  # JSON as submitted
-    seed: int  # used when the body names none
+    seed: int  # used if the body sets none
     custom_id: str | None = None
     created: float = 0.0  # unix seconds
     reply_to: str | None = None  # live: the API process whose stream gets every delta
@@ -69,16 +67,18 @@ class Request(msgspec.Struct):
 
 
 class ChoiceCheckpoint(msgspec.Struct):
-    """What earlier workers published of one choice."""
+    """The tokens that earlier workers published of one choice."""
 
     token_ids: list[int]
     text_length: int  # characters
-    logprobs: list[PositionLogprobs] = []  # one per token, when asked for
+    logprobs: list[PositionLogprobs] = []  # one per token, if requested
     cached_tokens: int = 0
 
 
 class RequestCheckpoint(msgspec.Struct):
-    """What earlier workers published of a request: the forced prefix for the next one."""
+    """The tokens that earlier workers published of a request: the forced prefix for the next
+    worker.
+    """
 
     choices: dict[int, ChoiceCheckpoint]
 
@@ -106,39 +106,38 @@ class ToolCallDelta(msgspec.Struct, array_like=True):
 
 
 class ParsedDelta(msgspec.Struct, array_like=True):
-    """What parsers of reasoning and of tool calls read from the text up to one token, or what they
-    still held at the end.
+    """The parts of reasoning and tool calls parsed from the text up to one token, or at its end.
 
-    By `tokens` readers know what they have seen: it never falls from delta to delta of a choice.
+    `tokens` tells a reader which deltas it has seen: it never decreases within a choice.
     """
 
-    tokens: int  # output tokens of the choice that were read for it; at the end one more than all
+    tokens: int  # output tokens of the choice parsed so far; at the end one more than all
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []
 
 
 class TokenChunk(msgspec.Struct, array_like=True, gc=False):
-    """The next tokens of one choice, and the text they gave."""
+    """The next tokens of one choice, and their text."""
 
     choice: int  # index in the response
     index: int  # output index of the first token
     token_ids: list[int]
     text: str
     text_offset: int  # characters of the choice's text before `text`
-    logprobs: list[PositionLogprobs] | None = None  # one per token, when asked for
-    # With a choice's first chunk, when echo asks for them
+    logprobs: list[PositionLogprobs] | None = None  # one per token, if requested
+    # With a choice's first chunk, if requested by echo.
     prompt_logprobs: list[PositionLogprobs] | None = None
-    # With a choice's first chunk: tokens of the prompt in the prefix cache of its first worker
+    # With a choice's first chunk: prompt tokens in the prefix cache of its first worker.
     cached_tokens: int = 0
-    # Of a choice whose text is parsed: what its deltas show in place of `text`, token by token
+    # The deltas that replace `text` if it is parsed, token by token.
     parsed: list[ParsedDelta] | None = None
-    # With a choice's first chunk: how many tokens its prompt has, and when asked for which
+    # With a choice's first chunk: the number of prompt tokens, and, if requested, their ids.
     prompt_tokens: int = 0
     prompt_token_ids: list[int] | None = None
 
     def event(self) -> dict[str, Any]:
-        """Return the text that it adds to its choice, and its position there, as readers get it."""
+        """Return the text that the chunk adds to its choice, and its position, for readers."""
         return {"index": self.choice, "token_offset": self.index, "text": self.text, "text_offset": self.text_offset}
 
 
@@ -147,16 +146,16 @@ class Delta(msgspec.Struct, gc=False):
 
     key: RequestKey
     fence: int
-    total: int  # output tokens of all choices, these included
+    total: int  # output tokens of all choices, including these
     chunks: list[TokenChunk]
     reply_to: str | None = None
-    accepted: bool = False  # the first message of a live call
-    system_fingerprint: str = ""  # with it
-    continues: bool = False  # the tokens before these were published under the same lease
+    accepted: bool = False  # True in the first message of a live call
+    system_fingerprint: str = ""  # sent with `accepted`
+    continues: bool = False  # the earlier tokens were published under the same lease
 
 
 class Finished(msgspec.Struct):
-    """A request's end, with the tokens that were not published yet."""
+    """The end of a request, with the tokens that were not published yet."""
 
     key: RequestKey
     fence: int
@@ -177,18 +176,20 @@ class StreamEntry(msgspec.Struct, gc=False):
 
 
 class BatchEntry(msgspec.Struct, frozen=True):
-    """One entry of the stream of a batch that is read: what one of its requests was given, or that
-    the state of the batch moved.
+    """One entry of a watched batch's stream: tokens of one of its requests, or a change of its
+    state.
     """
 
-    id: str  # in that stream; "" of one that sums up the request's own
-    key: RequestKey | None  # None: the state moved
+    id: str  # id in that stream; "" for an entry that sums up the request's own
+    key: RequestKey | None  # None: the state changed
     entry_id: str  # of the same entry in the request's own stream
     chunks: list[TokenChunk]
-    succeeded: bool | None  # of a request that ended
+    succeeded: bool | None  # None until the request ended
 
     def event(self, key: RequestKey, name: str | None) -> dict[str, Any]:
-        """Return what a reader of the batch gets; `key` is its request, `name` the custom_id."""
+        """Return the event for a reader of the batch; `key` is its request, `name` the
+        custom_id.
+        """
         status = None if self.succeeded is None else "completed" if self.succeeded else "failed"
         return {
             "custom_id": name,
@@ -199,7 +200,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
 
 
 def pack(value: msgspec.Struct | list[TokenChunk]) -> bytes:
-    """Msgpack, the form of every internal message."""
+    """Encode as msgpack, the format of every internal message."""
     return msgspec.msgpack.encode(value)
 
 
@@ -209,15 +210,15 @@ _chunks_decoder = msgspec.msgpack.Decoder(list[TokenChunk])
 
 
 def unpack_request(data: bytes) -> Request:
-    """The opposite of `pack` for a request."""
+    """Decode a request that `pack` encoded."""
     return _request_decoder.decode(data)
 
 
 def unpack_result(data: bytes) -> Result:
-    """The opposite of `pack` for a result."""
+    """Decode a result that `pack` encoded."""
     return _result_decoder.decode(data)
 
 
 def unpack_chunks(data: bytes) -> list[TokenChunk]:
-    """The opposite of `pack` for the tokens of a delta."""
+    """Decode the tokens of a delta that `pack` encoded."""
     return _chunks_decoder.decode(data)

@@ -1,6 +1,4 @@
-"""What a finished request gives: choices, usage, the result or the error, and the lines of result
-files.
-"""
+"""The outcome of a request: choices, usage, the result or the error, and lines of result files."""
 
 import json
 import uuid
@@ -16,7 +14,7 @@ ErrorType = Literal["invalid_request_error", "not_found_error", "server_error", 
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one request, and what it took of devices."""
+    """Tokens of one request, and its device time."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -25,7 +23,7 @@ class Usage(msgspec.Struct, frozen=True):
     device_microseconds: int = 0  # of the worker that answered it
 
     def as_openai(self) -> dict[str, Any]:
-        """The `usage` object of a response."""
+        """Return the `usage` object of a response."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -37,7 +35,7 @@ class Usage(msgspec.Struct, frozen=True):
         return usage
 
     def plus(self, other: "Usage") -> "Usage":
-        """The sum of both."""
+        """Return the sum of both."""
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
@@ -48,27 +46,25 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One token's log probability, from the model's own distribution (before temperature and all
-    else).
+    """One token's log probability in the model's own distribution, before temperature and the
+    like.
     """
 
     token_id: int
-    token: bytes  # its text; may be a part of a character
+    token: bytes  # its text; may be part of a character
     logprob: float | None  # natural logarithm; None for the first token of a prompt
     rank: int  # 1 for the most likely
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The token at one position, and the most likely tokens there, as many as were asked for,
-    best first.
-    """
+    """The token at one position, and as many of the most likely tokens as requested, best first."""
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool that an answer asks for."""
+    """A tool call in an answer."""
 
     id: str
     name: str
@@ -76,7 +72,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ParsedMessage(msgspec.Struct, frozen=True):
-    """What parsers of reasoning and of tool calls read from an answer's text."""
+    """The reasoning, content and tool calls parsed from an answer's text."""
 
     content: str | None
     reasoning: str | None = None
@@ -84,24 +80,24 @@ class ParsedMessage(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One answer of a response, whole."""
+    """One complete answer of a response."""
 
     index: int
-    text: str  # with echo the prompt's first
+    text: str  # with echo, the prompt's text first
     finish_reason: FinishReason
     stop_reason: int | str | None = None  # the stop string or token id that ended it
-    logprobs: list[PositionLogprobs] | None = None  # of `text`'s tokens, when asked for
-    prompt_logprobs: list[PositionLogprobs] | None = None  # vLLM's field, when asked for
-    message: ParsedMessage | None = None  # of a chat whose text was parsed
-    token_ids: list[int] | None = None  # of the answer, when asked for
-    prompt_token_ids: list[int] | None = None  # when asked for
+    logprobs: list[PositionLogprobs] | None = None  # of `text`'s tokens, if requested
+    prompt_logprobs: list[PositionLogprobs] | None = None  # vLLM's field, if requested
+    message: ParsedMessage | None = None  # of a chat whose text is parsed
+    token_ids: list[int] | None = None  # of the answer, if requested
+    prompt_token_ids: list[int] | None = None  # if requested
     tokens_as_ids: bool = False  # log probabilities name tokens by their ids
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The finished response of one request.
+    """The complete response to one request.
 
-    `body` is JSON: a completion, or an error object when `status` is 400 or more.
+    `body` is JSON: a completion, or an error object if `status` is 400 or more.
     """
 
     status: int
@@ -111,12 +107,12 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def succeeded(self) -> bool:
-        """Whether the line counts as completed."""
+        """Return whether the line counts as completed."""
         return self.status < 400
 
 
 class ApiError(JobsError):
-    """An error in OpenAI's shape; every field but the message may be what a client branches on."""
+    """An error in OpenAI's shape; clients may branch on every field but the message."""
 
     def __init__(
         self,
@@ -134,18 +130,18 @@ class ApiError(JobsError):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """`{"error": {...}}` with all four keys."""
+        """Return `{"error": {...}}` with all four keys."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def result(self, request_id: str) -> Result:
-        """The same error as the result of a request."""
+        """Return the same error as the result of a request."""
         return Result(self.status, encode_json(self.body()), Usage(), request_id)
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON as UTF-8.
+    """Encode as JSON in UTF-8.
 
-    Halves of characters (surrogates), which strict readers refuse even when escaped, are replaced.
+    Lone surrogates are replaced, since strict readers refuse them even when escaped.
     """
     try:
         return msgspec.json.encode(value)
@@ -155,24 +151,24 @@ def encode_json(value: Any) -> bytes:
 
 
 def new_request_id() -> str:
-    """An id for the `x-request-id` header and for result lines."""
+    """Return an id for the `x-request-id` header and for result lines."""
     return f"req_{uuid.uuid4().hex}"
 
 
 def batch_request_id(batch: str, line: int) -> str:
-    """The `id` of a result line: the same however often the line is written."""
+    """Return the `id` of a result line: the same however often the line is written."""
     return f"batch_req_{batch.removeprefix('batch_')}_{line}"
 
 
 def line_of(batch_request_id: str) -> int:
-    """Return the line's number in the `id` of a result line."""
+    """Return the line number in the `id` of a result line."""
     return int(batch_request_id.rpartition("_")[2])
 
 
 def output_line(custom_id: str | None, result: Result, batch_request_id: str) -> bytes:
-    """One line of a result file, without the line feed.
+    """Return one line of a result file, without the line feed.
 
-    A failed one says so in both places that clients look at.
+    A failed line has its error in both places that clients read.
     """
     error = b"null" if result.succeeded else _line_error(result.body)
     return _unbroken(
@@ -189,8 +185,9 @@ def output_line(custom_id: str | None, result: Result, batch_request_id: str) ->
 
 
 def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: str) -> bytes:
-    """One line of an error file for a request that never ran, such as `batch_cancelled` or
-    `batch_expired`.
+    """Return one line of an error file for a request that never ran.
+
+    `code` is, for example, `batch_cancelled` or `batch_expired`.
     """
     line = {
         "id": batch_request_id,
@@ -207,8 +204,9 @@ def with_columns(line: bytes, columns: Mapping[str, Any]) -> bytes:
 
 
 def _unbroken(line: bytes) -> bytes:
-    """Escape what JSON allows inside a line and Python's `splitlines`, by which many read result
-    files, takes for its end.
+    """Escape characters that JSON allows and Python's `splitlines` takes for a line's end.
+
+    Many clients read result files with `splitlines`.
     """
     if line.isascii():
         return line

@@ -16,7 +16,9 @@ _DOCUMENTS: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS, "
 
 
 class ScoreEndpoint(PoolingEndpoint):
-    """Pairs of texts in, a number for each out: of a cross-encoder, or the cosine of embeddings."""
+    """Pairs of texts in, a number for each out: from a cross-encoder, or the cosine of
+    embeddings.
+    """
 
     url = SCORE
     aliases = ("/score",)
@@ -59,7 +61,7 @@ class ScoreEndpoint(PoolingEndpoint):
 
 
 class RerankEndpoint(PoolingEndpoint):
-    """A query and documents in, the documents by their relevance out."""
+    """A query and documents in, the documents by relevance out."""
 
     url = RERANK
     aliases = ("/rerank", "/v2/rerank")
@@ -101,7 +103,7 @@ class RerankEndpoint(PoolingEndpoint):
 
 
 def _names_in(body: dict[str, Any]) -> tuple[str, str]:
-    """Return what a body calls its pairs: the first names that it has both of, else the usual."""
+    """Return the names of a body's pairs: the first two names that it has, else the usual ones."""
     return next((names for names in _NAMES if all(body.get(name) is not None for name in names)), _NAMES[0])
 
 

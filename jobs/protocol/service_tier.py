@@ -10,9 +10,9 @@ _PRIORITIES = {"flex": 100, "priority": -100}  # the other tiers are "default"
 
 
 def settle_tier(values: dict[str, Any]) -> None:
-    """Settle, in place, which tier a call gets, and the priority that follows from it.
+    """Resolve, in place, the tier of a call, and set its priority.
 
-    Raise `ApiError` 400 for a tier that says something else than a priority beside it.
+    Raise `ApiError` 400 if the tier contradicts a priority in the call.
     """
     tier = values.get("service_tier")
     if tier is None:

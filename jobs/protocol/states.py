@@ -1,4 +1,4 @@
-"""The states of a batch, and what follows from each."""
+"""The states of a batch, and the rules of each."""
 
 from typing import Literal, NamedTuple
 
@@ -8,13 +8,13 @@ JobName = Literal["validate", "advance", "finalize"]
 
 
 class StateRule(NamedTuple):
-    """What may happen to a batch in a state."""
+    """The rules of a state."""
 
-    job: JobName | None = None  # moves it on
-    final: bool = False  # of an ended batch little is kept: its lines and results leave Redis
+    job: JobName | None = None  # the job that advances the batch
+    final: bool = False  # the batch ended: its lines and results leave Redis
     cancellable: bool = False
-    may_expire: bool = False  # when its completion window ends
-    kept_in_sight: bool = False  # clients see no earlier state, though a rebuilt batch runs through them again
+    may_expire: bool = False  # at the end of its completion window
+    kept_in_sight: bool = False  # clients see no earlier state, though a rebuilt batch repeats them
 
 
 STATES: dict[State, StateRule] = {
@@ -27,7 +27,7 @@ STATES: dict[State, StateRule] = {
     "expired": StateRule(final=True),
     "cancelled": StateRule(final=True),
 }
-"""In the order in which a batch goes through them, and in which clients see them."""
+"""The order in which a batch passes through the states, and in which clients see them."""
 
 END_STATES: frozenset[str] = frozenset(state for state, rule in STATES.items() if rule.final)
 CANCELLABLE: tuple[State, ...] = tuple(state for state, rule in STATES.items() if rule.cancellable)

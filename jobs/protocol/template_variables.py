@@ -1,4 +1,4 @@
-"""Variables that a chat gives to the model's template."""
+"""Variables that a chat passes to the model's template."""
 
 import re
 from typing import Any, ClassVar
@@ -8,7 +8,7 @@ from jobs.protocol.output_format import canonical_json
 from jobs.protocol.value_types import Schema
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""How much a model should reason, as templates know it."""
+"""The levels of reasoning that templates accept."""
 
 _MOST = 64
 _PATTERN = "^[a-zA-Z][a-zA-Z0-9_]{0,63}$"
@@ -41,7 +41,7 @@ _RESERVED = (
 
 
 class TemplateVariables:
-    """Variables by name, but for those that templates have from elsewhere."""
+    """Variables by name, except those that templates get from elsewhere."""
 
     schema: ClassVar[Schema] = {
         "type": "object",
@@ -63,8 +63,9 @@ class TemplateVariables:
 
 
 def settle_effort(values: dict[str, Any]) -> None:
-    """Put `reasoning_effort` among the template's variables, in place; as in vLLM it also says
-    whether a model thinks at all, where the call does not.
+    """Move `reasoning_effort` to the template's variables, in place.
+
+    As in vLLM it also sets whether a model thinks, unless the call does.
     """
     if (effort := values.get("reasoning_effort")) is not None:
         given = values.get("chat_template_kwargs", {})

@@ -1,4 +1,4 @@
-"""A text, or the token ids of one, as calls give them."""
+"""A text, or the token ids of one, in a call."""
 
 from typing import Any
 
@@ -6,15 +6,16 @@ from jobs.protocol import fields
 from jobs.protocol.value_types import Integer, Schema
 
 SOME_TEXT: Schema = {"type": "string", "minLength": 1}
-"""A text that is not empty."""
+"""The JSON Schema of a text that is not empty."""
 
 TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": Integer(0).schema}
-"""What `read_token_ids` takes of a list that is not empty, as a JSON Schema."""
+"""The JSON Schema of non-empty lists that `read_token_ids` accepts."""
 
 
 def read_text_or_tokens(value: Any, param: str, like: Any = None, least: int = 0) -> str | list[int]:
-    """Read a text of at least so many characters, or token ids; of a list, what its first item
-    (`like`) is. Raise `ApiError`.
+    """Return a text of at least `least` characters, or token ids.
+
+    `like` is the first item of a list, whose type all items must have. Raise `ApiError`.
     """
     if isinstance(value, str) and (like is None or isinstance(like, str)):
         return fields.text(value, param, least=least)
@@ -26,5 +27,5 @@ def read_text_or_tokens(value: Any, param: str, like: Any = None, least: int = 0
 
 
 def read_token_ids(value: list[Any], param: str) -> list[int]:
-    """Read the items of a list as token ids. Raise `ApiError`."""
+    """Return the items of a list as token ids. Raise `ApiError`."""
     return fields.integers(value, param, 0, fields.INT32)

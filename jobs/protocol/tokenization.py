@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes: what a prompt is made of, without an answer."""
+"""`/tokenize` and `/detokenize`, in vLLM's shapes: the tokens of a prompt, without an answer."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jobs.protocol.value_types import Boolean, Schema, Text, TokenIds, Unsupport
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MOST_BYTES = 4 * 2**20
-"""Of a text that is made into tokens, or of tokens."""
+"""Most characters of a text to tokenize, or most tokens."""
 
 _PROMPT = Text(MOST_BYTES)
 _TOKENS = TokenIds(MOST_BYTES)
@@ -34,7 +34,7 @@ _OPTIONS: dict[str, ValueType] = {
 
 
 class TokenizerCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid call for the tokenizer alone."""
+    """A valid call that needs only the tokenizer."""
 
     endpoint: "TokenizerEndpoint"
     model: str
@@ -55,18 +55,18 @@ class TokenizeCall(TokenizerCall, frozen=True, kw_only=True):
 
 
 class DetokenizeCall(TokenizerCall, frozen=True, kw_only=True):
-    """Tokens whose text is wanted."""
+    """A call for the text of some tokens."""
 
     tokens: Sequence[int]
 
 
 class TokenizerEndpoint(Endpoint):
-    """One that the tokenizer answers, without the engine: no line of a batch."""
+    """An endpoint that needs the tokenizer but no engine; not for lines of a batch."""
 
     tasks = ("tokenize",)
 
     def read(self, body: Any, default_model: str | None) -> TokenizerCall:
-        """Read the body of a call; without `model` it is for the default.
+        """Read the body of a call; without `model` the default one is used.
 
         Raise `ApiError` 400 for a bad value, naming it; unknown parameters are ignored.
         """

@@ -1,4 +1,4 @@
-"""The tools that a chat's answer may call, and which of them it has to."""
+"""The tools that a chat's answer may or must call."""
 
 from typing import Any, ClassVar, NoReturn
 
@@ -25,15 +25,15 @@ _NAMED: Schema = {"type": "object", "required": ["name"], "properties": {"name":
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Whether an answer calls tools, and which it may."""
+    """Whether an answer calls tools, and the ones it may call."""
 
     mode: str  # "none", "auto" or "required"
-    name: str | None = None  # the one that it must call
-    allowed: tuple[str, ...] = ()  # those that it may; empty for all
+    name: str | None = None  # the tool that it must call
+    allowed: tuple[str, ...] = ()  # the tools that it may call; empty for all
 
 
 class Tools:
-    """Functions that an answer may call, kept as given for templates."""
+    """Functions that an answer may call; passed to templates unchanged."""
 
     schema: ClassVar[Schema] = {
         "type": "array",
@@ -55,7 +55,7 @@ class Tools:
 
 
 class ToolChoices:
-    """OpenAI's ways to say which tools an answer calls."""
+    """OpenAI's forms of `tool_choice`."""
 
     schema: ClassVar[Schema] = {
         "anyOf": [
@@ -107,10 +107,10 @@ class ToolChoices:
 
 
 def settle_tools(values: dict[str, Any]) -> None:
-    """Settle, in place, which tools a chat may call: `tools`, `tool_choice` and `tool_name`.
+    """Resolve, in place, the tools of a chat: `tools`, `tool_choice` and `tool_name`.
 
-    Raise `ApiError` 400 for a choice of tools that are not there, and for a call that must be made
-    in an answer of another form. Where one must be made there is no other form.
+    Raise `ApiError` 400 for a choice of missing tools, and for a required call in an answer of
+    another format. A required call removes `response_format`.
     """
     tools: list[dict[str, Any]] = values.get("tools", [])
     choice: ToolChoice = values.pop("tool_choice", None) or ToolChoice("auto")
@@ -128,8 +128,10 @@ def settle_tools(values: dict[str, Any]) -> None:
 
 
 def _take_format_back(values: dict[str, Any]) -> None:
-    """OpenAI's `response_format` is that of the content, which an answer that must call a tool
-    lacks; vLLM refuses its own parameters beside such a call.
+    """Remove `response_format` beside a required tool call; refuse other formats.
+
+    OpenAI's `response_format` is about the content, and an answer with a required call has none.
+    vLLM refuses its own parameters beside such a call.
     """
     form = values.pop("output_format", None)
     if form is not None and form.param != "response_format":
@@ -153,7 +155,7 @@ def _name(value: Any, param: str) -> str:
 
 
 def _member(value: Any, kind: str, param: str) -> dict[str, Any]:
-    """Return the member of an object that its type is named after."""
+    """Return the member of an object that has the name of its type."""
     given = fields.mapping(value, param)
     fields.choice(fields.required(given, "type", f"{param}."), f"{param}.type", (kind,))
     return fields.mapping(fields.required(given, kind, f"{param}."), f"{param}.{kind}")

@@ -1,5 +1,6 @@
-"""One validator for lines of batch files and for live calls: `check_line` looks at a line's
-structure, `parse_call` into its body.
+"""Validation of batch lines and live calls.
+
+`check_line` checks the structure of a line, `parse_call` its body.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -41,7 +42,7 @@ _NO_JSON = "This line is not parseable as valid JSON."
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """Why a file is refused, as an entry of the batch's `errors`."""
+    """An entry of the batch's `errors`: why a file is refused."""
 
     code: str
     line: int | None  # from 1
@@ -52,10 +53,10 @@ class LineError(msgspec.Struct, frozen=True):
 class Call(Parameters, frozen=True, kw_only=True):
     """A valid call; either `prompts` or `messages` is set.
 
-    `max_tokens` is that of both parameters, None for the rest of the context. `logprobs` is how
-    many of the most likely tokens are given beside the answer's own, None for no log probabilities.
-    `tools` are those that may be called; `tool_choice` is "none", "auto" or "required", whichever
-    way that was asked for.
+    `max_tokens` combines both parameters; None means the rest of the context. `logprobs` is the
+    number of most likely tokens besides the answer's own; None means no log probabilities. `tools`
+    are those that may be called; `tool_choice` is "none", "auto" or "required", for every form of
+    the parameter.
     """
 
     endpoint: TextEndpoint
@@ -68,22 +69,22 @@ class Call(Parameters, frozen=True, kw_only=True):
 
     @property
     def sequences(self) -> int:
-        """How many the engine generates for it."""
+        """Return the number of sequences that the engine generates."""
         return max(1, len(self.prompts)) * self.best_of
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether it has the same answer each time: the most likely one, or that of its seed."""
+        """Return whether repeated calls have the same answer: by temperature 0, or by a seed."""
         return self.temperature == 0 or self.seed is not None
 
     @property
     def include_usage(self) -> bool:
-        """Whether its stream ends with a chunk that contains the usage."""
+        """Return whether its stream ends with a chunk that contains the usage."""
         return self.stream_options.include_usage
 
     @property
     def continuous_usage_stats(self) -> bool:
-        """Whether each chunk of its stream contains the usage so far."""
+        """Return whether each chunk of its stream contains the usage so far."""
         return self.include_usage and self.stream_options.continuous_usage_stats
 
 
@@ -95,8 +96,8 @@ def check_line(
     default_model: str | None = None,
     strict: bool = False,
 ) -> Line | LineError:
-    """Check the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
-    file be refused.
+    """Check the structure of line `number` (from 1) of a batch file; an error refuses the whole
+    file.
 
     `endpoint` is the only url allowed (None: any of `BATCH_ENDPOINTS`), `models` those that are
     served, each with its tasks where they are known (None: not looked at), `default_model` that of
@@ -124,8 +125,9 @@ def check_batch_line(
     models: Mapping[str, Collection[str] | None],
     strict: bool = False,
 ) -> Line | LineError:
-    """As `check_line`, for a batch that came through the API: also the body's type is looked at,
-    and the codes are OpenAI's for batches.
+    """Check a line like `check_line`, for a batch that came through the API.
+
+    Also checks the type of the body; the codes are OpenAI's for batches.
     """
     found = check_line(raw, number, endpoint, models, strict=strict)
     if isinstance(found, Line):
@@ -157,8 +159,9 @@ def parse_call(endpoint: str, body: Any) -> Call:
 
 
 def body_schema(endpoint: str) -> Schema:
-    """The bodies that an endpoint takes, as a JSON Schema, but for parameters that contradict each
-    other, and for JSON that is given as text.
+    """Return the JSON Schema of bodies for an endpoint.
+
+    It does not cover contradicting parameters, nor JSON passed as text.
     """
     found = ALL_ENDPOINTS[endpoint]
     if not isinstance(found, TextEndpoint):
@@ -175,7 +178,7 @@ def body_schema(endpoint: str) -> Schema:
 
 
 def decode_body(raw: bytes) -> Any:
-    """JSON from outside. Raises `ApiError` 400 where it is none."""
+    """Return the value of JSON from outside. Raise `ApiError` 400 for malformed JSON."""
     try:
         return decode_json(raw)
     except ValueError as error:

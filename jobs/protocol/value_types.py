@@ -1,5 +1,6 @@
-"""Types of values in a request's body: each reads a value, in OpenAI's words where it is wrong, and
-says the same as a JSON Schema.
+"""Types of values in a request's body.
+
+Each type reads a value, with errors in OpenAI's words, and has an equivalent JSON Schema.
 """
 
 import json
@@ -12,22 +13,24 @@ from jobs.protocol import fields
 
 Schema = dict[str, Any]
 
-_MOST_TOKEN_DIGITS = 9  # of a token id in a key
+_MOST_TOKEN_DIGITS = 9  # of a token id as a key
 
 
 class ValueType(Protocol):
-    """What a parameter may be, null aside."""
+    """The type of a parameter, apart from null."""
 
     def read(self, value: Any, param: str) -> Any:
-        """Return the value as the call keeps it. Raise `ApiError` 400 for one that is wrong."""
+        """Return the value in the form that the call stores. Raise `ApiError` 400 for a wrong
+        one.
+        """
 
     @property
     def schema(self) -> Schema:
-        """What `read` takes, as a JSON Schema."""
+        """Return the JSON Schema of values that `read` accepts."""
 
     @property
     def summary(self) -> str:
-        """The same in a few words, for a table."""
+        """Return a short description for a table."""
 
 
 class Boolean:
@@ -63,7 +66,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class TopK(Integer):
-    """How many of the most likely tokens are kept: 0 or -1 for all, which is kept as 0."""
+    """The number of most likely tokens to keep: 0 or -1 for all, stored as 0."""
 
     low: int = -1
 
@@ -73,7 +76,7 @@ class TopK(Integer):
 
 @dataclass(frozen=True)
 class Truncation(Integer):
-    """How many of a prompt's last tokens are kept; -1: as many as the model can take."""
+    """The number of a prompt's last tokens to keep; -1: as many as the model accepts."""
 
     low: int = -1
 
@@ -94,7 +97,7 @@ class Truncation(Integer):
 
 
 class Budget:
-    """A number of tokens; -1 for no limit, which is kept as None."""
+    """A number of tokens; -1 for no limit, stored as None."""
 
     schema: ClassVar[Schema] = Integer(-1).schema
     summary: ClassVar[str] = Integer(-1).summary
@@ -158,7 +161,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Strings:
-    """Several strings of at least one character; with `or_one` also one alone."""
+    """Several strings of at least one character; with `or_one` also a single string."""
 
     most: int
     longest: int  # characters
@@ -207,7 +210,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class BiasByToken:
-    """Token ids, which JSON can write as strings only, and what is added to their logits."""
+    """Token ids, which JSON can only write as strings, with a number to add to their logits."""
 
     most: int
     bias: Number
@@ -233,14 +236,14 @@ class BiasByToken:
 
 
 class StreamDetails(msgspec.Struct, frozen=True):
-    """What the chunks of a stream say beside the text."""
+    """Additional members in the chunks of a stream."""
 
     include_usage: bool = False  # a last chunk with the usage
-    continuous_usage_stats: bool = False  # with it: each chunk has the usage so far
+    continuous_usage_stats: bool = False  # each chunk has the usage so far
 
 
 class StreamOptions:
-    """What a stream holds beside the text."""
+    """The type of `stream_options`."""
 
     schema: ClassVar[Schema] = {
         "type": "object",
@@ -256,7 +259,7 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A parameter that cannot be honored: only values that change nothing pass."""
+    """A parameter that is not supported: only values without effect are accepted."""
 
     neutral: tuple[Any, ...] = ("", [], {}, False)
     why: str = "must be left out: this cannot be done yet."
@@ -279,13 +282,13 @@ class Unsupported:
 
 
 def must_be(neutral: bool | float | str | list[str]) -> Unsupported:
-    """Return the type of a parameter that may have one value only."""
+    """Return the type of a parameter with only one allowed value."""
     shown = str(neutral).lower() if isinstance(neutral, bool) else repr(neutral)
     return Unsupported((neutral,), f"must be {shown}.")
 
 
 def or_null(schema: Schema) -> Schema:
-    """Return the schema of the same, or null."""
+    """Return the schema of the same value or null."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return {**schema, "type": [kind, "null"]}

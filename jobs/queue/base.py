@@ -1,4 +1,4 @@
-"""What every part of the queue needs: a client, the scripts, the settings."""
+"""The common base of the queue's parts: Redis client, scripts and settings."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -26,18 +26,18 @@ class QueueBase:
         self._blocking = blocking_twin(client)
 
     def close(self) -> None:
-        """Close the connections of blocking reads and of RQ; the client stays its owner's."""
+        """Close the connections of blocking reads and of RQ; the caller closes the client."""
         self._blocking.close()
         if self.rq is not self.redis:
             self.rq.close()
 
     def _command(self, name: str, *arguments: Any) -> Any:
-        """A plain Redis command that may be repeated."""
+        """Run a plain Redis command that may be repeated, and return its reply."""
         execute: Callable[..., Any] = self.redis.execute_command
         return persistently(lambda: execute(name, *arguments), self.settings.redis_retry_seconds)
 
     def commands(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """The replies to plain commands that may be repeated, in one round trip."""
+        """Run plain commands that may be repeated in one round trip, and return their replies."""
         rows = list(commands)
 
         def run() -> list[Any]:
@@ -49,7 +49,7 @@ class QueueBase:
         return persistently(run, self.settings.redis_retry_seconds)
 
     def now(self) -> float:
-        """Unix seconds by the clock of Redis, the only one that all processes share."""
+        """Return unix seconds by the clock of Redis, the only one that all processes share."""
         seconds, micros = self._command("TIME")
         return int(seconds) + int(micros) / 1e6
 
@@ -59,7 +59,7 @@ class QueueBase:
 
 
 def chunks(items: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
-    """Argument lists, one per request, in groups that one script call may handle."""
+    """Split argument lists, one per request, into groups that one script call may handle."""
     group: list[list[Any]] = []
     size = 0
     for item in items:
@@ -73,10 +73,10 @@ def chunks(items: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
 
 
 def flat(items: Iterable[Iterable[T]]) -> list[T]:
-    """One list of all values."""
+    """Return one list of all values."""
     return [value for item in items for value in item]
 
 
 def text(value: bytes | None) -> str:
-    """A reply as text; nothing is the empty string."""
+    """Return a reply as text; None becomes ""."""
     return "" if value is None else value.decode()

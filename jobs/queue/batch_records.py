@@ -1,4 +1,4 @@
-"""The control plane's half of the queue: records of batches, their lines and results."""
+"""The control plane's part of the queue: batch records, their lines and results."""
 
 import itertools
 import uuid
@@ -15,15 +15,15 @@ from jobs.queue.batch_fields import FORGOTTEN, BatchFields, BatchStatus, written
 from jobs.queue.scripts import MAX_ITEMS, Scripts
 
 MAX_PART_LINES = 4000
-"""Lines that one part may hold, since one script registers it and removes its results: it should
-hold up the server for no more than some 3 ms.
+"""Most lines of one part. One script registers a part and removes its results, and it should block
+the server for at most about 3 ms.
 """
 
 
 class BatchQueue(QueueBase):
     """Batches in Redis.
 
-    Of a record, `state` moves only by `transition`, counts only by commits.
+    Only `transition` changes a record's `state`, and only commits change its counts.
     """
 
     def create_batch(
@@ -35,9 +35,9 @@ class BatchQueue(QueueBase):
         state: str = "validating",
         fields: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Make the record of a batch that has none.
+        """Create the record of a batch; return False if it has one.
 
-        False when it has one. `fields` may hold counts and cursor of a rebuilt batch.
+        `fields` may hold counts and cursor of a rebuilt batch.
         """
         start = {"tenant": tenant, "total": total, "generation": 0, "completed": 0, "failed": 0, "cursor": 0}
         return self.transition(batch, [""], state, {**start, **(fields or {})})
@@ -52,9 +52,8 @@ class BatchQueue(QueueBase):
         stamp: str = "",
         done: bytes | None = None,
     ) -> bool:
-        """Move the state, if it is one of `from_states` ("" for no record) and the generation is
-        the given one, and set `fields`; with them the bitmap of lines that are `done`, if one is
-        given. With a `stamp` early lines must be of that input.
+        """Move the state to `to_state` and set `fields`; return False, changing nothing, on a
+        mismatch.
 
         A state may move to itself. False changes nothing.
         """
@@ -67,13 +66,13 @@ class BatchQueue(QueueBase):
         )
 
     def batch_fields(self, batch: str) -> BatchFields:
-        """Return the record, without a state when there is none."""
+        """Return the record; its state is "" if there is none."""
         return BatchFields.read_hash(self._command("HGETALL", keys.batch(batch)))
 
     def active_batches(self) -> dict[str, BatchStatus]:
-        """Return what the batches that the control plane has work on need, by id.
+        """Return the status of each batch that the control plane has work on, by id.
 
-        Not repeated while Redis is away, unlike the rest.
+        Not retried while Redis is unavailable, unlike the other methods.
         """
         members: Any = self.redis.smembers(keys.ACTIVE)
         batches, names = sorted(map(text, members)), BatchStatus.__struct_fields__
@@ -84,21 +83,21 @@ class BatchQueue(QueueBase):
         return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
 
     def note_risks(self, risks: Mapping[str, str]) -> None:
-        """Note the `risk` of batches in progress, which decides on their places in the queue."""
+        """Set the `risk` of batches in progress, which affects their order in the queue."""
         for group in chunks([batch, risk] for batch, risk in risks.items()):
             self._scripts.call("risk", flat(group))
 
     def note_appended(self, batch: str, tokens: int) -> None:
-        """Note about how many tokens the requests of an open batch have; the most counts."""
+        """Record an estimate of the tokens of an open batch's requests; the highest one is kept."""
         self._scripts.call("appended", [batch, tokens])
 
     def batches(self) -> list[str]:
-        """Ids of all batches that have a record."""
+        """Return the ids of all batches that have a record."""
         return list(self.states())
 
     def states(self) -> dict[str, str]:
-        """The state of each batch that has a record, by id; those whose record has expired are
-        struck off.
+        """Return the state of each batch that has a record, by id; remove ids whose record has
+        expired.
         """
         states = self.states_of(sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES)))
         if gone := [batch for batch, state in states.items() if not state]:
@@ -106,29 +105,31 @@ class BatchQueue(QueueBase):
         return {batch: state for batch, state in states.items() if state not in ("", FORGOTTEN)}
 
     def states_of(self, batches: Sequence[str]) -> dict[str, str]:
-        """The state of each of these batches, by id; "" for one without a record."""
+        """Return the state of each of these batches, by id; "" for a batch without a record."""
         replies = self.commands(("HGET", keys.batch(batch), "state") for batch in batches)
         return dict(zip(batches, map(text, replies), strict=True))
 
     def statuses(self, batches: Sequence[str]) -> dict[str, BatchStatus]:
-        """What these batches need, by id, in one round trip."""
+        """Return the status of each of these batches, by id, in one round trip."""
         names = BatchStatus.__struct_fields__
         rows = self.commands(("HMGET", keys.batch(batch), *names) for batch in batches)
         return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
 
     def ended_batches(self, count: int) -> dict[str, float]:
-        """Return when each of the batches that ended last was cleaned, by id, unix seconds, the
-        latest first; at most 100 are noted.
+        """Return when each of the last `count` ended batches was cleaned (unix seconds), by id,
+        latest first.
+
+        At most 100 are stored.
         """
         rows = self._command("ZREVRANGE", keys.ENDED, 0, count - 1, "WITHSCORES")
         return {text(batch): float(score) / 1000 for batch, score in zip(rows[::2], rows[1::2], strict=True)}
 
     def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
-        """Add lines to the ready list (at most 500) and move the batch's cursor from `start` to
+        """Add at most 500 lines to the ready list and move the batch's cursor from `start` to
         `cursor`.
 
-        True when the cursor now is at `cursor`, by this call or an earlier one; False when it
-        is elsewhere or the batch is not in progress. Lines that are done or present already are
+        Return True if the cursor is now at `cursor`, by this call or an earlier one; False if it is
+        elsewhere or the batch is not in progress. Lines that are done or already queued are
         skipped.
         """
         if len(requests) > MAX_ITEMS:
@@ -137,19 +138,19 @@ class BatchQueue(QueueBase):
         return bool(self._scripts.call("ingest", [batch, start, cursor, "", *flat(rows)]))
 
     def ingest_early(self, batch: str, requests: Sequence[tuple[int, Request]], stamp: str) -> bool:
-        """Add lines (at most 500) of a batch that is validated, whose input has this stamp.
+        """Add at most 500 lines of a batch in validation, whose input has this stamp.
 
-        False when it has lines of another stamp, or is not validated any more. Raise
-        `QueueUnavailable` without another try.
+        Return False if the batch has lines of another stamp, or is no longer in validation. Raise
+        `QueueUnavailable` without a retry.
         """
         rows = ((line, request.model, pack(request)) for line, request in requests)
         return bool(Scripts(self.redis, 0.0).call("ingest", [batch, 0, 0, stamp, *flat(rows)]))
 
     def discard(self, batch: str, state: str, generation: int) -> bool:
-        """Remove every early line of a batch, also those that finished; continue where a killed
-        call stopped. Commits of these lines then change nothing.
+        """Remove every early line of a batch, finished or not; resume where a killed call stopped.
 
-        False, once the batch is in another state or of another generation; some may be left then.
+        Later commits of these lines change nothing. Return False once the batch is in another state
+        or generation; some lines may remain then.
         """
         left = 1
         while left > 0:
@@ -157,21 +158,25 @@ class BatchQueue(QueueBase):
         return left == 0
 
     def window_bytes(self, batch: str) -> int:
-        """Bytes of the request bodies in Redis, waiting or running."""
+        """Return the bytes of the request bodies in Redis, waiting or running."""
         return int(self._command("HGET", keys.batch(batch), "body_bytes") or 0)
 
     def window_lines(self, batch: str) -> int:
-        """Lines in Redis, waiting or running."""
+        """Return the number of lines in Redis, waiting or running."""
         return int(self._command("HLEN", keys.bodies(batch)))
 
     def window(self, batch: str) -> tuple[int, int, int]:
-        """Return `window_lines`, `window_bytes` and how many batches are active; one round trip."""
+        """Return `window_lines`, `window_bytes` and the number of active batches, in one round
+        trip.
+        """
         asked = [("HLEN", keys.bodies(batch)), ("HGET", keys.batch(batch), "body_bytes"), ("SCARD", keys.ACTIVE)]
         lines, size, active = self.commands(asked)
         return int(lines), int(size or 0), int(active)
 
     def results(self, batch: str, limit: int = MAX_PART_LINES) -> list[tuple[int, Result]]:
-        """Finished lines that no part holds yet, or `limit` of them, by line. They stay."""
+        """Return up to `limit` finished lines that are in no part yet, in line order, without
+        removing them.
+        """
         found: dict[bytes, bytes] = {}
         cursor = None
         while cursor != 0 and len(found) < limit:
@@ -182,16 +187,17 @@ class BatchQueue(QueueBase):
         return [(line, unpack_result(value)) for line, value in lines]
 
     def results_of(self, batch: str, lines: Sequence[int], most_bytes: int) -> list[Result | None]:
-        """The results of the first of these lines (at most 500); None for one that has none here,
-        as where a part holds it.
+        """Return the results of the first of these lines (at most 500); None for a line without
+        one.
 
-        The line with which they get to `most_bytes` is the last of them.
+        A line has no result here before it is done and after a part holds it. The list ends with
+        the line that reaches `most_bytes`.
         """
         found = self._scripts.call("answers", [batch, most_bytes, *lines[:MAX_ITEMS]])
         return [None if value is None else unpack_result(value) for value in found]
 
     def finished_of(self, batch: str, lines: Sequence[int]) -> list[int]:
-        """Those of these lines that have their result, in Redis or in a part."""
+        """Return those of these lines that have a result, in Redis or in a part."""
         if not lines:
             return []
         first, last = min(lines) >> 3, max(lines) >> 3
@@ -199,16 +205,15 @@ class BatchQueue(QueueBase):
         return [line for line in lines if bits[(line >> 3) - first] & 0x80 >> (line & 7)]
 
     def undrained_lines(self, batch: str) -> int:
-        """Finished lines whose results are in Redis."""
+        """Return the number of finished lines whose results are in Redis."""
         return int(self._command("HLEN", keys.results(batch)))
 
     def drained(self, batch: str, part: str, lines: Sequence[int], fields: Mapping[str, Any] | None = None) -> bool:
-        """Register a part that lasts on disk, remove its lines' results, and set `fields` of the
-        record, at once.
+        """Register a part on disk, remove its lines' results and set `fields`, atomically.
 
-        True when the part is registered, by this call or an earlier one. False, changing nothing,
-        when one of the lines has no result any more: another part holds it, and this one must not
-        count.
+        Return True if the part is registered, by this call or an earlier one. Return False,
+        changing nothing, if a line has no result in Redis: another part holds it, and this one must
+        not count.
         """
         if len(lines) > MAX_PART_LINES:
             raise ValueError(f"{len(lines)} lines in one part, at most {MAX_PART_LINES}")
@@ -216,10 +221,10 @@ class BatchQueue(QueueBase):
         return bool(self._scripts.call("drained", [*head, *lines, *flat(written(fields or {}).items())]))
 
     def restore(self, batch: str, part: str, lines: int, outcomes: Iterable[tuple[int, bool]]) -> None:
-        """Make the lines of a part on disk done, each with whether it succeeded, and then register
-        it, with `lines` of them.
+        """Mark the lines of a part on disk as done, each with its outcome, then register the part.
 
-        For what Redis lost of them; of lines that it knows to be drained nothing changes.
+        `lines` is the part's number of lines. Restores data that Redis lost; lines already recorded
+        as drained do not change.
         """
         left = iter(outcomes)
         name = ""
@@ -235,45 +240,50 @@ class BatchQueue(QueueBase):
         return bool(self._command("HEXISTS", keys.parts(batch), part))
 
     def parts(self, batch: str) -> dict[str, int]:
-        """Registered parts and the number of their lines."""
+        """Return the registered parts and the number of lines in each."""
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
 
     def set_parts(self, batch: str, generation: int, parts: Mapping[str, int]) -> None:
-        """Register these parts, of which the last is what counts, and forget all others.
+        """Register these parts, in order, and remove all others.
 
-        Changes nothing in a batch that has ended or whose generation is another one.
+        Recovery looks only for the last one. Changes nothing in a batch that has ended or has
+        another generation.
         """
         self._scripts.call("parts", [batch, generation, *flat(parts.items())])
 
     def done(self, batch: str) -> bytes:
-        """The bitmap of lines that have their result: bit 7 of the first byte is line 0, as Redis
-        counts.
+        """Return the bitmap of lines that have a result: bit 7 of the first byte is line 0, as in
+        Redis.
         """
         return bytes(self._command("GET", keys.done(batch)) or b"")
 
     def open_batch(self, tenant: str, batch: str, most: int | None) -> bool:
-        """Counts a batch among its tenant's open ones until `clean_up` or `forget`; False where
-        these are `most` already.
+        """Count a batch among its tenant's open ones until `clean_up` or `forget`.
+
+        Return False if the tenant already has `most`.
         """
         return bool(self._scripts.call("open_batch", [tenant, batch, "" if most is None else most]))
 
     def open_batches(self, tenant: str) -> list[str]:
-        """The tenant's open batches that came through the API; of one whose maker was killed there
-        may be no record.
+        """Return the tenant's open batches that came through the API.
+
+        A batch may have no record, if the process that created it was killed.
         """
         return sorted(text(batch) for batch in self._command("SMEMBERS", keys.open_batches(tenant)))
 
     def open_states(self, tenant: str) -> dict[str, str]:
-        """The state of each of the tenant's open batches; "" for one without a record."""
+        """Return the state of each of the tenant's open batches; "" if one has no record."""
         return self.states_of(self.open_batches(tenant))
 
     def dismiss(self, tenant: str, *batches: str) -> None:
-        """Take batches out of the open ones."""
+        """Remove batches from the tenant's open ones."""
         self._command("SREM", keys.open_batches(tenant), *batches)
 
     def announce(self, tenant: str, batch: str, *, listed: bool, runs: bool) -> None:
-        """Make known a batch that gets its record next: in the tenant's listing, and, while it
-        `runs`, to the ticker and among the tenant's open batches.
+        """Announce a batch before its record is created.
+
+        `listed` adds it to the tenant's listing; `runs` adds it to the active batches and to the
+        tenant's open ones.
         """
         commands: list[tuple[Any, ...]] = [("ZADD", keys.batch_index(tenant), 0, batch)] if listed else []
         if runs and listed:
@@ -283,12 +293,13 @@ class BatchQueue(QueueBase):
         self.commands(commands)
 
     def unlist_batch(self, tenant: str, batch: str) -> None:
-        """Take a batch out of the listing."""
+        """Remove a batch from the listing."""
         self._command("ZREM", keys.batch_index(tenant), batch)
 
     def listed_batches(self, tenant: str, after: str | None, count: int, created: Period = ALWAYS) -> list[str]:
-        """The next `count` ids of the tenant's listing that were created then, newest first, behind
-        `after`, which need not be there.
+        """Return the next `count` ids of the tenant's listing created in that period, newest first.
+
+        They follow `after`, which need not exist.
         """
         first, end = created.names(BATCH, TIME_DIGITS)
         behind = min(filter(None, (after, end)), default=None)
@@ -299,21 +310,22 @@ class BatchQueue(QueueBase):
     def remove_unfinished(self, batch: str) -> None:
         """Remove every waiting and running line and notify the workers.
 
-        Move the state first, so that nothing is claimed or added meanwhile.
+        Change the state first, so that no line is claimed or added meanwhile.
         """
         while int(self._scripts.call("cancel", ["batch", MAX_ITEMS, batch])) > 0:
             pass
 
     def clean(self, batch: str, fields: BatchFields) -> None:
-        """Remove all of a batch that ended but its record, which is kept for some days, unless the
-        record is no longer what was read.
+        """Remove all keys of an ended batch except its record, which expires after some days.
+
+        Changes nothing if the record differs from `fields`.
         """
         self._scripts.call("clean", [batch, fields.token, fields.tenant, self.settings.ended_batch_seconds])
 
     def forget(self, batch: str) -> None:
-        """Remove every key of a batch; continue where a killed call stopped.
+        """Remove every key of a batch; resume where a killed call stopped.
 
-        For the holder of `storage.exclusive`.
+        The caller must hold `storage.exclusive`.
         """
         tenant = self.batch_fields(batch).tenant
         while (fields := self.batch_fields(batch)).exists:

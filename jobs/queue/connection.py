@@ -1,7 +1,7 @@
-"""Redis clients with timeouts and retries stated, because redis-py's defaults repeat writes
-silently (see `connect`).
+"""Redis clients with explicit timeouts and retries, since redis-py's defaults silently repeat
+writes.
 
-Every connection that they make looks at its server first: after an outage, another one may answer.
+Every new connection checks its server first: after an outage, another server may answer.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from jobs.queue.sentinels import FOUND_BY_SENTINELS, sentinel_pool
 from jobs.server import ServerError
 
 MAX_BLOCK_SECONDS = 5.0
-"""Longest time that one blocking read may wait on the server."""
+"""Longest time that one blocking read waits on the server."""
 
 PERMISSIONS = "~{q}* ~rq:* &rq:* +@all -@admin -@dangerous +info +client|list"
-"""What a Redis user needs, as ACL SETUSER takes it."""
+"""Permissions that a Redis user needs, in the form of ACL SETUSER."""
 
 _OPTIONS: dict[str, Any] = {
     "protocol": 2,
@@ -45,30 +45,32 @@ logger = logging.getLogger(__name__)
 
 
 def connect(url: str, *, db: int | None = None) -> redis.Redis:
-    """A client for calls that do not block; `db` is used in place of the URL's database.
+    """Return a client for calls that do not block; `db` replaces the URL's database.
 
-    It never retries by itself: a lost reply would repeat a write; `jobs.queue.scripts` retries.
+    The client never retries: a lost reply would repeat a write. `jobs.queue.scripts` retries.
     """
     return redis.Redis.from_pool(_pool(redis, url, db, Retry(NoBackoff(), 0), _check_new))
 
 
 def connect_async(url: str, *, connections: int = _MAX_CONNECTIONS) -> redis.asyncio.Redis:
-    """An asyncio client, with timeouts that also suit blocking reads of up to
-    `MAX_BLOCK_SECONDS`, of which each takes one of its `connections`.
+    """Return an asyncio client for blocking reads of up to `MAX_BLOCK_SECONDS`.
+
+    Each blocking read uses one of its `connections`.
     """
     pool = _pool(redis.asyncio, url, None, AsyncRetry(NoBackoff(), 0), _check_new_async, connections)
     return redis.asyncio.Redis.from_pool(pool)
 
 
 def blocking_twin(client: redis.Redis) -> redis.Redis:
-    """A second client to the same server, for XREAD BLOCK of up to `MAX_BLOCK_SECONDS`, which its
-    socket outlasts.
+    """Return a second client to the same server for blocking reads of up to `MAX_BLOCK_SECONDS`.
+
+    Its socket timeout is longer than that.
     """
     return twin(client, socket_timeout=2 * MAX_BLOCK_SECONDS)
 
 
 def twin(client: redis.Redis, **changes: Any) -> redis.Redis:
-    """A second client to the same server, with other timeouts or another database."""
+    """Return a second client to the same server, with other timeouts or another database."""
     pool = client.connection_pool
     options = {**pool.connection_kwargs, "connection_class": pool.connection_class, **changes}
     if isinstance(pool, redis.sentinel.SentinelConnectionPool):
@@ -77,14 +79,16 @@ def twin(client: redis.Redis, **changes: Any) -> redis.Redis:
 
 
 def check_server(client: redis.Redis) -> None:
-    """Raise `ServerError` unless the server can hold the queue, lets this user do so, and holds
-    data of this schema (written when there is none).
+    """Raise `ServerError` unless the server can hold the queue for this user, with data of this
+    schema.
+
+    Writes the schema version if none is stored.
     """
     try:
         with _explained():
             info: Any = client.info()
             _judge(info)
-            # Asked first, because a server that is full refuses to be written to
+            # Read before writing: a server that is full refuses writes.
             stored: Any = client.get(keys.SCHEMA)
             if stored is None and not client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True):
                 stored = client.get(keys.SCHEMA)
@@ -104,14 +108,14 @@ def check_server(client: redis.Redis) -> None:
 
 
 class _Cancellable:
-    """Put before one of redis-py's asyncio connections: a command can be cancelled at any point.
+    """Mixin for redis-py's asyncio connections that makes a command cancellable at any point.
 
     redis-py sends with `asyncio.wait_for`, which on Python 3.11 loses a cancellation that comes
     just after the last byte, or just as sending fails. The task would go on forever.
     """
 
     async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
-        """Send, and raise the cancellation that came meanwhile, also in place of a failure."""
+        """Send, then raise a cancellation that came meanwhile, also in place of an error."""
         base: Any = super()
         task = asyncio.current_task()
         assert task is not None
@@ -123,12 +127,12 @@ class _Cancellable:
                 raise asyncio.CancelledError from error
             raise
         if task.cancelling() > earlier:
-            await base.disconnect(nowait=True)  # no other command may get the reply
+            await base.disconnect(nowait=True)  # no other command may read this reply
             raise asyncio.CancelledError
 
 
 class _UnfitServer(QueueUnavailable, redis.ConnectionError):
-    """The server that answered cannot hold a queue. Calls retry, since it may be set right."""
+    """The server that answered cannot hold a queue. Calls retry, since an operator may fix it."""
 
 
 def _pool(
@@ -139,7 +143,9 @@ def _pool(
     on_connect: Callable[[Any], object],
     connections: int = _MAX_CONNECTIONS,
 ) -> Any:
-    """A pool of redis-py's, whose asyncio half has the same classes (`library`)."""
+    """Return a connection pool of `library`, redis or redis.asyncio, which use the same class
+    names.
+    """
     try:
         address = parse_redis_url(url)
         options = {**_OPTIONS, "retry": retry, **library.connection.parse_url(address.server)}
@@ -149,7 +155,7 @@ def _pool(
         if "path" not in options:
             options["socket_keepalive"] = True
         pool = sentinel_pool(library, address, options) if address.sentinels else library.ConnectionPool(**options)
-        pool.connection_class(**pool.connection_kwargs)  # which reads the options
+        pool.connection_class(**pool.connection_kwargs)  # reads the options
         if library is redis.asyncio:
             sentinels = pool.sentinel_manager.sentinels if address.sentinels else ()
             for one in (pool, *(sentinel.connection_pool for sentinel in sentinels)):
@@ -183,7 +189,7 @@ def _explained() -> Iterator[None]:
         if "DB index" not in str(error):
             raise
         raise _UnfitServer(
-            "The server has no database of that number (its setting `databases` says how many it has): use a smaller"
+            "The server has no database of that number (its setting `databases` is their count): use a smaller"
             " one in the Redis URL or --rq-db."
         ) from None
 
@@ -193,13 +199,14 @@ def _parse(info: bytes) -> dict[str, str]:
 
 
 def _judge(info: Mapping[str, Any], connection: Any = None) -> None:
-    """Raise `_UnfitServer` for a server that cannot hold a queue, by what it says of itself.
+    """Raise `_UnfitServer` if INFO shows that the server cannot hold a queue.
 
-    INFO has all that is needed, also where CONFIG is forbidden, as in managed services. A server
-    that Sentinels named must be a master: they may notice later than the server that it is none.
+    INFO contains all that is needed, also where CONFIG is forbidden, as in managed services. A
+    server that Sentinels name must be a master: they may notice a role change later than the
+    server.
     """
     if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
-        raise _UnfitServer("The server is a Sentinel: use redis+sentinel://host:26379/service, with its name for it.")
+        raise _UnfitServer("The server is a Sentinel: use redis+sentinel://host:26379/SERVICE, SERVICE being its name.")
     name, version = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST_VERSION:
         raise _UnfitServer(
@@ -208,7 +215,7 @@ def _judge(info: Mapping[str, Any], connection: Any = None) -> None:
     if str(info.get("cluster_enabled")) == "1":
         raise _UnfitServer(
             "The server belongs to a Redis Cluster, which would spread the keys of one batch over its nodes: use a"
-            " server with cluster-enabled no, with replicas behind Sentinel if it must not be missed."
+            " server with cluster-enabled no, with replicas behind Sentinel for failover."
         )
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction" and str(info.get("maxmemory")) != "0":
@@ -217,5 +224,5 @@ def _judge(info: Mapping[str, Any], connection: Any = None) -> None:
         )
     if isinstance(connection, FOUND_BY_SENTINELS) and info.get("role") != "master":
         raise redis.ConnectionError(
-            f"{connection.host}:{connection.port} is a replica; its Sentinels name no other yet"
+            f"{connection.host}:{connection.port} is a replica; its Sentinels have not named a master yet"
         )

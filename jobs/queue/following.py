@@ -1,5 +1,6 @@
-"""What clients need that follow a request or a batch: the note that they do, and of a batch the
-snapshot with which they begin, the tokens of its running requests so far.
+"""Following a request or a batch: the watch record, and the snapshot a batch's client starts from.
+
+The snapshot has the tokens of the batch's running requests so far.
 """
 
 import time
@@ -11,18 +12,18 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.streams import position
 
 _AT_ONCE = 16
-"""Requests whose text so far is in memory at once."""
+"""Requests whose text is in memory at once."""
 
 
 def traces(key: RequestKey) -> tuple[tuple[str, ...], ...]:
-    """Return commands whose replies are all 0 for a request that neither waits nor runs nor left a
+    """Return commands whose replies are all 0 for a request that does not wait or run and has no
     stream.
     """
     return ("EXISTS", keys.tokens(str(key))), ("HEXISTS", keys.bodies(key.batch), str(key.line))
 
 
 class Watch:
-    """The note that a client reads a request or a batch; renew it with `begin` when it is due."""
+    """The record that a client reads a request or a batch; renew it with `begin` when it is due."""
 
     def __init__(self, queue: Queue, target: RequestKey | str, seconds: int) -> None:
         self._queue = queue
@@ -32,22 +33,22 @@ class Watch:
 
     @property
     def due(self) -> bool:
-        """Return whether half of the recorded time is over."""
+        """Return whether half of the recorded time has passed."""
         return time.monotonic() > self._until
 
     def begin(self) -> str:
-        """Record it now. Return what `Queue.watch` does."""
+        """Record the watch now. Return the result of `Queue.watch`."""
         last_id = self._queue.watch(self._target, self._seconds)
         self._until = time.monotonic() + self._seconds / 2
         return last_id
 
 
 class StreamSnapshot:
-    """Iterate over it once; reading the stream after `last_id` then misses nothing and repeats
-    nothing.
+    """The entries of a batch's running requests so far; iterate over it once.
 
-    `first_id` is the batch's last entry when it was watched; `last_id` is None when the iteration
-    took so long that it was trimmed meanwhile.
+    Reading the stream after `last_id` then misses nothing and repeats nothing. `first_id` is the
+    batch's last entry when the watch began. `last_id` is None if the stream was trimmed during the
+    iteration.
     """
 
     def __init__(self, queue: Queue, batch: str, first_id: str) -> None:
@@ -65,14 +66,14 @@ class StreamSnapshot:
         yield from self._meanwhile()
 
     def _so_far(self, requests: Sequence[RequestKey], end: str = "+") -> list[BatchEntry]:
-        """Return one entry for all that is stored in a request's own stream."""
+        """Return one entry per request with all that its own stream holds."""
         own = self._queue.read_ranges([(key, "-", end) for key in requests])
         sums = [_summed_up(entries) for entries in own if entries]
         self._seen |= {entry.key: position(entry.entry_id) for entry in sums if entry.key is not None}
         return sums
 
     def _meanwhile(self) -> Iterator[list[BatchEntry]]:
-        """What came in the time that the walk took until now, less what it has shown."""
+        """Yield entries that came since the watch began, without those already yielded."""
         last_id = self._queue.last_of_batch(self._batch)
         reached = max(self._first_id, self._queue.discarded_at(self._batch), key=position)
         while last_id is not None and reached != last_id:
@@ -80,7 +81,7 @@ class StreamSnapshot:
             if not entries:
                 return
             entries = [entry for entry in entries if position(entry.id) <= position(last_id)]
-            if not entries:  # what was there is discarded
+            if not entries:  # the remaining entries were discarded
                 break
             reached = entries[-1].id
             for start in range(0, len(entries), _AT_ONCE):
@@ -91,7 +92,7 @@ class StreamSnapshot:
         if entry.key is None:
             return []
         known = self._seen.get(entry.key)
-        # It was not among the running ones: it has just begun, or ended before they were asked for
+        # The request was not running at the start: it began since then, or ended just before.
         if known is None:
             before = self._so_far([entry.key], f"({entry.entry_id}")
             self._seen.setdefault(entry.key, (0, 0))

@@ -1,6 +1,4 @@
-"""What workers say of their engines and GPUs every few seconds, and how much waits: the numbers
-behind `GET /metrics`.
-"""
+"""Gauges that workers report of their engines and GPUs, and queue depths, for `GET /metrics`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,32 +14,32 @@ from jobs.queue.base import QueueBase, text
 from jobs.queue.batch_fields import RISKS, BatchFields
 
 GAUGES_SECONDS = 30
-"""How long a worker's gauges are believed."""
+"""How long a worker's gauges count as current."""
 
 
 class GpuGauges(msgspec.Struct, frozen=True):
-    """Figures of one GPU as its driver reports them; None where it reports none."""
+    """Figures of one GPU from its driver; None where the driver reports none."""
 
     name: str
     uuid: str
-    busy: float | None = None  # share of the last moments in which something ran
+    busy: float | None = None  # share of the last moments in which a kernel ran
     memory_used: int | None = None  # bytes
     memory_total: int | None = None  # bytes
     watts: float | None = None
 
 
 class MetricDescriptor(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker declares of one of its metrics."""
+    """A worker's declaration of one of its metrics."""
 
     name: str
     help: str
     kind: str  # counter, gauge or histogram; newer versions may have others
-    label: str = ""  # besides those that name the worker
+    label: str = ""  # in addition to those that name the worker
     buckets: list[float] = []
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
-    """A value of a metric; of a histogram the sum, and how many observations each bucket has."""
+    """A value of a metric; for a histogram the sum, and the count of each bucket."""
 
     label: str
     value: float
@@ -49,7 +47,8 @@ class MetricSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerGauges(msgspec.Struct, frozen=True):
-    """One worker's engine. `tokens` are those generated in its life, the rest is the present.
+    """One worker's engine. `tokens` counts those generated in its life, the other fields are
+    current.
 
     `metrics` has the samples of each metric that the worker's record declares, in that order.
     """
@@ -69,17 +68,17 @@ _decode = msgspec.msgpack.Decoder(WorkerGauges).decode
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Requests that wait for a worker, and batches."""
+    """Numbers of requests that wait for a worker, and of batches."""
 
     live: dict[str, int]  # by model
-    # By model; only those in the ready lists, which hold a window of each batch
+    # By model; counts only the ready lists, which hold a window of each batch.
     batch: dict[str, int]
     quarantined: dict[str, int]  # by model
-    batches: dict[str, int]  # those that the control plane has work on, by state
-    at_risk: dict[str, int]  # by risk, of those in progress: `BatchStatus.risk`
-    ended: dict[str, int]  # how many batches came to each end, since Redis was empty
-    # By model, of those for which one waits: seconds since the oldest live call was submitted, and
-    # since the oldest batch with lines in the ready lists was created
+    batches: dict[str, int]  # batches that the control plane has work on, by state
+    at_risk: dict[str, int]  # batches in progress by risk (`BatchStatus.risk`)
+    ended: dict[str, int]  # batches by end state, since Redis was empty
+    # Seconds by model, without models that nothing waits for: since the oldest live call was
+    # submitted, and since the oldest batch with lines in the ready lists was created.
     oldest_live: dict[str, float]
     oldest_batch: dict[str, float]
 
@@ -88,19 +87,19 @@ class Gauges(QueueBase):
     """Part of `jobs.queue.request_queue.Queue`."""
 
     def report_gauges(self, worker: str, gauges: WorkerGauges) -> None:
-        """Replace what the worker said before."""
+        """Replace the worker's last report."""
         self._command("SET", keys.gauges(worker), pack(gauges), "EX", GAUGES_SECONDS)
 
     def gauges(self, workers: list[str]) -> dict[str, WorkerGauges]:
-        """Of those that reported lately."""
+        """Return the gauges of those workers that reported lately."""
         packed = self._command("MGET", *map(keys.gauges, workers)) if workers else []
         found = zip(workers, packed, strict=True)
         return {worker: _decode(value) for worker, value in found if value is not None}
 
     def depths(self, models: list[str]) -> Depths:
-        """How much waits, of live calls and quarantined requests for these models.
+        """Return the queue's depths; live calls and quarantined requests count for these models.
 
-        Up to five round trips, and nothing is asked for a batch that ended.
+        Takes up to five round trips; ended batches are not read.
         """
         ends = sorted(END_STATES)
         of_models = [command for model in models for command in _of_model(model)]
@@ -138,10 +137,10 @@ class Gauges(QueueBase):
         )
 
     def unfinished(self, models: list[str]) -> dict[str, int]:
-        """Return how many live calls wait for each of these models, and how many lines of batches
-        have no result, with those that Redis does not hold yet.
+        """Return the number of live calls waiting and of batch lines without a result, by model.
 
-        Up to three round trips. Lines of a batch with several models count for each in equal parts.
+        Includes lines that are not in Redis yet. Takes up to three round trips. Lines of a batch
+        with several models count for each in equal parts.
         """
         of_models = [command for model in models for command in _of_model(model)]
         active, *counts = self.commands([["SMEMBERS", keys.ACTIVE], *of_models])
@@ -164,8 +163,9 @@ class Gauges(QueueBase):
         return {model: found[model] for model in models}
 
     def _early_lines(self, batches: list[str]) -> Iterator[tuple[int, list[str]]]:
-        """Yield how many lines the input of each batch that is validated has, less those with a
-        result, and their models: an estimate from its size and that of its early lines.
+        """Yield the number of unfinished lines of each batch in validation, and their models.
+
+        The number is an estimate from the size of the input and that of its early lines.
         """
         names = ("input_bytes", "body_bytes", "used_lines", "used_bytes")
         replies = self.commands(
@@ -184,7 +184,7 @@ class Gauges(QueueBase):
             yield max(held, lines - record.used_lines), [text(one) for one in models]
 
     def _ages(self, lists: list["_WaitingList"]) -> dict[str, dict[str, float]]:
-        """By kind and model the age of the oldest request of these lists, in seconds.
+        """Return the age in seconds of the oldest request of these lists, by kind and model.
 
         A list is in the order of arrival, so its head is asked. A call that was just taken is left
         out.
@@ -208,7 +208,7 @@ class _WaitingList(NamedTuple):
     kind: str
     model: str
     key: str
-    created: bytes | None = None  # when its batch was, unix seconds
+    created: bytes | None = None  # when its batch was created, unix seconds
 
 
 def _of_model(model: str) -> list[list[Any]]:

@@ -1,6 +1,6 @@
 """The name of every key in Redis.
 
-All keys of the request path share the hash tag {q}, so that scripts may touch any of them.
+All keys of the request path share the hash tag {q}, so that scripts may access any of them.
 """
 
 SCHEMA_VERSION = "2"
@@ -9,7 +9,7 @@ SCHEMA = "{q}:schema"
 FENCE = "{q}:fence"  # counter; each claim of a request takes the next number
 LEASES = "{q}:leases"  # zset: request key -> deadline, ms of Redis TIME
 LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker> <model>"
-# Hash: request key -> "<attempts> <deaths> <engine_crashes>", only once it was released unfinished
+# Hash: request key -> "<attempts> <deaths> <engine_crashes>", once it was released unfinished
 TRIES = "{q}:tries"
 # Zset: request key or batch id -> until when a client reads its tokens, ms of Redis TIME
 WATCHED = "{q}:watched"
@@ -21,31 +21,30 @@ QUARANTINE_WAITS = "{q}:quarantine_waits"
 TOTALS = "{q}:totals"
 # Hash: state -> how many times a batch came to it from another one, since Redis was empty
 ENTERED = "{q}:entered"
-CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
+CREDIT = "{q}:credit"  # hash: model -> live requests claimed since batch lines last had their share
 LIVE_CALLS = "{q}:live_calls"  # hash: request key -> "<bytes> <API process or -> <model>", of live_usage
-RETAINED = "{q}:retained"  # zset: live call that ended and whose stream is retained -> when it ended, ms
-RETAINED_BYTES = "{q}:retained_bytes"  # hash: such a call -> bytes of its stream; "" -> those of all
+RETAINED = "{q}:retained"  # zset: ended live call whose stream is retained -> when it ended, ms
+RETAINED_BYTES = "{q}:retained_bytes"  # hash: retained live call -> bytes of its stream; "" -> the sum
 KEY_USAGE = "{q}:key_usage"  # hash: "<API key's id> <name of a count>"
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
-ENDED = "{q}:ended"  # zset: each of the batches that ended last -> when it was cleaned, ms of Redis TIME
-WEIGHTS = "{q}:weights"  # hash: tenant -> its weight, where that is not 1
-LIVE_WEIGHTS = "{q}:live_weights"  # hash: the same by the mark of the tenant that ids of live calls bear
-WAITING_BATCHES = "{q}:waiting_batches"  # zset: batch that no process has taken -> since when, unix seconds
+ENDED = "{q}:ended"  # zset: recently ended batch -> when it was cleaned, ms of Redis TIME
+WEIGHTS = "{q}:weights"  # hash: tenant -> its weight, if not 1
+LIVE_WEIGHTS = "{q}:live_weights"  # hash: the same by the tenant's mark in ids of live calls
+WAITING_BATCHES = "{q}:waiting_batches"  # zset: batch that no process has claimed -> since when, unix seconds
 LEADER = "{q}:leader"  # token of the ticker in charge
 FLEET_LEADER = "{q}:fleet_leader"  # token of the process that places workers on a Ray cluster
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
-# Since when there are records of workers, or that was first asked, after Redis was empty, ms of
-# Redis TIME
+# Since when worker records exist, or of the first query, after Redis was empty, ms of Redis TIME
 REGISTRY_SINCE = "{q}:registry_since"
 ON_DEMAND = "{q}:on_demand"  # hash: "<server> <model>" -> OnDemandModel; lasts as long as a server repeats it
-# Zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload
+# Zset: file id -> when the sweep checks it, unix seconds: its expiry, or a day after an upload
 # began
 FILE_EXPIRY = "{q}:file_expiry"
-STORE = "{q}:store"  # id of the file store, as its marker file has it
-QUEUE_ID = "{q}:id"  # of this queue, by which a file store in a bucket names its owner
+STORE = "{q}:store"  # id of the file store, as in its marker file
+QUEUE_ID = "{q}:id"  # id of this queue; a file store in a bucket names it as its owner
 
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
@@ -70,12 +69,12 @@ PERMANENT = frozenset(
         KEY_USAGE,
     }
 )
-"""What stays in an idle queue."""
+"""The keys that remain in an idle queue."""
 
 
 def batch(batch_id: str) -> str:
-    """Hash: the fields of `batch_fields.BatchFields`; used_tokens by used_lines is what a line of
-    this batch costs.
+    """Hash: the fields of `batch_fields.BatchFields`; used_tokens / used_lines is the cost of a
+    line.
     """
     return f"{{q}}:batch:{batch_id}"
 
@@ -86,8 +85,10 @@ def ready(batch_id: str, model: str) -> str:
 
 
 def bodies(batch_id: str) -> str:
-    """Hash: line -> Request, from ingest to commit; of a live call line 0, its model, reply_to
-    and API key, and since when it waits, ms of Redis TIME.
+    """Hash: line -> Request, from ingest to commit.
+
+    A live call has line 0, its model, reply_to and API key, and since when it waits, ms of Redis
+    TIME.
     """
     return f"{{q}}:body:{batch_id}"
 
@@ -98,12 +99,12 @@ def results(batch_id: str) -> str:
 
 
 def answered(batch_id: str) -> str:
-    """Stream of the lines that got their results: l line numbers. Only while it is followed."""
+    """Stream of lines that got a result: l line numbers. Exists only while a client follows it."""
     return f"{{q}}:answered:{batch_id}"
 
 
 def done(batch_id: str) -> str:
-    """Bitmap over lines."""
+    """Bitmap of lines that have a result."""
     return f"{{q}}:done:{batch_id}"
 
 
@@ -118,7 +119,7 @@ def live(model: str) -> str:
 
 
 def live_tenants(model: str) -> str:
-    """Zset: mark of a tenant whose live calls wait -> service received, in tokens by weight."""
+    """Zset: mark of a tenant with waiting live calls -> service received, in tokens by weight."""
     return f"{{q}}:live_tenants:{model}"
 
 
@@ -128,48 +129,52 @@ def live_of(model: str, tenant: str) -> str:
 
 
 def live_usage(kind: str, name: str) -> str:
-    """Hash: calls, bytes of the live calls that wait or run, of a "model" or a "tenant"."""
+    """Hash: calls, bytes of the live calls of a "model" or a "tenant" that wait or run."""
     return f"{{q}}:live_usage:{kind}:{name}"
 
 
 def quarantined(model: str) -> str:
     """Zset: request key -> number of its group.
 
-    Engine cores crashed with these; a worker that runs nothing else takes a group.
+    An engine core crashed with these in flight; a worker that runs nothing else claims a group.
     """
     return f"{{q}}:quarantined:{model}"
 
 
 def tokens(key: str) -> str:
-    """Stream of the deltas of one request; the id of an entry is `<tokens of all choices so far>-<0
-    tokens | 1 accepted | 2 finished>`.
+    """Stream of the deltas of one request.
+
+    An entry's id is `<tokens of all choices so far>-<0 tokens | 1 accepted | 2 finished>`.
     """
     return f"{{q}}:tok:{key}"
 
 
 def batch_tokens(batch_id: str) -> str:
-    """Stream of the deltas of all requests of a batch: k request key, e id of the same entry in the
-    request's own stream, p chunks ('' when they are too large to repeat here), s '1' completed |
-    '0' failed | ''. Without k: the state moved; with e 'discarded', all before was removed, with
-    the early lines that it was about. Only while it is read.
+    """Stream of the deltas of all requests of a batch; exists only while a client reads it.
+
+    Fields: k request key, e id of the same entry in the request's own stream, p chunks ('' if too
+    large to repeat here), s '1' completed | '0' failed | ''. An entry without k marks a change of
+    state; with e 'discarded' it marks that the early lines and their entries were removed.
     """
     return f"{{q}}:batch_tok:{batch_id}"
 
 
 def api(api_id: str) -> str:
-    """Stream of what an API process has not read yet: k request key, e id of the entry in the
-    request's own stream, and what is in that one, unless it is too large to repeat here.
+    """Stream of entries that an API process has not read yet.
+
+    Fields: k request key, e id of the entry in the request's own stream, and that entry's fields
+    unless they are too large to repeat here.
     """
     return f"{{q}}:api:{api_id}"
 
 
 def api_alive(api_id: str) -> str:
-    """Lasts as long as the API process waits for calls, and for a minute beyond its death."""
+    """Exists while the API process waits for calls, and for a minute after its death."""
     return f"{{q}}:api_alive:{api_id}"
 
 
 def driver(name: str) -> str:
-    """Lasts some seconds longer than the process of the control plane, which sets it again."""
+    """Key that a process of the control plane renews; expires some seconds after its death."""
     return f"{{q}}:driver:{name}"
 
 
@@ -179,22 +184,22 @@ def control(worker: str) -> str:
 
 
 def claim(worker: str) -> str:
-    """Hash: number of the worker's last claim, and what it was given."""
+    """Hash: number of the worker's last claim, and the requests it returned."""
     return f"{{q}}:claim:{worker}"
 
 
 def counted(worker: str) -> str:
-    """How many of the worker's generated tokens the totals hold."""
+    """Number of the worker's generated tokens that are counted in the totals."""
     return f"{{q}}:counted:{worker}"
 
 
 def published(worker: str) -> str:
-    """How often the worker published: less than it had answers to where the server lost some."""
+    """Number of the worker's publishes; lower than its answered ones if the server lost some."""
     return f"{{q}}:published:{worker}"
 
 
 def gauges(worker: str) -> str:
-    """WorkerGauges: the last report of a worker's engine and GPUs. Lasts some seconds."""
+    """WorkerGauges: the last report of a worker's engine and GPUs. Expires after some seconds."""
     return f"{{q}}:gauges:{worker}"
 
 
@@ -204,28 +209,31 @@ def held(worker: str) -> str:
 
 
 def tenants(model: str) -> str:
-    """Zset: tenant -> service received, in tokens by weight; the least served comes next."""
+    """Zset: tenant -> service received, in tokens by weight; the lowest is next."""
     return f"{{q}}:tenants:{model}"
 
 
 def ring(model: str, tenant: str) -> str:
-    """Zset: batch with waiting lines -> its place: urgent ones by the end of their window, then the
-    classes of priorities by service received, in tokens (`common.lua`).
+    """Zset: batch with waiting lines -> its rank.
+
+    Urgent ones come first, by the end of their window, then priority classes, each by service
+    received, in tokens (`common.lua`).
     """
-    return f"{{q}}:ring:{model}\0{tenant}"  # either may hold colons
+    return f"{{q}}:ring:{model}\0{tenant}"  # model and tenant may contain colons
 
 
 def level(ring: str) -> str:
-    """Service that the last member of a ring to have its turn had received before it; the others
-    are no lower. Of batches of another priority than 0 it is apart. Lasts some minutes.
+    """Service received by the ring's last scheduled member, before its turn; no member is lower.
+
+    Batches of a priority other than 0 are separate. Expires after some minutes.
     """
     return f"{{q}}:level:{ring}"
 
 
 def served(ring: str, member: str) -> str:
-    """Service received by a member of a ring (`tenants`, `ring`) that has left it.
+    """Service received by a former member of a ring (`tenants`, `ring`).
 
-    Lasts some minutes, less long than the level.
+    Expires after some minutes, before the level does.
     """
     return f"{{q}}:served:{ring}\0{member}"
 
@@ -236,7 +244,7 @@ def waiting(model: str) -> str:
 
 
 def loaders(model: str) -> str:
-    """Set of servers that load the model when work for it waits; lasts as their offers do."""
+    """Set of servers that load the model when requests for it wait; expires with their offers."""
     return f"{{q}}:loaders:{model}"
 
 
@@ -251,29 +259,32 @@ def batch_models(batch_id: str) -> str:
 
 
 def files(tenant: str, purpose: str = "") -> str:
-    """Zset, all of score 0: "<created, µs, 16 hex digits>:<file id>" of a tenant's files that are
-    listed; of one purpose, or of all.
+    """Zset, all of score 0: "<created, µs, 16 hex digits>:<file id>" of a tenant's listed files.
+
+    Of one purpose, or of all.
     """
     return f"{{q}}:files:{tenant}\0{purpose}"
 
 
 def file_place(file_id: str) -> str:
-    """The member that a deleted result file had there, for pages that go on behind it.
+    """The member of `files` that a deleted result file had, for pages that continue after it.
 
-    Lasts some hours.
+    Expires after some hours.
     """
     return f"{{q}}:file_place:{file_id}"
 
 
 def rate(key_id: str) -> str:
-    """When all requests of a minute will be there for an API key again, µs of Redis TIME, and who
-    was let in last. Lasts until then.
+    """When an API key has all requests of a minute again, µs of Redis TIME, and the last one
+    admitted.
+
+    Expires at that time.
     """
     return f"{{q}}:rate:{key_id}"
 
 
 def hold(folder: str) -> str:
-    """Token of the process that works in a folder of a bucket. Lasts some seconds longer."""
+    """Token of the process that works in a folder of a bucket. Expires some seconds later."""
     return f"{{q}}:hold:{folder}"
 
 
@@ -291,8 +302,9 @@ def batch_index(tenant: str) -> str:
 
 
 def lua_table(names: set[str]) -> str:
-    """Lua source of a table `key` with the given names of this module: strings for constants,
-    functions for the rest.
+    """Return Lua source of a table `key` with the given names of this module.
+
+    Constants become strings, the rest functions.
     """
     lines = ["local key = {}"]
     for name in sorted(names):

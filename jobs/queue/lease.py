@@ -1,4 +1,4 @@
-"""A lease on a key: one process at a time has it, for some seconds unless it extends it."""
+"""A lease on a key: one process at a time holds it, and must extend it before it expires."""
 
 import contextlib
 import secrets
@@ -9,7 +9,10 @@ from jobs.queue.scripts import QueueUnavailable, Scripts
 
 
 class Lease:
-    """What one process has, or wants. Methods raise what Redis raises, and `QueueUnavailable`."""
+    """A lease that this process holds or tries to get.
+
+    Methods raise what redis-py raises, and `QueueUnavailable`.
+    """
 
     def __init__(self, client: redis.Redis, key: str) -> None:
         self._client = client
@@ -17,18 +20,18 @@ class Lease:
         self._token = secrets.token_hex(16)
 
     def take(self, seconds: float, retry_seconds: float = 0.0) -> bool:
-        """Take or extend it, and return whether this process has it now.
+        """Take or extend the lease, and return whether this process holds it.
 
-        Two may have it for a moment, when one of them was suspended for that long.
+        Two processes may hold it briefly, if one was suspended for longer than the lease.
         """
         return self._hold(seconds, True, retry_seconds)
 
     def extend(self, seconds: float) -> bool:
-        """The same, unless it has lapsed."""
+        """Extend the lease, unless it has expired; return whether this process holds it."""
         return self._hold(seconds, False)
 
     def end(self) -> None:
-        """Let another process take it at once. Where Redis is away it lapses by itself."""
+        """Release the lease. If Redis is unavailable, it expires by itself."""
         with contextlib.suppress(redis.RedisError, QueueUnavailable):
             self._hold(0, False)
 

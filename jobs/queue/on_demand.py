@@ -1,4 +1,4 @@
-"""Models that a server loads when work for them waits, and how much work that is."""
+"""Models that a server loads when requests for them wait, and the amount of waiting work."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal
@@ -10,18 +10,18 @@ from jobs.queue import keys
 from jobs.queue.base import QueueBase, text
 
 OFFER_SECONDS = 30
-"""How long a server's offer lasts unless it is repeated."""
+"""How long a server's offer lasts unless it is renewed."""
 
 
 class OnDemandModel(msgspec.Struct, frozen=True):
-    """What a server says of a model that it loads when work for it waits.
+    """A server's offer to load a model when requests for it wait.
 
-    While there is a `refusal`, calls that wait for the model would wait in vain.
+    While there is a `refusal`, calls for the model would wait in vain.
     """
 
-    server: str  # the id under which it waits for work, as a worker does
-    problem: str = ""  # what it lacks while work waits for it: the end of "The model ..."
-    failure: str = ""  # how the last try to load it ended, if badly; for operators alone
+    server: str  # the id under which the server waits for work, like a worker
+    problem: str = ""  # why it cannot load the model now: the end of "The model ..."
+    failure: str = ""  # how the last attempt to load it failed, if it did; for operators only
     refusal: Literal["", "memory", "failed"] = ""
     until: float = 0.0  # unix seconds by the clock of Redis
 
@@ -33,10 +33,10 @@ class OnDemand(QueueBase):
     """Part of `jobs.queue.request_queue.Queue`."""
 
     def offer(self, models: Mapping[str, OnDemandModel], waits_for: Collection[str]) -> None:
-        """Say for a while that these models are loaded when work for them waits.
+        """Offer for a while to load these models when requests for them wait.
 
-        The next work for one of `waits_for`, and for no other, sends the server a bell, as does the
-        end of the last worker that serves it; not while another worker serves it.
+        The server is woken by the next request for a model of `waits_for`, and when the last worker
+        of such a model ends, unless another worker serves the model.
         """
         until = self.now() + OFFER_SECONDS
         offers = [part for name, one in models.items() for part in (_field(name, one), pack(_until(one, until)))]
@@ -47,24 +47,26 @@ class OnDemand(QueueBase):
         self.commands([["HSET", keys.ON_DEMAND, *offers], *waits, *lasts])
 
     def withdraw(self, models: Mapping[str, OnDemandModel]) -> None:
-        """Take the offers back."""
+        """Withdraw the offers."""
         waits = [["SREM", keys.loaders(name), one.server] for name, one in models.items()]
         streams = [["UNLINK", keys.control(server)] for server in {one.server for one in models.values()}]
         offers = [_field(name, one) for name, one in models.items()]
         self.commands([["HDEL", keys.ON_DEMAND, *offers], *waits, *streams])
 
     def on_demand(self) -> dict[str, OnDemandModel]:
-        """Return the models on offer, by name: of several servers' offers the one to wait for."""
+        """Return the models on offer by name; of several servers' offers, the best one."""
         (seconds, micros), packed = self.commands([["TIME"], ["HGETALL", keys.ON_DEMAND]])
         now = int(seconds) + int(micros) / 1e6
         found = ((text(name), _decode(value)) for name, value in packed.items())
         offers = [(name.partition(" ")[2], offer) for name, offer in found if offer.until > now]
-        # The last of a name counts
+        # dict() keeps the last of each name.
         return dict(sorted(offers, key=lambda one: (one[0], not one[1].refusal, not one[1].problem, one[1].server)))
 
     def waiting_work(self, models: Collection[str]) -> dict[str, tuple[int, int]]:
-        """Return for each model whether live calls wait for a worker, and whether lines of batches
-        or quarantined requests do: above 0 where any does, as a claim would find it.
+        """Return for each model how many live calls and how much batch work wait for a worker.
+
+        The second number counts batches' ready lines and quarantined requests. Each is above 0 if a
+        claim would return such a request.
         """
         kinds = ["LLEN", keys.live], ["ZCARD", keys.live_tenants], ["ZCARD", keys.tenants], ["ZCARD", keys.quarantined]
         counts = self.commands([command, key(model)] for model in models for command, key in kinds)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Publishing in groups of which each is sent while those before it are still under way."""
+"""Pipelined publishing: each group of tokens is sent while earlier ones are in flight."""
 
 from typing import Any
 
@@ -8,36 +8,36 @@ from jobs.protocol.requests import Delta, RequestKey
 from jobs.queue.request_queue import Queue
 
 _MOST_BYTES = 64 * 1024
-"""What one delivery has under way at most: less than a socket takes that is not read."""
+"""Most bytes in flight for one delivery: fewer than an unread socket accepts."""
 
 
 class Publisher:
-    """One worker's tokens on their way to Redis.
+    """Publishes one worker's tokens to Redis.
 
     `start` sends a group without waiting for the reply, so that Redis and the API processes work on
-    it while the next one is made. `finish` takes the replies, in another thread, and opens the
-    connection that this needs. Repeating a publish changes nothing, so `finish` publishes
-    everything again where a reply is missing.
+    it while the next one is made. `finish` reads the replies in another thread, and opens the
+    connection. Repeating a publish changes nothing, so `finish` publishes everything again if a
+    reply is missing.
     """
 
     def __init__(self, queue: Queue, worker: str) -> None:
         self._queue = queue
         self._worker = worker
         self._pool = queue.redis.connection_pool
-        self._connection: Any = None  # redis-py's, of either kind of server address
-        self._replies = 0  # that are still to come
+        self._connection: Any = None  # redis-py's, of a plain address or one of Sentinels
+        self._replies = 0  # outstanding
         self._started: list[Delta] = []  # since `finish`
-        self._bytes = 0  # of these
-        self._may_start = False  # not while `finish` runs, after it failed, or behind what was not sent
+        self._bytes = 0  # size of `_started`
+        self._may_start = False  # False while `finish` runs, after it failed, or once a group was not sent
 
     def start(self, deltas: list[Delta], generated: int) -> None:
-        """Send these tokens if that needs no waiting."""
+        """Send these tokens if that does not block."""
         self._may_start = self._may_start and self._send(deltas, generated)
         if self._may_start:
             self._started += deltas
 
     def finish(self, deltas: list[Delta], generated: int) -> list[RequestKey]:
-        """Publish what was started and the rest of `deltas`, as `Queue.publish` does."""
+        """Publish the started groups and the rest of `deltas`, like `Queue.publish`."""
         self._may_start = False
         started, self._started, self._bytes = self._started, [], 0
         lost = self._receive()
@@ -64,7 +64,7 @@ class Publisher:
         return True
 
     def _receive(self) -> list[RequestKey] | None:
-        """Return the requests that are lost; None where a reply is missing."""
+        """Return the requests that are lost, or None if a reply is missing."""
         lost: list[RequestKey] = []
         try:
             while self._replies:
@@ -76,7 +76,7 @@ class Publisher:
         return lost
 
     def _open_connection(self) -> None:
-        """Have a connection for the next groups; without one they are published by `finish`."""
+        """Open a connection for the next groups; without one, `finish` publishes them."""
         if self._connection is None:
             try:
                 self._connection = self._pool.get_connection()

@@ -8,18 +8,18 @@ from jobs.queue.request_queue import Queue, TokenTotals, WebhookResult
 
 
 class QueueReading(NamedTuple):
-    """What is in Redis of the workers and of the requests that wait and that ended."""
+    """The workers, and the requests that wait and that ended, as Redis has them."""
 
     depths: Depths
     totals: TokenTotals
     requests_ended: int
     workers: list[WorkerRecord]
-    reported: list[tuple[WorkerRecord, WorkerGauges]]  # of the workers those that reported lately
+    reported: list[tuple[WorkerRecord, WorkerGauges]]  # the workers that reported lately
     webhook_attempts: dict[WebhookResult, int]
 
 
 def read_fleet(queue: Queue) -> QueueReading:
-    """Read it in a few round trips, also of models on demand that no worker has registered.
+    """Read the fleet in a few round trips, with on-demand models that no worker has registered.
 
     Raise `QueueUnavailable`.
     """

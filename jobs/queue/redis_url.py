@@ -1,6 +1,6 @@
-"""The URL of the queue's server, or of the Sentinels that know where it is.
+"""The URL of the queue's server, or of the Sentinels that find it.
 
-Plain, for the command line checks a URL before it imports redis-py.
+Imports no redis-py: the command line checks a URL first.
 """
 
 import re
@@ -15,15 +15,15 @@ _PORT, _SENTINEL_PORT = 6379, 26379
 
 
 class RedisUrl(NamedTuple):
-    """What a URL names."""
+    """The parts of a URL."""
 
-    server: str  # as redis-py takes it; of a server that Sentinels find, all but its address
+    server: str  # for redis-py; behind Sentinels, all but the server's address
     sentinels: tuple[tuple[str, int], ...] = ()
     service: str = ""  # the Sentinels' name for the server
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Return the parts. Raises ValueError, whose text says which forms there are."""
+    """Return the parts of a URL. Raise ValueError, whose text lists the valid forms."""
     try:
         parts = urlsplit(url)
         scheme, _, finder = parts.scheme.partition("+")
@@ -38,9 +38,9 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 def address_of(url: str) -> str:
-    """Return what names the server and the database, the same for all spellings and users.
+    """Return an identifier of the server and database, the same for all spellings and users.
 
-    Raises ValueError, as `parse_redis_url`.
+    Raise ValueError, like `parse_redis_url`.
     """
     given = parse_redis_url(url)
     parts = urlsplit(given.server)
@@ -56,7 +56,7 @@ def address_of(url: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """Return the URL as it may be shown."""
+    """Return the URL without passwords, for display."""
     return re.sub(r"//.*@", "//***@", re.sub(r"(password=)[^&]*", r"\1***", url))
 
 
@@ -64,7 +64,7 @@ def _found_by_sentinels(scheme: str, parts: SplitResult) -> RedisUrl:
     login, at, hosts = parts.netloc.rpartition("@")
     service, slash, database = parts.path.strip("/").partition("/")
     if not service or (slash and not database.isdecimal()):
-        raise ValueError("no service, or a database that is no number")
+        raise ValueError("the service is missing, or the database is not a number")
     server = f"{scheme}://{login}{at}/{database}?{parts.query}"
     return RedisUrl(server, tuple(map(_address, hosts.split(","))), unquote(service))
 
@@ -72,5 +72,5 @@ def _found_by_sentinels(scheme: str, parts: SplitResult) -> RedisUrl:
 def _address(host: str) -> tuple[str, int]:
     parts = urlsplit(f"//{host}")
     if not parts.hostname:
-        raise ValueError("a Sentinel without a name")
+        raise ValueError("a Sentinel has no host name")
     return parts.hostname, parts.port or _SENTINEL_PORT

@@ -1,4 +1,4 @@
-"""Workers and models that the queue knows."""
+"""The registry of workers and models."""
 
 import contextlib
 import hashlib
@@ -19,11 +19,11 @@ from jobs.queue.settings import QueueSettings
 WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
 
 STOPPED_SECONDS = 10.0
-"""How long a worker that ended in good order is still shown."""
+"""How long a worker that shut down cleanly is still shown."""
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
-    """What a worker runs its model with."""
+    """The device and limits with which a worker runs its model."""
 
     device: str  # "cpu", "cuda:0"
     dtype: str
@@ -35,14 +35,14 @@ class EngineRecord(msgspec.Struct, frozen=True):
 class WorkerRecord(msgspec.Struct):
     """One worker, as `pipeline status` shows it."""
 
-    id: str  # no spaces; new for every process life, since numbered claims belong to one
+    id: str  # no spaces; new for every process, since claim numbers are per process
     models: list[str]
     state: WorkerState
     max_model_len: int  # 0 while unknown
     started: float  # unix seconds
     host: str
     pid: int
-    metrics: list[MetricDescriptor] = []  # whose values it reports (`WorkerGauges.metrics`)
+    metrics: list[MetricDescriptor] = []  # the metrics of `WorkerGauges.metrics`, in that order
     tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
     engine: EngineRecord | None = None  # while unknown
 
@@ -62,21 +62,22 @@ _decode_model = msgspec.msgpack.Decoder(ModelRecord).decode
 
 
 class Registry(QueueBase):
-    """Records of workers last three leases beyond their last `renew`; those of models stay.
+    """Records of workers and models.
 
-    A record that did not arrive, or that Redis lost, is written again by the next `renew`.
+    A worker's record expires three leases after its last `renew`; a model's record does not expire.
+    The next `renew` rewrites a record that was not written, or that Redis lost.
     """
 
     def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
         super().__init__(client, settings)
         self._records: dict[str, WorkerRecord] = {}
-        self._digests: dict[str, str] = {}  # of the records as they were written last
+        self._digests: dict[str, str] = {}  # of the records as last written
         self._unwritten: set[str] = set()
         self._writing = threading.Lock()  # so that an older record never replaces a newer one
 
     def register_worker(self, record: WorkerRecord) -> None:
-        """Write the record; a ready worker's models are registered too, and live calls wake it from
-        then on.
+        """Write the record; if the worker is ready, also register its models and wake it for live
+        calls.
         """
         if not record.id or " " in record.id:
             raise ValueError(f"not a worker id: {record.id!r}")
@@ -97,22 +98,21 @@ class Registry(QueueBase):
         self._unwritten.discard(record.id)
 
     def workers(self) -> list[WorkerRecord]:
-        """Workers that are alive, oldest first."""
+        """Return the workers that are alive, oldest first."""
         alive = self._command("ZRANGEBYSCORE", keys.ALIVE, int(self.now() * 1000), "+inf")
         packed = self._command("HMGET", keys.WORKERS, *alive) if alive else []
         records = [_decode_worker(value) for value in packed if value is not None]
         return sorted(records, key=lambda record: (record.started, record.id))
 
     def models(self) -> list[ModelRecord]:
-        """Models that are or were served, by name."""
+        """Return the models that are or were served, by name."""
         packed = self._command("HVALS", keys.MODELS)
         return sorted(map(_decode_model, packed), key=lambda model: model.name)
 
     def registry_age(self) -> float:
-        """Seconds since a worker was first registered, or this was first asked.
+        """Return the seconds since the first worker registered, or since the first call of this.
 
-        It begins anew where Redis comes back empty: workers register again with their next
-        renewals.
+        The time restarts if Redis comes back empty: workers register again with their next renewal.
         """
         since = self._command("GET", keys.REGISTRY_SINCE)
         if since is not None:
@@ -122,19 +122,17 @@ class Registry(QueueBase):
         return 0.0
 
     def forget_model(self, name: str) -> bool:
-        """Remove the record of a model; False, changing nothing, while a worker serves it."""
+        """Remove the record of a model; return False, changing nothing, if a worker serves it."""
         return bool(self._scripts.call("forget_model", [name]))
 
     def _forget_record(self, worker: str) -> None:
-        """Once this returns, it is not written again and not being written."""
+        """Stop writing the worker's record; on return no write is in progress."""
         with self._writing:
             self._records.pop(worker, None)
             self._digests.pop(worker, None)
 
     def _register_again(self, worker: str) -> None:
-        """A server that came back empty, or a long stop, loses the record; the next renewal
-        restores it.
-        """
+        """Write the worker's record again, if Redis lost it or it expired during a long pause."""
         with self._writing:
             record = self._records.get(worker)
             if record is not None:

@@ -1,9 +1,8 @@
-"""The queue: requests go in, workers take them under leases, tokens and results come out.
+"""The queue: clients submit requests, workers claim them under leases and publish results.
 
-Synchronous and thread-safe. Every change is one Lua script (`jobs/queue/lua`) that may be repeated
-blindly; their headers contain the rules that keep it right. Batches are in `batch_records.py`,
-streams in `streams.py`, workers and models in `registry.py` and `on_demand.py`, limits in
-`limits.py`.
+Synchronous and thread-safe. Every change is one Lua script (`jobs/queue/lua`) that may be repeated;
+its header has its rules. Batches are in `batch_records.py`, streams in `streams.py`, workers and
+models in `registry.py` and `on_demand.py`, limits in `limits.py`.
 """
 
 from collections.abc import Iterable
@@ -42,35 +41,32 @@ Held = tuple[RequestKey, int]
 """A request and the fence of the lease on it."""
 
 KeyUsage = dict[str, dict[str, int]]
-"""By id of an API key: counts by name, which are `prompt_tokens`, `completion_tokens` and
-`device_microseconds`.
-"""
+"""Counts by API key id and name: `prompt_tokens`, `completion_tokens`, `device_microseconds`."""
 
-_TENANT_FULL, _MODEL_FULL = -1, -2  # answers of submit.lua
+_TENANT_FULL, _MODEL_FULL = -1, -2  # replies of submit.lua
 
 WORKER_LOST = ApiError(
-    500, "The request was given up: too many workers vanished while running it.", "server_error", code="worker_lost"
+    500, "The request was aborted: too many workers were lost while running it.", "server_error", code="worker_lost"
 )
 
 
 CLAIM_BYTES = 16 * 1024 * 1024
-"""Requests that one claim returns, in bytes: the one with which it gets there is the last. What is
-kept for batches beside live calls has as many.
+"""Limit in bytes of the requests that one claim returns; the request that reaches it is the last.
+
+As many bytes are reserved for batches beside live calls.
 """
 
 
 WebhookResult = Literal["delivered", "failed", "abandoned"]
-"""What came of an attempt to deliver a webhook; one that failed is retried."""
+"""Result of an attempt to deliver a webhook; a failed one is retried."""
 
 
 class TokenTotals(NamedTuple):
-    """Output tokens.
+    """Output tokens, generated and delivered.
 
-    What was generated and not delivered is in flight, was cancelled, or had to be computed again.
-
-    A worker reports its count with every publish and commit, so each published token has been
-    counted. A kill loses only the tokens since the last publish: `generated` lacks at most one
-    publish interval's for each kill.
+    The difference is in flight, was cancelled, or was recomputed. A worker reports its count with
+    every publish and commit, so each published token has been counted. A kill loses only the tokens
+    since the last publish: `generated` lacks at most one publish interval's for each kill.
     """
 
     generated: int
@@ -78,7 +74,7 @@ class TokenTotals(NamedTuple):
 
 
 class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
-    """Everything that travels through Redis, for API, workers and control plane.
+    """The queue in Redis, for API, workers and control plane.
 
     All methods raise `QueueUnavailable`.
     """
@@ -86,18 +82,17 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
     def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
         super().__init__(client, settings)
         self._publishes: dict[str, int] = {}  # by worker: the number of its last one
-        self._answered: dict[str, int] = {}  # and of the last one that an answer came to
+        self._answered: dict[str, int] = {}  # by worker: the number of the last one that was answered
 
     def submit(self, live_id: str, request: Request, key_id: str = "") -> int:
-        """Submit a live call, whose key is `RequestKey(live_id, 0)`, of this API key, if any.
+        """Submit a live call with the key `RequestKey(live_id, 0)`, and its API key, if any.
 
         Return how many the tenant has with it.
 
-        Repeating it changes nothing, and returns 0. Raise `TooManyCalls`, and `ModelOverloaded`
-        where other tenants' calls count too.
+        Raise `TooManyCalls` at the tenant's limit, and `ModelOverloaded` at the model's.
 
-        A call that an API process waits for (`reply_to`) ends when no such process is alive and no
-        client watches it.
+        A call with a `reply_to` ends when no API process of that id is alive and no client watches
+        it.
         """
         if not RequestKey(live_id, 0).live:
             raise ValueError(f"a live id starts with live_: {live_id!r}")
@@ -115,14 +110,16 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
     def claim(
         self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
     ) -> list[Claim]:
-        """Claim up to `limit` requests for one of `models`, live ones first; `live_limit` (default
-        `limit`) gives live calls more room. One that ends at `CLAIM_BYTES` wakes the worker again.
+        """Claim up to `limit` requests for one of `models`, live ones first.
+
+        `live_limit` (default `limit`) allows more live calls. A claim that stops at `CLAIM_BYTES`
+        wakes the worker again.
 
         A worker that holds nothing may get quarantined requests (`Claim.engine_crashes` above 0),
-        and then nothing else until it holds none of them.
+        and then no others until it holds none of them.
 
-        `seq` rises with every call of a worker; the same number gives the same set again, less what
-        was lost meanwhile. A smaller number gives nothing: it is a late duplicate.
+        `seq` rises with every call of a worker. The same number returns the same requests again,
+        without those lost since. A smaller number is a late duplicate and returns none.
         """
         if limit <= 0 and not live_limit:
             return []
@@ -137,10 +134,10 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         """Append tokens to the requests' streams and to those of the API processes.
 
         Return the requests that the worker no longer holds: their lease is lost, or they were
-        requeued because their stream lacks tokens that Redis lost.
+        requeued because Redis lost tokens of their stream.
 
-        `generated` is how many tokens the worker generated in its life, here and below; the totals
-        count each of them once.
+        `generated` is the number of tokens that the worker has generated in its life, here and
+        below; the totals count each of them once.
         """
         lost: list[RequestKey] = []
         for group in chunks(map(_delta_row, deltas)):
@@ -149,12 +146,12 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         return lost
 
     def publish_command(self, worker: str, deltas: list[Delta], generated: int) -> list[Any]:
-        """The Redis command that publishes a few tokens, for `Publisher`."""
+        """Return the Redis command that publishes a few tokens, for `Publisher`."""
         arguments = self._publish_arguments(worker, generated, map(_delta_row, deltas))
         return self._scripts.command("publish", arguments)
 
     def take_publish_reply(self, worker: str, reply: Any) -> list[RequestKey]:
-        """The requests that the worker no longer holds, by the reply to that command."""
+        """Return the requests that the worker no longer holds, from the reply to that command."""
         number, lost, missing = reply
         self._answered[worker] = max(self._answered.get(worker, 0), number)
         if missing:
@@ -162,9 +159,9 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         return [RequestKey.parse(name) for name in lost]
 
     def renew(self, worker: str, held: list[Held], generated: int = 0) -> list[RequestKey]:
-        """Extend the leases and the worker's place in the registry.
+        """Extend the leases and the worker's registration.
 
-        Returns the requests whose lease is lost.
+        Return the requests whose lease is lost.
         """
         lost: list[bytes] = []
         for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
@@ -179,7 +176,7 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
     def commit(self, worker: str, finished: list[Finished], generated: int = 0) -> list[RequestKey]:
         """Store results and end the leases.
 
-        Return the requests for which that changed nothing: lost, or committed before.
+        Return the requests that were lost or committed before; nothing changed for them.
         """
         head = [worker, generated, *self._keep]
         return self._each("commit", head, (_finished_arguments(item) for item in finished))
@@ -189,8 +186,8 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
 
         Return those whose lease was lost.
 
-        Quarantined requests go back to quarantine, unless they are `cleared`: they ran in
-        isolation and did no harm.
+        Quarantined requests go back to quarantine, unless they are `cleared`: they ran in isolation
+        without a crash.
         """
         return self._each("requeue", [worker, int(cleared)], ([str(key), fence] for key, fence in reversed(held)))
 
@@ -206,12 +203,12 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         return self._each("quarantine", head, ([str(key), fence] for key, fence in held))
 
     def reap(self, worker: str | None = None) -> int:
-        """Take requests from a worker known to be dead, or (once a second, by the ticker) from all
-        whose leases ran out.
+        """Requeue requests of a dead worker, or of all workers whose leases expired.
 
-        Return how many. Without a worker it also notes the time, and reaps nothing for one lease
-        after the server was away; and it orders a worker to make room where quarantined requests
-        found no idle worker.
+        The ticker calls it without a worker once a second. Return the number of requests.
+
+        Without a worker it also stores the time, reaps nothing for one lease after the server was
+        down, and orders a worker to requeue its requests if quarantined ones found no idle worker.
         """
         lost = pack(WORKER_LOST.result(""))
         settings = [self._lease_ms, self.settings.worker_deaths, lost, *self._keep, MAX_ITEMS]
@@ -223,14 +220,14 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
                 return total
 
     def remove_worker(self, worker: str) -> None:
-        """Take a worker that ended out of the registry; what it still held counts as lost."""
+        """Remove an ended worker from the registry; the requests it still held count as lost."""
         self._forget_record(worker)
         self.reap(worker)
 
     def cancel(self, requests: list[RequestKey]) -> None:
-        """End requests without a result, wherever they are, and notify their workers.
+        """End requests without a result, waiting or running, and notify their workers.
 
-        For live calls (a batch has `remove_unfinished`).
+        For live calls; `remove_unfinished` is for batches.
         """
         for group in chunks([str(key)] for key in requests):
             self._scripts.call("cancel", ["requests", 0, *flat(group)])
@@ -241,16 +238,16 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
             self._scripts.call("forget", flat(group))
 
     def token_totals(self) -> TokenTotals:
-        """Tokens that all workers ever generated and delivered, since Redis was empty."""
+        """Return the tokens that all workers generated and delivered since Redis was empty."""
         generated, delivered = self._command("HMGET", keys.TOTALS, "generated", "delivered")
         return TokenTotals(int(generated or 0), int(delivered or 0))
 
     def requests_ended(self) -> int:
-        """Live calls and lines that ever ended with a result, since Redis was empty."""
+        """Return how many live calls and lines ended with a result since Redis was empty."""
         return int(self._command("HGET", keys.TOTALS, "ended") or 0)
 
     def key_usage(self) -> KeyUsage:
-        """Return what was computed for API keys."""
+        """Return the usage of API keys."""
         found: KeyUsage = {}
         for field, count in self._command("HGETALL", keys.KEY_USAGE).items():
             key_id, _, name = field.decode().partition(" ")
@@ -258,7 +255,7 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         return found
 
     def raise_key_usage(self, saved: KeyUsage) -> None:
-        """Raise what was computed for API keys to what was saved, where it is less."""
+        """Raise the usage of API keys to the saved values, where it is lower."""
         rows = ([f"{key_id} {name}", count] for key_id, counts in saved.items() for name, count in counts.items())
         for group in chunks(rows):
             self._scripts.call("raise_key_usage", flat(group))
@@ -268,14 +265,15 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         self._command("HINCRBY", keys.TOTALS, f"webhooks_{result}", 1)
 
     def webhook_attempts(self) -> dict[WebhookResult, int]:
-        """Attempts to deliver a webhook by what came of them, since Redis was empty."""
+        """Return the number of webhook delivery attempts by result, since Redis was empty."""
         results: tuple[WebhookResult, ...] = get_args(WebhookResult)
         counts = self._command("HMGET", keys.TOTALS, *(f"webhooks_{result}" for result in results))
         return {result: int(count or 0) for result, count in zip(results, counts, strict=True)}
 
     def tokens_in_flight(self) -> int:
-        """Return the output tokens that unfinished requests have published; the next worker
-        continues from there.
+        """Return the number of output tokens that unfinished requests have published.
+
+        The next worker of such a request resumes after them.
         """
         with self.redis.pipeline(transaction=False) as pipeline:
             for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}:
@@ -288,14 +286,14 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
 
     def _publish_arguments(self, worker: str, generated: int, rows: Iterable[list[Any]]) -> list[Any]:
         number = self._publishes[worker] = self._publishes.get(worker, 0) + 1
-        # Few arguments: redis-py takes longer for one than msgspec for a value
+        # Few arguments: redis-py spends more time on one argument than msgspec on one value.
         *columns, tokens = zip(*rows, strict=True)
         head = [worker, generated, number, self._answered.get(worker, 0)]
         return [*head, msgspec.msgpack.encode(columns), b"".join(tokens)]
 
     def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
-        """Calls a script that takes one row per request and returns keys, as often as the size
-        limits ask.
+        """Call a script that takes one row per request and returns keys, in groups within the size
+        limits.
         """
         answers = [self._scripts.call(script, [*head, *flat(group)]) for group in chunks(rows)]
         return [RequestKey.parse(name) for name in flat(answers)]
@@ -304,7 +302,7 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
 def _delta_row(delta: Delta) -> list[Any]:
     accepted = delta.system_fingerprint or "1" if delta.accepted else "0"
     before, total, chunks = _tokens(delta)
-    # A live call's first message looks whether what earlier workers published is there
+    # A live call's first message checks that the tokens of earlier workers are there.
     own = before == 0 or delta.continues or (delta.key.live and not delta.accepted)
     return [str(delta.key), str(delta.fence), before, total, len(chunks), delta.reply_to or "", accepted, own, chunks]
 
@@ -338,7 +336,7 @@ def _read_claim(row: list[Any]) -> Claim:
 
 
 def _read_checkpoint(published: list[bytes]) -> RequestCheckpoint | None:
-    """From the chunks of every entry of the token stream."""
+    """Read the checkpoint from the chunks of every entry of the token stream."""
     choices: dict[int, ChoiceCheckpoint] = {}
     for chunk in (chunk for entry in published for chunk in unpack_chunks(entry)):
         choice = choices.setdefault(chunk.choice, ChoiceCheckpoint([], 0, []))

@@ -1,8 +1,7 @@
-"""The Lua scripts of the queue: loaded from `jobs/queue/lua`, called by name, repeated while Redis
-cannot answer.
+"""The Lua scripts of the queue: loaded from `jobs/queue/lua`, called by name, and retried.
 
-Every script may run twice for one call (the first reply may be lost), which is why repeating is
-right here and nowhere else.
+They are retried while Redis cannot answer. Every script may run twice for one call, since the first
+reply may be lost; plain commands that write must not be retried.
 """
 
 import hashlib
@@ -23,9 +22,7 @@ from jobs.queue import keys
 T = TypeVar("T")
 
 MAX_ITEMS = 500
-"""Requests that one script call handles at most; a longer one would hold up the server for
-everyone.
-"""
+"""Most requests of one script call; a longer call would block the server for all clients."""
 
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 1.0
@@ -34,7 +31,7 @@ _PASSING_ERRORS = {
     "MISCONF": "Redis cannot write its append-only file (is the disk full?)",
     "READONLY": "Redis is a read-only replica",
     "LOADING": "Redis is loading its data",
-    "UNBLOCKED": "Redis became a replica while it was waited for",
+    "UNBLOCKED": "Redis became a replica during a blocking read",
     "MASTERDOWN": "Redis is a replica that lost its master",
     "NOREPLICAS": "Redis has too few replicas",
     "BUSY": "Redis is busy with a script",
@@ -43,20 +40,18 @@ _PASSING_ERRORS = {
 
 
 class QueueUnavailable(JobsError):
-    """Redis could not do what was asked within the time given; nothing is lost, and the same call
-    may be made again.
-    """
+    """Redis did not answer in time; nothing is lost, and the call may be repeated."""
 
     status = 503
     retry = True
 
 
 class QueueFull(QueueUnavailable):
-    """Redis has no memory left for what was asked; commits and drains still work, and make room."""
+    """Redis has no memory left for the call; commits and drains still work, and free memory."""
 
 
 class Scripts:
-    """The scripts on one client. Thread-safe, as the client is."""
+    """The scripts on one client. Thread-safe, like the client."""
 
     def __init__(self, client: redis.Redis, retry_seconds: float) -> None:
         self._client = client
@@ -69,11 +64,11 @@ class Scripts:
         return persistently(lambda: self._run(text, digest, arguments), self._retry_seconds)
 
     def command(self, name: str, arguments: list[Any]) -> list[Any]:
-        """The command that runs the script `name` where the server has it already."""
+        """Return the command that runs the script `name` if the server has it cached."""
         return ["EVALSHA", source(name)[1], 1, keys.LEASES, *arguments]
 
     def _run(self, text: str, digest: str, arguments: list[Any]) -> Any:
-        execute: Callable[..., Any] = self._client.execute_command  # `evalsha` looks at each argument
+        execute: Callable[..., Any] = self._client.execute_command  # `evalsha` checks each argument
         try:
             return execute("EVALSHA", digest, 1, keys.LEASES, *arguments)
         except redis.exceptions.NoScriptError:
@@ -81,8 +76,9 @@ class Scripts:
 
 
 def persistently(action: Callable[[], T], retry_seconds: float) -> T:
-    """The result of `action()`, which may run several times; `QueueUnavailable` when Redis does not
-    recover in time.
+    """Run `action`, several times if needed, and return its result.
+
+    Raise `QueueUnavailable` if Redis does not recover in time.
     """
     deadline = time.monotonic() + retry_seconds
     pause = _FIRST_PAUSE
@@ -102,12 +98,10 @@ def persistently(action: Callable[[], T], retry_seconds: float) -> T:
 
 
 def passing_reason(error: redis.RedisError) -> str | None:
-    """What is wrong with the server, when trying again later can help; None for errors of our
-    own.
-    """
+    """Return what is wrong with the server if a retry can help; None for errors of our own."""
     if isinstance(error, redis.AuthenticationError):
         return None
-    if isinstance(error, QueueUnavailable):  # of a connection that found the wrong server
+    if isinstance(error, QueueUnavailable):  # a connection found the wrong server
         return "Redis cannot be used"
     if isinstance(error, redis.exceptions.BusyLoadingError):
         return _PASSING_ERRORS["LOADING"]
@@ -127,8 +121,9 @@ def is_full(error: Exception) -> bool:
 
 @cache
 def source(name: str) -> tuple[str, str]:
-    """The script's full text (flags, key names, the shared functions that it needs, its own lines)
-    and its SHA1.
+    """Return the script's full text and its SHA1.
+
+    The text has flags, key names, the shared functions that it needs, and its own lines.
     """
     folder = resources.files("jobs.queue") / "lua"
     own = (folder / f"{name}.lua").read_text()
@@ -142,14 +137,14 @@ def source(name: str) -> tuple[str, str]:
 
 
 def needed(shared: str, script: str) -> str:
-    """The top-level statements of `shared` that `script` names, or one of these does.
+    """Return the top-level statements of `shared` that `script` uses, directly or indirectly.
 
-    Each call makes all closures of its script anew, so what is not used costs time. Every word
-    counts as a name, so too much may be there, never too little.
+    Each call creates all closures of its script, so unused ones cost time. Every word counts as a
+    name, so the result may have too many statements, never too few.
     """
     found, words = "", _words(script)
     for statement in reversed(re.split(r"^(?=local )", _COMMENT.sub("", shared), flags=re.MULTILINE)[1:]):
-        # Lua knows only names that were declared before, hence the order
+        # Lua resolves only names declared before, hence the order.
         if words & _words(_DECLARED.findall(statement)[0]):
             found, words = statement + found, words | _words(statement)
     return found

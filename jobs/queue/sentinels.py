@@ -1,5 +1,6 @@
-"""Connections to the server that Sentinels name: redis-py asks them at each connect, and connects
-anew where a master turned into a replica.
+"""Connections to the server that Sentinels name.
+
+redis-py asks the Sentinels at each connect, and reconnects when a master became a replica.
 """
 
 import re
@@ -15,13 +16,13 @@ from jobs.queue.redis_url import RedisUrl
 
 FOUND_BY_SENTINELS = (redis.sentinel.SentinelManagedConnection, redis.asyncio.sentinel.SentinelManagedConnection)
 
-_TIMEOUTS = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0}  # then the next one is asked
+_TIMEOUTS = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0}  # after that, the next one is asked
 
 
 def sentinel_pool(library: ModuleType, address: RedisUrl, options: dict[str, Any]) -> Any:
-    """A pool of `library`, redis or redis.asyncio, whose connections have these `options`.
+    """Return a connection pool of `library`, redis or redis.asyncio, with these `options`.
 
-    Options that begin with `sentinel_` are those of the Sentinels themselves.
+    Options that begin with `sentinel_` are for the Sentinels themselves.
     """
     own = {name.removeprefix("sentinel_"): options.pop(name) for name in list(options) if name.startswith("sentinel_")}
     options["ssl"] = options.pop("connection_class", None) is not None
@@ -33,7 +34,7 @@ def sentinel_pool(library: ModuleType, address: RedisUrl, options: dict[str, Any
 
 
 class _Sentinels(redis.sentinel.Sentinel):
-    """Sentinels that say in a sentence that they name no master, and of which none gets lost."""
+    """Sentinels with a short error message if they name no master, and without redis-py's race."""
 
     given: tuple[Any, ...] = ()
 
@@ -61,14 +62,15 @@ class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
 
 
 def _restore_lost(sentinels: Any) -> None:
-    """Put back what redis-py lost as two threads, or two tasks, moved the Sentinel that had
-    answered to the front: each moves by places from before the other's move.
+    """Restore Sentinels that redis-py lost from its list in a race of two threads or tasks.
+
+    Each moves the Sentinel that answered to the front, by the positions before the other's move.
     """
     sentinels.sentinels = list(dict.fromkeys([*sentinels.sentinels, *sentinels.given]))
 
 
 def _no_master(sentinels: Any, service: str, error: Exception) -> redis.ConnectionError:
-    """redis-py's own text shows each client with all its options."""
+    """Return a short error: redis-py's own text shows each client with all its options."""
     clients = [one.connection_pool.connection_kwargs for one in sentinels.sentinels]
     names = ", ".join(sorted(f"{client['host']}:{client['port']}" for client in clients))
     reasons = ", ".join(sorted(set(re.findall(r" - ([\w:]+)", str(error)))))

@@ -1,6 +1,6 @@
-"""Configuration of everything that talks to the queue.
+"""Configuration of every process that uses the queue.
 
-Plain, for it is among the first things that every process imports.
+Few imports, since every process loads this first.
 """
 
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ _setting = partial(setting, prefix="")
 
 
 def _check_model_name(name: str) -> None:
-    """Refuse a name that the variable, which holds several, would not give to other processes."""
+    """Raise ValueError for a name with spaces: the environment variable separates names by them."""
     if name.split() != [name]:
         raise ValueError(f"{name!r} has spaces: give the model a --served-model-name without")
 
@@ -116,7 +116,7 @@ class QueueSettings(Settings):
     )
 
     def webhook_key(self) -> bytes | None:
-        """Return the key that webhooks are signed with, None where there are no webhooks.
+        """Return the key that webhooks are signed with, or None if there are no webhooks.
 
         Raise `SettingsError`.
         """
@@ -131,7 +131,7 @@ class QueueSettings(Settings):
         return read_secret_key(self.webhook_secret_file)
 
     def environment(self) -> dict[str, str]:
-        """The variables that give another process the same settings."""
+        """Return the environment variables that give another process the same settings."""
         values = ((variable(one), getattr(self, one.name)) for one in fields(QueueSettings))
         return {
             name: " ".join(value) if isinstance(value, tuple) else str(value)

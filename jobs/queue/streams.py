@@ -1,4 +1,4 @@
-"""Reading what workers write: token streams, the stream of an API process, orders to workers."""
+"""Reading the streams that workers write: tokens, those of API processes, and control streams."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -13,39 +13,39 @@ from jobs.queue.connection import MAX_BLOCK_SECONDS
 from jobs.queue.scripts import persistently
 
 FIRST_ID = "0-0"
-"""Before every entry of a stream."""
+"""The position before every entry of a stream."""
 
 API_ALIVE_SECONDS = 60
-"""How long the live calls of an API process outlast it, unless a client reads their streams."""
+"""How long live calls outlive their API process, unless a client reads their streams."""
 
 
 class ApiItem(msgspec.Struct, array_like=True, gc=False):
-    """What a worker said of one request, as an entry of an API process' stream has it.
+    """A worker's message about one request in the stream of an API process.
 
-    `entry_id` is that of the same entry of the request's token stream; without `chunks` it is only
-    there, since it is too large to be repeated.
+    `entry_id` is that of the same entry in the request's token stream. Without `chunks` the entry
+    is only there, since it is too large to repeat.
     """
 
     name: str
     entry_id: str
-    accepted: str  # "0", "1", or in place of "1" the worker's fingerprint
+    accepted: str  # "0", "1", or instead of "1" the worker's fingerprint
     chunks: list[TokenChunk] | None
     result: Result | None = None
 
     def entry(self, key: RequestKey) -> StreamEntry | None:
-        """The entry of the token stream of `key`, whose name this has, if it is here."""
+        """Return the request's last stream entry, or None if it is not here."""
         if self.chunks is None:
             return None
         return _entry(key, self.entry_id, self.chunks, self.accepted, self.result)
 
 
-_MOST_LARGE = 16  # entries whose chunks are read from the requests' own streams at once
-_DISCARDED = b"discarded"  # as `discard.lua` has it
+_MOST_LARGE = 16  # large entries read from the requests' own streams at once
+_DISCARDED = b"discarded"  # as in `discard.lua`
 _group_decoder = msgspec.msgpack.Decoder(list[ApiItem])
 
 
 class ControlMessage(msgspec.Struct, frozen=True):
-    """An order to a worker, or news for the control plane (`kind` "batch").
+    """An order to a worker, or a notification of the control plane (`kind` "batch").
 
     "isolate" asks a worker to requeue what it holds and to claim: quarantined requests wait for a
     worker that runs nothing else.
@@ -54,49 +54,48 @@ class ControlMessage(msgspec.Struct, frozen=True):
     id: str  # of the stream entry; reading goes on after it
     kind: Literal["bell", "cancel", "watch", "isolate", "batch"]
     keys: list[RequestKey] = []
-    # Cancel, watch: every request of this batch; batch: its ready list fell low, or its last line
-    # was committed
+    # Cancel, watch: every request of this batch. Batch: its ready list is low, or its last line was
+    # committed.
     batch: str = ""
     seconds: int = 0  # watch: for how long
 
 
 class Streams(QueueBase):
-    """Blocking reads run on a client of their own and wait at most `MAX_BLOCK_SECONDS`."""
+    """Methods that read streams.
+
+    Blocking reads use a client of their own and wait at most `MAX_BLOCK_SECONDS`.
+    """
 
     def read_tokens(self, positions: Mapping[RequestKey, str], timeout: float = 0.0) -> list[StreamEntry]:
-        """Entries of the requests' token streams after the given entry ids (`FIRST_ID` for all), in
-        each stream's order.
+        """Return entries of the requests' token streams after the given ids (`FIRST_ID` for all).
 
-        Waits up to `timeout` seconds for the first one. A stream is removed some time after its
-        request ended, or at once if no client watched a batch request (its result is then in
-        `results` or a part).
+        Entries are in each stream's order. Waits up to `timeout` seconds for the first one. A
+        stream is removed some time after its request ended; at once for a batch request that no
+        client watched (its result is then in `results` or a part).
         """
         names = {keys.tokens(str(key)): key for key in positions}
         found = self._read_streams({name: positions[key] for name, key in names.items()}, timeout)
         return [parse_entry(names[name], entry_id, fields) for name, entry_id, fields in found]
 
     def control_messages(self, worker: str, last_id: str, timeout: float) -> list[ControlMessage]:
-        """Orders to a worker after `last_id` (`FIRST_ID` at first); waits up to `timeout` seconds
-        for one.
+        """Return orders to a worker after `last_id` (`FIRST_ID` at first).
 
-        The control plane reads its own under the name `keys.JOBS_CONTROL`.
+        Waits up to `timeout` seconds for one. The control plane reads its own under the name
+        `keys.JOBS_CONTROL`.
         """
         found = self._read_streams({keys.control(worker): last_id}, timeout)
         return [_parse_control(entry_id, fields) for _, entry_id, fields in found]
 
     def watch(self, target: RequestKey | str, seconds: int) -> str:
-        """Record that a client reads the token stream of a request, or of every request of a batch:
-        workers then publish at once.
+        """Record that a client reads the token stream of a request, or of every request of a batch.
 
-        A batch has a stream of its own for as long, whose last entry this returns the id of ("" for
-        a request).
+        Workers then publish at once. A batch gets a stream of its own for that time; return the id
+        of its last entry ("" for a request).
         """
         return text(self._scripts.call("watch", [str(target), seconds]))
 
     def running(self, batch: str, limit: int | None = None) -> list[RequestKey]:
-        """Requests of a batch that workers began, wherever they are now, to read along with
-        `read_tokens`; the first `limit` of them.
-        """
+        """Return the first `limit` requests of a batch that workers have begun."""
         begun = (
             RequestKey.parse(name)
             for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}
@@ -104,8 +103,9 @@ class Streams(QueueBase):
         return sorted(key for key in begun if key.batch == batch)[:limit]
 
     def read_ranges(self, ranges: Sequence[tuple[RequestKey, str, str]]) -> list[list[StreamEntry]]:
-        """Entries of requests' token streams from one id to another, as XRANGE takes them; a stream
-        that is gone has none.
+        """Return entries of requests' token streams in ranges of ids, in the form of XRANGE.
+
+        A stream that is gone has none.
         """
         answers = self.commands(("XRANGE", keys.tokens(str(key)), first, last) for key, first, last in ranges)
         return [
@@ -114,9 +114,9 @@ class Streams(QueueBase):
         ]
 
     def read_batch(self, batch: str, last_id: str, limit: int = 200) -> list[BatchEntry] | None:
-        """Entries of a watched batch's stream after the one of id `last_id`; at most 16 large ones.
+        """Return entries of a watched batch's stream after `last_id`; at most 16 large ones.
 
-        None when that one is not there, so that entries between may be missing: it was trimmed,
+        Return None if that entry is not there, so that later ones may be missing: it was trimmed or
         lost, or the stream is another one.
         """
         found = self._command("XRANGE", keys.batch_tokens(batch), last_id, "+", "COUNT", limit + 1)
@@ -137,28 +137,29 @@ class Streams(QueueBase):
         return entries
 
     def last_of_batch(self, batch: str) -> str | None:
-        """The id of the last entry of a batch's stream; None without one."""
+        """Return the id of the last entry of a batch's stream; None if there is no stream."""
         found = self._command("XREVRANGE", keys.batch_tokens(batch), "+", "-", "COUNT", 1)
         return text(found[0][0]) if found else None
 
     def discarded_at(self, batch: str) -> str:
-        """The id of the first entry of a batch's stream where it says that early lines were
-        discarded: nothing since is missing. Else `FIRST_ID`.
+        """Return the id of the entry that says that early lines were discarded, else `FIRST_ID`.
+
+        No later entry is missing.
         """
         found = self._command("XRANGE", keys.batch_tokens(batch), "-", "+", "COUNT", 1)
         return text(found[0][0]) if found and found[0][1][b"e"] == _DISCARDED else FIRST_ID
 
     def follow_answers(self, batch: str, seconds: int) -> str:
-        """Have commits name the lines that they answer, for so long; return the position from which
-        `answered` reads on.
+        """Make commits publish the lines that they answer, for `seconds`.
+
+        Return the position for the first call of `answered`.
         """
         return text(self._scripts.call("follow", [batch, seconds]))
 
     def answered(self, batch: str, last_id: str, timeout: float) -> tuple[list[int], str]:
-        """Lines of a batch that got their results after `last_id`, and the position behind them;
-        waits up to `timeout` seconds for one.
+        """Return lines of a batch that got their results after `last_id`, and the next position.
 
-        Some are missing where the stream was trimmed or lost.
+        Waits up to `timeout` seconds for one. Some are missing if the stream was trimmed or lost.
         """
         found = self._read_streams({keys.answered(batch): last_id}, timeout)
         lines = [int(line) for _, _, fields in found for line in fields[b"l"].split()]
@@ -178,13 +179,13 @@ class Streams(QueueBase):
 
 
 def position(entry_id: str) -> tuple[int, int]:
-    """An id of an entry in a form that has the order of its stream."""
+    """Return an entry's id as a tuple that sorts in the order of its stream."""
     first, _, second = entry_id.partition("-")
     return int(first), int(second or 0)
 
 
 def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -> StreamEntry:
-    """An entry of the token stream of `key`."""
+    """Return an entry of the token stream of `key`."""
     result = unpack_result(fields[b"f"]) if b"f" in fields else None
     return _entry(key, entry_id, unpack_chunks(fields[b"p"]), text(fields.get(b"a", b"0")), result)
 
@@ -197,8 +198,9 @@ def _entry(
 
 
 def parse_api_entry(fields: Mapping[bytes, bytes]) -> list[ApiItem]:
-    """What an entry of an API process' stream holds: of one request, or what a worker published
-    together (`publish.lua`).
+    """Return the items of an entry of an API process' stream.
+
+    An entry has one request, or all that a worker published together (`publish.lua`).
     """
     group = fields.get(b"g")
     if group is not None:

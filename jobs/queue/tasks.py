@@ -1,7 +1,7 @@
-"""Handing batches out to the processes that drive them, by a job of RQ.
+"""Dispatching batches to the processes that drive them, through an RQ job.
 
-A batch waits in a set of ours, and one job of RQ makes a process take several of it: RQ's own work
-for a job costs more than all else that a small batch needs.
+A batch waits in a set, and one RQ job makes a process take several of them: RQ's own work for a job
+costs more than the rest of a small batch.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from jobs.queue.request_queue import Queue
 
 QUEUE = "batches"
 FUNCTION = "jobs.drive.run"
-"""The name of the job's function in RQ. It is no import path."""
+"""The name of the job's function in RQ. It is not an import path."""
 
 WAITING = ("ZRANGE", keys.WAITING_BATCHES, 0, -1)
-"""The command that returns the batches that no process has taken yet."""
+"""The command that returns the batches that no process has claimed yet."""
 
 _FAILURE_TTL = 3600
 _CONTROL_SECONDS = 600
 
 
 def hand_out(queue: Queue, batch: str) -> None:
-    """Have a process take the batch. May be repeated."""
+    """Dispatch the batch to a process. May be repeated."""
     queue.redis.zadd(keys.WAITING_BATCHES, {batch: time.time()}, nx=True)
     ask_for_process(queue)
 
 
 def ask_for_process(queue: Queue) -> None:
-    """Enqueue RQ's job while a batch waits, unless one is enqueued."""
+    """Enqueue the RQ job while a batch waits, unless one is enqueued."""
     jobs = _jobs(queue.rq)
     if queue.redis.exists(keys.WAITING_BATCHES) and not jobs.count:
         jobs.enqueue_call(FUNCTION, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL)
@@ -52,14 +52,15 @@ def take_batches(queue: Queue, count: int) -> list[str]:
 
 
 def waiting_batches(queue: Queue) -> set[str]:
-    """Return the batches that no process has taken yet."""
+    """Return the batches that no process has claimed yet."""
     [found] = queue.commands([WAITING])
     return set(map(bytes.decode, found))
 
 
 def wake(client: redis.Redis, batch: str) -> None:
-    """Ask the batch's driver for a slice, as a claim does at low water; where Redis refuses, the
-    driver finds that it is due.
+    """Ask the batch's driver for a slice, like a claim at low water.
+
+    If Redis refuses, the driver finds by itself that the batch is due.
     """
     name = keys.control(keys.JOBS_CONTROL)
     with contextlib.suppress(redis.RedisError), client.pipeline(transaction=False) as pipeline:
@@ -69,7 +70,7 @@ def wake(client: redis.Redis, batch: str) -> None:
 
 
 class Execution(NamedTuple):
-    """A job that RQ takes for running, and which of its runs that is."""
+    """A job that RQ lists as running, and the id of the run."""
 
     job: str
     run: str
@@ -84,8 +85,9 @@ def executions(client: redis.Redis) -> set[Execution]:
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
-    """Remove all of a job whose process was killed from RQ; a process that still runs it handles
-    that (`rq_worker`).
+    """Remove a job whose process was killed from RQ.
+
+    A process that still runs it handles the removal (`rq_worker`).
     """
     with contextlib.suppress(NoSuchJobError):
         job = Job.fetch(execution.job, connection=client, serializer=JSONSerializer)

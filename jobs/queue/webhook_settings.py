@@ -1,4 +1,4 @@
-"""Where webhooks go, and what they are signed with: the checks of these settings.
+"""Checks of the settings for webhooks: URL and secret.
 
 Secrets are as in Standard Webhooks (https://www.standardwebhooks.com): `whsec_` and base64.
 """
@@ -17,8 +17,9 @@ _FORM = f"a webhook secret is {_PREFIX} and the base64 of 24 to 64 bytes, as of 
 
 
 def check_webhook_url(url: str | None) -> None:
-    """Raise ValueError for what is no http:// or https:// URL; the text leaves out the URL, which
-    may hold a password.
+    """Raise ValueError if this is not an http:// or https:// URL.
+
+    The text leaves out the URL, which may hold a password.
     """
     if url is None:
         return
@@ -28,17 +29,17 @@ def check_webhook_url(url: str | None) -> None:
     except ValueError:
         usable = False
     if not usable or len(url) > _MOST_URL or not url.isprintable() or " " in url:
-        raise ValueError("webhooks go to a URL such as https://example.com/webhooks, and this is none")
+        raise ValueError("a webhook URL is an http:// or https:// URL such as https://example.com/webhooks")
 
 
 def check_webhook_secret(secret: str | None) -> None:
-    """Raise ValueError for a malformed one, which the text leaves out."""
+    """Raise ValueError for a malformed secret; the text leaves it out."""
     if secret is not None:
         secret_key(secret)
 
 
 def secret_key(secret: str) -> bytes:
-    """Return the key that a secret stands for. Raise ValueError."""
+    """Return the key that a secret encodes. Raise ValueError."""
     try:
         key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
     except (binascii.Error, ValueError):
@@ -49,7 +50,7 @@ def secret_key(secret: str) -> bytes:
 
 
 def read_secret_key(location: str) -> bytes:
-    """Return the key that the secret in a file stands for. Raise `SettingsError`."""
+    """Return the key that the secret in a file encodes. Raise `SettingsError`."""
     try:
         return secret_key(Path(location).read_text(encoding="utf-8").strip())
     except OSError as error:

@@ -1,1 +1,1 @@
-"""What is stored on disk: file primitives, the file store and API keys."""
+"""The data on disk: file primitives, the file store and API keys."""

@@ -1,6 +1,6 @@
 """API keys: records under `keys/` of the file store, one file each.
 
-A key's secret is shown once; what is kept is its SHA-256.
+A key's secret is shown once; only its SHA-256 is stored.
 """
 
 import hashlib
@@ -37,11 +37,11 @@ from jobs.store.store_folder import store_root
 FOLDER = "keys"
 MAX_LIMIT = 10**12
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-"""What the name of a tenant looks like; "" is the tenant of a server without keys."""
+"""The valid names of a tenant; "" is the tenant of a server without keys."""
 
 _SUFFIX = ".json"
 _RECHECK_SECONDS = 1.0
-# A folder that changed less long ago may change again under the same time stamp
+# A folder that changed recently may change again without a new time stamp.
 _SETTLED_NS = 2 * 10**9
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,9 @@ Weight = Annotated[float, msgspec.Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One key. A limit of None is none; all keys of a tenant see the same files and batches."""
+    """One key. A limit of None means no limit; all keys of a tenant see the same files and
+    batches.
+    """
 
     id: str
     sha256: str
@@ -59,10 +61,11 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     created_at: int  # unix seconds
     requests_per_minute: Limit | None = None
-    # Of all open batches of the tenant; one that goes beyond fails
+    # Limits of all open batches of the tenant; a batch that exceeds this one fails.
     queued_tokens: Limit | None = None
-    open_batches: Limit | None = None  # of the tenant: those that have not ended
-    # Of the tenant, among all that wait; None: that of an older key of the tenant, or 1
+    open_batches: Limit | None = None  # most batches of the tenant that have not ended
+    # Of the tenant, relative to all tenants that wait; None: that of an older key of the tenant, or
+    # 1.
     weight: Weight | None = None
 
 
@@ -83,9 +86,9 @@ def create_key(
     open_batches: int | None = None,
     weight: float | None = None,
 ) -> tuple[KeyRecord, str]:
-    """A new key, on disk when this returns, and its secret, which is not stored.
+    """Create a key, durably, and return it with its secret, which is not stored.
 
-    Raises ValueError and `StoreError`.
+    Raise ValueError and `StoreError`.
     """
     if not TENANT.fullmatch(tenant):
         raise ValueError(
@@ -110,14 +113,15 @@ def create_key(
     )
     folder = folder_of(store)
     content = msgspec.json.format(msgspec.json.encode(record), indent=1)
-    keep_folder(str(folder))  # from then on no request is admitted without a key
+    keep_folder(str(folder))  # from now on no request is admitted without a key
     write_bytes(str(folder / (record.id + _SUFFIX)), content)
     return record, secret
 
 
 def list_keys(store: str) -> list[KeyRecord]:
-    """Every key that is not revoked, the oldest first; damaged records are passed over with a word
-    in the log. Raises `StoreError`.
+    """Return every key that is not revoked, oldest first.
+
+    Skip damaged records and log each. Raise `StoreError`.
     """
     folder = folder_of(store)
     try:
@@ -132,7 +136,7 @@ def list_keys(store: str) -> list[KeyRecord]:
 
 
 def revoke_key(store: str, key_id: str) -> None:
-    """End a key; servers notice within about a second.
+    """Revoke a key; servers notice within about a second.
 
     Raise KeyError if there is none of this id, and `StoreError`.
     """
@@ -148,46 +152,48 @@ def revoke_key(store: str, key_id: str) -> None:
 
 
 def folder_of(store: str) -> PurePath:
-    """Return the folder with the records of a file store's keys. Raises `StoreError`."""
+    """Return the folder with the records of a file store's keys. Raise `StoreError`."""
     return store_root(store) / FOLDER
 
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """The keys of a file store as they were found."""
+    """The keys of a file store as last read."""
 
     exist: bool = False
-    """Whether there ever was a key: the folder is there. Who revokes the last one does not mean to
-    let everybody in.
+    """Whether a key was ever created, so that the folder exists. Revoking the last key does not
+    open the server to everyone.
     """
     by_hash: Mapping[str, KeyRecord] = field(default_factory=dict)
     by_id: Mapping[str, KeyRecord] = field(default_factory=dict)
-    """Of damaged records what they were before."""
+    """The valid keys; a damaged record keeps its last valid content."""
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Of damaged records, by id."""
+    """A problem for each damaged record, by id."""
 
     @property
     def are_required(self) -> bool:
-        """Whether a caller needs a key: there is one, be its record damaged."""
+        """Return whether a caller needs a key: one exists, even if its record is damaged."""
         return bool(self.by_hash or self.problems)
 
     def find(self, secret: str) -> KeyRecord | None:
-        """Return the key with this secret."""
+        """Return the key with this secret, or None."""
         return self.by_hash.get(_hash(secret))
 
     def weights(self) -> dict[str, float]:
-        """Return the weights of tenants: of each that of its newest key which names one. Damaged
-        records count as they were.
+        """Return each tenant's weight, from its newest key that sets one.
+
+        A damaged record counts with its last valid content.
         """
         known = (record for _, record in sorted(self.by_id.items()))
         return {record.tenant: record.weight for record in known if record.weight is not None}
 
 
 class KeyRing:
-    """The keys of a file store as a server knows them: read again when the folder changed, looked
-    at once a second at most. Thread-safe.
+    """The keys of a file store for a server: read again when the folder changed.
 
-    `look` and `latest` raise `KeysUnreadable` while a folder that is there, or was, cannot be read:
+    The folder is checked at most once a second. Thread-safe.
+
+    `look` and `latest` raise `KeysUnreadable` while an existing or former folder cannot be read:
     then no request may be admitted.
     """
 
@@ -195,24 +201,24 @@ class KeyRing:
         self._folder = folder_of(store)
         self._lock = threading.Lock()
         self._keys = KnownKeys()
-        self._stamp: FolderStamp | None = None  # of the folder as it was read
+        self._stamp: FolderStamp | None = None  # stamp of the folder when it was read
         self._failure: str | None = None
         self._next_look = 0.0
 
     @property
     def due(self) -> bool:
-        """Whether `look` would ask the store."""
+        """Return whether `look` would read the store."""
         return time.monotonic() >= self._next_look
 
     @property
     def latest(self) -> KnownKeys:
-        """What the last look found."""
+        """Return the result of the last read."""
         if self._failure is not None:
             raise KeysUnreadable(self._failure)
         return self._keys
 
     def look(self) -> KnownKeys:
-        """Return the keys, for which the store is asked where that is due."""
+        """Return the keys, reading the store if that is due."""
         with self._lock:
             if self.due:
                 self._failure = self._refresh()
@@ -220,7 +226,7 @@ class KeyRing:
             return self.latest
 
     def _refresh(self) -> str | None:
-        """What keeps the folder from being read."""
+        """Read the folder if it changed; return why it cannot be read, or None."""
         before = self._keys
         try:
             stamp = folder_stamp_of(str(self._folder))
@@ -243,9 +249,9 @@ class KeyRing:
 
 
 def _read_folder(folder: PurePath) -> tuple[list[KeyRecord], dict[str, str]]:
-    """Return the keys, the oldest first, and a sentence for each unusable record, by id.
+    """Return the keys, oldest first, and a sentence for each unusable record, by id.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
     """
     records, problems = [], {}
     for name in sorted(sizes_in(str(folder))):
@@ -260,10 +266,10 @@ def _read_folder(folder: PurePath) -> tuple[list[KeyRecord], dict[str, str]]:
 
 
 def _read(path: PurePath) -> KeyRecord:
-    """Raise `StoreError` and ValueError."""
+    """Return the key in a record. Raise `StoreError` and ValueError."""
     record = _decode(read_bytes(str(path)))
     if record.id + _SUFFIX != path.name or not TENANT.fullmatch(record.tenant):
-        raise ValueError("its id or its tenant cannot be right")
+        raise ValueError("its id or its tenant is invalid")
     return record
 
 

@@ -1,7 +1,6 @@
-"""Blocks of objects that never change, on this machine's disk until they have not been used for
-long.
+"""A cache of blocks of immutable objects on this machine's disk, with LRU eviction.
 
-An object is known by its name alone, so that what was read once costs no request.
+An object is identified by its name alone, so that a cached read needs no request.
 """
 
 import contextlib
@@ -20,14 +19,14 @@ from jobs.host import open_again
 BLOCK_BYTES = 1 << 20
 _AT_ONCE = 8  # blocks that one request reads
 _MOST_BYTES = 4 << 30
-_MOST_OBJECTS = 256  # each of which has a file open
+_MOST_OBJECTS = 256  # each has an open file
 
 Fetch = Callable[[int, int], tuple[bytes, int]]
-"""Returns the bytes from a place to another, fewer at the end, and the size of the object."""
+"""Returns the bytes of a range, fewer at the end, and the size of the object."""
 
 
 class BlockCache:
-    """The blocks that this process has read; with the process they are gone. Thread-safe."""
+    """The blocks that this process has read; they are removed when it ends. Thread-safe."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES, most_objects: int = _MOST_OBJECTS) -> None:
         self._most_bytes, self._most_objects = most_bytes, most_objects
@@ -35,7 +34,7 @@ class BlockCache:
         self._objects: OrderedDict[str, CachedObject] = OrderedDict()
 
     def reader(self, name: str, fetch: Fetch) -> "ObjectReader":
-        """Return a reader of an object. Raise what `fetch` does."""
+        """Return a reader of an object. Raise what `fetch` raises."""
         with self._changing:
             found = self._objects.get(name)
         if found is None:
@@ -47,17 +46,17 @@ class BlockCache:
         return ObjectReader(found.size, partial(found.read_at, fetch))
 
     def file(self, name: str, buffering: int) -> BinaryIO | None:
-        """Return a file with all of an object, None where some of it is not here."""
+        """Return a file with all of an object, or None if some of it is not cached."""
         with self._changing:
             found = self._objects.get(name)
         if found is None or not found.is_whole:
             return None
-        with contextlib.suppress(FileNotFoundError):  # as on a system that is not Linux
+        with contextlib.suppress(FileNotFoundError):  # systems other than Linux
             return found.open(buffering)
         return None
 
     def add(self, name: str, found: "CachedObject") -> None:
-        """Keep an object, and let those go that have not been used for longest."""
+        """Add an object, and evict those least recently used."""
         with self._changing:
             self._objects[name] = found
             self._objects.move_to_end(name)
@@ -70,7 +69,9 @@ class BlockCache:
 
 
 class CachedObject:
-    """What is here of one object. Its file has no name, and goes with the last reader."""
+    """The cached blocks of one object. Its file has no name, and is removed with the last
+    reader.
+    """
 
     def __init__(self) -> None:
         self.size = 0
@@ -81,7 +82,7 @@ class CachedObject:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the object is here."""
+        """Return whether all of the object is cached."""
         return len(self._present) == -(-self.size // BLOCK_BYTES)
 
     def open(self, buffering: int) -> BinaryIO:
@@ -89,20 +90,21 @@ class CachedObject:
         return open_again(self._file, buffering)
 
     def write(self, data: bytes) -> bool:
-        """Append to an object that is being written here; `size` says how much is. Return whether
-        there was room.
+        """Append to an object that this process is writing; `size` is its length so far.
+
+        Return whether there was room.
         """
         has_room = self._write(data, self.size)
         self.size += len(data)
         return has_room
 
     def end(self) -> None:
-        """Say that all of it is here."""
+        """Mark the object as complete."""
         self.bytes = self.size
         self._present.update(range(-(-self.size // BLOCK_BYTES)))
 
     def read_at(self, fetch: Fetch, offset: int, length: int) -> bytes:
-        """Return bytes from a place on, fewer at the end."""
+        """Return `length` bytes from `offset` on, fewer at the end."""
         end = min(offset + length, self.size)
         if offset >= end:
             return b""
@@ -111,7 +113,7 @@ class CachedObject:
         return os.pread(self._file.fileno(), end - offset, offset)
 
     def _fetch(self, blocks: range, fetch: Fetch) -> bool:
-        """Have blocks here, unless there is no room; return whether they are."""
+        """Fetch the blocks that are not cached; return False if there is no room."""
         if not self._present.issuperset(blocks):
             with self._fetching:
                 self._fill(blocks, fetch)
@@ -123,14 +125,14 @@ class CachedObject:
             if block in self._present:
                 block += 1
                 continue
-            # What follows will be wanted too: files are mostly read from their start
+            # Read ahead: files are mostly read from their start.
             last = next((one for one in range(block, block + _AT_ONCE) if one in self._present), block + _AT_ONCE)
             if not self.keep(block, fetch(block * BLOCK_BYTES, min(last * BLOCK_BYTES, self.size))[0]):
                 return
             block = last
 
     def keep(self, block: int, data: bytes) -> bool:
-        """Take bytes that begin with a block. Return whether there was room."""
+        """Store bytes that begin with a block. Return whether there was room."""
         if not self._write(data, block * BLOCK_BYTES):
             return False
         self.bytes += len(data)
@@ -149,9 +151,9 @@ class CachedObject:
 
 
 class ObjectReader(io.RawIOBase):
-    """An object as a file, by a function that returns bytes from a place on, fewer at the end.
+    """An object as a file, on top of a function that reads bytes at an offset.
 
-    A read that fails raises its OSError, or what `fault` makes of it.
+    A failed read raises its OSError, or the error that `fault` makes of it.
     """
 
     def __init__(self, size: int, read_at: Callable[[int, int], bytes]) -> None:
@@ -161,7 +163,7 @@ class ObjectReader(io.RawIOBase):
         self._place = 0
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return bytes from a place on, fewer at the end."""
+        """Return `length` bytes from `offset` on, fewer at the end."""
         try:
             return self._read_at(offset, length)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a file store needs of a bucket, tried before the store is used."""
+"""Check that a bucket supports the operations of a file store, before it is used."""
 
 import contextlib
 import errno
@@ -9,9 +9,9 @@ from jobs.store.storage import StoreError, delete, is_local, is_missing, join, r
 
 
 def check_bucket(location: str) -> None:
-    """Write, replace, read and remove an object; nothing is tried of a local folder.
+    """Write, replace, read and remove an object; do nothing for a local folder.
 
-    Raise `StoreError`, whose sentence says what to do.
+    Raise `StoreError` with a sentence on how to fix it.
     """
     if is_local(location):
         return

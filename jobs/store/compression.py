@@ -1,4 +1,4 @@
-"""Files that are compressed as they are written. The same bytes give the same file."""
+"""Files that are compressed while they are written. Equal content gives equal files."""
 
 import contextlib
 import zlib
@@ -7,11 +7,11 @@ from typing import Any
 from jobs.store.storage import AtomicWriter, StoreError
 
 _GZIP_LEVEL = 6
-_GZIP_WINDOW = zlib.MAX_WBITS | 16  # with gzip's head, in which there is no time
+_GZIP_WINDOW = zlib.MAX_WBITS | 16  # with gzip's header, in which the time is 0
 
 
 class CompressedWriter:
-    """Compresses, by gzip or zstd, what an `AtomicWriter` is to hold."""
+    """Compresses the content of an `AtomicWriter` with gzip or zstd."""
 
     def __init__(self, writer: AtomicWriter, codec: str) -> None:
         self._writer = writer
@@ -19,7 +19,7 @@ class CompressedWriter:
         self._open = True
 
     def write(self, data: bytes) -> int:
-        """Append; return the number of bytes, as files do. Raise `StoreError`."""
+        """Append, and return the number of bytes, like a file. Raise `StoreError`."""
         self._stream.write(data)
         return len(data)
 
@@ -30,18 +30,16 @@ class CompressedWriter:
         self._writer.commit()
 
     def close(self) -> None:
-        """Drop what was not committed."""
+        """Discard uncommitted data."""
         if self._open:
             self._open = False
             with contextlib.suppress(StoreError, OSError):
-                self._stream.close()  # Arrow's would write when it is collected
+                self._stream.close()  # Arrow's stream would write when it is garbage collected
         self._writer.close()
 
 
 class ArrowSink:
-    """The face of a file that pyarrow writes to; closing it leaves the file to its
-    `AtomicWriter`.
-    """
+    """A file object for pyarrow to write to; closing it does not close its `AtomicWriter`."""
 
     closed = False
 

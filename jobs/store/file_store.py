@@ -1,8 +1,8 @@
-"""The file store: what clients uploaded and what batches gave, each in a folder of its own.
+"""The file store: clients' uploads and batches' results, each in a folder of its own.
 
-The disk is the truth; Redis holds an index that `reindex` makes again. A file exists once its
-record.json does. Until then its folder is in `keys.FILE_EXPIRY`, so that the sweep finds what a
-killed upload left.
+The disk is authoritative; Redis holds an index that `reindex` rebuilds. A file exists once its
+record.json does. Until then its folder is in `keys.FILE_EXPIRY`, so that the sweep finds the
+remains of a killed upload.
 """
 
 import contextlib
@@ -43,21 +43,22 @@ from jobs.store.storage import (
 )
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
-"""What a client may upload a file for."""
+"""The purposes of uploads."""
 RESULT_PURPOSE = "batch_output"
 BATCH_FILE_SECONDS = 30 * 24 * 3600
-"""How long files of batches, and their results, are kept unless the client says otherwise; other
-files stay.
+"""How long files of batches and their results are kept unless the client sets a time.
+
+Other files do not expire.
 """
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
 
 _RECORD = "record.json"
 _PART, _CONTENT = "content.part", "content"
-_RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
-_UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is abandoned
-_PLACE_DIGITS = 16  # of a member of a listing
+_RETRY_SECONDS = 3600  # until the next attempt to read or remove a file that failed
+_UPLOAD_SECONDS = 24 * 3600  # until a folder without a record is abandoned
+_PLACE_DIGITS = 16  # in a member of a listing
 _PLACE_SECONDS = 6 * 3600
-_GROUP = 500  # records, or files to sweep, at once
+_GROUP = 500  # records, or files to sweep, in one step
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ logger = logging.getLogger(__name__)
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of record.json.
 
-    Times are unix seconds, `suffix` is that of the content's name in the store.
+    Times are unix seconds; `suffix` is that of the content's name in the store.
     """
 
     id: str
@@ -76,10 +77,10 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None
     tenant: str
     suffix: str
-    batch_id: str | None = None  # of a result file
-    # False: the result file of a batch that has not ended; its content is the completion log
+    batch_id: str | None = None  # batch of a result file
+    # False: the result file of a batch that has not ended; its content is the completion log.
     complete: bool = True
-    content: str | None = None  # its name in the folder of the file; None: "content" and the suffix
+    content: str | None = None  # its name in the folder of the file; None: "content" with the suffix
 
 
 _decode = msgspec.json.Decoder(FileRecord).decode
@@ -93,14 +94,14 @@ class FilePage(msgspec.Struct, frozen=True):
 
 
 class FileStore:
-    """Synchronous and thread-safe.
+    """The files of all tenants. Synchronous and thread-safe.
 
-    Methods raise `StoreError`, and those that need the index `QueueUnavailable`.
+    Methods raise `StoreError`, and those that use the index `QueueUnavailable`.
     """
 
     def __init__(self, queue: Queue, root: str, forget_output: Callable[[str, str], None]) -> None:
-        """`forget_output(root, file_id)` removes what a batch keeps for an output file that is
-        removed.
+        """Set `forget_output(root, file_id)`, which removes a batch's data for a removed output
+        file.
         """
         self.root = path_of(root)
         self._queue = queue
@@ -109,13 +110,14 @@ class FileStore:
         self._opened = False
 
     def check(self) -> None:
-        """Raise `StoreAway` while the folder is not mounted, or if it is not that of this queue."""
+        """Raise `StoreAway` if the folder is not mounted, or does not belong to this queue."""
         (check_store if self._opened else open_store)(self._queue, self.root)
         self._opened = True
 
     def begin(self, *, filename: str, purpose: str, tenant: str, expires_seconds: int | None = None) -> "Upload":
-        """An upload, which leaves nothing unless it is committed; purpose and expiry may be set
-        anew until then.
+        """Begin an upload; purpose and expiry may be changed until its commit.
+
+        Without a commit, nothing remains.
         """
         self.check()
         now = self._queue.now()
@@ -124,8 +126,9 @@ class FileStore:
         return Upload(self, file_id, filename, purpose, tenant, expires_seconds)
 
     def get(self, tenant: str, file_id: str) -> FileRecord:
-        """Raise KeyError for a file that is unknown, expired or another tenant's, and for what is
-        no id.
+        """Return a file's record.
+
+        Raise KeyError for an unknown or expired file, another tenant's, and a malformed id.
         """
         record = self._read(file_id) if is_id(FILE, file_id) else None
         if record is None or record.tenant != tenant or _expired(record, time.time()):
@@ -141,16 +144,17 @@ class FileStore:
         return self.root / BATCHES_FOLDER / batch_id
 
     def content_path(self, record: FileRecord) -> PurePath:
-        """Return where the bytes of a complete file are."""
+        """Return the path of a complete file's content."""
         return self.folder(record.id) / (record.content or f"content{record.suffix}")
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Raise KeyError as `get` does."""
+        """Delete a file. Raise KeyError like `get`."""
         self._remove(self.get(tenant, file_id))
 
     def put(self, record: FileRecord) -> None:
-        """Make a file known, or replace what is known of it; the content of a complete one is on
-        disk.
+        """Store and index a file's record, or replace it.
+
+        The content of a complete file must be on disk.
         """
         self.check()
         folder = self.folder(record.id)
@@ -161,8 +165,9 @@ class FileStore:
         self._queue.commands(_index(record))
 
     def add(self, record: FileRecord) -> None:
-        """Make an uploaded file known. Raise `StoreError` where it was given up, which only in a
-        bucket can be by another process.
+        """Store and index the record of an uploaded file.
+
+        Raise `StoreError` if the upload was abandoned; in a bucket another process may do so.
         """
         if is_local(str(self.root)):
             self.put(record)
@@ -173,8 +178,9 @@ class FileStore:
         self._queue.commands(_index(record))
 
     def begin_result(self, record: FileRecord) -> None:
-        """Make a result file known that is not complete; in a bucket, unless it is known: another
-        process may have completed it.
+        """Store the record of an incomplete result file.
+
+        In a bucket, an existing record stays: another process may have completed it.
         """
         if is_local(str(self.root)):
             self.put(record)
@@ -183,11 +189,11 @@ class FileStore:
             write_new(str(self.folder(record.id) / _RECORD), msgspec.json.encode(record))
 
     def finish(self, file_id: str) -> FileRecord | None:
-        """Bring an upload that was cut off to its end: return the file as listed, or None where
-        there is none, of which then nothing is left.
+        """Finish an interrupted upload: return the file if it has a record, else remove it and
+        return None.
         """
         folder = self.folder(file_id)
-        # In a bucket the upload may go on: no record comes where there is one that says nothing
+        # In a bucket the upload may still run: an empty record prevents it from writing one.
         if not is_local(str(folder)) and write_new(str(folder / _RECORD), b"") is not None:
             self._queue.commands([("ZADD", keys.FILE_EXPIRY, self._queue.now() + _UPLOAD_SECONDS, file_id)])
             return None
@@ -202,9 +208,7 @@ class FileStore:
         return record
 
     def drop(self, file_id: str) -> None:
-        """Remove what an upload that ended early has left; what cannot be removed now, the sweep
-        removes.
-        """
+        """Remove the remains of an aborted upload; the sweep removes the rest."""
         folder = str(self.folder(file_id))
         with contextlib.suppress(StoreError):
             clear_folder(folder, _RECORD)
@@ -213,11 +217,11 @@ class FileStore:
                 self._queue.redis.zrem(keys.FILE_EXPIRY, file_id)
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
-        """Remove files that have expired, and what uploads that were killed a day ago have left,
-        some hundreds or for `seconds`.
+        """Remove expired files and day-old remains of killed uploads, some hundreds or for
+        `seconds`.
 
-        Return how many. What cannot be removed is tried again later, so that it delays no other
-        file.
+        Return the number removed. A file that cannot be removed is retried later, so that it delays
+        no others.
         """
         self.check()
         removed, deadline = 0, time.monotonic() + seconds
@@ -235,13 +239,13 @@ class FileStore:
         return removed
 
     def names(self) -> list[str]:
-        """The ids of all files and uploads, the newest first."""
+        """Return the ids of all files and uploads, newest first."""
         return sorted(filter(partial(is_id, FILE), list_names(str(self._folder))), reverse=True)
 
     def reindex(self, names: "list[str]", seconds: float = math.inf) -> "list[str]":
-        """Make the index in Redis of these files again.
+        """Rebuild the index in Redis of these files.
 
-        Return those that are left when `seconds` were over.
+        Return the files that are left after `seconds`.
         """
         if not names:
             return names
@@ -254,9 +258,7 @@ class FileStore:
         return names
 
     def _reindexed(self, file_id: str, now: float) -> Sequence[tuple[Any, ...]]:
-        """The commands that index a file; of one that cannot be read, those that have the sweep
-        look at it later.
-        """
+        """Return the commands that index a file; an unreadable one is scheduled for the sweep."""
         try:
             record = self._read(file_id)
         except StoreAway:
@@ -276,10 +278,9 @@ class FileStore:
         purpose: str | None,
         created: Period = ALWAYS,
     ) -> FilePage:
-        """Complete files by creation, those created then, behind `after`, which may be deleted by
-        now.
+        """Return complete files created in the period, in order of creation, after `after`.
 
-        Raises KeyError if `after` is no file's id.
+        That file may have been deleted. Raise KeyError if `after` is not a file's id.
         """
         self.check()
         name = keys.files(tenant, purpose or "")
@@ -294,7 +295,7 @@ class FileStore:
         return FilePage(found[:limit], len(found) > limit)
 
     def _members(self, name: str, behind: str | None, order: str, count: int, created: Period) -> Any:
-        """Members of a listing, in its order."""
+        """Return members of a listing, in its order."""
         first, end = created.names("", _PLACE_DIGITS)
         low, high = "-" if first is None else f"[{first}", "+" if end is None else f"({end}"
         if behind and order == "asc" and behind >= (first or ""):
@@ -307,10 +308,9 @@ class FileStore:
         return [member.decode() for member in members]
 
     def _present(self, name: str, members: Any) -> Any:
-        """The records behind members of a listing, less those that are gone, or cannot be read just
-        now.
+        """Return the records of a listing's members, except those that are gone or unreadable.
 
-        A record is there before it is listed, and goes first.
+        A record is written before it is listed, and removed first.
         """
         now = time.time()
         found: Any = []
@@ -322,7 +322,7 @@ class FileStore:
             except StoreError as error:
                 logger.error("omitting file %s from a listing: %s", member.partition(":")[2], error)
                 continue
-            # Of a result that was finished twice, the first
+            # For a result that was finished twice, only the first place counts.
             if record is None or member != _member(record):
                 self._queue.commands([("ZREM", name, member)])
             elif not _expired(record, now):
@@ -330,7 +330,7 @@ class FileStore:
         return found
 
     def _place(self, tenant: str, file_id: str) -> str:
-        """The member that a file has, or had, in listings."""
+        """Return the member that a file has, or had, in listings."""
         if not is_id(FILE, file_id):
             raise KeyError(file_id)
         record = self._read(file_id)
@@ -340,9 +340,9 @@ class FileStore:
         return str(place.decode()) if place is not None else _named_member(micros_of(FILE, file_id), file_id)
 
     def _read(self, file_id: str) -> FileRecord | None:
-        """Return a record; None for one that is missing while the store is there.
+        """Return a record; None if it is missing from a mounted store.
 
-        Looks twice, since a file system may be mounted again meanwhile.
+        Reads twice, since a file system may be remounted meanwhile.
         """
         record = self._record(file_id)
         for _ in range(2 if record is None else 0):
@@ -364,12 +364,12 @@ class FileStore:
 
     def _sweep_one(self, file_id: str, now: float) -> bool:
         record = self._read(file_id)
-        # The upload was killed between its record and its index
+        # The upload was killed between its record and its index.
         if record is not None and not _expired(record, now):
             self._queue.commands(_index(record))
             return False
         if record is not None:
-            # What comes back after a power failure has expired as well
+            # A file that reappears after a power failure has expired as well.
             self._remove(record, durably=False)
             return True
         left = str(self.folder(file_id))
@@ -382,7 +382,7 @@ class FileStore:
         clear_folder(str(self.folder(record.id)), _RECORD, durably)
         removals: Any = [("ZREM", keys.FILE_EXPIRY, record.id)]
         removals += [("ZREM", name, _member(record)) for name in _listings(record)]
-        if record.batch_id is not None:  # its place is not the time in its id
+        if record.batch_id is not None:  # its place differs from the time in its id
             removals += [("SET", keys.file_place(record.id), _member(record), "EX", _PLACE_SECONDS)]
         self._queue.commands(removals)
         if record.batch_id is not None:
@@ -390,9 +390,9 @@ class FileStore:
 
 
 class Upload:
-    """A file on its way in.
+    """A file being uploaded.
 
-    Not thread-safe. Methods raise `StoreError`, for a full disk `StoreFull`.
+    Not thread-safe. Methods raise `StoreError`, and `StoreFull` for a full disk.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class Upload:
         self.expires_seconds = expires_seconds
         self.bytes = 0
         self.folder = store.folder(file_id)
-        self.head = b""  # of the content, at most `HEAD_BYTES`
+        self.head = b""  # the first bytes of the content, at most `HEAD_BYTES`
         self.id = file_id
         self.filename = filename
         self._store = store
@@ -410,21 +410,21 @@ class Upload:
         self._committed = False
         begin_folder(str(self.folder))
         with named("cannot write", str(self.folder)):
-            # An object has its name from the start
+            # An object has its final name from the start.
             self._content = None if local_path(str(self.folder)) else _CONTENT
             self._file = UnnamedFile(str(self.folder / (self._content or _PART)))
 
     def write(self, data: bytes) -> None:
-        """Appends."""
+        """Append data."""
         with named("cannot write", str(self.folder)):
             self._file.write(data)
         self.bytes += len(data)
         self.head += data[: HEAD_BYTES - len(self.head)]
 
     def commit(self) -> FileRecord:
-        """Make the file durable, then known.
+        """Make the file durable, then index it.
 
-        Raise ValueError for a batch's file whose name and content no batch can read.
+        Raise ValueError for a batch's file whose name or content no batch can read.
         """
         record = self._record()
         with named("cannot write", str(self.folder)):
@@ -435,8 +435,8 @@ class Upload:
         return record
 
     def close(self) -> None:
-        """Remove what was not committed."""
-        # Of a full disk, on which the rest of the buffer has no room
+        """Remove uncommitted data."""
+        # On a full disk, the rest of the buffer cannot be written.
         with contextlib.suppress(OSError):
             self._file.close()
         if not self._committed:
@@ -473,7 +473,7 @@ def _expired(record: FileRecord, now: float) -> bool:
 
 
 def _index(record: FileRecord) -> list[tuple[Any, ...]]:
-    """The commands that list a file and have it expire."""
+    """Return the commands that list a file and schedule its expiry."""
     expiry = ("ZREM", keys.FILE_EXPIRY, record.id)
     if not record.complete:
         return [expiry]
@@ -487,7 +487,10 @@ def _listings(record: FileRecord) -> tuple[str, str]:
 
 
 def _member(record: FileRecord) -> str:
-    """A result file's id is older than the file, so its place comes from its record."""
+    """Return a file's member of listings.
+
+    A result file's id is older than the file, so its place comes from its record.
+    """
     return _named_member(
         micros_of(FILE, record.id) if record.batch_id is None else record.created_at * 1_000_000, record.id
     )

@@ -1,15 +1,15 @@
-"""Idempotency keys: what the first request with a key has made, for those that repeat it.
+"""Idempotency keys: a repeated request gets the answer of the first request with its key.
 
-A key has a file, to which lines are appended: what is about to be made, and then the answer. Who
-makes something holds the lock of that file, which the kernel takes from a process that dies. So
-there is one at a time, and one that comes after a killed one first looks for what that has made.
-A refusal frees the key, so that a corrected request may have it: one that was killed before it did
-so has given no client its refusal, and the same request comes again.
+Each key has a file, to which lines are appended: the id to be created, then the answer. The
+creating process holds a lock on that file, which the kernel releases if it dies. So only one
+process creates at a time, and the next one after a killed one first looks for the object that was
+begun. A refusal frees the key, so that a corrected request can use it; if the process was killed
+before that, no client got the refusal, and the same request is repeated.
 
-In a bucket, who makes something has a lease, which may end while it is at work. Then the next one
-first sees to it that nothing comes of what was begun (`find`), or finds it.
+In a bucket, the creating process has a lease, which may expire while it works. The next one first
+ensures that the begun object never appears, or finds it (`find`).
 
-The files are in the file store: they outlive an empty Redis, as what was made does.
+The files are in the file store: like the created objects they outlive an empty Redis.
 """
 
 import contextlib
@@ -51,34 +51,39 @@ from jobs.store.storage import (
 logger = logging.getLogger(__name__)
 
 _KEPT_SECONDS = 24 * 3600
-_FREE = b"free "  # begins what is stored of a key in a bucket that may be used again
+_FREE = b"free "  # prefix of a stored key in a bucket that may be used again
 _REFUSALS = (ApiError, QueueFull, StoreFull)
-_SWEPT_SECONDS = _KEPT_SECONDS + 3600  # by the time of the file, of another clock
+_SWEPT_SECONDS = _KEPT_SECONDS + 3600  # by the file's time, from another clock
 
 
 class FirstRequest(msgspec.Struct, frozen=True):
-    """A line of a key's file, of which the last one counts."""
+    """A line of a key's file; the last line counts."""
 
     came_at: float  # unix seconds by the clock of Redis
     digest: str  # of its body
-    made: str  # id of what it makes
-    answer: dict[str, Any] | None = None  # once that is made
+    made: str  # id of the object being created
+    answer: dict[str, Any] | None = None  # set once it is created
 
 
 _decode = msgspec.json.Decoder(FirstRequest).decode
 
 
 class IdempotencyKeys:
-    """Synchronous and thread-safe. Methods raise `StoreError` and `QueueUnavailable`."""
+    """The keys of all tenants. Synchronous and thread-safe.
+
+    Methods raise `StoreError` and `QueueUnavailable`.
+    """
 
     def __init__(self, queue: Queue, files: FileStore) -> None:
         self._queue = queue
         self._files = files
         self._folder = files.root / IDEMPOTENCY_FOLDER
-        self._unswept: Iterator[os.DirEntry[str]] | None = None  # what the last sweep had no time for
+        self._unswept: Iterator[os.DirEntry[str]] | None = None  # entries left over by the last sweep
 
     def hold(self, tenant: str, kind: str, key: str) -> "HeldKey":
-        """Take a tenant's key for a kind of things. Raise `ApiError` 409 while a call has it."""
+        """Hold a tenant's key for a kind of object. Raise `ApiError` 409 while another call holds
+        it.
+        """
         self._files.check()
         make_folder(str(self._folder))
         name = hashlib.sha256("\0".join((tenant, kind, key)).encode()).hexdigest()
@@ -90,9 +95,10 @@ class IdempotencyKeys:
         return held
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
-        """Remove keys whose time is over, for about `seconds`; the next call goes on from there.
+        """Remove expired keys for about `seconds`; the next call resumes there.
 
-        Return how many. One that cannot be removed delays no other. For one thread at a time.
+        Return the number removed. A key that cannot be removed delays no others. For one thread at
+        a time.
         """
         self._files.check()
         if not is_local(str(self._folder)):
@@ -117,7 +123,7 @@ class IdempotencyKeys:
     def _sweep_object(self, location: str, stamp: tuple[int, int]) -> bool:
         try:
             with contextlib.suppress(Busy), hold(self._queue, location, 0):
-                if stamp_of(location) == stamp:  # as it is now that no call can change it
+                if stamp_of(location) == stamp:  # check again now that no call can change it
                     delete(location)
                     return True
         except StoreError as error:
@@ -131,7 +137,7 @@ class IdempotencyKeys:
 
 
 class HeldKey:
-    """A key that no other call has until this is closed. Methods raise `StoreError`."""
+    """A key that this call holds until `close`. Methods raise `StoreError`."""
 
     def __init__(self, path: Path, file: Any, now: float) -> None:
         self.now = now
@@ -144,7 +150,7 @@ class HeldKey:
 
     @classmethod
     def take(cls, path: Path, now: float) -> "HeldKey | None":
-        """Return a key; None where its file was just removed. Raise `ApiError` 409."""
+        """Return a key; None if its file was just removed. Raise `ApiError` 409."""
         with named("cannot write", str(path)), contextlib.ExitStack() as closing:
             file = closing.enter_context(open(path, "ab+"))
             try:
@@ -164,11 +170,11 @@ class HeldKey:
         find: Callable[[str], dict[str, Any] | None],
         make: Callable[[str], dict[str, Any]],
     ) -> tuple[dict[str, Any], bool]:
-        """Return the first request's answer, and whether that was another one than this.
+        """Return the first request's answer, and whether that was an earlier request.
 
-        `make` makes something under the given id, `find` the answer for an id of which something
-        was begun, or None where that came to nothing. Where `make` refuses and has made nothing,
-        the key is free. Raise `ApiError` 422 for a body of another digest than the first.
+        `make` creates the object with the given id. `find` returns the answer for an id that was
+        begun, or None if no object came of it. If `make` refuses without creating anything, the key
+        is freed. Raise `ApiError` 422 if the body's digest differs from the first request's.
         """
         first = self.first
         if first is not None and first.digest != digest:
@@ -191,7 +197,7 @@ class HeldKey:
         return answer, True
 
     def close(self) -> None:
-        """Let the key go, without a trace where nothing was begun under it."""
+        """Release the key, and remove its file if nothing was begun."""
         if self._file.closed:
             return
         with contextlib.suppress(OSError):
@@ -201,7 +207,7 @@ class HeldKey:
             self._file.close()
 
     def _free_unless(self, made: str, find: Callable[[str], dict[str, Any] | None]) -> None:
-        """Drop what the file says, unless a refused call has made something, or that is unknown."""
+        """Clear the file, unless the refused call did create the object, or that is unknown."""
         with contextlib.suppress(ApiError, QueueUnavailable, StoreError, OSError):
             if find(made) is None:
                 self._free()
@@ -212,11 +218,11 @@ class HeldKey:
         os.fsync(self._file.fileno())
 
     def _note_answer(self, first: FirstRequest, answer: dict[str, Any]) -> None:
-        """Append an answer, where there is room for it: it can be found again by what was made."""
+        """Append the answer, if there is room: otherwise `find` can return it later."""
         try:
             self._append(msgspec.structs.replace(first, answer=answer))
         except StoreError as error:
-            logger.warning("cannot store the answer of the request that made %s: %s", first.made, error)
+            logger.warning("failed to store the answer of the request that created %s: %s", first.made, error)
 
     def _append(self, first: FirstRequest) -> None:
         with named("cannot write", str(self._path)):
@@ -228,7 +234,7 @@ class HeldKey:
         self.first = first
 
     def _read(self) -> FirstRequest | None:
-        """Return the last line; of one that a kill has cut off, nothing stays."""
+        """Return the last line; remove a line that a kill cut off."""
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -250,7 +256,7 @@ class LeasedKey(HeldKey):
     """A key in a bucket."""
 
     def __init__(self, queue: Queue, location: str) -> None:
-        """Raise `ApiError` 409."""
+        """Hold the key. Raise `ApiError` 409."""
         self.now = queue.now()
         self.first = None
         self._location = location
@@ -266,7 +272,7 @@ class LeasedKey(HeldKey):
             closing.pop_all()
 
     def close(self) -> None:
-        """Let the key go."""
+        """Release the key."""
         self._lease.close()
 
     def _load(self) -> None:
@@ -318,10 +324,10 @@ def _is_over(status: os.stat_result, now: float) -> bool:
 
 
 def _remove_if_free(path: str, now: float) -> bool:
-    # An exclusive lock on NFS takes a file that can be written to
+    # An exclusive lock on NFS requires a file opened for writing.
     with open(path, "rb+") as file, contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        status = os.fstat(file.fileno())  # as it is now that no call can change it
+        status = os.fstat(file.fileno())  # check again now that no call can change it
         if status.st_nlink and _is_over(status, now):
             os.unlink(path)
             return True

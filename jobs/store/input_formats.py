@@ -1,5 +1,6 @@
-"""The formats of a batch's input file, known by the suffixes under which the store keeps them: what
-a name says, and what the first bytes of a content do.
+"""The formats of a batch's input file, by the suffixes of their names in the store.
+
+A format is recognized by a file's name and by its first bytes.
 """
 
 import os
@@ -9,36 +10,39 @@ from jobs.protocol.lines import BOM, decode_json
 
 JSONL, GZIP, ZSTD, PARQUET = ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"
 HEAD_BYTES = 1 << 18
-"""As many of the first bytes of a content are looked at."""
+"""How many of the first bytes of a content are inspected."""
 
 _SUFFIXES = {JSONL: JSONL, GZIP: GZIP, ZSTD: ZSTD, PARQUET: PARQUET, ".pq": PARQUET}
 _MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD, b"PAR1": PARQUET}
 
 
 def format_of_content(head: bytes) -> str:
-    """Return the format of a content that begins so; what has no magic number is JSONL."""
+    """Return the format of a content that begins with `head`; without a magic number it is
+    JSONL.
+    """
     return next((kept for magic, kept in _MAGIC.items() if head.startswith(magic)), JSONL)
 
 
 def format_of_upload(filename: str, head: bytes) -> str | None:
-    """Return the format of an uploaded file; None if its name says another one."""
+    """Return the format of an uploaded file; None if its name has another format's suffix."""
     said, found = _format_of_name(filename), format_of_content(head)
     return found if said in ("", found) else None
 
 
 def name_problem(filename: str) -> str | None:
-    """Return why no batch can read a file of this name; a name without a suffix says nothing."""
+    """Return why no batch can read a file of this name; a name without a suffix is accepted."""
     known = _format_of_name(filename) is not None
     return None if known else f"'{fields.shown(filename)}' has another suffix."
 
 
 def content_problem(filename: str, head: bytes, size: int) -> str | None:
-    """Return why no batch can read a file of `size` bytes that begins with `head`, as far as its
-    first line shows it.
+    """Return why no batch can read a file of `size` bytes that begins with `head`.
+
+    Only the first line is checked.
     """
     kind = format_of_upload(filename, head)
     if kind is None:
-        return f"'{fields.shown(filename)}' does not hold what its suffix says."
+        return f"'{fields.shown(filename)}' does not have the format of its suffix."
     if not size:
         return "The file is empty."
     return _line_problem(head, size == len(head)) if kind == JSONL else None
@@ -52,7 +56,7 @@ def _format_of_name(filename: str) -> str | None:
 
 
 def _line_problem(head: bytes, whole: bool) -> str | None:
-    """What is wrong with the first line that is not blank, if it ends within `head`."""
+    """Return what is wrong with the first line that is not blank, if it ends within `head`."""
     line, ended, _ = head.removeprefix(BOM).lstrip().partition(b"\n")
     if not line or not (ended or whole):
         return None

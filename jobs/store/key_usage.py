@@ -1,5 +1,6 @@
-"""What was computed for each API key: a file of the file store. Where Redis has less, since it went
-back or came back empty, it is raised to what the file has.
+"""The usage of each API key, saved in a file of the file store.
+
+If Redis has lower counts, since it lost data, they are raised to those of the file.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ _decode = msgspec.json.Decoder(KeyUsage).decode
 
 
 def load_usage(store: PurePath) -> KeyUsage:
-    """Return the counts as they were saved last.
+    """Return the counts as last saved.
 
     Raise `StoreError`.
     """
@@ -33,15 +34,14 @@ def load_usage(store: PurePath) -> KeyUsage:
 
 
 def save_usage(store: PurePath, usage: KeyUsage) -> KeyUsage:
-    """Raise the counts of the file to these, durably, and return what it has: a leader that was
-    deposed may write late.
+    """Raise the counts in the file to these, durably, and return the file's counts.
 
-    Raise `StoreError` and `Busy`.
+    A deposed leader may write late, so counts never decrease. Raise `StoreError` and `Busy`.
     """
     location = str(store / FILE)
     with exclusive(str(store), _LOCK_SECONDS, f".{FILE}.lock") if is_local(location) else contextlib.nullcontext():
         written = None
-        while written is None:  # as long as another leader writes in a bucket meanwhile
+        while written is None:  # while another leader writes to the bucket
             saved, version = _read(location)
             usage = larger(saved, usage)
             data = msgspec.json.format(msgspec.json.encode(usage), indent=1)
@@ -50,17 +50,17 @@ def save_usage(store: PurePath, usage: KeyUsage) -> KeyUsage:
 
 
 def larger(one: KeyUsage, other: KeyUsage) -> KeyUsage:
-    """Return the larger of each two counts; those of 0 are left out."""
+    """Return the larger of each two counts, without counts of 0."""
     return {key_id: dict(Counter(one.get(key_id)) | Counter(other.get(key_id))) for key_id in one | other}
 
 
 def behind(found: KeyUsage, saved: KeyUsage) -> KeyUsage:
-    """Return what was saved of the keys of which less was found."""
+    """Return the saved counts of the keys with lower counts in `found`."""
     return {key_id: counts for key_id, counts in saved.items() if Counter(counts) - Counter(found.get(key_id))}
 
 
 def usage_object(counts: dict[str, int]) -> dict[str, Any]:
-    """Return the counts of a key as the `usage` of a batch has them."""
+    """Return the counts of a key in the form of a batch's `usage`."""
     return {
         "input_tokens": counts.get("prompt_tokens", 0),
         "output_tokens": counts.get("completion_tokens", 0),
@@ -69,7 +69,7 @@ def usage_object(counts: dict[str, int]) -> dict[str, Any]:
 
 
 def _read(location: str) -> tuple[KeyUsage, str | None]:
-    """Return the counts, and which version of the file they are; None for none in a bucket yet."""
+    """Return the counts and the version of the file; None if a bucket has no file yet."""
     try:
         found = read_version(location)
         return _decode(found.data), found.version
@@ -78,4 +78,4 @@ def _read(location: str) -> tuple[KeyUsage, str | None]:
             return {}, "" if is_local(location) else None
         raise
     except msgspec.DecodeError as error:
-        raise StoreError(f"{location} is damaged ({error}); remove it to count on from what Redis has") from error
+        raise StoreError(f"{location} is damaged ({error}); remove it to continue from the counts in Redis") from error

@@ -1,7 +1,7 @@
-"""Holds on folders of batches: the lock of a file system, or for a bucket a lease in Redis.
+"""Holds on folders of batches: a lock of the file system, or for a bucket a lease in Redis.
 
-A lease ends while its holder is stopped, and with a Redis that comes back empty. It keeps two
-processes from doing the same work. What they write is kept apart by conditional puts.
+A lease expires while its holder is stopped, and is lost with an emptied Redis. It prevents two
+processes from doing the same work; conditional puts protect their writes from each other.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ _POLL_SECONDS = 0.05
 
 
 def hold(queue: QueueBase, root: str, patience: float) -> contextlib.AbstractContextManager[None]:
-    """Hold a folder against other processes. Raise `Busy` after `patience` seconds, `StoreError`,
-    and for a bucket `QueueUnavailable`.
+    """Hold a folder against other processes.
+
+    Raise `Busy` after `patience` seconds, `StoreError`, and for a bucket `QueueUnavailable`.
     """
     return exclusive(root, patience) if is_local(root) else _leased(queue, root, patience)
 
@@ -43,7 +44,7 @@ def _leased(queue: QueueBase, root: str, patience: float) -> Iterator[None]:
 
 
 class _Renewals:
-    """Renews the leases of this process, in a thread that begins with the first."""
+    """Renews the leases of this process in a thread, which starts with the first lease."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -55,7 +56,7 @@ class _Renewals:
             self._leases.add(lease)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="leases", daemon=True)
-                thread.start()  # which may fail, and is then tried with the next lease
+                thread.start()  # may fail; the next lease retries
                 self._thread = thread
             self._changed.notify()
 
@@ -69,7 +70,7 @@ class _Renewals:
                 self._changed.wait_for(lambda: self._leases)
                 held = list(self._leases)
             for lease in held:
-                with contextlib.suppress(Exception):  # it lapses; the others of this process go on
+                with contextlib.suppress(Exception):  # this lease expires; the others are still renewed
                     lease.extend(LEASE_SECONDS)
             time.sleep(_RENEW_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Files on a file system of this machine, or one that is mounted."""
+"""Files on a local or mounted file system."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 _BUFFER = 1 << 18
 _LOCK_POLL_SECONDS = 0.01
-_NEW_SECONDS = 10.0  # that one process waits for another that writes the same new file
+_NEW_SECONDS = 10.0  # longest wait for another process that writes the same new file
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -94,7 +94,7 @@ class LocalStorage:
         return ""
 
     def put_new(self, path: str, data: bytes) -> str | None:
-        """The lock is for file systems without hard links."""
+        """Write a new file under a lock, for file systems without hard links."""
         folder, name = os.path.split(path)
         with self.hold(folder, f".{name}.lock", _NEW_SECONDS):
             return None if self.exists(path) else self.replace_version(path, data, "")
@@ -119,7 +119,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def hold(self, folder: str, lock: str, patience: float, is_shared: bool = False) -> Iterator[None]:
-        """Raise BlockingIOError after `patience` seconds."""
+        """Hold the lock. Raise BlockingIOError after `patience` seconds."""
         kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         handle = os.open(os.path.join(folder, lock), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -153,9 +153,9 @@ class LocalStorage:
 
 
 class LocalReader:
-    """Reads at any place of a file, also after its removal. Thread-safe.
+    """Reads at any offset of a file, also after its removal. Thread-safe.
 
-    A read that fails raises its OSError, or what `fault` makes of it.
+    A failed read raises its OSError, or the error that `fault` makes of it.
     """
 
     def __init__(self, path: str) -> None:
@@ -176,7 +176,7 @@ class LocalReader:
         if handle >= 0:
             os.close(handle)
 
-    __del__ = close  # of one that a thread opened for a call that had ended
+    __del__ = close  # for a reader that a thread opened for a call that had ended
 
 
 class LocalWriter:
@@ -231,7 +231,7 @@ def _folder_of(path: str) -> str:
 
 
 def _scratch_for(folder: str, scratch: str | None) -> str:
-    """`scratch` if it is a folder in `folder` from which files can be renamed, else `folder`."""
+    """Return `scratch` if it is in `folder` and files can be renamed from it, else `folder`."""
     if scratch is None or os.path.dirname(scratch) != folder or os.stat(scratch).st_dev != os.stat(folder).st_dev:
         return folder
     return scratch

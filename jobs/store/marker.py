@@ -1,7 +1,7 @@
 """The marker of a file store: a file in its folder with the store's id, which Redis has too.
 
-With it, what is missing is gone. Without it the folder is not mounted, or another one, and nothing
-in it is judged.
+With the marker, a missing file is known to be gone. Without it, the folder may not be mounted or
+may be another one, so missing files mean nothing.
 """
 
 import secrets
@@ -19,14 +19,15 @@ DELETED_FOLDER, IDEMPOTENCY_FOLDER, WEBHOOKS_FOLDER = "deleted", "idempotency", 
 
 
 class StoreAway(StoreError):
-    """The folder of the file store is not mounted, or it is not the one of this queue."""
+    """The folder of the file store is not mounted, or it belongs to another queue."""
 
 
 def open_store(queue: QueueBase, root: PurePath) -> None:
     """Check a store at a process' start; mark one that has no marker: a new one, or a restored one.
 
-    An empty folder is not marked where Redis knows files: its file system may not be mounted. Raise
-    `StoreAway` and `StoreError`.
+    A store has no marker if it is new or was written by a version without markers. An empty folder
+    is not marked if Redis lists files: its file system may not be mounted. Raise `StoreAway` and
+    `StoreError`.
     """
     if _read(root) is None and _known(queue) is None:
         if not _is_used(root) and _knows_files(queue):
@@ -39,10 +40,10 @@ def open_store(queue: QueueBase, root: PurePath) -> None:
 
 
 def check_store(queue: QueueBase, root: PurePath) -> None:
-    """Raise `StoreAway` unless the folder has the marker that Redis knows.
+    """Raise `StoreAway` unless the folder has the marker that Redis has.
 
-    Redis learns the marker anew where it came back empty: also in place of another one, of a folder
-    that was used before the file system was mounted, as long as it lists no files of that.
+    An emptied Redis takes over the folder's marker. It also replaces a marker in Redis that belongs
+    to a folder used before the file system was mounted, if Redis lists no files.
     """
     found, known = _read(root), _known(queue)
     if found is not None and known is None:
@@ -80,7 +81,7 @@ def _known(queue: QueueBase) -> str | None:
 
 
 def _knows_files(queue: QueueBase) -> bool:
-    """Return whether Redis has listings of files or of batches of the API."""
+    """Return whether Redis lists files or batches of the API."""
 
     def search() -> bool:
         names: Any = (queue.redis.scan_iter(match, count=1000) for match in (keys.files("*"), keys.batch_index("*")))
@@ -90,12 +91,12 @@ def _knows_files(queue: QueueBase) -> bool:
 
 
 def _is_used(root: PurePath) -> bool:
-    """Return whether files, uploads or batches were ever put into the folder."""
+    """Return whether the folder ever held files, uploads or batches."""
     return any(exists(str(root / name)) for name in (BATCHES_FOLDER, FILES_FOLDER, UPLOADS_FOLDER))
 
 
 def _mark(root: PurePath) -> None:
-    """Write a marker, whole and once: of several processes the first."""
+    """Write a marker, whole and once: among several processes the first one writes it."""
     make_folder(str(root))
     location, mark = str(root / MARKER), f"store_{secrets.token_hex(8)}\n".encode()
     if write_new(location, mark) is None and _read(root) is None:  # it is empty

@@ -1,7 +1,7 @@
-"""Files that are objects of a bucket: S3's and what speaks its protocol, Google's, Azure's.
+"""Files that are objects of a bucket: S3 and compatible stores, Google's, Azure's.
 
-An object appears whole or not at all, and lasts once its store has answered. Folders are the
-beginnings of names, and need not be made.
+An object appears as a whole or not at all, and is durable once its store has answered. Folders are
+prefixes of names, and need not be created.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from urllib.parse import unquote, urlsplit
 from jobs.store.block_cache import BLOCK_BYTES, BlockCache, CachedObject, ObjectReader
 
 _BUFFER = 1 << 18
-_PART_BYTES = 8 << 20  # of a request that writes
-_PARTS_AT_ONCE = 2  # that one writer sends
-_GATHERED_BYTES = 1 << 18  # before the client is called
-_COPY_BYTES = 5 << 30  # of the largest object that S3 copies by itself
+_PART_BYTES = 8 << 20  # of one write request
+_PARTS_AT_ONCE = 2  # sent by one writer
+_GATHERED_BYTES = 1 << 18  # buffered before the client is called
+_COPY_BYTES = 5 << 30  # the largest object that S3 copies by itself
 _REQUEST = timedelta(seconds=20)
 _CONNECT = timedelta(seconds=5)
 _TRIES = 3
 _cache = BlockCache()
 
-_KEPT = ".folder"  # an object in place of a folder that may be empty
+_KEPT = ".folder"  # an object that represents a folder that may be empty
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _UNSATISFIABLE = "status code: 416"
-_METADATA = "//169.254.169.254/"  # where a machine of a cloud is asked for credentials
+_METADATA = "//169.254.169.254/"  # where a cloud's machine requests credentials
 _NO_ACCOUNT = "Account must be specified"
 _STATUS = re.compile(r"status code: (\d+ [\w ]+)")
 
@@ -41,11 +41,11 @@ class _Cloud(NamedTuple):
     credentials: str
     """Variables."""
     endpoints: tuple[str, ...]
-    """Variables that lead to another server than the cloud's."""
+    """Variables that select another server than the cloud's."""
     copies: bool = True
-    """Whether a copy is whole once it is answered."""
+    """Whether a copy is complete once the store answers."""
     pause: timedelta = timedelta(milliseconds=100)
-    """Before a call that the store had no time for is repeated."""
+    """Pause before a throttled call is retried."""
 
 
 _CLOUDS = {
@@ -54,13 +54,13 @@ _CLOUDS = {
         "GCS",
         "GOOGLE_APPLICATION_CREDENTIALS",
         ("GOOGLE_BASE_URL",),
-        pause=timedelta(seconds=1),  # one name is written once a second at most
+        pause=timedelta(seconds=1),  # the limit is one write per second to one name
     ),
     "az": _Cloud(
         "MicrosoftAzure",
         "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
         ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-        copies=False,  # its answer may come before the bytes do, and the client does not tell
+        copies=False,  # the store may answer before the copy is complete, and the client does not report that
     ),
 }
 
@@ -80,7 +80,7 @@ class ObjectStorage:
         return cast(BinaryIO, io.BufferedReader(reader, _BUFFER if unchanging else BLOCK_BYTES) if buffered else reader)
 
     def open_at(self, path: str, unchanging: bool = False) -> ObjectReader:
-        """An object that may change is one version to its end."""
+        """Return a reader of one version of an object, also if the object may change."""
         if unchanging:
             return _cache.reader(f"{self._name}/{path}", lambda start, end: self._range(path, start, end)[:2])
         begin, size, tag = self._range(path, 0, BLOCK_BYTES)
@@ -97,7 +97,7 @@ class ObjectStorage:
         return self.read_version(path)[0]
 
     def read_version(self, path: str) -> tuple[bytes, str]:
-        """Return an object, and the tag of this version of it."""
+        """Return an object, and the tag of this version."""
         import obstore
 
         with _failures():
@@ -178,7 +178,11 @@ class ObjectStorage:
         self._delete_below(path)
 
     def _put_if(self, path: str, data: bytes, mode: Any) -> str | None:
-        """A put that is refused may be one that was repeated, since its answer was lost."""
+        """Put an object conditionally.
+
+        If the put is refused, an earlier attempt may have succeeded and its answer been lost, so
+        the stored content is compared.
+        """
         import obstore
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
@@ -187,11 +191,11 @@ class ObjectStorage:
                 return _version(obstore.put(self._client, path, data, mode=mode))
             except FileNotFoundError:
                 if mode == "create":
-                    raise  # there is no such bucket
+                    raise  # the bucket does not exist
                 return None
             except (AlreadyExistsError, PreconditionError):
                 return self._version_with(path, data)
-            except BaseError:  # its answer may have been lost for good
+            except BaseError:  # an earlier attempt may have succeeded
                 with contextlib.suppress(OSError):
                     if version := self._version_with(path, data):
                         return version
@@ -204,7 +208,7 @@ class ObjectStorage:
         return version if found == data else None
 
     def _range(self, path: str, start: int, end: int, tag: str | None = None) -> tuple[bytes, int, str | None]:
-        """Return bytes, of the version with that tag if one is given, and size and tag of all."""
+        """Return bytes (of the version with `tag`, if given), and size and tag of the object."""
         import obstore
         from obstore.exceptions import BaseError
 
@@ -216,7 +220,7 @@ class ObjectStorage:
             except BaseError as error:
                 if start or _UNSATISFIABLE not in str(error):
                     raise
-                meta = obstore.head(self._client, path)  # it is empty
+                meta = obstore.head(self._client, path)  # the object is empty
                 return b"", meta["size"], meta["e_tag"]
 
     def _listed(self, folder: str) -> Any:
@@ -241,8 +245,9 @@ class ObjectStorage:
 
 
 class ObjectWriter:
-    """An object that appears with `commit`, under the name that it was begun with. What is not
-    committed leaves nothing that can be seen.
+    """An object that appears with `commit`, under the name given at the start.
+
+    Without a commit, nothing visible remains.
     """
 
     def __init__(self, client: Any, path: str, cached_as: str | None = None) -> None:
@@ -277,7 +282,7 @@ class ObjectWriter:
             _cache.add(self._cached_as, self._cached)
 
     def close(self) -> None:
-        """Abort what was sent: an object in parts that do not become one costs as much as one."""
+        """Abort an unfinished upload: its parts cost as much as an object."""
         sent, self._sent = self._sent, None
         if sent is not None:
             with contextlib.suppress(OSError), _failures():
@@ -293,7 +298,7 @@ class ObjectWriter:
 
 
 def open_bucket(location: str) -> tuple[ObjectStorage, str]:
-    """Return the bucket of a URI, and the name in it. Raise OSError for what is no such URI."""
+    """Return the bucket of a URI, and the name in it. Raise OSError for an invalid URI."""
     parts = urlsplit(location)
     if parts.scheme not in _CLOUDS or not parts.netloc:
         raise OSError(errno.EINVAL, "its URI must begin with s3://, gs:// or az:// and the name of a bucket")
@@ -317,7 +322,7 @@ def _bucket(scheme: str, name: str, endpoint: str) -> ObjectStorage:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Turn errors of the client into OSErrors that say in a few words what its store answered."""
+    """Turn errors of the client into OSErrors with a short text about the store's answer."""
     from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
     try:
@@ -329,18 +334,18 @@ def _failures() -> Iterator[None]:
     except BaseError as error:
         raise OSError(errno.EIO, _answer(error)) from None
     except OSError as error:
-        if error.errno is None:  # of the client's writers
+        if error.errno is None:  # raised by the client's writers
             raise OSError(errno.EIO, _answer(error)) from None
         raise
 
 
 def _stamp(meta: Any) -> tuple[int, int]:
-    """In whole seconds: a listing may have more than the header of an object."""
+    """Return the stamp in whole seconds: a listing may be more precise than an object's header."""
     return meta["size"], int(meta["last_modified"].timestamp()) * 1_000_000_000
 
 
 def _version(meta: Any) -> str:
-    """Google's conditions are about generations, those of the others about tags."""
+    """Return the version: Google's conditions use generations, the others' use tags."""
     return f"{meta['e_tag'] or ''} {meta['version'] or ''}".rstrip()
 
 

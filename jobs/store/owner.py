@@ -1,8 +1,9 @@
-"""Which queue uses a bucket, so that a fleet with another Redis is refused there.
+"""The queue that owns a bucket, so that a fleet with another Redis is refused.
 
-Each ticker replaces an object with the id of its queue every few seconds. Where that object has the
-id of another queue and is not replaced for some time, its fleet was stopped, or its Redis came back
-empty. Folders have no such object: their locks keep the processes of one machine apart.
+Each ticker replaces an object with the id of its queue every few seconds, as a heartbeat. If that
+object has the id of another queue and is not replaced for some time, its fleet was stopped, or its
+Redis came back empty. Folders have no such object: their locks separate the processes of one
+machine.
 """
 
 import logging
@@ -21,16 +22,17 @@ from jobs.store.storage import Stored, StoreError, is_local, is_missing, join, r
 OWNER = "owner"
 HEARTBEAT_SECONDS = 3.0
 OWNER_TIMEOUT_SECONDS = 10.0
-"""An owner that is seen for this long without a heartbeat is replaced."""
+"""An owner without a heartbeat for this long is replaced."""
 _POLL_SECONDS = 0.5
-_LONGEST_LOOK = 2.0  # seconds that one look at an owner counts for, however long ago the last one was
+_LONGEST_LOOK = 2.0  # most seconds that one check adds, however long ago the last check was
 
 logger = logging.getLogger(__name__)
 
 
 def open_own_store(queue: QueueBase, root: PurePath) -> None:
-    """Open a store at the start of a command, as `open_store` does. Raise `StoreAway` too where a
-    fleet with another Redis uses it.
+    """Open a store at the start of a command, like `open_store`.
+
+    Also raise `StoreAway` if a fleet with another Redis uses it.
     """
     owner = StoreOwner(queue, root)
     if not owner.renew():
@@ -47,30 +49,31 @@ def open_own_store(queue: QueueBase, root: PurePath) -> None:
 
 class _OtherOwner(NamedTuple):
     version: str  # of its last heartbeat
-    seen_at: float  # monotonic seconds, the last time
+    seen_at: float  # monotonic seconds of the last check
     seen_for: float  # seconds without another heartbeat
     is_running: bool  # there was a heartbeat before this one
 
 
 class StoreOwner:
-    """The owner of a store as one process sees it. Not thread-safe."""
+    """The owner of a store, for one process. Not thread-safe."""
 
     def __init__(self, queue: QueueBase, root: PurePath) -> None:
         self.is_ours = False
-        """Whether the store was this queue's at the last look."""
+        """Whether the store belonged to this queue at the last check."""
         self._queue = queue
         self._root = root
         self._location = join(str(root), OWNER)
         self._queue_id = ""
-        self._version: str | None = None  # of the object, if it has the id of this queue
+        self._version: str | None = None  # of the object, if it has this queue's id
         self._other: _OtherOwner | None = None
 
     def renew(self) -> bool:
-        """Write a heartbeat unless this is the first look at an object with the id of this queue.
-        Return whether the store is this queue's, False until that is known.
+        """Write a heartbeat, except at the first sight of an object with this queue's id.
 
-        Raise `StoreError`, `StoreAway` while another queue uses the store, and what Redis raises
-        where it has not answered this process yet.
+        Return whether the store belongs to this queue; False until that is known.
+
+        Raise `StoreError`, `StoreAway` while another queue uses the store, and what redis-py raises
+        until Redis has answered this process once.
         """
         self.is_ours = is_local(self._location) or self._renew(self._known_id())
         return self.is_ours
@@ -90,7 +93,7 @@ class StoreOwner:
         return self._version is not None
 
     def _is_expired(self, version: str) -> bool:
-        """Return whether another queue's heartbeats have ended. Raise `StoreAway` if they have
+        """Return whether another queue's heartbeats have stopped. Raise `StoreAway` if they have
         not.
         """
         now, other = time.monotonic(), self._other
@@ -118,8 +121,9 @@ class StoreOwner:
         return None
 
     def _known_id(self) -> str:
-        """Return the id of this queue, which an emptied Redis gets anew; while Redis is away, the
-        last one.
+        """Return the id of this queue; an emptied Redis gets a new one.
+
+        While Redis is unavailable, return the last id.
         """
         retry_seconds = 0.0 if self._queue_id else self._queue.settings.redis_retry_seconds
         try:

@@ -1,6 +1,6 @@
-"""Locations of files: a local path, or the URI of an object.
+"""Access to files by location: a local path, or the URI of an object.
 
-What is written here is either whole and durable, or absent.
+A written file is either complete and durable, or absent.
 """
 
 import contextlib
@@ -30,41 +30,41 @@ logger = logging.getLogger(__name__)
 
 
 class FolderStamp(NamedTuple):
-    """What changes when something comes into a folder or goes out of it."""
+    """A stamp of a folder that changes when an entry is added or removed."""
 
     value: int
-    changed_ns: int  # unix; 0 where it cannot change again under the same value
+    changed_ns: int  # unix; 0 if it cannot change again without a new value
 
 
 class StorageWriter(Protocol):
-    """A file on its way. Methods raise OSError."""
+    """A file being written. Methods raise OSError."""
 
     file: Any
-    """Takes the bytes."""
+    """Accepts the bytes."""
 
     def write(self, data: bytes) -> int: ...
 
     def sync(self) -> None:
-        """Make what was written durable, under no name yet."""
+        """Make the written data durable, without a name yet."""
 
     def commit(self, path: str) -> None:
-        """Make it a file; its name lasts once the folder is synced."""
+        """Give the file its name, which is durable once the folder is synced."""
 
     def close(self) -> None:
-        """Drop what was not committed."""
+        """Discard uncommitted data."""
 
 
 class RandomReader(Protocol):
-    """Reads at any place of a file, also after its removal. Thread-safe."""
+    """Reads at any offset of a file, also after its removal. Thread-safe."""
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return bytes from a place on, fewer at the end. Raise `StoreError`."""
+        """Return `length` bytes from `offset` on, fewer at the end. Raise `StoreError`."""
 
     def close(self) -> None: ...
 
 
 class Storage(Protocol):
-    """What a file store needs of the place that holds it. Methods raise OSError."""
+    """The operations that a file store needs of its storage. Methods raise OSError."""
 
     def open(self, path: str, buffered: bool = True, unchanging: bool = False) -> BinaryIO:
         """Return a seekable reader of one version of a file."""
@@ -75,64 +75,64 @@ class Storage(Protocol):
     def read(self, path: str) -> bytes: ...
 
     def stamp(self, path: str) -> tuple[int, int] | None:
-        """Return bytes and time of the last change, ns; None where there is no file."""
+        """Return bytes and time of the last change, ns; None if there is no file."""
 
     def exists(self, path: str) -> bool:
         """Return whether there is a file or a folder."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, in any order; none where there is no folder."""
+        """Return the names in a folder, in any order; empty if there is no folder."""
 
     def stamps(self, folder: str) -> dict[str, tuple[int, int]]:
         """Return the stamp of each file in a folder."""
 
     def folder_stamp(self, folder: str) -> tuple[int, int] | None:
-        """Return what makes a `FolderStamp`; None where there is no folder."""
+        """Return the values of a `FolderStamp`; None if there is no folder."""
 
     def make_folder(self, path: str) -> None:
-        """Make a folder and those above it, durably."""
+        """Create a folder and its parents, durably."""
 
     def add_folder(self, path: str) -> None:
-        """Make a folder durably, in one that is there."""
+        """Create a folder durably in an existing one."""
 
     def begin_folder(self, path: str) -> None:
-        """Make a folder that must be new."""
+        """Create a folder that must not exist."""
 
     def keep_folder(self, path: str) -> None:
-        """Make a folder as `make_folder` does, which is there also while nothing is in it."""
+        """Create a folder like `make_folder`; it also exists while it is empty."""
 
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder last."""
+        """Make the names in a folder durable."""
 
     def touch(self, path: str) -> None:
-        """Make an empty file durably, or leave the one that is there."""
+        """Create an empty file durably, or leave the existing one."""
 
     def read_version(self, path: str) -> tuple[bytes, str]:
-        """Return a file, and which version of it this is."""
+        """Return a file's content and version."""
 
     def replace_version(self, path: str, data: bytes, version: str) -> str | None:
-        """Replace that version of a file durably, and return the new one."""
+        """Replace that version of a file durably, and return the new version."""
 
     def put_new(self, path: str, data: bytes) -> str | None:
-        """Write a file durably, and return its version; None, and nothing, where there is one."""
+        """Write a new file durably, and return its version; None if the file exists."""
 
     def writer(self, path: str, scratch: str | None = None, unchanging: bool = False) -> StorageWriter:
         """Begin a file, in `scratch` if it can be renamed from there."""
 
     def unnamed_writer(self, temporary: str) -> StorageWriter:
-        """Begin a file whose name is not known yet; until then it has another one."""
+        """Begin a file under a temporary name."""
 
     def link(self, source: str, path: str) -> bool:
-        """Give a file a second name, or copy it; False where it has to be written again."""
+        """Give a file a second name, or copy it; return False if it must be written again."""
 
     def delete(self, path: str) -> None:
         """Remove a file that may be gone already."""
 
     def clear_folder(self, path: str, first: str, durably: bool) -> None:
-        """Remove a folder of files, the file `first` before the others. Others may do so too."""
+        """Remove a folder of files, `first` before the others. Other processes may do so too."""
 
     def remove_tree(self, path: str) -> None:
-        """Remove what can be removed of a folder and of those in it. A bucket raises OSError."""
+        """Remove as much as possible of a folder and its subfolders. A bucket raises OSError."""
 
 
 class StoreError(JobsError):
@@ -150,12 +150,12 @@ class StoreFull(StoreError):
 
 
 def store_error(message: str, error: OSError) -> StoreError:
-    """The error that a fault of the file system becomes."""
+    """Return the error for a fault of the file system."""
     return (StoreFull if error.errno in _NO_SPACE else StoreError)(f"{message}: {error.strerror or error}")
 
 
 def is_missing(error: StoreError) -> bool:
-    """Return whether there is no such file, which is no fault of the file system."""
+    """Return whether the file is missing, as opposed to a fault of the file system."""
     return isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
 
 
@@ -165,51 +165,54 @@ def is_local(location: str) -> bool:
 
 
 def local_path(location: str) -> Path | None:
-    """The path behind a location, or None if it is not on this machine's file system."""
+    """Return the path of a location, or None if it is not on this machine's file system."""
     path = _local(location)
     return None if path is None else Path(path)
 
 
 def _local(location: str) -> str | None:
-    """The same as text: a `Path` takes longer to make than some of its uses."""
+    """Return the same as text, since a `Path` is slow to create."""
     if location.startswith("file://"):
         return unquote(urlsplit(location).path)
     return None if "://" in location else location
 
 
 def absolute(location: str) -> str:
-    """The same place for processes with other working directories."""
+    """Return the location independent of the working directory."""
     return location if "://" in location else os.path.abspath(location)
 
 
 def new_name(location: str, name: str) -> str:
-    """A name for a new file at a location where two processes may write at once, as in a bucket:
-    one that no other takes. Elsewhere their folder is held, and it is the name itself.
+    """Return the name for a new file, unique in a bucket, where two processes may write at once.
+
+    In a folder, which is held, it is `name` itself.
     """
     return name if is_local(location) else f"{name}-{secrets.token_hex(4)}"
 
 
 class ObjectPath(PurePosixPath):
-    """The path of an object, from the scheme of its URI on."""
+    """The path of an object, including the scheme of its URI."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
 
 def path_of(location: str) -> PurePath:
-    """A location as a path, absolute on this machine, to make others below it."""
+    """Return a location as a path, absolute on this machine, to build others below it."""
     path = local_path(location)
     return ObjectPath(location) if path is None else path.absolute()
 
 
 def join(root: str, *names: str) -> str:
-    """A location below `root`."""
+    """Return a location below `root`."""
     return "/".join([root.rstrip("/"), *names])
 
 
 def open_input(location: str, buffered: bool = True, unchanging: bool = False) -> BinaryIO:
-    """A seekable reader; `unchanging` for a file that is the same as long as it has its name, of
-    which a bucket is asked only once. Raises `StoreError`, and so do reads of an object.
+    """Return a seekable reader; reads of an object raise `StoreError`, too.
+
+    An `unchanging` file never changes under its name, so that a bucket is read only once. Raise
+    `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot read", location):
@@ -219,8 +222,9 @@ def open_input(location: str, buffered: bool = True, unchanging: bool = False) -
 
 
 def open_at(location: str) -> RandomReader:
-    """A reader at any place of a file that is the same as long as it has its name. Raises
-    `StoreError`.
+    """Return a random reader of a file that never changes under its name.
+
+    Raise `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot read", location):
@@ -235,14 +239,15 @@ def _name_faults(reader: object, location: str) -> None:
 
 
 def size_of(location: str) -> int | None:
-    """Bytes of a file, or None if there is none. Raises `StoreError`."""
+    """Return the bytes of a file, or None if there is none. Raise `StoreError`."""
     stamp = stamp_of(location)
     return None if stamp is None else stamp[0]
 
 
 def stamp_of(location: str) -> tuple[int, int] | None:
-    """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there
-    is none. Raises `StoreError`.
+    """Return bytes and time of the last change of a file, or None if there is none.
+
+    The time is in ns, 0 if the store has none. Raise `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot read", location):
@@ -257,14 +262,14 @@ def exists(location: str) -> bool:
 
 
 def read_bytes(location: str) -> bytes:
-    """The whole of a small file. Raises `StoreError`."""
+    """Return the whole of a small file. Raise `StoreError`."""
     storage, path = _at(location)
     with named("cannot read", location):
         return storage.read(path)
 
 
 def sha256_of(location: str, check: Callable[[], object] = int) -> str:
-    """The hash of a file's bytes; calls `check` often. Raises `StoreError`."""
+    """Return the hash of a file's bytes; calls `check` often. Raise `StoreError`."""
     digest = hashlib.sha256()
     with open_input(location) as file, named("cannot read", location):
         while chunk := file.read(_HASH_CHUNK):
@@ -274,14 +279,14 @@ def sha256_of(location: str, check: Callable[[], object] = int) -> str:
 
 
 def make_folder(location: str) -> None:
-    """Make a folder and those above it, durably. Raise `StoreError`."""
+    """Create a folder and its parents, durably. Raise `StoreError`."""
     storage, path = _at(location)
     with named("cannot make the folder", location):
         storage.make_folder(path)
 
 
 def keep_folder(location: str) -> None:
-    """Make a folder durably, which stays when all that is in it is removed. Raise `StoreError`."""
+    """Create a folder durably; it remains when it becomes empty. Raise `StoreError`."""
     storage, path = _at(location)
     with named("cannot make the folder", location):
         storage.keep_folder(path)
@@ -296,15 +301,16 @@ def folder_stamp_of(location: str) -> FolderStamp | None:
 
 
 def add_folder(location: str) -> None:
-    """Make a folder durably in one that is there. Raise `StoreError`."""
+    """Create a folder durably in an existing one. Raise `StoreError`."""
     storage, path = _at(location)
     with named("cannot make the folder", location):
         storage.add_folder(path)
 
 
 def begin_folder(location: str) -> None:
-    """Make a folder that must be new, in one that is made where it is not there; it lasts once that
-    is synced. Raise `StoreError`.
+    """Create a folder that must not exist, and its parent if needed.
+
+    It is durable once the parent is synced. Raise `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot make the folder", location):
@@ -313,9 +319,9 @@ def begin_folder(location: str) -> None:
 
 
 def list_names(location: str) -> list[str]:
-    """Names of the files and folders in a folder, sorted; empty if there is no such folder.
+    """Return names of the files and folders in a folder, sorted; empty if there is no such folder.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot list", location):
@@ -323,12 +329,12 @@ def list_names(location: str) -> list[str]:
 
 
 def sizes_in(location: str) -> dict[str, int]:
-    """The bytes of each file in a folder that is there. Raises `StoreError`."""
+    """Return the bytes of each file in an existing folder. Raise `StoreError`."""
     return {name: size for name, (size, _) in stamps_in(location).items()}
 
 
 def stamps_in(location: str) -> dict[str, tuple[int, int]]:
-    """What `stamp_of` returns of each file in a folder that is there. Raises `StoreError`."""
+    """Return the `stamp_of` each file in an existing folder. Raise `StoreError`."""
     storage, path = _at(location)
     with named("cannot list", location):
         return storage.stamps(path)
@@ -349,9 +355,7 @@ def clear_folder(location: str, first: str, durably: bool = True) -> None:
 
 
 def remove_tree(location: str) -> None:
-    """Remove what can be removed of a folder and of those in it; the log says where a bucket has
-    refused.
-    """
+    """Remove as much as possible of a folder and its subfolders; log a bucket's refusal."""
     storage, path = _at(location)
     try:
         storage.remove_tree(path)
@@ -360,9 +364,7 @@ def remove_tree(location: str) -> None:
 
 
 class UnnamedFile:
-    """A new file whose name is not known yet, which until then is `temporary`. Methods raise
-    OSError.
-    """
+    """A new file that is `temporary` until it gets its name. Methods raise OSError."""
 
     def __init__(self, temporary: str) -> None:
         storage, path = _at(temporary)
@@ -370,17 +372,18 @@ class UnnamedFile:
         self.write, self.sync, self.close = self._writer.write, self._writer.sync, self._writer.close
 
     def commit(self, location: str) -> None:
-        """Give the file its name, which lasts once its folder is synced; an object has its own."""
+        """Give the file its name, which is durable once its folder is synced; an object has its
+        own.
+        """
         self._writer.commit(_at(location)[1])
 
 
 class AtomicWriter:
-    """Writes a file that appears under its name only when `commit` has put all of it on disk;
-    `close` without it leaves nothing.
+    """Writes a file that appears under its name once `commit` has put all of it on disk.
 
-    `sha256` and `bytes` describe what was written. `scratch` is a folder to write in until then,
-    used if it is beside the file. An `unchanging` file is opened as such afterwards: of one in a
-    bucket a copy is kept here. Raises `StoreError`, also for a full disk.
+    `close` without `commit` leaves nothing. `sha256` and `bytes` describe the written data.
+    `scratch` is a folder to write in until then, used if it is beside the file. For an `unchanging`
+    file in a bucket, a local copy is cached. Raise `StoreError`, also for a full disk.
     """
 
     def __init__(self, location: str, scratch: str | None = None, unchanging: bool = False) -> None:
@@ -394,12 +397,12 @@ class AtomicWriter:
 
     @property
     def sha256(self) -> str:
-        """Hash of the bytes written so far."""
+        """Return the hash of the bytes written so far."""
         return self._digest.hexdigest()
 
     def write(self, data: bytes) -> int:
-        """Appends; returns the number of bytes, as files do."""
-        try:  # without `named`, which takes longer than to write a line
+        """Append, and return the number of bytes, like a file."""
+        try:  # without `named`, which is slower than writing a line
             self._file.write(data)
         except OSError as error:
             raise store_error(f"cannot write {self.location}", error) from error
@@ -415,7 +418,7 @@ class AtomicWriter:
             self._storage.sync_folder(_folder_of(self._path))
 
     def close(self) -> None:
-        """Drop what was not committed."""
+        """Discard uncommitted data."""
         self._writer.close()
 
     def __enter__(self) -> "AtomicWriter":
@@ -433,24 +436,24 @@ def write_bytes(location: str, data: bytes, unchanging: bool = False) -> None:
 
 
 class Stored(NamedTuple):
-    """The content of a small file, and which version of it that is: "" where versions have none."""
+    """The content and version of a small file; the version is "" where files have none."""
 
     data: bytes
     version: str
 
 
 def read_version(location: str) -> Stored:
-    """The whole of a small file. Raises `StoreError`."""
+    """Return the whole of a small file and its version. Raise `StoreError`."""
     storage, path = _at(location)
     with named("cannot read", location):
         return Stored(*storage.read_version(path))
 
 
 def replace_version(location: str, data: bytes, version: str) -> str | None:
-    """Replace that version of a file, durably; return the new one, None where it is another by now.
+    """Replace that version of a file durably; return the new one, or None if the file has changed.
 
-    Local files have no versions: who replaces them holds their folder. `data` is unlike all that
-    the file ever held: a bucket may give equal contents equal versions. Raise `StoreError`.
+    Local files have no versions: the caller must hold their folder. `data` must differ from all
+    earlier contents: a bucket may give equal contents equal versions. Raise `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot write", location):
@@ -458,8 +461,9 @@ def replace_version(location: str, data: bytes, version: str) -> str | None:
 
 
 def write_new(location: str, data: bytes) -> str | None:
-    """Write a small file durably unless there is one: of several processes the first does. Return
-    its version, or None. Raise `StoreError`.
+    """Write a small file durably unless it exists: among several processes the first one writes it.
+
+    Return its version, or None. Raise `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot write", location):
@@ -467,15 +471,17 @@ def write_new(location: str, data: bytes) -> str | None:
 
 
 def write_version(location: str, data: bytes, version: str | None) -> str | None:
-    """Replace that version of a small file, or with None write a new one. Return and raise as
-    `replace_version` and `write_new` do.
+    """Replace that version of a small file, or with None write a new one.
+
+    Return and raise like `replace_version` and `write_new`.
     """
     return write_new(location, data) if version is None else replace_version(location, data, version)
 
 
 def touch(location: str) -> None:
-    """Make an empty file durably, for which a full disk has room; leave one that is there. Raise
-    `StoreError`.
+    """Create an empty file durably, also on a full disk; leave an existing one.
+
+    Raise `StoreError`.
     """
     storage, path = _at(location)
     with named("cannot write", location):
@@ -483,9 +489,9 @@ def touch(location: str) -> None:
 
 
 def append_behind(location: str, size: int, data: bytes, durable: bool = True) -> None:
-    """Put data behind the first `size` bytes of a local file; what was behind them goes.
+    """Write data after the first `size` bytes of a local file, and cut off the rest.
 
-    Raise `StoreError`, also where the file is shorter.
+    Raise `StoreError`, also if the file is shorter.
     """
     path = local_path(location)
     assert path is not None, "a batch's root is local"
@@ -493,7 +499,7 @@ def append_behind(location: str, size: int, data: bytes, durable: bool = True) -
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with os.fdopen(handle, "r+b") as file:
             if os.fstat(handle).st_size < size:
-                raise StoreError(f"{location} is shorter than was noted")
+                raise StoreError(f"{location} is shorter than recorded")
             file.truncate(size)
             file.seek(size)
             file.write(data)
@@ -505,9 +511,9 @@ def append_behind(location: str, size: int, data: bytes, durable: bool = True) -
 
 
 def link(source: str, location: str) -> None:
-    """Give a file a second name, or make a copy where the file system has none.
+    """Give a file a second name, or copy it if the file system has no hard links.
 
-    Raise `StoreError`, also where there is no source (`is_missing`).
+    Raise `StoreError`, also if there is no source (`is_missing`).
     """
     (storage, path), (found, inside) = _at(location), _at(source)
     try:
@@ -524,7 +530,7 @@ def link(source: str, location: str) -> None:
 
 
 def sync_folder(location: str | PurePath) -> None:
-    """Make the names in a folder last. Raise OSError."""
+    """Make the names in a folder durable. Raise OSError."""
     storage, path = _at(str(location))
     storage.sync_folder(path)
 
@@ -536,17 +542,16 @@ class Busy(JobsError):
 
 
 def exclusive(root: str, patience: float, lock: str = ".lock") -> contextlib.AbstractContextManager[None]:
-    """Hold a folder against every other process on this file system, stopped ones included; the
-    kernel lets go when the holder dies.
+    """Hold a folder against every other process on this file system, including stopped ones.
 
-    Raise `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has
-    no such lock.
+    The kernel releases it when the holder dies. Raise `Busy` after `patience` seconds, and
+    `StoreError`: always for a remote folder, which has no such lock.
     """
     return _held(root, patience, lock, False)
 
 
 def shared(root: str, patience: float, lock: str = ".lock") -> contextlib.AbstractContextManager[None]:
-    """Hold a folder beside others that share it, as `exclusive` does against those that do not."""
+    """Hold a folder together with other shared holders, and against exclusive ones."""
     return _held(root, patience, lock, True)
 
 
@@ -565,8 +570,9 @@ def _held(root: str, patience: float, lock: str, is_shared: bool) -> Iterator[No
 
 
 def sweep(root: str) -> None:
-    """Remove what killed writers left half written, which in a bucket is nothing; only for the
-    holder of `exclusive`.
+    """Remove half-written files of killed writers, of which a bucket has none.
+
+    The caller must hold `exclusive`.
     """
     if not is_local(root):
         return
@@ -576,9 +582,7 @@ def sweep(root: str) -> None:
 
 
 def sweep_beside(location: str) -> None:
-    """Remove what killed writers of one file left in its folder; only for the one process that may
-    write it.
-    """
+    """Remove the remains of killed writers of one file; only its single writer may call this."""
     if not is_local(location):
         return
     folder, _, name = location.rpartition("/")
@@ -602,7 +606,7 @@ def _folder_of(path: str) -> str:
 
 
 def _at(location: str) -> tuple[Storage, str]:
-    """Return what has a location, and the path there."""
+    """Return the storage of a location, and the path in it."""
     path = _local(location)
     if path is not None:
         return _LOCAL, path

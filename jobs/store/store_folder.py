@@ -1,4 +1,4 @@
-"""Where the file store is."""
+"""The location of the file store."""
 
 from pathlib import PurePath
 
@@ -8,9 +8,10 @@ _SCHEMA_FILE, _SCHEMA = "schema", "1"
 
 
 def store_root(location: str) -> PurePath:
-    """The file store behind FILE_STORE.
+    """Return the root of the file store at FILE_STORE.
 
-    Raises `StoreError` unless it is of this version's schema, as it is where no file names one.
+    Raise `StoreError` unless its schema is this version's; a store without a schema file has this
+    version's.
     """
     try:
         schema = read_bytes(join(location, _SCHEMA_FILE)).decode(errors="replace").strip()

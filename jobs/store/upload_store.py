@@ -1,9 +1,9 @@
 """Uploads in parts: each has a folder in the file store, from its creation until a day later.
 
-The disk alone knows them. The folder holds a record, upload.json, and each whole part under its id.
-Who changes the record holds the folder's lock, and who adds a part shares it; no call waits for it.
-A completion notes the id of the file that it is about to make: after a kill the next one finds that
-file, or makes another.
+They are stored only on disk. The folder holds a record, upload.json, and each complete part under
+its id. A change of the record takes the folder's lock exclusively, an added part takes it shared;
+no call waits for it. A completion notes the id of the file that it will create: after a kill the
+next one finds that file, or creates another.
 """
 
 import contextlib
@@ -47,15 +47,15 @@ from jobs.store.storage import (
 )
 
 PART_BYTES = 64 * 1024 * 1024
-"""The largest part."""
+"""Most bytes of a part."""
 MOST_PARTS = 10_000
-"""Parts of one upload."""
+"""Most parts of an upload."""
 
 UploadStatus = Literal["pending", "completed", "cancelled", "expired"]
 
 _RECORD, _LOCK = "upload.json", ".lock"
-_OPEN_SECONDS = 3600  # in which an upload can be completed
-_KEPT_SECONDS = 24 * 3600  # in which a completion may be repeated, and an error says what became of it
+_OPEN_SECONDS = 3600  # how long an upload can be completed
+_KEPT_SECONDS = 24 * 3600  # how long a completion may be repeated, and errors tell its outcome
 _COPY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class UploadRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The content of upload.json. Times are unix seconds."""
 
     id: str
-    bytes: int  # as the client announced them
+    bytes: int  # announced by the client
     created_at: int
     expires_at: int
     filename: str
@@ -73,13 +73,13 @@ class UploadRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tenant: str
     file_expires_seconds: int | None = None
     status: Literal["pending", "completed", "cancelled"] = "pending"
-    # This and the next: of the completion that was begun last
+    # This and the next: of the last completion that was begun.
     file_id: str | None = None
-    parts_sha256: str | None = None  # of the ids of its parts
+    parts_sha256: str | None = None  # hash of the ids of its parts
     file: FileRecord | None = None  # of a completed upload
 
     def status_at(self, now: float) -> UploadStatus:
-        """Return the status, which nothing but time makes `expired`."""
+        """Return the status; `expired` follows from the time alone."""
         return "expired" if self.status == "pending" and self.expires_at <= now else self.status
 
 
@@ -87,10 +87,10 @@ _decode = msgspec.json.Decoder(UploadRecord).decode
 
 
 class UploadStore:
-    """Synchronous and thread-safe.
+    """The uploads of all tenants. Synchronous and thread-safe.
 
-    Methods raise `ApiError`, 404 for an upload that is unknown or another tenant's; `StoreError`
-    and `QueueUnavailable`.
+    Methods raise `ApiError`, 404 for an unknown upload or another tenant's, `StoreError` and
+    `QueueUnavailable`.
     """
 
     def __init__(self, queue: Queue, files: FileStore) -> None:
@@ -108,7 +108,7 @@ class UploadStore:
         file_expires_seconds: int | None = None,
         upload_id: str | None = None,
     ) -> UploadRecord:
-        """Begin an upload of `size` bytes, which is durable when this returns."""
+        """Begin an upload of `size` bytes, durably."""
         self._files.check()
         now = self._queue.now()
         record = UploadRecord(
@@ -136,12 +136,12 @@ class UploadStore:
         return record
 
     def find(self, tenant: str, upload_id: str) -> UploadRecord | None:
-        """Return an upload, None for one that is unknown or another tenant's."""
+        """Return an upload, or None if it is unknown or another tenant's."""
         record = self._read(upload_id) if is_id(UPLOAD, upload_id) else None
         return record if record is not None and record.tenant == tenant else None
 
     def begin_part(self, tenant: str, upload_id: str) -> "PartWriter":
-        """Return a part, which leaves nothing unless it is committed."""
+        """Begin a part; without a commit, nothing remains."""
         record = self.get(tenant, upload_id)
         _check_pending(record)
         return PartWriter(self, record, new_id(PART, self._queue.now()))
@@ -154,10 +154,10 @@ class UploadStore:
         check: Callable[[Upload], None],
         md5: str | None = None,
     ) -> UploadRecord:
-        """Make a file of the parts, in this order; repeated, give the same file again.
+        """Create a file of the parts, in this order; a repeated call returns the same file.
 
-        `check` raises `ApiError` for a content that no file of its purpose may have. An upload that
-        was refused stays pending.
+        `check` raises `ApiError` for a content that a file of its purpose may not have. An upload
+        that was refused stays pending.
         """
         parts_sha256 = hashlib.sha256("\n".join(part_ids).encode()).hexdigest()
         with self.held(tenant, upload_id) as record:
@@ -169,7 +169,7 @@ class UploadStore:
             return self._join(record, parts_sha256, paths, check, md5)
 
     def cancel(self, tenant: str, upload_id: str) -> UploadRecord:
-        """End a pending upload without a file; changes nothing in one that is cancelled."""
+        """End a pending upload without a file; change nothing in a cancelled one."""
         with self.held(tenant, upload_id) as record:
             record = self._settled(record)
             if record.status == "cancelled":
@@ -180,8 +180,10 @@ class UploadStore:
             return record
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
-        """Remove the parts of uploads that are no longer pending, and after a day all of them, for
-        about `seconds`, the oldest first. Return how many uploads had something to remove.
+        """Remove parts of ended uploads, and uploads after a day, oldest first, for about
+        `seconds`.
+
+        Return the number of uploads with something to remove.
         """
         self._files.check()
         removed, deadline = 0, time.monotonic() + seconds
@@ -199,8 +201,10 @@ class UploadStore:
 
     @contextlib.contextmanager
     def held(self, tenant: str, upload_id: str, *, alone: bool = True) -> Iterator[UploadRecord]:
-        """Keep all others from changing an upload, and, `alone`, from adding parts; give it as it
-        is. Raise `ApiError` 409 at once where another has it.
+        """Hold an upload against other changes, and, if `alone`, against added parts; yield its
+        record.
+
+        Raise `ApiError` 409 at once if another call holds it.
         """
         self.get(tenant, upload_id)
         try:
@@ -211,7 +215,10 @@ class UploadStore:
             raise ApiError(409, message, param="upload_id", code="upload_busy") from None
 
     def _hold(self, folder: str, alone: bool = True) -> contextlib.AbstractContextManager[None]:
-        """In a bucket, parts that are added beside a completion are none of those that it names."""
+        """Hold the folder of an upload.
+
+        In a bucket without a shared lock: parts added beside a completion are none that it names.
+        """
         if is_local(folder):
             return (exclusive if alone else shared)(folder, 0, lock=_LOCK)
         return hold(self._queue, folder, 0) if alone else contextlib.nullcontext()
@@ -221,12 +228,12 @@ class UploadStore:
         return self._folder / upload_id
 
     def parts(self, upload_id: str) -> dict[str, int]:
-        """Return the bytes of each whole part."""
+        """Return the bytes of each complete part."""
         found = sizes_in(str(self._folder / upload_id))
         return {name: size for name, size in found.items() if is_id(PART, name)}
 
     def _paths(self, record: UploadRecord, part_ids: Sequence[str]) -> list[str]:
-        """Return the files of the parts, each of which is there and named once."""
+        """Return the files of the parts; check that each exists and is named once."""
         sizes = self.parts(record.id)
         for place, part_id in enumerate(part_ids):
             if part_id not in sizes:
@@ -272,9 +279,7 @@ class UploadStore:
             return self._completed(record, upload.commit())
 
     def _settled(self, record: UploadRecord) -> UploadRecord:
-        """Return an upload whose completion was killed behind its file as the completed one that it
-        is.
-        """
+        """Return the upload as completed if its file exists, after a completion was killed."""
         if record.status != "pending" or record.file_id is None:
             return record
         file = self._files.finish(record.file_id)
@@ -299,7 +304,7 @@ class UploadStore:
         return True
 
     def _remove_parts(self, upload_id: str) -> None:
-        """What cannot be removed now, the sweep removes."""
+        """Remove the parts; the sweep retries failures."""
         folder = str(self._folder / upload_id)
         with contextlib.suppress(StoreError):
             for name in list_names(folder):
@@ -307,21 +312,22 @@ class UploadStore:
                     delete(join(folder, name))
 
     def _changed(self, record: UploadRecord, **changes: Any) -> UploadRecord:
-        """Change a record, for who holds its upload. Raise `StoreError`, in a bucket also where
-        another process has changed it since it was read.
+        """Change a record; the caller must hold its upload.
+
+        Raise `StoreError`; in a bucket also if another process changed it since it was read.
         """
         changed = msgspec.structs.replace(record, **changes)
         known = record.__dict__["stored_version"]
         version = replace_version(self._location(record.id), msgspec.json.encode(changed), known)
         if version is None:
-            raise StoreError(f"another call has changed the upload {record.id}: look at it again")
+            raise StoreError(f"another call has changed the upload {record.id}: read it again")
         return _of_version(changed, version)
 
     def _location(self, upload_id: str) -> str:
         return str(self._folder / upload_id / _RECORD)
 
     def _read(self, upload_id: str) -> UploadRecord | None:
-        """Return a record; None for one that is missing while the store is there."""
+        """Return a record; None if it is missing from a mounted store."""
         record = self._record(upload_id)
         if record is None:
             self._files.check()
@@ -342,9 +348,9 @@ class UploadStore:
 
 
 class PartWriter:
-    """A part on its way in.
+    """A part being uploaded.
 
-    Not thread-safe. Methods raise `ApiError` and `StoreError`, for a full disk `StoreFull`.
+    Not thread-safe. Methods raise `ApiError` and `StoreError`, and `StoreFull` for a full disk.
     """
 
     def __init__(self, store: UploadStore, upload: UploadRecord, part_id: str) -> None:
@@ -358,12 +364,12 @@ class PartWriter:
             self._file = UnnamedFile(str(temporary if is_local(str(self._path)) else self._path))
 
     def write(self, data: bytes) -> None:
-        """Appends."""
+        """Append data."""
         with named("cannot write", str(self._path)):
             self._file.write(data)
 
     def commit(self) -> None:
-        """Make the part durable, then a part of its upload, unless that has ended meanwhile."""
+        """Make the part durable, then add it to its upload, unless that has ended meanwhile."""
         with named("cannot write", str(self._path)):
             self._file.sync()
         with self._store.held(self._upload.tenant, self.upload_id, alone=False) as upload:
@@ -373,12 +379,13 @@ class PartWriter:
             sync_folder(self._path.parent)
 
     def close(self) -> None:
-        """Remove what was not committed."""
+        """Remove uncommitted data."""
         self._file.close()
 
     def _add(self, upload: UploadRecord) -> None:
-        """Add the part, and take it back where there is no room: of parts that are added at once,
-        each counts the others.
+        """Add the part, and remove it again if there is no room.
+
+        Parts that are added at once each count the others.
         """
         with named("cannot write", str(self._path)):
             self._file.commit(str(self._path))
@@ -389,7 +396,10 @@ class PartWriter:
             raise
 
     def _check_room(self, upload: UploadRecord) -> None:
-        """Parts may be sent again where an answer was lost, and not without end."""
+        """Raise an error if the upload has too many parts or bytes.
+
+        Parts may be sent again after a lost answer, but not without limit.
+        """
         sizes = self._store.parts(upload.id)
         most = 2 * upload.bytes + PART_BYTES
         if len(sizes) > MOST_PARTS or sum(sizes.values()) > most:

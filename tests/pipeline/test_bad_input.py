@@ -143,7 +143,7 @@ CASES: list[tuple[list[str], str]] = [
     (["api"], "set REDIS_URL"),
     (["api", "--host", "0.0.0.0", "--redis-url", "redis://127.0.0.1:1/0"], "there is no API key"),
     (["api", "--file-store", "ftp://bucket/x"], "its URI must begin with s3://, gs:// or az://"),
-    (["api", "--completion-window", "tomorrow"], "'tomorrow' is no length of time"),
+    (["api", "--completion-window", "tomorrow"], "'tomorrow' is not a length of time"),
     (["serve", "--host", "0.0.0.0", "--port", "0"], "there is no API key"),
     (["worker"], "set REDIS_URL"),
     (["jobs"], "set REDIS_URL"),

@@ -277,7 +277,7 @@ def test_a_call_goes_on_in_the_same_trace_after_a_kill(redis_url: str, queue: Qu
 @pytest.mark.parametrize(
     ("endpoint", "variables", "sentence"),
     [
-        ("collector:4318", {}, "'collector:4318' is no URL such as http://collector:4318/v1/traces"),
+        ("collector:4318", {}, "'collector:4318' is not a URL such as http://collector:4318/v1/traces"),
         (
             "http://collector:4318",
             {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},

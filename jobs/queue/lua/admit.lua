@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- Admits an HTTP request of an API key, or not: a bucket that holds the requests of a minute and
--- fills again over a minute (GCRA, ITU-T I.371; stored is the time at which the bucket is full).
+-- Counts an HTTP request of an API key against its rate limit: a bucket holds the requests of a
+-- minute and refills over a minute (GCRA, ITU-T I.371; the stored value is the time at which it is
+-- full).
 -- ARGV: key id, requests per minute, token of the request (a repeat of the last one is not counted
 --       again)
 -- Returns 1 or 0 (admitted or not), requests left, ms until the next one is admitted, ms until the
@@ -19,7 +20,7 @@ if stored then
 end
 local admitted = 1
 if last ~= token then
-  if full + each - now > minute + 1 then -- a microsecond for the rounding of many
+  if full + each - now > minute + 1 then -- a microsecond of tolerance for rounding
     admitted = 0
   else
     full = full + each

@@ -1,8 +1,8 @@
 #!lua
--- Reads results that no part holds yet, of at most so many bytes: the one with which it gets there
--- is the last.
+-- Reads results that are in no part yet, up to a number of bytes: the result that reaches it is the
+-- last.
 -- ARGV: batch, bytes, lines...
--- Returns the results of the first of these lines, false for one that has none here.
+-- Returns the results of the first of these lines, false for a line without a result here.
 
 local results, left, found = key.results(ARGV[1]), tonumber(ARGV[2]), {}
 for i = 3, #ARGV do

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Notes about how many tokens the requests of an open batch have, before a slice reads them.
+-- Stores an estimate of the tokens of an open batch's requests, before a slice reads them.
 -- ARGV: batch, tokens
 -- Returns 1, or 0 for a batch that has ended or has no record.
 

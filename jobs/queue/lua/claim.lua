@@ -1,19 +1,19 @@
 #!lua
--- Gives a worker requests: live calls first, then batches in fair turns; batches get at least a
--- tenth. Before all of these a worker that holds nothing gets a group of quarantined requests; one
--- that holds such requests gets nothing beside them.
+-- Leases requests to a worker: live calls first, then batches by fair share; batches get at least a
+-- tenth. Before these, a worker that holds nothing gets a group of quarantined requests; a worker
+-- that holds quarantined requests gets no others.
 -- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained
---       result bytes of a batch, bytes of requests after which it gives no more (apart for the share
---       of batches), models...
--- Returns a list of {name, fence, attempt, request, watched, engine_crashes, {chunks...}}, chunks
--- (msgpack) being what each entry published.
--- The same number again gives the same requests, as far as the worker still holds them; a smaller
--- number gives nothing.
+--       result bytes of a batch, most bytes of requests (separately for the share of batches),
+--       models...
+-- Returns a list of {name, fence, attempt, request, watched, engine_crashes, {chunks...}}; chunks
+-- (msgpack) are those of each published entry.
+-- A repeated number returns the same requests that the worker still holds; a smaller number returns
+-- none.
 
 local worker, seq = ARGV[1], tonumber(ARGV[2])
 local limit, live_limit = tonumber(ARGV[3]), tonumber(ARGV[4])
 local lease, most_undrained, enough_bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local QUANTUM = 16 -- lines taken of one batch in a row: neighbors in the plan share prefixes
+local QUANTUM = 16 -- lines claimed from one batch in a row: neighbors in the plan share prefixes
 local LIVE_PER_BATCH = 9
 
 local function published_chunks(name)
@@ -66,9 +66,9 @@ if last[1] and seq <= tonumber(last[1]) then
   return seq == tonumber(last[1]) and again(last[2]) or {}
 end
 
--- What this claim gives: {name, model, request, fence, attempt, tries} each
+-- The requests of this claim: {name, model, request, fence, attempt, tries} each
 local items, bytes = {}, 0
--- Without tries no request was ever released unfinished, so that none is in quarantine
+-- Without tries no request was ever released unfinished, so none is in quarantine.
 local has_tries = redis.call('HLEN', key.TRIES) > 0
 
 local function take(name, model, request)
@@ -82,8 +82,8 @@ local function is_enough()
   return bytes >= enough_bytes
 end
 
--- A server that came back empty starts above every number it ever gave: there are never a million
--- claims a second.
+-- A server that came back empty starts above every earlier number: there are never a million claims
+-- a second.
 local function first_fence(count)
   local last = redis.call('INCRBY', key.FENCE, count)
   if last == count then
@@ -112,8 +112,8 @@ local function lease_all()
   redis.call('SADD', key.held(worker), unpack(names))
 end
 
--- The mean cost of a finished line of the batch in tokens; an estimate by the size of its lines
--- while few have finished.
+-- The mean cost of a finished line of the batch in tokens; until enough have finished, an estimate
+-- from the size of its lines.
 local function cost_of_a_line(used_lines, used_tokens, size)
   if used_lines >= QUANTUM then
     return math.max(1, used_tokens / used_lines)
@@ -121,10 +121,10 @@ local function cost_of_a_line(used_lines, used_tokens, size)
   return size / BYTES_PER_TOKEN + GUESSED_OUTPUT
 end
 
--- The least served tenant's first batch that may run, with its tenant, the scores of both, how many
--- lines are ready, low water, and cost and bytes of a line; or nil. Urgent batches come first,
--- then those of the lowest priority, the least served of these first. A batch that may not run is
--- taken out; `drained` brings it back.
+-- The next batch that may run, of the least served tenant: batch, tenant, the scores of both,
+-- number of ready lines, low water, cost and bytes of a line; or nil. Urgent batches come first,
+-- then batches of the lowest priority, the least served first. A batch that may not run leaves the
+-- ring; `drained` restores it.
 local function next_batch(model)
   while true do
     local tenant, tenant_score = unpack(redis.call('ZRANGE', key.tenants(model), 0, 0, 'WITHSCORES'))
@@ -225,7 +225,7 @@ local function take_live(models, most)
   return taken
 end
 
--- How many live calls wait; not all are counted once there are `most`.
+-- The number of waiting live calls; counting stops at `most`.
 local function count_waiting(model, most)
   local waiting = redis.call('LLEN', key.live(model))
   for _, tenant in ipairs(redis.call('ZRANGE', key.live_tenants(model), 0, most - 1)) do
@@ -236,7 +236,7 @@ local function count_waiting(model, most)
   return waiting
 end
 
--- The oldest quarantine group of one model, or none.
+-- The oldest quarantine group of the first model that has one.
 local function take_quarantined(models, most)
   for i = 1, #models do
     local model = models[(seq + i) % #models + 1]
@@ -260,8 +260,8 @@ local function take_in_turn(models)
     waiting_live = waiting_live + count_waiting(model, live_limit)
     waiting_batches = waiting_batches + redis.call('ZCARD', key.tenants(model))
   end
-  -- How many live calls were taken while batches waited without a turn; stored under the worker's
-  -- first model.
+  -- `owed`: live calls claimed while batches waited without a turn; stored under the worker's first
+  -- model.
   local owed = waiting_batches > 0 and tonumber(redis.call('HGET', key.CREDIT, models[1]) or 0) or 0
   local wanted = math.min(waiting_live, live_limit)
   local kept = waiting_batches > 0 and math.min(math.floor((owed + wanted) / (LIVE_PER_BATCH + 1)), limit) or 0
@@ -271,7 +271,7 @@ local function take_in_turn(models)
     kept = math.min(room, math.floor((owed + live) / LIVE_PER_BATCH))
     room = kept
   end
-  bytes = kept > 0 and 0 or bytes -- what is kept for batches has bytes of its own
+  bytes = kept > 0 and 0 or bytes -- the share of batches has a byte limit of its own
   local from_batches = take_batches(models, room)
   bytes = math.max(bytes, live_bytes)
   if waiting_live > 0 then

@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
--- Stores results, ends leases, moves the batch's counts where the done bit flips.
+-- Stores results, ends leases, and updates the batch's counts when the done bit flips.
 -- ARGV: worker, tokens that it generated in its life, seconds to keep a watched stream, bytes to
 --       keep of those of live calls, then (name, fence, output tokens before these and with them,
 --       chunks (msgpack), API process or '', succeeded 0/1, tokens of the prompt and of the output
 --       as the answer counts them, microseconds of devices, result (msgpack)) each;
 --       tokens and chunks are '' when none are left to publish
--- Returns the names for which nothing was stored: the worker does not hold them under that fence.
+-- Returns the names of requests that the worker does not hold under that fence; nothing is stored
+-- for them.
 
 local worker, generated, keep = ARGV[1], tonumber(ARGV[2]), {seconds = ARGV[3], bytes = ARGV[4]}
 local named, fences = {}, {}

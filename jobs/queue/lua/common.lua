@@ -1,14 +1,14 @@
--- Shared by the scripts: scripts.py puts above each what it names of this. `key` holds the names
--- of jobs/queue/keys.py, `RUNS` the states of a batch that a job moves on (jobs/protocol/states.py).
--- A request's name is "<batch>/<line>"; a live call's batch id starts with "live_" and its line is
--- 0.
+-- Functions shared by the scripts: scripts.py prepends those that a script uses. `key` has the
+-- names of jobs/queue/keys.py, `RUNS` the states of a batch that a job advances
+-- (jobs/protocol/states.py). A request's name is "<batch>/<line>"; a live call's batch id starts
+-- with "live_" and its line is 0.
 
 local CONTROL_SECONDS = 600
 local API_SECONDS = 300
 local COUNTED_SECONDS = 86400
 local SERVED_SECONDS = 600
 local QUARANTINE_GROUP_SIZE = 16
--- More than FULL_BATCHES watched batches share the entries that so many would hold
+-- More than FULL_BATCHES watched batches share the entries of FULL_BATCHES
 local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4
 local MOST_BYTES_OF_AN_ENTRY = 1024
 local ANSWERED_ENTRIES = 5000
@@ -19,7 +19,7 @@ local MOST_CALLS = 500 -- waiting live calls that one script drops: more would h
 local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so long, whatever its size
 local DRAIN_BYTES = 2 * 1024 * 1024 -- a batch's results that are worth a drain before the next tick
 local NO_CHUNKS = '\144' -- an empty list in msgpack
-local MOST_VALUES = 4000 -- that `unpack` surely has room for; an even number
+local MOST_VALUES = 4000 -- arguments that `unpack` has room for in any case; an even number
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -39,7 +39,7 @@ local function is_live(batch)
   return string.sub(batch, 1, 5) == 'live_'
 end
 
--- The mark of its tenant, which the id of a live call begins with (`new_live_id`).
+-- The tenant's mark, a prefix of a live call's id (`new_live_id`).
 local function tenant_of(name)
   return string.sub(name, 6, 17)
 end
@@ -53,8 +53,7 @@ local function lease_of(name)
   return string.match(lease, '^(%d+) (%d+) (%S+) (.*)$')
 end
 
--- attempts, deaths, engine_crashes of a request that was released unfinished; nil for one that
--- never was.
+-- attempts, deaths, engine_crashes of a request that was released unfinished; nil for any other.
 local function tries_of(text)
   if not text then
     return nil
@@ -63,7 +62,7 @@ local function tries_of(text)
   return tonumber(attempts), tonumber(deaths), tonumber(engine_crashes)
 end
 
--- Whether `worker` holds the request under this very fence.
+-- Whether `worker` holds the request under this fence.
 local function holds(worker, name, fence)
   local held_fence, attempt, holder, model = lease_of(name)
   if held_fence == fence and holder == worker then
@@ -72,7 +71,7 @@ local function holds(worker, name, fence)
   return false
 end
 
--- For each of the requests whether `worker` holds it under this very fence.
+-- For each of the requests whether `worker` holds it under this fence.
 local function which_held(worker, names, fences)
   local found = {}
   for i, lease in ipairs(redis.call('HMGET', key.LEASE, unpack(names))) do
@@ -89,8 +88,8 @@ local function release(worker, ...)
   redis.call('SREM', key.held(worker), ...)
 end
 
--- Adds to the totals what a worker generated since its last report of the tokens that it generated
--- in its life; late and repeated reports add nothing, also after the worker was struck off.
+-- Adds the tokens that a worker generated since its last report to the totals; `generated` counts
+-- those of its life. Late and repeated reports add nothing, also after the worker's removal.
 local function count_generated(worker, generated)
   if generated > 0 then
     local counted = tonumber(redis.call('SET', key.counted(worker), generated, 'EX', COUNTED_SECONDS, 'GET') or 0)
@@ -102,8 +101,8 @@ local function count_generated(worker, generated)
   end
 end
 
--- Ends a worker's lease under this very fence: model, attempt, deaths and engine_crashes of the
--- request; nil if the worker does not hold it.
+-- Ends a worker's lease under this fence: model, attempt, deaths and engine_crashes of the request;
+-- nil if the worker does not hold it.
 local function take_from(worker, name, fence)
   local held, attempt, model = holds(worker, name, fence)
   if not held then
@@ -121,8 +120,8 @@ local function notify(worker, kind, value, seconds)
   redis.call('EXPIRE', stream, CONTROL_SECONDS)
 end
 
--- Wakes all servers that would load this model, where no worker serves it: which of them has room
--- for it, and which is gone, they alone find out.
+-- Wakes all servers that offer to load this model, if no worker serves it. Each server checks by
+-- itself whether it has room.
 local function wake_loaders(model)
   if redis.call('EXISTS', key.serving(model)) == 0 then
     for _, server in ipairs(redis.call('SMEMBERS', key.loaders(model))) do
@@ -132,8 +131,8 @@ local function wake_loaders(model)
   end
 end
 
--- Takes a worker from those that serve this model. What came while it was the last one, and was
--- ending, woke no server.
+-- Removes a worker from those that serve this model. Requests that came while it was the last one
+-- woke no server, so servers are woken here.
 local function end_serving(model, worker)
   redis.call('SREM', key.waiting(model), worker)
   if redis.call('SREM', key.serving(model), worker) == 1 then
@@ -141,7 +140,8 @@ local function end_serving(model, worker)
   end
 end
 
--- Wakes workers that wait for work of this model; for a live call also busy ones, when none waits.
+-- Wakes workers that wait for requests of this model; for a live call also busy ones, if none
+-- waits.
 local function wake_workers(model, count, busy_too)
   wake_loaders(model)
   local idle = redis.call('SRANDMEMBER', key.waiting(model), count)
@@ -156,9 +156,9 @@ local function wake_workers(model, count, busy_too)
   end
 end
 
--- The scores of a ring: service received, of batches within the class of their priority, which has
--- CLASS numbers for itself; the service of tenants stays in that of priority 0. Urgent batches are
--- in a class before all priorities, by the end of their window.
+-- The scores of a ring are service received. A batch's score is in the class of its priority, a
+-- range of CLASS numbers; a tenant's is in that of priority 0. Urgent batches are in a class before
+-- all priorities, by the end of their window.
 local CLASS, URGENT_PRIORITY = 2 ^ 45, -128
 
 local function priority_of(score)
@@ -189,8 +189,8 @@ local function add_to_ring(ring, member, priority)
   redis.call('ZADD', ring, digits(first + math.max(tonumber(level), tonumber(served))), member)
 end
 
--- What a member received expires after a while, and before the level: a new member must not start
--- below one that returns.
+-- The service of a former member expires after a while, and before the level: a new member must not
+-- start below a returning one.
 local function remove_from_ring(ring, member)
   local score = redis.call('ZSCORE', ring, member)
   if score then
@@ -202,7 +202,7 @@ local function remove_from_ring(ring, member)
   end
 end
 
--- Counts service of the member of that score, but not that of an urgent one, which keeps its place.
+-- Adds service to the member of that score; an urgent member keeps its score.
 local function serve(ring, member, score, service)
   if not is_urgent(score) then
     local priority = priority_of(score)
@@ -211,12 +211,12 @@ local function serve(ring, member, score, service)
   end
 end
 
--- Counts service of a tenant, which gets the more turns the higher its weight.
+-- Adds service to a tenant; a higher weight gives it more turns.
 local function serve_tenant(ring, tenant, score, service, weights)
   serve(ring, tenant, score, service / (redis.call('HGET', weights, tenant) or 1))
 end
 
--- The score of a batch that goes before all others of its tenant, else nil.
+-- The score of an urgent batch, else nil.
 local function urgent_score(risk, expires)
   return risk == 'urgent' and expires and URGENT_PRIORITY * CLASS + math.floor(expires) or nil
 end
@@ -231,7 +231,7 @@ local function place(ring, batch, priority, risk, expires)
   end
 end
 
--- The batch takes part in the sharing of this model's workers.
+-- Adds the batch to the ring of this model, and its tenant to the model's tenants.
 local function enlist(batch, model)
   local tenant, priority, risk, expires = unpack(
     redis.call('HMGET', key.batch(batch), 'tenant', 'priority', 'risk', 'expires_at')
@@ -240,7 +240,7 @@ local function enlist(batch, model)
   add_to_ring(key.tenants(model), tenant, 0)
 end
 
--- Leaves the ring, and the tenant too when that was its last batch.
+-- Removes the batch from the ring, and the tenant too if that was its last batch.
 local function leave(batch, model, tenant)
   local ring = key.ring(model, tenant)
   remove_from_ring(ring, batch)
@@ -249,7 +249,7 @@ local function leave(batch, model, tenant)
   end
 end
 
--- The batch takes part again where results beyond the cap kept it out (`claim.lua`).
+-- Adds the batch again after its undrained results exceeded the limit (`claim.lua`).
 local function resume_drained(batch, most_undrained)
   if tonumber(redis.call('HGET', key.batch(batch), 'result_bytes') or 0) > most_undrained then
     return
@@ -263,7 +263,7 @@ local function resume_drained(batch, most_undrained)
   end
 end
 
--- Adds to what the limits of live calls are judged by.
+-- Adds to the counts that limits of live calls are checked against.
 local function count_live(model, name, calls, bytes)
   for _, usage in ipairs({key.live_usage('tenant', tenant_of(name)), key.live_usage('model', model)}) do
     redis.call('HINCRBY', usage, 'bytes', digits(bytes))
@@ -273,7 +273,7 @@ local function count_live(model, name, calls, bytes)
   end
 end
 
--- Removes a live call that ended, but for its stream.
+-- Removes all keys of a live call that ended, except its stream.
 local function remove_live(name)
   redis.call('DEL', key.bodies((split(name))))
   local counted = redis.call('HGET', key.LIVE_CALLS, name)
@@ -296,7 +296,7 @@ local function has_client(name)
     or tonumber(redis.call('ZSCORE', key.WATCHED, name) or 0) > now_ms()
 end
 
--- Takes a stream off the notes of those that ended.
+-- Removes the note of a retained stream.
 local function forget_note(name)
   local bytes = redis.call('HGET', key.RETAINED_BYTES, name)
   redis.call('ZREM', key.RETAINED, name)
@@ -306,14 +306,14 @@ local function forget_note(name)
   end
 end
 
--- Removes the stream of a live call; returns how many bytes of those that ended are kept then.
+-- Removes the stream of a live call; returns the bytes of the streams still retained.
 local function forget_stream(name)
   redis.call('UNLINK', key.tokens(name))
   forget_note(name)
   return tonumber(redis.call('HGET', key.RETAINED_BYTES, '') or 0)
 end
 
--- Removes all that is stored of a live call that neither waits nor runs.
+-- Removes all keys of a live call that neither waits nor runs.
 local function drop_live(name)
   remove_live(name)
   redis.call('HDEL', key.TRIES, name)
@@ -334,8 +334,8 @@ local function drop_abandoned(name)
   dropped = dropped + 1
 end
 
--- The first waiting call of the least served tenant, taken out; nil when none waits in turns, or
--- when too many were dropped.
+-- Removes and returns the first waiting call of the least served tenant; nil if none waits in
+-- turns, or if too many were dropped.
 local function next_live(model)
   local ring = key.live_tenants(model)
   while dropped < MOST_CALLS do
@@ -376,19 +376,19 @@ local function drop_line(name)
   return holder
 end
 
--- Whether a worker runs quarantined requests. It then holds nothing else, so one request is enough
--- to decide.
+-- Whether a worker runs quarantined requests. It then holds no others, so one request is enough to
+-- decide.
 local function is_isolating(worker)
   local name = redis.call('SRANDMEMBER', key.held(worker))
   local _, _, engine_crashes = tries_of(name and redis.call('HGET', key.TRIES, name))
   return (engine_crashes or 0) > 0
 end
 
--- model -> how many quarantine groups this call made, and {number, members} of the one it fills
+-- model -> number of quarantine groups made by this call, and {number, members} of the unfilled one
 local groups = {}
 
--- The request waits until a worker that runs nothing else takes its group: up to 16 together, or it
--- alone after a second crash.
+-- Puts the request into a quarantine group, for a worker that runs nothing else: up to 16 together,
+-- or it alone after a second crash.
 local function quarantine(name, model, engine_crashes)
   local made = groups[model] or {count = 0}
   local group = made.filling
@@ -427,9 +427,9 @@ local function cancel_live(name)
   drop_live(name)
 end
 
--- Ends up to `limit` lines of a batch without a result, waiting or running; returns whether some may
--- be left. The workers that run them are notified once by the name of the batch, so that no order
--- falls out of their control stream.
+-- Ends up to `limit` lines of a batch without a result, waiting or running; returns whether some
+-- may remain. The workers that run them get one notification, by the name of the batch, so that
+-- their control stream is not trimmed.
 local function drop_unfinished(batch, limit)
   local tenant = redis.call('HGET', key.batch(batch), 'tenant')
   for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
@@ -470,8 +470,8 @@ local function wake_for_quarantine()
   end
 end
 
--- Puts back an unfinished request that no worker holds: one with engine crashes into quarantine,
--- any other at the head. A script that quarantines requests calls `wake_for_quarantine` at its end.
+-- Requeues an unfinished request that no worker holds: with engine crashes into quarantine, else at
+-- the head. A script that quarantines requests calls `wake_for_quarantine` at its end.
 local function requeue(name, model, attempts, deaths, engine_crashes)
   local batch, line = split(name)
   local live = is_live(batch)
@@ -492,20 +492,20 @@ local function requeue(name, model, attempts, deaths, engine_crashes)
   wake_workers(model, 1, live)
 end
 
--- Output tokens that a request's stream has, as the text that entry ids begin with.
+-- The number of output tokens in a request's stream, as text: the prefix of entry ids.
 local function published_tokens(name)
   local last = redis.call('XREVRANGE', key.tokens(name), '+', '-', 'COUNT', 1)[1]
   return last and string.match(last[1], '^%d+') or '0'
 end
 
 -- Whether a request's stream has `before` tokens. A server that lost its last second (power loss,
--- failover) lacks some that were published to it, and a stream must have no hole.
+-- failover) lacks published tokens, and a stream must have no gap.
 local function reaches(name, before)
   return (tonumber(before) or 0) <= tonumber(published_tokens(name))
 end
 
--- A request whose stream does not reach to `before` tokens is taken from its worker, and goes on
--- from what is left. No attempt is counted.
+-- Requeues a request whose stream has fewer than `before` tokens; it resumes from the tokens that
+-- are left. No attempt is counted.
 local function take_if_tokens_are_missing(worker, name, fence, before)
   if reaches(name, before) then
     return false
@@ -515,14 +515,14 @@ local function take_if_tokens_are_missing(worker, name, fence, before)
   return true
 end
 
-local watched -- how many requests and batches are watched, once this call has counted them
+local watched -- number of watched requests and batches, once this call has counted them
 
 local function count_watched()
   watched = watched or redis.call('ZCARD', key.WATCHED)
   return watched
 end
 
--- Which of the requests a client watches, themselves or with their batch: a table of names.
+-- The set of requests that a client watches, directly or with their batch: a table of names.
 local function watched_of(names)
   if count_watched() == 0 then
     return {}
@@ -546,10 +546,10 @@ local function watched_of(names)
   return found
 end
 
-local unread = {} -- batches that this call found without a stream of their own: no client reads them
+local unread = {} -- batches without a stream of their own, as found by this call: no client reads them
 
--- Adds an entry to the stream of a batch, if there is one: about a request of it, or, without a
--- name, that its state changed.
+-- Adds an entry to the stream of a batch, if it exists: about a request of it, or, without a name,
+-- that its state changed.
 local function notify_readers(batch, name, entry_id, chunks, succeeded)
   if not unread[batch] then
     local share = math.floor(BATCH_ENTRIES * FULL_BATCHES / math.max(FULL_BATCHES, count_watched()))
@@ -578,9 +578,9 @@ local function store_entry(name, entry_id, chunks, more, value)
   return true
 end
 
--- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that exists
--- already is left alone, which makes repeats harmless; only a new one goes on to the API process
--- and to the readers of the batch. A large one is stored once: its API process reads it here.
+-- Appends to a request's token stream under the id "<tokens so far>-<kind>". An existing entry is
+-- not changed, so repeats are harmless; only a new one is forwarded to the API process and to the
+-- readers of the batch. A large one is stored once: its API process reads it here.
 local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
   if not store_entry(name, entry_id, chunks, more, value) then
     return
@@ -594,7 +594,7 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
   end
 end
 
--- Adds to what was computed for an API key, if there is one.
+-- Adds to the usage of an API key, if there is one.
 local function count_for_key(key_id, prompt_tokens, completion_tokens, device_microseconds)
   if key_id and key_id ~= '' then
     redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' prompt_tokens', prompt_tokens)
@@ -603,8 +603,8 @@ local function count_for_key(key_id, prompt_tokens, completion_tokens, device_mi
   end
 end
 
--- Results and counts of requests of one batch; both change only where the done bit flips. Returns
--- how many tokens that delivered, and of how many requests.
+-- Stores results and counts of requests of one batch; both change only when the done bit flips.
+-- Returns the number of tokens delivered, and of requests.
 local function record_results(batch, items)
   local record = redis.call('HMGET', key.batch(batch), 'state', 'total', 'followed', 'body_bytes', 'result_bytes',
     'completed', 'failed', 'used_lines', 'used_tokens', 'used_bytes', 'key_id')
@@ -665,9 +665,9 @@ local function may_go(age, total, keep)
   return age > 1000 * keep.seconds or (total > tonumber(keep.bytes) and age > 1000 * UNREAD_SECONDS)
 end
 
--- Notes the stream of a live call that ended, and removes the oldest ones where they are too many
--- bytes together, but none before its client had time to read it. The notes go away with the last
--- stream.
+-- Notes the stream of a live call that ended, and removes the oldest ones if they have too many
+-- bytes together, but none before its client had time to read it. The notes are removed with the
+-- last stream.
 local function note_retained(name, keep)
   local bytes, now = redis.call('MEMORY', 'USAGE', key.tokens(name)), now_ms()
   forget_note(name)
@@ -685,8 +685,8 @@ local function note_retained(name, keep)
   redis.call('EXPIRE', key.RETAINED_BYTES, keep.seconds)
 end
 
--- The last entry of a token stream, which then lasts `keep.seconds`; of live calls at most
--- `keep.bytes` together.
+-- Appends the last entry of a token stream, which expires after `keep.seconds`; streams of live
+-- calls have at most `keep.bytes` together.
 local function append_last(item, keep)
   local total, chunks = item.total, item.chunks
   if not total or total == '' then
@@ -700,7 +700,7 @@ local function append_last(item, keep)
   end
 end
 
--- A request's end with an error that is not its worker's answer, as `finish` takes it.
+-- An error result that no worker produced, in the form that `finish` takes.
 local function failed(name, result)
   local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
   return {
@@ -710,7 +710,7 @@ local function failed(name, result)
 end
 
 -- Ends requests that the script has just released, each named once: results, counts, last entries;
--- then removes what is stored of them.
+-- then removes their other keys.
 -- items: {name, succeeded, prompt_tokens, tokens, device_microseconds, result, reply_to, total,
 -- chunks} each; without a total no tokens are left to publish
 local function finish(items, keep)

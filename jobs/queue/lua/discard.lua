@@ -1,8 +1,9 @@
 #!lua flags=allow-oom
--- Removes early lines, waiting, running or finished, with their results, streams and counts. From
--- the first call on they are of no input, so that a later pass goes on with what a killed one left.
+-- Removes early lines, waiting, running or finished, with their results, streams and counts. The
+-- first call detaches them from their input, so that a later call resumes what a killed one left.
 -- ARGV: batch, its state, its generation, limit
--- Returns 1 when lines may be left, 0 when none is, -1, changing nothing, when the batch moved on.
+-- Returns 1 if lines may remain, 0 if none does, -1, changing nothing, if the batch has another
+-- state or generation.
 
 local batch, limit = ARGV[1], tonumber(ARGV[4])
 local record = redis.call('HMGET', key.batch(batch), 'state', 'generation')

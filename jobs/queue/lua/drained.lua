@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Registers a part that is durable on disk, removes its lines' results, and says in the record what
--- is on disk.
+-- Registers a part that is durable on disk, removes its lines' results, and updates the record's
+-- fields about the disk.
 -- ARGV: batch, name of the part, most undrained result bytes of a batch, number of lines, lines...,
 --       then (field, value) each
 -- Returns 1 when the part is registered (now or before), 0 when the result of one of its lines is

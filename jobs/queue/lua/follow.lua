@@ -1,6 +1,6 @@
 #!lua
--- Records that a run follows the answers of a batch: commits then name the lines that they answer,
--- in a stream that lasts for as long.
+-- Records that a run follows the answers of a batch: commits then append the lines that they answer
+-- to a stream, which expires after the same time.
 -- ARGV: batch, seconds
 -- Returns the id of the stream's last entry.
 

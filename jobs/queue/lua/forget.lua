@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Removes the streams of live calls that ended, which were read and which no client can ask for.
+-- Removes the streams of ended live calls, once they were read and no client can request them.
 -- ARGV: names
 -- Returns 1.
 

@@ -2,7 +2,7 @@
 -- Takes, extends or ends the lease of a process on a key (jobs/queue/lease.py).
 -- ARGV: key, token of the process, milliseconds that the lease lasts from now on (0: it ends),
 --       whether it may be taken 0/1
--- Returns 1, or 0 where the process does not have it.
+-- Returns 1, or 0 if the process does not hold the lease.
 
 local name, token, lasts, may_take = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4] == '1'
 local holder = redis.call('GET', name)

@@ -1,9 +1,10 @@
 #!lua
--- Adds lines to a batch's ready list and moves its cursor; a repeat finds the cursor moved.
+-- Adds lines to a batch's ready list and moves its cursor; a repeated call finds the cursor moved.
 -- ARGV: batch, cursor before, cursor after, stamp of the input of early lines ('' for those of the
 --       plan), then (line, model, request) each, no line twice
--- Returns 1 when the cursor is at "after", 0 when it is elsewhere or the batch takes no such lines:
--- those of the plan in progress, early ones while it is validated, all under one stamp.
+-- Returns 1 if the cursor is at "after"; 0 if it is elsewhere, or the batch does not accept these
+-- lines. A batch accepts lines of the plan while in progress, and early lines while it is
+-- validated, all under one stamp.
 
 local batch, before, after, stamp = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local record = redis.call('HMGET', key.batch(batch), 'state', 'cursor', 'early')

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Registers these parts and no others. Changes nothing in a batch that has ended or is of another
--- generation.
+-- Registers these parts and removes all others. Changes nothing in a batch that has ended or has
+-- another generation.
 -- ARGV: batch, its generation, then (part, lines) each
 -- Returns 1.
 

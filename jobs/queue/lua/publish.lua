@@ -1,15 +1,15 @@
 #!lua
 -- Appends the next tokens to requests' token streams, which are the requests' checkpoints.
--- ARGV: worker, tokens that it generated in its life, number of this publish in its life, and of
---       the last one that it got an answer to; in msgpack, a list each: names, fences (text),
---       output tokens before these and with them, lengths of the chunks, API processes or '',
---       accepted: '0', '1' or the worker's fingerprint, whether the tokens before these are none
---       or the worker's own; then the chunks (msgpack) of all
--- Returns the number of this publish; the names of requests for which nothing is written, since
--- the worker does not hold them under that fence or their streams lack tokens before these; and of
--- the latter (name, fence) each.
--- What one call has for an API process comes to it as one entry, in msgpack: a list of (name, id of
--- the entry of the token stream, accepted, chunks or nil where they are large) each.
+-- ARGV: worker, tokens that it generated in its life, number of this publish in its life, number of
+--       its last publish that was answered; in msgpack, a list each: names, fences (text), output
+--       tokens before these and with them, lengths of the chunks, API processes or '', accepted
+--       ('0', '1' or the worker's fingerprint), whether earlier tokens are none or the worker's
+--       own; then the chunks (msgpack) of all
+-- Returns the number of this publish; the names of requests that were not written, since the worker
+-- does not hold them under that fence or their streams lack earlier tokens; and (name, fence) of
+-- each with such a stream.
+-- An API process receives all chunks of one call as one entry, in msgpack: a list of (name, id of
+-- the entry of the token stream, accepted, chunks or nil if they are large) each.
 
 local MOST_BYTES_OF_A_GROUP = 8192
 -- First bytes of values in msgpack: a text below 256 bytes, lists of any and of 4 values, nil
@@ -17,7 +17,7 @@ local STR8, ARRAY32, ARRAY_OF_4, NIL = '\217', '\221', '\148', '\192'
 local char = string.char
 local worker, generated, number, answered = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local names, fences, before, total, lengths, apis, accepted_by, own = unpack(cmsgpack.unpack(ARGV[5]))
-local sent = 0 -- bytes of the chunks of those that the loop has come to
+local sent = 0 -- bytes of the chunks of earlier iterations
 local lost, missing, lacks = {}, {}, {}
 local groups_of = {} -- by API process
 
@@ -39,8 +39,8 @@ local function send(api, name, entry_id, chunks, accepted)
   end
 end
 
--- Whether the server has every publish that the worker got an answer to. Once it lacks one, it
--- does so for good.
+-- Whether the server has every publish that was answered to the worker. Once it lacks one, this
+-- stays false.
 local function has_all_publishes()
   local stored = tonumber(redis.call('GET', key.published(worker)) or 0)
   if stored < answered then

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Takes requests from a worker whose engine core crashed with them in flight and quarantines them:
--- first in a group, after a second crash alone; one that ran alone ends with an error.
+-- first in a group, after a second crash alone. A request that ran alone ends with an error.
 -- ARGV: worker, the error as a result (msgpack), seconds to keep a watched stream, bytes to keep of
 --       those of live calls, then (name, fence) each
 -- Returns the names that the worker does not hold under that fence; nothing changes for them.

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Gives this queue an id unless it has one.
+-- Sets the queue's id, unless it has one.
 -- ARGV: id
--- Returns the id that it has.
+-- Returns the id in effect.
 
 redis.call('SETNX', key.QUEUE_ID, ARGV[1])
 return redis.call('GET', key.QUEUE_ID)

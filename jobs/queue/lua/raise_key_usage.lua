@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Raises counts of API keys to what was saved, where a server that went back has less.
+-- Raises counts of API keys to the saved ones, if the server restarted with older data.
 -- ARGV: (field, count) each
 -- Returns nothing.
 

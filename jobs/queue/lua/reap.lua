@@ -1,20 +1,21 @@
 #!lua flags=allow-oom
--- Takes requests from a dead worker, or from every worker whose leases ran out; each goes back to
--- the head of the queue (a quarantined one to quarantine), or ends with an error when too many
+-- Takes requests from a dead worker, or from every worker whose leases expired. Each goes back to
+-- the head of the queue (a quarantined one to quarantine), or ends with an error if too many
 -- workers died with it.
 -- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a
 --       watched stream, bytes to keep of those of live calls, limit
--- Returns how many requests it took.
--- Without a worker it also notes time and server. When the notes are missing, older than one lease
--- (at least 2 s, at most 5 s), of the future or another server's, nothing is taken for one lease:
--- the leases ran out while their workers could not renew them. Where quarantined requests have
--- waited too long for an idle worker, it orders one to make room. Live calls without a client end.
+-- Returns the number of requests taken.
+-- Without a worker it also stores time and server. If that note is missing, older than one lease
+-- (at least 2 s, at most 5 s), in the future or of another server, nothing is taken for one lease:
+-- the leases expired while their workers could not renew them. If quarantined requests have waited
+-- too long for an idle worker, it orders one to requeue its requests. Live calls without a client
+-- end.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], {seconds = ARGV[5], bytes = ARGV[6]}, tonumber(ARGV[7])
 local LONGEST_GAP = math.min(5000, math.max(2000, lease))
 local LONGEST_QUARANTINE_WAIT = 10000
-local CALLS_A_TICK = 100 -- each one that ends is searched for in the list where it waits
+local CALLS_A_TICK = 100 -- ending one searches the list where it waits
 local BIGGEST_SEQ = '9007199254740991'
 
 local function lose(name)
@@ -32,7 +33,7 @@ local function lose(name)
   finish({failed(name, lost_result)}, keep)
 end
 
--- Last claimed, first put back: at the head of the queue they keep the order of their claims.
+-- The last claimed is requeued first, so that the head of the queue keeps the order of claims.
 local function lose_all(names)
   local fences = {}
   for _, name in ipairs(names) do
@@ -56,7 +57,7 @@ local function strike_off(dead)
   redis.call('UNLINK', key.control(dead))
 end
 
--- Once for each wait: the worker that gets the order takes a group, which begins a new wait.
+-- Once per wait: the worker that gets the order claims a group, and that starts a new wait.
 local function order_isolation(now)
   local waits = redis.call('HGETALL', key.QUARANTINE_WAITS)
   for i = 1, #waits, 2 do
@@ -93,7 +94,7 @@ local function bring_near(ring, most)
 end
 
 if worker ~= '' then
-  -- A last claim of the dead worker that arrives late is refused: its number is smaller.
+  -- Rejects a late claim of the dead worker: its number is smaller.
   redis.call('HSET', key.claim(worker), 'seq', BIGGEST_SEQ, 'set', cmsgpack.pack({}))
   redis.call('PEXPIRE', key.claim(worker), lease)
   strike_off(worker)
@@ -109,7 +110,7 @@ if not last or now - last > LONGEST_GAP or now < last or tick[2] ~= run_id then
   reap_after = now + lease
 end
 if last and now < last then
-  -- The clock went back: deadlines set earlier are too far away now.
+  -- The clock was set back: earlier deadlines are now too far in the future.
   bring_near(key.LEASES, now + lease)
   bring_near(key.ALIVE, now + 3 * lease)
 end

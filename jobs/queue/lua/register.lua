@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Writes a worker's record, and those of its models when it is ready.
+-- Writes a worker's record, and its models' records if it is ready.
 -- ARGV: worker, ms that the record lasts without renewal, record (msgpack), ready 0/1, then
 --       (model, record) each
 -- Returns 1.

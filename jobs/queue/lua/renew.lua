@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Extends leases and the worker's place in the registry, and adds the tokens that it generated
--- since to the totals.
+-- Extends leases and the worker's registration, and adds the tokens generated since the last report
+-- to the totals.
 -- ARGV: worker, lease in ms, tokens that the worker generated in its life, SHA-1 of the record that
--- it wrote last ('' where that is not known), then (name, fence) each
--- Returns 1, or 0 when the registry does not hold that record, then the names that the worker does
+--       it wrote last ('' if unknown), then (name, fence) each
+-- Returns 1, or 0 if the registry has another record or none, then the names that the worker does
 -- not hold under that fence.
 
 local worker, lease, generated = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])

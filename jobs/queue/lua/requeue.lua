@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- Puts requests back at the head of the queue, or into quarantine, as if this worker had not
--- claimed them; their checkpoints stay.
--- ARGV: worker, 1 when they are released from quarantine else 0, then (name, fence) each, the one
---       to come first given last
+-- claimed them; their checkpoints remain.
+-- ARGV: worker, 1 to release them from quarantine else 0, then (name, fence) each, the first of the
+--       queue last
 -- Returns the names that the worker does not hold under that fence; nothing changes for them.
 
 local worker, cleared = ARGV[1], ARGV[2] == '1'

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Makes lines done that a part on disk holds: Redis lost that they were, or that the part was
--- registered. What is left of them here goes, and a worker that runs one is notified. Changes
--- nothing in a batch that has ended.
+-- Marks lines of a part on disk as done, after Redis lost their done bits or the part's
+-- registration. Removes their other keys, and notifies a worker that runs one. Changes nothing in a
+-- batch that has ended.
 -- ARGV: batch, part to register ('' for none yet), lines of that part, most undrained result bytes
 --       of a batch, how many of the lines succeeded, these lines, the lines that failed
 -- Returns 1.
@@ -17,7 +17,7 @@ local function count_of(success)
   return success and 'completed' or 'failed'
 end
 
--- The status that a Result (msgpack) begins with, by its first byte: cmsgpack cannot read its body.
+-- The status of a Result (msgpack), by its first byte: cmsgpack cannot read its body.
 local function status_of(result)
   local first, second, third = string.byte(result, 9, 11)
   if first == 205 then

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Notes whether batches may miss the end of their completion windows, and brings those that wait to
--- their new places.
+-- Sets the risk of batches to miss the end of their completion windows, and updates the rank of
+-- waiting ones.
 -- ARGV: (batch, risk or '') each
 -- Returns 1.
 

@@ -1,6 +1,5 @@
 #!lua
--- Submits a live call, unless there are as many, or as large ones, as there may be of its tenant or
--- of its model.
+-- Submits a live call, unless its tenant or its model has reached a limit on calls or bytes.
 -- ARGV: live id, model, request (msgpack), API process or '', most calls and bytes of a tenant, most
 --       calls and bytes of a model, seconds that the API process counts as alive from now, id of
 --       the API key or '' for none
@@ -10,7 +9,7 @@
 local live_id, model, request, reply_to = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local name = live_id .. '/0'
 
--- How many calls are counted; nil where there may be no more.
+-- The number of counted calls; nil at the limit.
 local function calls_of(usage, most_calls, most_bytes)
   local calls, bytes = unpack(redis.call('HMGET', usage, 'calls', 'bytes'))
   calls, bytes = tonumber(calls or 0), tonumber(bytes or 0)

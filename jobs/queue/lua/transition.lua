@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- Changes the state of a batch by compare-and-set, and counts the batches that enter the new one.
--- ARGV: batch, token of this call, generation or '', stamp of the input that early lines must be
---       of or '', the lines that are done as a bitmap or '' for those that are, new state, number
---       of old states, old states... ('' for no record), then (field, value) each
--- Returns 1 when this call changed the state (a repeat with the same token too), else 0.
+-- ARGV: batch, token of this call, generation or '', required stamp of the input of early lines or
+--       '', bitmap of done lines or '' to keep the stored one, new state, number of old states, old
+--       states... ('' for no record), then (field, value) each
+-- Returns 1 if this call changed the state (also on a repeat with the same token), else 0.
 
 local batch, token, generation, stamp, done, to = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local count = tonumber(ARGV[7])

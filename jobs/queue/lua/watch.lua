@@ -1,6 +1,6 @@
 #!lua
--- Records that a client reads the tokens of a request, or of every request of a batch. A batch has
--- a stream of its own for as long.
+-- Records that a client reads the tokens of a request, or of every request of a batch. A batch gets
+-- a stream of its own for that time.
 -- ARGV: request or batch, seconds
 -- Returns the id of the last entry of the batch's stream, which always has one; '' for a request.
 

@@ -111,7 +111,7 @@ def test_an_outage_around_a_job_is_one_line(
 
     monkeypatch.setattr(ControlWorker, "prepare_job_execution", fail)
     run_one_job(redis_client, FUNCTION, job_id="unlucky", result_ttl=0)
-    assert warnings_in(caplog) == ["Redis unavailable; what waits is handed out again: gone"]
+    assert warnings_in(caplog) == ["Redis unavailable; pending batches will be dispatched again: gone"]
     assert "Traceback" not in caplog.text
 
 

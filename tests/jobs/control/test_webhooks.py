@@ -260,7 +260,7 @@ def test_a_note_that_cannot_be_read_delays_no_other(
             "the delivery",
         )
     assert [each for _, _, each in events(receiver)] == [batch]
-    assert "waits: " in caplog.text
+    assert "is paused: " in caplog.text
 
 
 def test_a_client_that_cannot_be_made_is_made_again(
@@ -435,7 +435,10 @@ def test_a_kill_at_any_step_of_the_end_loses_no_event(
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (("--webhook-url", "example.com/pass-word"), "webhooks go to a URL such as https://example.com/webhooks"),
+        (
+            ("--webhook-url", "example.com/pass-word"),
+            "a webhook URL is an http:// or https:// URL such as https://example.com/webhooks",
+        ),
         (
             ("--webhook-url", "http://u:pass-word@h"),
             "PIPELINE_WEBHOOK_URL needs a secret: set PIPELINE_WEBHOOK_SECRET_FILE",
@@ -452,7 +455,7 @@ def test_the_command_refuses_to_start(redis_url: str, tmp_path: Path, flags: tup
 
 @pytest.mark.parametrize("url", ["ftp://example.com", "example.com", "http://", "http://a:99999", "http://a b"])
 def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="PIPELINE_WEBHOOK_URL: webhooks go to a URL such as"):
+    with pytest.raises(ValueError, match="PIPELINE_WEBHOOK_URL: a webhook URL is an http"):
         QueueSettings(webhook_url=url)
 
 

@@ -49,7 +49,7 @@ def test_what_the_control_plane_reads_of_active_batches(queue: Queue) -> None:
 
 
 def test_a_name_that_is_no_field_is_refused(queue: Queue) -> None:
-    with pytest.raises(TypeError, match="no fields of a batch's record: complete, stats"):
+    with pytest.raises(TypeError, match="unknown fields of a batch's record: complete, stats"):
         queue.create_batch("batch_a", 3, fields={"complete": 1, "stats": 2})
     assert not queue.batch_fields("batch_a").exists
 
