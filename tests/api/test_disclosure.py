@@ -64,7 +64,16 @@ def test_what_needs_no_key_tells_no_secret(
     with plain_client(url, headers=bearer(secrets["red-tenant"])) as http:
         file = http.post("/v1/files", files={"file": ("private.jsonl", b"{}")}, data={"purpose": "batch"}).json()["id"]
         assert http.post("/v1/completions", json=BODY | {"prompt": "my question"}).status_code == 200
-    forbidden = [*secrets.values(), PASSWORD, redis_url, str(tmp_path), *secrets, file, "my question", "a private answer"]
+    forbidden = [
+        *secrets.values(),
+        PASSWORD,
+        redis_url,
+        str(tmp_path),
+        *secrets,
+        file,
+        "my question",
+        "a private answer",
+    ]
     forbidden += [
         record.sha256 for record in map(KeyRing(str(tmp_path)).look().find, secrets.values()) if record is not None
     ]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from batch_inference_pipeline.held_folder import private_folder, remove_abandoned
 
+from batch_inference_pipeline.private_folder import private_folder, remove_abandoned
 from pipeline.child import Child
 from pipeline.errors import ChildFailed, ChildRefused
 from tests.support.processes import command_line, descendants, is_running
