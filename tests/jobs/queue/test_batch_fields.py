@@ -4,11 +4,19 @@ import msgspec
 import pytest
 import redis
 
+from jobs.protocol.unknown_members import UnknownMember
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields, BatchStatus
 from jobs.queue.request_queue import Queue
 
-VALUES = {int: 7, float: 1_700_000_000_123.0, bool: True, list[str]: ["m", "a/b"], dict[str, float]: {"created": 1.25}}
+VALUES = {
+    int: 7,
+    float: 1_700_000_000_123.0,
+    bool: True,
+    list[str]: ["m", "a/b"],
+    list[UnknownMember]: [UnknownMember("max_token", 3, "max_tokens")],
+    dict[str, float]: {"created": 1.25},
+}
 
 
 def changes() -> dict[str, object]:
