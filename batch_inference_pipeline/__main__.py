@@ -12,9 +12,9 @@ def main() -> None:
     Neither this process nor those that it starts find modules in the current folder, where a user
     may have a `pipeline.py` or a folder `jobs`.
     """
-    if not sys.flags.safe_path:
+    if not (sys.flags.safe_path or "PYTHONSAFEPATH" in os.environ):
         del sys.path[0]  # the current folder, or that of the script
-        os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["PYTHONSAFEPATH"] = "1"
     from pipeline.main import main as run
 
     parent = os.environ.pop(PARENT_VARIABLE, None)

@@ -55,9 +55,18 @@ def test_a_change_touches_the_proofs_of_its_rows_in_their_order(changed: str, pr
     assert TWO_ROWS.touches_core({"setup.py"})
 
 
-def test_a_change_of_a_helper_touches_the_proofs_that_import_it() -> None:
-    touched = read_table().touched({"tests/support/sentinels.py"})
-    assert "tests/pipeline/test_failover.py" in touched
+@pytest.mark.parametrize(
+    ("helper", "proof"),
+    [
+        ("tests/support/sentinels.py", "tests/pipeline/test_failover.py"),
+        ("tests/support/http_calls.py", "tests/api/test_live_storm.py"),  # imported from its package
+        ("tests/api/conftest.py", "tests/api/test_live_storm.py"),
+        ("tests/data/pool.jsonl.gz", "tests/pipeline/test_pool.py"),
+    ],
+)
+def test_a_change_of_a_helper_touches_the_proofs_that_use_it(helper: str, proof: str) -> None:
+    touched = read_table().touched({helper})
+    assert proof in touched
     assert "tests/workers/engine/native/test_attention.py" not in touched
 
 

@@ -26,7 +26,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_tool_parser(name: str | None) -> None:
-    _check_found(find_tool_parser, name)
+    _check_found(find_tool_parser, None if name == NO_PARSER else name)
 
 
 def _check_reasoning_parser(name: str | None) -> None:
@@ -34,7 +34,7 @@ def _check_reasoning_parser(name: str | None) -> None:
 
 
 def _check_found(find: Callable[[str], object], name: str | None) -> None:
-    if name is None or name == NO_PARSER:
+    if name is None:
         return
     try:
         find(name)
@@ -63,8 +63,8 @@ class WorkerSettings(QueueSettings):
     )
     reasoning_parser: str | None = setting(
         None,
-        f"How the model marks its reasoning: {', '.join(REASONING_FORMATS)}, the tags around it as"
-        f" tags:<think>,</think>, or {NO_PARSER}. [default: the one that fits the chat template]",
+        f"How the model marks its reasoning: {', '.join(REASONING_FORMATS)}, or the tags around it as"
+        " tags:<think>,</think>. [default: none is looked for]",
         check=_check_reasoning_parser,
     )
     retry_on_invalid: int = setting(

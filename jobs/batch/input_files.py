@@ -289,7 +289,7 @@ def _table_lines(location: str, kind: str, bounds: Bounds, rows: RowOptions | No
         asked.seek(0)
         limits = (str(bound or 0) for bound in bounds[1:])
         reader = subprocess.Popen(
-            [sys.executable, "-m", "jobs.batch.table_lines", location, kind, *limits],
+            [sys.executable, "-P", "-m", "jobs.batch.table_lines", location, kind, *limits],
             env={
                 **os.environ,
                 **_READER_ENVIRONMENT,

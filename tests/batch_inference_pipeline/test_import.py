@@ -22,8 +22,9 @@ assert b"Count from 2 to 4." in line, line
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with `pipeline.py`, `api/` and `jobs/` of its own."""
+    """A folder with modules of its own, called as ours and as one that ours import."""
     (tmp_path / "pipeline.py").write_text("of_the_project = True\n")
+    (tmp_path / "torch.py").write_text("raise SystemExit('the torch of the project')\n")
     for name in ("api", "jobs", "workers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("of_the_project = True\n")
@@ -36,9 +37,11 @@ def test_the_client_and_its_processes_leave_a_projects_modules_alone(project: Pa
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_command_line_runs_in_a_projects_folder(project: Path) -> None:
+@pytest.mark.parametrize("module", [("-m", "batch_inference_pipeline"), ("-P", "-m", "pipeline")], ids=" ".join)
+def test_the_command_line_runs_in_a_projects_folder(project: Path, module: tuple[str, ...]) -> None:
+    """Also where this process alone was started without the folder."""
     (project / "requests.jsonl").write_text("".join(EXAMPLES.read_text().splitlines(keepends=True)[:2]))
-    command = [sys.executable, "-m", "batch_inference_pipeline", "run-batch", "requests.jsonl"]
+    command = [sys.executable, *module, "run-batch", "requests.jsonl"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len((project / "requests.results.jsonl").read_text().splitlines()) == 2

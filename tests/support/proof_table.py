@@ -1,7 +1,8 @@
 """The table `tests/proofs.toml`: which proofs a change of which files asks for."""
 
-import re
+import ast
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 from tests.support.commands import REPOSITORY
 
 TABLE = REPOSITORY / "tests" / "proofs.toml"
-_IMPORT = re.compile(r"^(?:from|import) (tests(?:\.\w+)+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class ProofTable:
         """Return the files with proofs that the changed files touch, in the table's order."""
         rows = [row for row in self.rows if any(row.has(path) for path in changed)]
         files = {file for row in rows for file in row.proofs}
-        return [file for file in self.seconds if file in files or changed & test_modules(file)]
+        of_tests = [path for path in changed if path.startswith("tests/")]
+        return [file for file in self.seconds if file in files or any(uses(file, path) for path in of_tests)]
 
 
 @cache
@@ -59,15 +60,40 @@ def read_table(path: Path = TABLE) -> ProofTable:
 
 
 @cache
-def test_modules(file: str) -> frozenset[str]:
-    """Return the files below `tests/` that a test file imports, itself included."""
+def modules_of(file: str) -> frozenset[str]:
+    """Return the files below `tests/` that a test file imports, it and its conftests included."""
     found: set[str] = set()
-    new = [file]
+    new = [file, *(str(folder / "conftest.py") for folder in Path(file).parents)]
     while new:
         path = new.pop()
-        if path in found or not (REPOSITORY / path).is_file():
-            continue
-        found.add(path)
-        modules = _IMPORT.findall((REPOSITORY / path).read_text())
-        new += [f"{module.replace('.', '/')}{end}" for module in modules for end in (".py", "/__init__.py")]
+        if path not in found and (REPOSITORY / path).is_file():
+            found.add(path)
+            new += _imported(text_of(path))
     return frozenset(found)
+
+
+def _imported(text: str) -> Iterator[str]:
+    """Yield the files that may be the modules of `tests` that a text imports."""
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{name}" for name in names)]
+        for name in names:
+            if name.startswith("tests."):
+                yield from (f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py"))
+
+
+@cache
+def text_of(path: str) -> str:
+    """Return the text of a file of the repository."""
+    return (REPOSITORY / path).read_text()
+
+
+def uses(file: str, changed: str) -> bool:
+    """Return whether a test file imports a changed file below `tests/`, or names one that is no
+    module.
+    """
+    if changed.endswith(".py"):
+        return changed in modules_of(file)
+    name = Path(changed).name
+    return any(name in text_of(module) for module in modules_of(file))

@@ -182,7 +182,7 @@ class _CompilerProcess:
 
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        command = ["-m", "workers.grammars.compiler_process", "--fd", str(theirs.fileno())]
+        command = ["-P", "-m", "workers.grammars.compiler_process", "--fd", str(theirs.fileno())]
         try:
             with theirs:
                 self._process = subprocess.Popen(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 from jobs.protocol.output_format import OutputFormat
 from jobs.protocol.results import ApiError
@@ -22,8 +21,6 @@ from workers.text.parsers.reasoning_formats import ReasoningFormat
 from workers.text.parsers.registry import NO_PARSER, find_reasoning_format, find_tool_parser
 
 logger = logging.getLogger(__name__)
-
-Parser = TypeVar("Parser")
 
 _WITHOUT_CALLS = ("json_object", "json_schema", "choice")  # an answer of this form calls no tool
 
@@ -99,23 +96,25 @@ class AnswerParsers:
 
 
 def find_parsers(settings: WorkerSettings, template: ChatTemplate) -> AnswerParsers:
-    """Return the parsers named in the settings. For each one not named, use the parser that fits
-    the chat template, if any. Raises ParserError.
+    """Return the parsers named in the settings. If no parser of tool calls is named, use the one
+    that fits the chat template, if any. Raises ParserError.
     """
-    from workers.text.template_parsers import recognize_reasoning, recognize_tool_parser
+    reasoning = settings.reasoning_parser
+    return AnswerParsers(
+        _tool_parser(settings.tool_call_parser, template),
+        None if reasoning is None else find_reasoning_format(reasoning),
+    )
 
-    given_tools, given_reasoning = settings.tool_call_parser, settings.reasoning_parser
-    tools = _find(given_tools, find_tool_parser, partial(recognize_tool_parser, template))
-    reasoning = _find(given_reasoning, find_reasoning_format, partial(recognize_reasoning, template))
-    found = AnswerParsers(tools, reasoning)
-    flags = zip(("--tool-call-parser", "--reasoning-parser"), (given_tools, given_reasoning), found.names, strict=True)
-    recognized = [f"{flag} {name}" for flag, given, name in flags if given is None and name is not None]
-    if recognized:
-        logger.info("recognized in the chat template: %s; set the flag to override it", ", ".join(recognized))
+
+def _tool_parser(name: str | None, template: ChatTemplate) -> type[ToolParser] | None:
+    if name is not None:
+        return None if name == NO_PARSER else find_tool_parser(name)
+    from workers.text.template_parsers import recognize_tool_parser
+
+    found = recognize_tool_parser(template)
+    if found is not None:
+        logger.info(
+            "recognized in the chat template: --tool-call-parser %s; set the flag to override it, or to none",
+            found.name,
+        )
     return found
-
-
-def _find(given: str | None, find: Callable[[str], Parser], recognize: Callable[[], Parser | None]) -> Parser | None:
-    if given is None:
-        return recognize()
-    return None if given == NO_PARSER else find(given)

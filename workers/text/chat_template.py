@@ -52,7 +52,6 @@ class ChatTemplate:
         self._render = _join if source is None else _compile(source, origin)
         self._render_tools = self._render if tool_source is None else _compile(tool_source, origin)
         self._missing_in = origin if source is None else None
-        self._text = f"{source or ''}\n{tool_source or ''}"
 
     def warn_if_missing(self) -> None:
         """Log a warning if messages are joined without a template."""
@@ -60,10 +59,6 @@ class ChatTemplate:
             logger.warning(
                 "%s has no chat template: messages are joined by line breaks; set --chat-template", self._missing_in
             )
-
-    def mentions(self, text: str) -> bool:
-        """Return whether the template's source contains this text."""
-        return text in self._text
 
     def render(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **variables: Any) -> str:
         """Return the prompt's text.

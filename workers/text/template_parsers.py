@@ -1,4 +1,4 @@
-"""Find the parsers that fit a model, by its chat template.
+"""Find the parser of tool calls that fits a model, by its chat template.
 
 A template renders the calls of earlier turns as the model was trained to write them.
 """
@@ -12,8 +12,7 @@ import msgspec
 from workers.text.chat_template import ChatTemplate
 from workers.text.errors import TemplateError
 from workers.text.parsers.base import ToolParser, joined_pieces
-from workers.text.parsers.reasoning_formats import ReasoningFormat
-from workers.text.parsers.registry import TOOL_PARSERS, find_reasoning_format, find_tool_parser
+from workers.text.parsers.registry import TOOL_PARSERS, find_tool_parser
 
 _FUNCTION = "get_weather"
 _ARGUMENTS = {"place": "Rome"}
@@ -29,7 +28,6 @@ _TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"place": _PLACE}, "required": ["place"]},
     },
 }
-_REASONING = ("qwen3", "tags:[THINK],[/THINK]")
 
 
 def recognize_tool_parser(template: ChatTemplate) -> type[ToolParser] | None:
@@ -42,13 +40,6 @@ def recognize_tool_parser(template: ChatTemplate) -> type[ToolParser] | None:
         return None
     parsers = {find_tool_parser(name) for name in TOOL_PARSERS}
     fitting = [parser for parser in parsers if _reads(parser, written)]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def recognize_reasoning(template: ChatTemplate) -> ReasoningFormat | None:
-    """Return the format whose last tag the template contains; None unless exactly one matches."""
-    formats = [find_reasoning_format(name) for name in _REASONING]
-    fitting = [each for each in formats if template.mentions(each.end)]
     return fitting[0] if len(fitting) == 1 else None
 
 

@@ -226,7 +226,7 @@ def _convert(source: str, model_folder: Path) -> Tokenizer:
         target = os.path.join(folder, "tokenizer.json")
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "workers.text.convert", str(model_folder), target],
+                [sys.executable, "-P", "-m", "workers.text.convert", str(model_folder), target],
                 capture_output=True,
                 text=True,
                 timeout=_CONVERSION_SECONDS,

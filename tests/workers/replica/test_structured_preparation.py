@@ -135,13 +135,12 @@ def test_a_call_that_needs_a_parser_says_which_flag(tokenizer: TextTokenizer) ->
 @pytest.mark.parametrize(
     ("given", "found", "logged"),
     [
-        ((None, None), ("hermes", "qwen3"), "--tool-call-parser hermes, --reasoning-parser qwen3;"),
-        (("mistral", None), ("mistral", "qwen3"), "recognized in the chat template: --reasoning-parser qwen3;"),
+        ((None, None), ("hermes", None), "recognized in the chat template: --tool-call-parser hermes;"),
+        (("mistral", None), ("mistral", None), None),
         (("none", "deepseek_r1"), (None, "deepseek_r1"), None),
-        (("none", "none"), (None, None), None),
     ],
 )
-def test_parsers_that_are_not_given_follow_from_the_template(
+def test_a_tool_parser_that_is_not_given_follows_from_the_template(
     given: tuple[str | None, str | None],
     found: tuple[str | None, str | None],
     logged: str | None,
@@ -149,7 +148,7 @@ def test_parsers_that_are_not_given_follow_from_the_template(
 ) -> None:
     template = ChatTemplate(
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson"
-        " }}</tool_call>{% endfor %}{% endfor %}{% if enable_thinking is false %}<think></think>{% endif %}",
+        " }}</tool_call>{% endfor %}{% endfor %}",
         {},
     )
     settings = WorkerSettings(tool_call_parser=given[0], reasoning_parser=given[1])

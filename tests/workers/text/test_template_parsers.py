@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workers.text.chat_template import ChatTemplate
-from workers.text.template_parsers import recognize_reasoning, recognize_tool_parser
+from workers.text.template_parsers import recognize_tool_parser
 
 HERMES = '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
 EACH = "{% for key, value in f.arguments.items() %}"
@@ -65,20 +65,5 @@ def test_the_template_for_calls_with_tools_is_the_one_that_counts() -> None:
     assert recognize_tool_parser(ChatTemplate(with_tools, {}, tool_source=plain)) is None
 
 
-def test_a_model_without_a_template_has_no_parsers() -> None:
-    without = ChatTemplate(None, {})
-    assert (recognize_tool_parser(without), recognize_reasoning(without)) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("behind", "name"),
-    [
-        ("", None),
-        ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}", "qwen3"),
-        ("[THINK]{{ messages[0].reasoning_content }}[/THINK]", "tags:[THINK],[/THINK]"),
-        ("</think>[/THINK]", None),
-    ],
-)
-def test_reasoning_ends_with_the_one_tag_that_the_template_has(behind: str, name: str | None) -> None:
-    found = recognize_reasoning(ChatTemplate(source(HERMES, behind=behind), {}))
-    assert (None if found is None else found.name) == name
+def test_a_model_without_a_template_has_no_parser() -> None:
+    assert recognize_tool_parser(ChatTemplate(None, {})) is None

@@ -63,6 +63,7 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
             process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     CORE_MODULE,
                     "--fd",

@@ -175,7 +175,7 @@ class Ranks:
         with theirs:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "workers.engine.device.rank_process"),
+                    *(sys.executable, "-P", "-m", "workers.engine.device.rank_process"),
                     *(
                         "--fd",
                         str(theirs.fileno()),

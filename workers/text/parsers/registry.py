@@ -61,6 +61,6 @@ def find_reasoning_format(name: str) -> ReasoningFormat:
     if kind == "tags" and begin and end and begin != end:
         return ReasoningFormat(name, begin, end)
     raise ParserError(
-        f"There is no reasoning parser {name!r}. Choose one of {', '.join(REASONING_FORMATS)} or {NO_PARSER}, or give"
-        " the tags around the reasoning as tags:<think>,</think>."
+        f"There is no reasoning parser {name!r}. Choose one of {', '.join(REASONING_FORMATS)}, or give the"
+        " tags around the reasoning as tags:<think>,</think>."
     )

@@ -86,5 +86,5 @@ def test_one_call_alone_where_parallel_ones_are_not_allowed() -> None:
 
 @pytest.mark.parametrize("name", ["r1", "tags:", "tags:<a>", "tags:<a>,<a>", ""])
 def test_refuses_unknown_names(name: str) -> None:
-    with pytest.raises(ParserError, match="Choose one of deepseek_r1, qwen3 or none, or give the tags"):
+    with pytest.raises(ParserError, match="Choose one of deepseek_r1, qwen3, or give the tags"):
         find_reasoning_format(name)
