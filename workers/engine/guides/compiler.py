@@ -24,8 +24,6 @@ _STACK = 64 << 20
 _COMPILED = 128
 """Compiled grammars that are kept."""
 _COMPILED_CHARACTERS = 1 << 22
-"""How long their texts may be together: in memory one takes some hundred times its text."""
-_COMPILED_CHARACTERS = 1 << 22
 """How long all of them may be together: one takes up to some hundred times its text in memory."""
 
 _NOT_COMPILED = "the output's grammar cannot be compiled: "
