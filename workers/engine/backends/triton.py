@@ -81,7 +81,7 @@ def require_triton(device: torch.device) -> None:
         )
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
         raise ModelLoadError(
-            "TRITON_INTERPRET=1 has kernels run on the CPU, one element at a time; unset it to use the GPU"
+            "TRITON_INTERPRET=1 runs kernels on the CPU, one element at a time; unset it to use the GPU"
         )
     needed = _triton_of_torch()
     install = f"pip install triton=={needed}" if needed else "pip install 'triton>=3.6'"

@@ -33,7 +33,7 @@ def plan_cache(
     if fits < 1 or (length > fits and not config.may_shorten):
         raise ModelLoadError(_does_not_fit(config, length, per_block, budget, memory))
     if length > fits:
-        logger.warning("the context is shortened from %d to %d tokens, which is what the KV cache holds", length, fits)
+        logger.warning("shortened the context from %d to %d tokens to fit the KV cache", length, fits)
         length = fits
     return replace(config, max_model_len=length), num_blocks
 

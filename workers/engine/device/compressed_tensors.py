@@ -121,8 +121,8 @@ class CompressedTensorsFormat(CheckpointFormat):
                 if any(fits(target, module) for target in scheme.targets):
                     return scheme
         raise ModelLoadError(
-            f"the checkpoint has the matrix {module!r} quantized, but no group of config.json's quantization_config"
-            " is for it"
+            f"the matrix {module!r} is quantized in the checkpoint, but matches no group of config.json's"
+            " quantization_config"
         )
 
 
@@ -236,7 +236,7 @@ def _by_row(by_group: Tensor, rows: int) -> Tensor:
 def _stored_shape(parts: MatrixParts) -> tuple[int, int]:
     rows, columns = parts.read("weight_shape", INDICES, (2,)).tolist()
     if rows < 1 or columns < 1:
-        raise parts.error("weight_shape", f"says [{rows}, {columns}], which is no shape of a matrix")
+        raise parts.error("weight_shape", f"is [{rows}, {columns}], not a valid shape of a matrix")
     return rows, columns
 
 

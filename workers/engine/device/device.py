@@ -31,7 +31,7 @@ def default_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     if _GPUS.is_dir() and any(_GPUS.iterdir()):
-        logger.warning("the CPU is used though there is an NVIDIA GPU: %s", _why_unusable() or "torch finds none")
+        logger.warning("using the CPU although there is an NVIDIA GPU: %s", _why_unusable() or "torch finds none")
     return "cpu"
 
 
@@ -81,14 +81,14 @@ def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
     if driver:
         has = f"{int(driver[1]) // 1000}.{int(driver[1]) % 1000 // 10}"
         advice = f"update the driver, or install a torch that is built for CUDA {has} or older"
-        return f"the NVIDIA driver here knows CUDA up to {has} and torch {torch.__version__} needs {cuda}; {advice}"
+        return f"the NVIDIA driver supports CUDA up to {has} and torch {torch.__version__} needs {cuda}; {advice}"
     if "Found no NVIDIA driver" in error:
         return (
             "there is no NVIDIA driver here; install one, give a container its GPUs (--gpus all), or choose the"
             " device cpu"
         )
     if visible is not None and "No CUDA GPUs are available" in error:
-        return f"CUDA_VISIBLE_DEVICES={visible} leaves torch no GPU; unset it or choose the device cpu"
+        return f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs from torch; unset it or choose the device cpu"
     return (
         f"torch cannot use a GPU here ({error.rstrip('.')}); see whether nvidia-smi lists one, or choose the device cpu"
     )
@@ -149,6 +149,5 @@ def unfit_for(dtype: torch.dtype, gpu: str, capability: tuple[int, int]) -> str 
         return None
     major, minor = capability
     return (
-        f"{gpu} (compute capability {major}.{minor}) has no bfloat16, which came with 8.0; use the dtype float16 or"
-        " float32"
+        f"{gpu} (compute capability {major}.{minor}) has no bfloat16, which needs 8.0; use the dtype float16 or float32"
     )

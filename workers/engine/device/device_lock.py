@@ -62,7 +62,7 @@ def take_gpus(
     wanted = range(len(names)) if index is None else [index]
     if count > len(wanted):
         raise ModelLoadError(
-            f"{_gpus(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here"
+            f"{_gpus(count)} {'is' if count == 1 else 'are'} needed, but there {_are(len(wanted))} here"
         )
     deadline = time.monotonic() + (WAIT_SECONDS if wait_seconds is None else wait_seconds)
     try:
@@ -178,7 +178,7 @@ def _refusal(folder: Path, names: Sequence[str], count: int) -> str:
     free = len(names) - len(held)
     holders = ", ".join(f"{name} is held by {_holder(_file(folder, name))}" for name in held)
     return (
-        f"{_gpus(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of"
+        f"{_gpus(count)} {'is' if count == 1 else 'are'} needed, but {f'only {free}' if free else 'none'} of"
         f" {len(names)} {'are' if free > 1 else 'is'} free: {holders}; stop one of those workers, or start fewer"
     )
 
@@ -196,7 +196,7 @@ def _is_held(file: Path) -> bool:
 
 def _holder(file: Path) -> str:
     try:
-        return file.read_text(errors="replace").strip() or "a process that has not named itself"
+        return file.read_text(errors="replace").strip() or "an unknown process"
     except OSError:
         return "another user's process"
 

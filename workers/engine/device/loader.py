@@ -140,7 +140,7 @@ def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, c
     pooled = len(pooling.modes) * config.hidden_size
     for dense in pooling.dense:
         if dense.size_in != pooled:
-            raise ModelLoadError(f"{dense.folder} projects {dense.size_in} numbers, but it would be given {pooled}")
+            raise ModelLoadError(f"{dense.folder} projects {dense.size_in} numbers, but pooling returns {pooled}")
         pooled = dense.size_out
     return config
 
@@ -331,7 +331,7 @@ def _download(name: str) -> Path:
             f"there is no folder {name}, and the hub has no model of that name that this user may read"
         ) from error
     except HFValidationError as error:
-        raise ModelLoadError(f"there is no folder {name}, and it is no name of a model on the hub") from error
+        raise ModelLoadError(f"there is no folder {name}, and it is not a valid model name on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
         where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise ModelLoadError(

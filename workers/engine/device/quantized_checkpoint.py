@@ -52,7 +52,7 @@ def find_format(raw: Json) -> CheckpointFormat | None:
         return None
     settings = raw[key]
     if not isinstance(settings, dict):
-        raise ModelLoadError(f"config.json has a {key} that is no JSON object")
+        raise ModelLoadError(f"config.json has a {key} that is not a JSON object")
     method = str(settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else _KEYS[key]))
     if method not in _FORMATS:
         raise unreadable(method)

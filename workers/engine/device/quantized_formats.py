@@ -109,7 +109,7 @@ def _words_of_outputs(parts: MatrixParts, rows: int, bits: int) -> int:
     """Return the number of int32 words that hold one number of each row, without remainder."""
     packed = numbers_in(1, bits)
     if rows % packed:
-        raise parts.error("qweight", f"has {rows} outputs, which has to be a multiple of {packed}")
+        raise parts.error("qweight", f"has {rows} outputs; the number must be a multiple of {packed}")
     return rows // packed
 
 
@@ -206,7 +206,7 @@ def unreadable(what: str) -> ModelLoadError:
 
 def malformed(key: str, value: Any, wanted: str) -> ModelLoadError:
     """Return the error for an invalid value in a quantization_config."""
-    return ModelLoadError(f"config.json has {key} {value!r} in its quantization_config, which has to be {wanted}")
+    return ModelLoadError(f"config.json has {key} {value!r} in its quantization_config; it must be {wanted}")
 
 
 def read_object(settings: Json, key: str) -> Json:

@@ -176,8 +176,8 @@ class Rank:
             torch.cuda.empty_cache()
         if self._parallel.size > 1:
             raise RankError(
-                f"a step of {plan.counts.sum()} tokens does not fit into memory ({why}), and the other ranks cannot be"
-                " called back from it; lower max_num_batched_tokens or gpu_memory_utilization"
+                f"a step of {plan.counts.sum()} tokens does not fit into memory ({why}), and the other ranks"
+                " cannot abandon it; lower max_num_batched_tokens or gpu_memory_utilization"
             )
         raise StepOutOfMemory(why)
 

@@ -88,7 +88,7 @@ class Guide:
         """Advance by tokens generated earlier; return an error text, or ""."""
         for token in tokens:
             if self.complete or self.advance(token):
-                return "the output so far does not follow the grammar that it should go on with"
+                return "the output so far does not follow its grammar"
         return ""
 
     def advance(self, token: int) -> str:
@@ -125,7 +125,7 @@ class Guide:
         else:
             self._opening = b""
             if self.matcher is not None and not self._fits:
-                return "the output begins neither its reasoning nor what its grammar allows"
+                return "the output begins neither with reasoning nor with a token of its grammar"
         return self._match([token]) if self._fits else ""
 
     def _begin_reasoning(self, text: bytes) -> str:
@@ -142,7 +142,7 @@ class Guide:
         if token in self.ends:
             return ""
         if self.forced_token() is not None and self._forced.pop(0) != token:
-            return "the reasoning cannot be ended: another token was drawn than its end needs"
+            return "the reasoning cannot be ended: a token was drawn that does not belong to its end"
         self._budget -= self._budget > 0
         return self._read_reasoning(self._vocabulary.tokens[token])
 
@@ -159,7 +159,7 @@ class Guide:
     def _match_text(self, text: bytes) -> str:
         """Match the text after the end of the reasoning in the same token."""
         tokens = self._vocabulary.spell(text)
-        return self._match(tokens) if tokens else f"no tokens make up {text!r}, which comes behind the reasoning"
+        return self._match(tokens) if tokens else f"no tokens spell {text!r}, the text after the reasoning"
 
     def _match(self, tokens: list[int]) -> str:
         matcher = self.matcher
