@@ -7,9 +7,9 @@
 All three read the data of a step from one buffer of 32-bit words, so that a launch can be recorded
 in a CUDA graph:
 
-    words 0 to 3 rows, samples, runs, and which row of the results is this step's from FIRST on
-    slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], samples [ROWS] behind them the
-    runs, RUN words each: table, row, column, number of values, their place in the buffer
+- words 0 to 3: numbers of rows, samples and runs, and the step's row of the results
+- from FIRST on: slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], samples [ROWS]
+- then the runs, RUN words each: table, row, column, number of values, their offset in the buffer
 
 ROWS is the largest number of rows or samples, rounded up to a multiple of FIRST. A sample is
 encoded as its row, plus ROWS times the number of the row's samples after it. Rows beyond the step's
