@@ -25,10 +25,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have this process killed once its parent is gone, however that ends; nothing of a batch is
-    lost by it.
+    """Tie this process to its parent: it is killed once the parent is gone, however that ends.
 
-    Batches lose nothing by that (Linux). `parent` is the process that must still exist, by default
+    Batches lose nothing by that. `parent` is the process that must still exist, by default
     the current one. Use `preexec_fn=partial(die_with_parent, os.getpid())`, or call it first in a
     process.
     """

@@ -35,7 +35,7 @@ _INSTALL = {
     "http/protobuf": install_command("tracing"),
     "grpc": "pip install opentelemetry-exporter-otlp-proto-grpc",
 }
-_LONGEST_STATE = 512  # characters of a tracestate, which W3C asks everyone to pass on
+_LONGEST_STATE = 512  # characters of a tracestate; W3C requires to pass on this many
 
 
 def start_tracing(endpoint: str | None, process: str) -> Tracing | None:

@@ -83,7 +83,7 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     check_same(found, spec)
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
-    # Which lines are invalid depends on the models; those of a fleet may have changed
+    # The models decide which lines are invalid; a fleet's models may have changed
     as_strict = found.spec.strict_parameters == spec.strict_parameters
     same_models = spec.models is not None and found.spec.models == spec.models
     same = found.spec.skip_invalid_requests and same_models and as_strict
@@ -91,7 +91,7 @@ def taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -
     _drop_failures(manifest, 400 if retry_failed or judged else 500)
     served = spec.models is None or set(found.models) <= set(spec.models)
     planned = as_strict and _is_planned(found)
-    if spec.streams_input:  # each line was judged as it came
+    if spec.streams_input:  # each line was checked when it arrived
         planned = served = True
     if judged or not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
         manifest.plan_sha256 = None
@@ -126,9 +126,9 @@ def _check_output(location: str, source: str) -> None:
 
 
 def check_same(found: Manifest, spec: BatchSpec, place: str = "", again: str = "") -> None:
-    """Raise `InputChanged` if results would not fit what is asked now.
+    """Raise `InputChanged` if existing results do not fit the request.
 
-    They are in `place`, by default the folder; `again` says how they can be made again.
+    The results are in `place`, by default the folder; `again` says how to replace them.
     """
     place, again = place or spec.root, again or _AGAIN
     _check_kind(found, spec)

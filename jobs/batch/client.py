@@ -100,8 +100,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int  # lines in Redis that wait for a worker
     running: int
     errors: list[LineProblem]
-    unknown_members: list[UnknownMember]  # of the lines' bodies, where they change nothing
-    usage: Usage  # of the lines on disk; final once the state is
+    unknown_members: list[UnknownMember]  # of the lines' bodies; they have no effect
+    usage: Usage  # of the lines on disk; final in an end state
     timestamps: dict[str, float]
     output: str | None
     error_output: str | None

@@ -41,7 +41,7 @@ _PARQUET_MEMORY_BYTES = 1 << 30
 _PARQUET_CPU_SECONDS = 120
 _COPY_CHUNK = 1 << 20
 _SHOWN_CHARACTERS = 2000
-# Its limit of memory is not spent on pools and threads
+# Pools and threads must not use up the memory limit
 _READER_ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "ARROW_DEFAULT_MEMORY_POOL": "system",

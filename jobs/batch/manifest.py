@@ -62,7 +62,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # combined with the line number for the seed of a line that sets none
     rows: RowOptions | None = None  # of a table; None: its columns are members of the lines
-    skip_invalid_requests: bool = False  # they get error lines, and the others run
+    skip_invalid_requests: bool = False  # invalid lines get error lines, the others run
     strict_parameters: bool = False  # a line with an unknown member of its body is invalid
     streams_input: bool = False  # lines are appended to `input` while the batch runs (`open_requests`)
     # Set for a batch that came through the API, whose lines are checked like OpenAI's; the next
@@ -126,12 +126,11 @@ class Manifest(msgspec.Struct, kw_only=True, dict=True):
     early_stamp: str = ""  # stamp of the validated source; early lines must have it
     plan_sha256: str | None = None
     total: int = 0
-    models: list[str] = msgspec.field(default_factory=list)  # that the lines name
-    endpoints: list[str] = msgspec.field(default_factory=list)  # the same, by url
+    models: list[str] = msgspec.field(default_factory=list)  # models that the lines name
+    endpoints: list[str] = msgspec.field(default_factory=list)  # the lines' endpoints, by url
     unknown_members: list[UnknownMember] = msgspec.field(default_factory=list)  # of the lines' bodies
-    generation: int = 0  # the highest of the record in Redis that a job has begun under
-    # Names the record in Redis that may work here; of a server that was left behind, it is another
-    # one
+    generation: int = 0  # the highest generation of the record that a job has begun under
+    # The id of the record in Redis that may work here; a server with old data has another one.
     owner: str = ""
     holder: str = ""  # process that saved this, for a manifest in a bucket
     revision: int = 0  # number of saves

@@ -161,11 +161,10 @@ ReadPart = Callable[[str, str, int], Iterator[Record]]
 
 
 def merge_parts(root: str, parts: list[Part], read: ReadPart = salvage) -> Iterator[Record]:
-    """The records of all parts in line order, each line once. Raises `StoreError` where one cannot
-    be read.
+    """Yield the records of all parts in line order, each line once.
 
-    Of two results of a line the first counts. Of a damaged part those before the damage are there,
-    unless it is `read` by `read_part`.
+    The first of two results of a line counts. A damaged part yields its records before the damage,
+    unless `read` is `read_part`. Raise `StoreError` if a part cannot be read.
     """
     with ExitStack() as stack:
         level = [part.name for part in parts]

@@ -34,7 +34,9 @@ def repair(manifest: Manifest, known: Collection[str] = ()) -> bool:
 
 
 def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> RestoredProgress:
-    """Set the registered parts from the manifest; return what the move to `in_progress` sets."""
+    """Set the registered parts from the manifest; return the changes for the move to
+    `in_progress`.
+    """
     done = _count_again(manifest, check)
     if not manifest.parts:
         return RestoredProgress(progress_fields(manifest), None)

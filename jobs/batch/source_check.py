@@ -29,7 +29,7 @@ _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pass found; `problems` is empty for a file that may run."""
+    """The result of a pass; `problems` is empty for a valid file."""
 
     total: int = 0
     models: list[str] = []

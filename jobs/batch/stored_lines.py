@@ -31,8 +31,9 @@ _HEAD = struct.Struct("<II")  # CRC-32 of the data after the head, bytes of the 
 
 
 def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> Bitmap:
-    """Return the lines that these parts hold, calling `check` often; keep what had to be read of
-    them for the next reader, unless that was little. Raise `StoreError`.
+    """Return the lines in these parts, calling `check` often.
+
+    Lines read from parts are stored for the next reader, unless they were few. Raise `StoreError`.
     """
     names = {part.name for part in parts}
     covered, lines = _load(root)

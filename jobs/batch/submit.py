@@ -56,7 +56,7 @@ class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int | None = None  # in all open batches of the tenant
     open_batches: int | None = None  # of the tenant
     strict_parameters: bool = False  # a line with an unknown member of its body is invalid
-    key_id: str = ""  # of the API key that asks, "" for none
+    key_id: str = ""  # of the requesting API key, "" for none
 
 
 class TooManyBatches(JobsError):

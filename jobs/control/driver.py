@@ -198,7 +198,7 @@ class Driver:
         self._ended.wait(BEAT_SECONDS)
 
     def _check_records(self) -> None:
-        """End slices whose batches have moved on, as when one is cancelled."""
+        """End slices of superseded batches, for example after a cancellation."""
         with self._changed:
             self._changed.wait_for(lambda: self._slices.running or self._ended.is_set())
         self._ended.wait(BEAT_SECONDS)

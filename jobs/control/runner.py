@@ -58,7 +58,7 @@ class Runner:
             self.drain(batch)
 
     def check_records(self) -> None:
-        """Have each slice end whose batch has moved on. Raise what Redis raises."""
+        """Make the slices of superseded batches end. Raise what redis-py raises."""
         for held in list(self._held.values()):
             with contextlib.suppress(Superseded):
                 held.check_record()

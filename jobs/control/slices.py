@@ -24,7 +24,7 @@ from jobs.store.leases import hold as held_folder
 from jobs.store.storage import StoreError, sweep
 
 BEAT_SECONDS = 1.0
-"""Between two signs of life of a driver, and two checks of the records of its slices."""
+"""Seconds between two heartbeats of a driver, and between two checks of its slices' records."""
 
 
 class Stopping(JobsError):
@@ -134,8 +134,9 @@ class Slice:
             raise Superseded(self.batch)
 
     def check_record(self) -> None:
-        """Raise `Superseded` where the batch has moved on; the slice's next `check_current` does so
-        too. Any thread may call it.
+        """Raise `Superseded` if the batch has moved on.
+
+        The slice's next `check_current` then raises it too. Any thread may call this.
         """
         with self._transitions:
             self.record()

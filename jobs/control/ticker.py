@@ -206,7 +206,10 @@ class Ticker:
             _attempt(self.upkeep.run_once)
 
     def _renew_owner(self) -> None:
-        """Also while another ticker leads: this one then uses the store as soon as it leads."""
+        """Renew the owner, also while another ticker leads.
+
+        This ticker can then use the store as soon as it leads.
+        """
         while not _stopping.wait(HEARTBEAT_SECONDS):
             _attempt(self.upkeep.renew_owner)
 
@@ -245,7 +248,7 @@ class Ticker:
         self._gone = {driver: self._gone.get(driver, now) for driver in gone}
 
     def _tidy_rq(self) -> None:
-        """Remove what RQ keeps of jobs whose process was killed: a job takes no time."""
+        """Remove RQ's records of jobs whose process was killed: a job takes no time."""
         now = time.monotonic()
         self._orphans = {one: self._orphans.get(one, now) for one in executions(self._queue.rq)}
         for one, since in self._orphans.items():

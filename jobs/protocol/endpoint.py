@@ -47,8 +47,8 @@ class Endpoint(ABC):
     """An endpoint; it holds no state."""
 
     url: ClassVar[str]
-    aliases: ClassVar[tuple[str, ...]] = ()  # other urls under which calls come
-    tasks: ClassVar[tuple[Task, ...]]  # a model that does any of them answers it
+    aliases: ClassVar[tuple[str, ...]] = ()  # other urls of its calls
+    tasks: ClassVar[tuple[Task, ...]]  # a model with any of them answers it
 
     @property
     @abstractmethod
@@ -72,13 +72,13 @@ class BatchEndpoint(Endpoint):
 
     @cached_property
     def members(self) -> frozenset[str]:
-        """The members that a body may have; others are ignored."""
+        """Return the members that a body may have; others are ignored."""
         return frozenset({"model", *IGNORED, *itertools.chain(*self.text_names), *self.parameter_names})
 
     @property
     @abstractmethod
     def parameter_names(self) -> frozenset[str]:
-        """The parameters of a call, `model` and the texts aside."""
+        """Return the parameters of a call, except `model` and the texts."""
 
     @property
     def takes_one_text(self) -> bool:

@@ -18,9 +18,9 @@ class Usage(msgspec.Struct, frozen=True):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
-    reasoning_tokens: int | None = None  # of the completion; None where no parser looks for them
-    device_microseconds: int = 0  # of the worker that answered it
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
+    reasoning_tokens: int | None = None  # of the completion; None without a parser for them
+    device_microseconds: int = 0  # of the worker that answered
 
     def as_openai(self) -> dict[str, Any]:
         """Return the `usage` object of a response."""

@@ -99,10 +99,10 @@ def check_line(
     """Check the structure of line `number` (from 1) of a batch file; an error refuses the whole
     file.
 
-    `endpoint` is the only url allowed (None: any of `BATCH_ENDPOINTS`), `models` those that are
-    served, each with its tasks where they are known (None: not looked at), `default_model` that of
-    a line that names none (None: every line must). `strict` refuses unknown members of the body.
-    What is returned names the model and has `values`.
+    `endpoint` is the only url allowed (None: any of `BATCH_ENDPOINTS`). `models` are the served
+    ones with their tasks, as far as known (None: not checked). `default_model` is for a line that
+    names none (None: every line must name one). `strict` refuses unknown members of the body. The
+    returned line names the model and has `values`.
     """
     try:
         line = decode_json(raw)

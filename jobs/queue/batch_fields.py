@@ -105,7 +105,7 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     device_microseconds: int = 0
-    key_id: str = ""  # of the API key that made it
+    key_id: str = ""  # of the API key that created the batch
     unknown_members: list[UnknownMember] = []  # of the lines' bodies
     output: str = ""  # this and the next: locations, once written
     error_output: str = ""
@@ -129,8 +129,8 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
 for _kind in (BatchStatus, BatchFields):
     msgspec.json.Decoder(_kind)  # fills msgspec's type cache for `msgspec.convert` (see tests/test_layout.py)
 
-_TIME = "_at"  # ends the name of each timestamp in the hash
-_COUNTS_OF_NONE = {"completed": 0, "failed": 0}  # of a batch that shows no lines
+_TIME = "_at"  # suffix of each timestamp's name in the hash
+_COUNTS_OF_NONE = {"completed": 0, "failed": 0}  # counts of a batch that shows no lines
 _LISTS = frozenset({"line_models", "open_models", "passed_over", "unknown_members"})
 _NAMES = frozenset(BatchFields.__struct_fields__)
 

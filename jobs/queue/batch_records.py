@@ -55,7 +55,9 @@ class BatchQueue(QueueBase):
         """Move the state to `to_state` and set `fields`; return False, changing nothing, on a
         mismatch.
 
-        A state may move to itself. False changes nothing.
+        The state must be one of `from_states` ("" for no record), and the generation must be
+        `generation` if that is given. With a `stamp`, early lines must be of that input. A `done`
+        bitmap is stored with the fields. A state may move to itself.
         """
         expected = "" if generation is None else str(generation)
         values = flat(written(fields or {}).items())

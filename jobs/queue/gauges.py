@@ -186,8 +186,8 @@ class Gauges(QueueBase):
     def _ages(self, lists: list["_WaitingList"]) -> dict[str, dict[str, float]]:
         """Return the age in seconds of the oldest request of these lists, by kind and model.
 
-        A list is in the order of arrival, so its head is asked. A call that was just taken is left
-        out.
+        Lists are in order of arrival, so only the head is read. A call that was just claimed is not
+        counted.
         """
         live = [one for one in lists if one.kind == "live"]
         (seconds, micros), *heads = self.commands([["TIME"], *(["LINDEX", one.key, 0] for one in live)])

@@ -14,8 +14,7 @@ TRIES = "{q}:tries"
 # Zset: request key or batch id -> until when a client reads its tokens, ms of Redis TIME
 WATCHED = "{q}:watched"
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
-# Hash: model -> since when its quarantined requests have waited without one being taken, ms of
-# Redis TIME
+# Hash: model -> since when its quarantined requests wait without a claim, ms of Redis TIME
 QUARANTINE_WAITS = "{q}:quarantine_waits"
 # Hash: generated, delivered (tokens), ended (requests), webhooks_<result>, since Redis was empty
 TOTALS = "{q}:totals"
@@ -114,7 +113,7 @@ def parts(batch_id: str) -> str:
 
 
 def live(model: str) -> str:
-    """List of request keys of live calls that were requeued, and come before all others."""
+    """List of request keys of requeued live calls, which come before all other calls."""
     return f"{{q}}:live:{model}"
 
 

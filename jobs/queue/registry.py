@@ -44,7 +44,7 @@ class WorkerRecord(msgspec.Struct):
     pid: int
     metrics: list[MetricDescriptor] = []  # the metrics of `WorkerGauges.metrics`, in that order
     tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
-    engine: EngineRecord | None = None  # while unknown
+    engine: EngineRecord | None = None  # None while unknown
 
 
 class ModelRecord(msgspec.Struct):

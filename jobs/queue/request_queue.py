@@ -87,7 +87,8 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
     def submit(self, live_id: str, request: Request, key_id: str = "") -> int:
         """Submit a live call with the key `RequestKey(live_id, 0)`, and its API key, if any.
 
-        Return how many the tenant has with it.
+        Return the number of the tenant's live calls with this one. A repeated call changes nothing
+        and returns 0.
 
         Raise `TooManyCalls` at the tenant's limit, and `ModelOverloaded` at the model's.
 

@@ -47,11 +47,11 @@ _group_decoder = msgspec.msgpack.Decoder(list[ApiItem])
 class ControlMessage(msgspec.Struct, frozen=True):
     """An order to a worker, or a notification of the control plane (`kind` "batch").
 
-    "isolate" asks a worker to requeue what it holds and to claim: quarantined requests wait for a
+    "isolate" orders a worker to requeue all it holds and to claim: quarantined requests wait for a
     worker that runs nothing else.
     """
 
-    id: str  # of the stream entry; reading goes on after it
+    id: str  # of the stream entry; the next read starts after it
     kind: Literal["bell", "cancel", "watch", "isolate", "batch"]
     keys: list[RequestKey] = []
     # Cancel, watch: every request of this batch. Batch: its ready list is low, or its last line was

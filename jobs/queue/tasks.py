@@ -77,8 +77,9 @@ class Execution(NamedTuple):
 
 
 def executions(client: redis.Redis) -> set[Execution]:
-    """Return what RQ takes for running: also what ran in processes that were killed, which it would
-    keep for over an hour.
+    """Return the jobs that RQ lists as running.
+
+    RQ lists jobs of killed processes for over an hour.
     """
     started: Any = client.zrange(_started(client).key, 0, -1)
     return {Execution(*parse_composite_key(entry.decode())) for entry in started}
@@ -91,10 +92,10 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     """
     with contextlib.suppress(NoSuchJobError):
         job = Job.fetch(execution.job, connection=client, serializer=JSONSerializer)
-        # RQ reads all runs of a job first, and fails at one that is named and gone already
+        # RQ reads all runs of a job first, and fails at a run that is listed but gone.
         client.unlink(job.execution_registry.key)
         job.delete()
-    # Also where RQ's job is gone already
+    # Also if RQ's job is gone already.
     run = rq.executions.Execution(execution.run, execution.job, connection=client)
     _started(client).remove_execution(run)
     client.unlink(run.key)

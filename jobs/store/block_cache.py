@@ -86,7 +86,7 @@ class CachedObject:
         return len(self._present) == -(-self.size // BLOCK_BYTES)
 
     def open(self, buffering: int) -> BinaryIO:
-        """Return a file of its own, which need not know of blocks. Raise FileNotFoundError."""
+        """Return an independent file handle. Raise FileNotFoundError."""
         return open_again(self._file, buffering)
 
     def write(self, data: bytes) -> bool:

@@ -23,11 +23,10 @@ class StoreAway(StoreError):
 
 
 def open_store(queue: QueueBase, root: PurePath) -> None:
-    """Check a store at a process' start; mark one that has no marker: a new one, or a restored one.
+    """Check a store at a process' start, and mark it if it has no marker.
 
-    A store has no marker if it is new or was written by a version without markers. An empty folder
-    is not marked if Redis lists files: its file system may not be mounted. Raise `StoreAway` and
-    `StoreError`.
+    A store without a marker is new or restored. An empty folder is not marked if Redis lists files:
+    its file system may not be mounted. Raise `StoreAway` and `StoreError`.
     """
     if _read(root) is None and _known(queue) is None:
         if not _is_used(root) and _knows_files(queue):

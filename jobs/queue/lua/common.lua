@@ -14,10 +14,10 @@ local MOST_BYTES_OF_AN_ENTRY = 1024
 local ANSWERED_ENTRIES = 5000
 local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
 local MOST_BYTES_OF_AN_API_RESULT = 16384 -- an embedding of 1,024 numbers as text
-local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
-local MOST_CALLS = 500 -- waiting live calls that one script drops: more would hold up the server
-local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so long, whatever its size
-local DRAIN_BYTES = 2 * 1024 * 1024 -- a batch's results that are worth a drain before the next tick
+local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request without an estimate
+local MOST_CALLS = 500 -- most waiting live calls that one script drops, so that it does not block the server
+local UNREAD_SECONDS = 60 -- the stream of a live call that ended exists for so long, whatever its size
+local DRAIN_BYTES = 2 * 1024 * 1024 -- result bytes of a batch that justify a drain before the next tick
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 local MOST_VALUES = 4000 -- arguments that `unpack` has room for in any case; an even number
 
@@ -173,9 +173,9 @@ local function level_of(ring, priority)
   return key.level(priority == 0 and ring or ring .. '\0' .. priority)
 end
 
--- A new member starts level with the one that had the last turn, so that it neither waits for long
--- nor gets ahead; one that returns keeps the service that it received beyond that. One in the class
--- of another priority moves.
+-- A new member starts level with the last member served, so that it neither starves nor gets ahead;
+-- a returning member keeps any service beyond that. A member in the class of another priority
+-- moves.
 local function add_to_ring(ring, member, priority)
   local score = redis.call('ZSCORE', ring, member)
   if score and priority_of(score) == priority then
@@ -221,7 +221,7 @@ local function urgent_score(risk, expires)
   return risk == 'urgent' and expires and URGENT_PRIORITY * CLASS + math.floor(expires) or nil
 end
 
--- Brings a batch to its place in a ring.
+-- Puts a batch at its place in a ring.
 local function place(ring, batch, priority, risk, expires)
   local urgent = urgent_score(risk, expires)
   if urgent then
@@ -284,8 +284,8 @@ local function remove_live(name)
   end
 end
 
--- Whether a live call is still there, and waited for: by an API process that is alive, or by a
--- reader of its stream.
+-- Whether a live call exists and has a client: an API process that is alive, or a reader of its
+-- stream.
 local function has_client(name)
   local counted = redis.call('HGET', key.LIVE_CALLS, name)
   local api = counted and string.match(counted, '^%d+ (%S+)') or '-'
@@ -358,8 +358,8 @@ local function next_live(model)
   end
 end
 
--- Drops a line of a batch, but for its place among those that are ready or in quarantine; returns
--- the worker that ran it, if one did.
+-- Drops a line of a batch, except its entry in the ready list or in quarantine; returns the worker
+-- that ran it, if any.
 local function drop_line(name)
   local batch, line = split(name)
   local _, _, holder = lease_of(name)

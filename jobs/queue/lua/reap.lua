@@ -74,7 +74,7 @@ local function order_isolation(now)
   end
 end
 
--- Goes through the live calls, some at each tick, and ends those that no client waits for.
+-- Scans some of the live calls at each tick, and ends calls without a client.
 local function end_abandoned_calls()
   local cursor = redis.call('HGET', key.TICK, 'live_cursor') or '0'
   local found = redis.call('HSCAN', key.LIVE_CALLS, cursor, 'COUNT', CALLS_A_TICK)

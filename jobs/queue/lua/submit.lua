@@ -3,8 +3,8 @@
 -- ARGV: live id, model, request (msgpack), API process or '', most calls and bytes of a tenant, most
 --       calls and bytes of a model, seconds that the API process counts as alive from now, id of
 --       the API key or '' for none
--- Returns how many calls the tenant has with this one; 0 when it is here already (waiting, running,
--- or its stream still exists), -1 at the limit of the tenant, -2 at that of the model.
+-- Returns the tenant's number of calls with this one; 0 if the call exists already (waiting,
+-- running, or its stream still exists), -1 at the tenant's limit, -2 at the model's.
 
 local live_id, model, request, reply_to = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local name = live_id .. '/0'

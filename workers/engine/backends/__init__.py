@@ -1,1 +1,1 @@
-"""The backends, each one object: what a model's layers, attention, inputs and draw are made of."""
+"""The backends; each is one object that creates layers, attention, inputs and the draw."""

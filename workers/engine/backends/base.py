@@ -1,4 +1,4 @@
-"""What a backend is."""
+"""The interface of backends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from workers.engine.sampling.base import Draw
 
 
 class Backend(Protocol):
-    """Makes the parts that a model and its steps are computed with; it keeps nothing of them."""
+    """Creates the parts that compute a model and its steps; it has no state."""
 
     name: str
 
     records: bool
-    """Whether its inputs and its draw are made on the device alone, so that CUDA graphs may hold
+    """Whether its inputs and its draw run entirely on the device, so that CUDA graphs can record
     them.
     """
 
     widens: bool = False
-    """Whether its float32 arithmetic reads weights that are stored in 16 bits."""
+    """Whether its float32 arithmetic reads weights stored in 16 bits."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why a model of `dtype` does not run with it by default; None where it does."""
+        """Return why a model of `dtype` does not run with it by default; None if it does."""
         return None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ModelLoadError where it cannot run a model of `dtype`."""
+        """Raise ModelLoadError if it cannot run a model of `dtype`."""
         return
 
     def stores_bf16(self) -> bool:
@@ -45,8 +45,8 @@ class Backend(Protocol):
     def ops(self) -> Ops: ...
 
     def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
-        """Return attention in `dtype`; that of the shape may differ where the backend `stores_bf16`
-        or `stores_fp8`.
+        """Return attention in `dtype`; the shape's dtype may differ if the backend `stores_bf16` or
+        `stores_fp8`.
         """
         ...
 

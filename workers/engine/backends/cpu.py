@@ -1,4 +1,4 @@
-"""The CPU's own kernels, in C, for layers, attention and grammar masks."""
+"""The CPU backend: kernels in C for layers, attention and grammar masks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CpuBackend(TorchBackend):
 
 
 def _missing(dtype: torch.dtype) -> str | None:
-    """Return why there are no CPU kernels for a model of `dtype`; None where there are."""
+    """Return why there are no CPU kernels for a model of `dtype`; None if there are."""
     if dtype not in _DTYPES:
         return f"its kernels compute in bfloat16 and float32, and the dtype is {str(dtype).removeprefix('torch.')}"
     try:

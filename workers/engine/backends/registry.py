@@ -1,4 +1,4 @@
-"""The backends by name, and which of them a device runs with by default."""
+"""The backends by name, and the default backend of a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_DEVICE: dict[str, Backend] = {"cpu": _CPU, "cuda": _TRITON}
 
 
 def find_backend(name: str) -> Backend:
-    """Raise ModelLoadError for a backend that does not exist."""
+    """Return the backend of that name. Raise ModelLoadError if there is none."""
     if name not in _BY_NAME:
         *others, last = _BY_NAME
         raise ModelLoadError(f"unknown attention backend {name!r}; choose auto, {', '.join(others)} or {last}")
@@ -28,8 +28,8 @@ def find_backend(name: str) -> Backend:
 
 
 def default_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """Return the kernels for a GPU or a CPU where they run, else plain torch, with a line in the
-    log that says why.
+    """Return the backend with kernels for the device; if they cannot run, log why and return plain
+    torch.
     """
     preferred = _BY_DEVICE[device.type]
     why = preferred.unfit(device, dtype)

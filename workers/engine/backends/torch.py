@@ -1,4 +1,4 @@
-"""Plain torch, for every device."""
+"""The torch backend: plain torch, for every device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Kernels of the engine's own, by Triton: whether they can be had, and what they make up.
+"""The Triton backend: the engine's own kernels, and the check that they can run.
 
-Nothing of `kernels/` is imported before it is used, for it needs Triton.
+`kernels/` needs Triton, so its modules are imported only when they are used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from workers.engine.layers.base import Ops
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.sampling.base import Draw
 
-# Compute capability: what Triton supports; on what came before, `attend` also takes more shared
-# memory than there is
+# The least compute capability that Triton supports; on older GPUs, `attend` would also exceed the
+# shared memory
 _KERNELS_SINCE = (8, 0)
 _TRITON_SINCE = (3, 6)
 
@@ -73,9 +73,7 @@ class TritonBackend(Backend):
 
 
 def require_triton(device: torch.device) -> None:
-    """Raise ModelLoadError where Triton is absent, too old or unable to run a kernel on the
-    device.
-    """
+    """Raise ModelLoadError if Triton is absent, too old or unable to run a kernel on the device."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ModelLoadError(
             "the triton backend needs a GPU; on a CPU choose attention_backend torch, or set TRITON_INTERPRET=1 to test"
@@ -83,7 +81,7 @@ def require_triton(device: torch.device) -> None:
         )
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
         raise ModelLoadError(
-            "TRITON_INTERPRET=1 has kernels run on the CPU, one element at a time; unset it to use the GPU"
+            "TRITON_INTERPRET=1 runs kernels on the CPU, one element at a time; unset it to use the GPU"
         )
     needed = _triton_of_torch()
     install = f"pip install triton=={needed}" if needed else "pip install 'triton>=3.6'"
@@ -97,16 +95,16 @@ def require_triton(device: torch.device) -> None:
         from workers.engine.kernels.smoke_test import run_smoke_test
 
         run_smoke_test(device)
-    except Exception as error:  # whatever a compiler, a linker, a driver or a mixture of versions may say
+    except Exception as error:  # any error of a compiler, a linker, a driver or mixed versions
         raise ModelLoadError(
             f"Triton {installed} cannot run a kernel on {device}: {triton_trouble(error, installed, needed)}"
         ) from error
 
 
 def triton_trouble(error: Exception, installed: str, needed: str | None) -> str:
-    """Return what a kernel's failure means and what to do about it.
+    """Return the meaning of a kernel's failure, with the remedy.
 
-    `needed`: the version that torch was made with, where it names one.
+    `needed`: the version that torch was built with, if it names one.
     """
     what = one_line(error).rstrip(".")
     if isinstance(error, subprocess.CalledProcessError) or "C compiler" in what:

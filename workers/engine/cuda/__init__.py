@@ -1,1 +1,1 @@
-"""Graphs, pinned copies, and what torch raises where memory is short."""
+"""CUDA graphs, pinned copies, and torch's errors for want of memory."""

@@ -1,9 +1,8 @@
 """Decode steps recorded as CUDA graphs: one launch in place of several hundred.
 
-A step that gives each of its rows one token is padded to the next of a few sizes, and what the
-device does for such a step depends on nothing but the size: everything else it reads from memory. A
-size is recorded when it is first needed, the largest before all others, for the pool that they
-share then holds what any of them needs.
+A step with one token per row is padded to the next of a few sizes. The device's work for such a
+step depends only on the size: all else is read from memory. A size is recorded when it is first
+needed. The largest is recorded first, so that the shared pool has the memory that the others need.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], None]
 
 _PATIENCE = 8
-"""Steps' worth of padding, in rows beyond the fitting size, that cost about what recording it does:
-a step outside a graph and another.
+"""Steps' worth of padding rows that cost about as much as recording a size: one run outside a
+graph, and the recording.
 """
 
 
 class GraphVariant(Enum):
-    """How far a graph goes: to the sampled tokens, or to the hidden states that sampling by stages
-    starts from.
+    """The end of a graph: the sampled tokens, or the hidden states from which sampling by stages
+    starts.
     """
 
     TOKENS = "tokens"
@@ -41,12 +40,13 @@ class GraphVariant(Enum):
 
 
 class DecodeGraphs:
-    """Runs `step(variant, rows)` for at least as many rows as are asked for, recorded by `record`,
-    which returns what repeats a piece of work. More rows than there are must do no harm, and doing
-    a step twice none either.
+    """Runs `step(variant, rows)` for at least the given number of rows.
 
-    `forgiving`: a size that there is no memory to record is done without. Ranks that wait for each
-    other must all do the same, so they cannot be.
+    `record` records a piece of work and returns a function that repeats it. Extra rows, and running
+    a step twice, must have no effect.
+
+    `forgiving`: if memory is too short to record a size, steps run without it. Ranks that wait for
+    each other must all do the same, so they must not be forgiving.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class DecodeGraphs:
         self._record = record
         self._sizes = sizes(most)
         self._recorded: dict[tuple[GraphVariant, int], Work] = {}
-        # Rows by which steps of this size were larger
+        # By size: rows of padding in steps that ran with a larger size
         self._padded: Counter[tuple[GraphVariant, int]] = Counter()
         self._forgiving = forgiving
         self._short = False
 
     def run(self, variant: GraphVariant, rows: int) -> None:
-        """Do the step that is staged. Raises as it does."""
+        """Run the staged step. Raises the step's errors."""
         self.prepare(variant)
         size = self._size(variant, rows)
         if self._try_to_record(variant, size):
@@ -75,7 +75,7 @@ class DecodeGraphs:
             self._step(variant, size)
 
     def prepare(self, variant: GraphVariant) -> None:
-        """Record the largest size, which does the step that is staged."""
+        """Record the largest size, which also runs the staged step."""
         self._try_to_record(variant, self._sizes[-1])
 
     def _size(self, variant: GraphVariant, rows: int) -> int:
@@ -113,8 +113,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
-        # Also those whose recording failed: a graph that goes takes the stream's workspace of
-        # cuBLAS along, which all others write to.
+        # Graphs whose recording failed are included: deleting a graph would free the stream's
+        # workspace of cuBLAS, which all other graphs write to.
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Work) -> Work:
@@ -124,13 +124,13 @@ class CudaRecorder:
         try:
             with torch.cuda.stream(self._stream):
                 work()
-        finally:  # what was queued of a work that failed still reads what comes next on the current stream changes
+        finally:  # queued kernels of failed work must end before the current stream changes their inputs
             current.wait_stream(self._stream)
-        # What the work took on this stream would be kept for it, apart from the pool of the graphs.
+        # Memory cached for this stream would be unusable for the pool of the graphs.
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
-        # Not torch.cuda.graph, which leaves this stream the current one where the recording fails.
+        # Not torch.cuda.graph: if the recording fails, it leaves this stream the current one.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(
                 pool=self._pool, capture_error_mode="thread_local"
@@ -145,8 +145,8 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # Before torch 2.12 the allocator then takes the recording for unfinished, and refuses
-            # ever to empty its cache.
+            # Before torch 2.12, the allocator then treats the recording as unfinished and never
+            # empties its cache again.
             memory: Any = torch.cuda.memory
             with suppress(RuntimeError):
                 memory._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
@@ -154,14 +154,12 @@ class CudaRecorder:
 
 
 def steps_to_record(size: int, larger: int) -> int:
-    """After how many steps in a size the next `larger` one, if it was recorded before, no longer
-    does for it.
-    """
+    """Return after how many steps of a size it is recorded, if the next `larger` size is."""
     return _PATIENCE * size // (larger - size) + 1
 
 
 def sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, ... 64, from there on four to each doubling, and `most` itself."""
+    """Return 1, 2, 4, 8, 16, 24, ... 64, then four sizes per doubling, and `most` itself."""
     found = [1, 2, 4, *range(8, 65, 8)]
     while found[-1] < most:
         found.append(found[-1] + (1 << (found[-1].bit_length() - 3)))
@@ -169,9 +167,7 @@ def sizes(most: int) -> list[int]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those on top of which it was raised: ending a recording that went wrong can
-    raise an error of its own.
-    """
+    """Yield an error and its causes: ending a failed recording can raise another error."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

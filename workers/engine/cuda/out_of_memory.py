@@ -1,4 +1,4 @@
-"""What a want of memory looks like, on the host and on a device."""
+"""Recognize errors for want of memory, on the host and on a device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory for a tensor or an array could not be had, on the device, where cuBLAS
-    takes some at its first use, or on the host.
+    """Return whether an allocation failed, on the host or on the device.
+
+    Allocations of cuBLAS, which needs memory at its first use, count too.
     """
     signs = (
         "out of memory",
@@ -20,7 +21,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's text, which for torch is followed by advice; else its
-    kind.
-    """
+    """Return the first line of an error's text (torch adds advice below it), or its type."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -15,28 +15,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 RESULTS = 4
-"""Steps whose results may be on their way to the host at once."""
+"""Most steps whose results are being copied to the host at once."""
 
 _BUFFERS = 3
 _cuda: Any = torch.cuda
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array on the device, without waiting for it to get there: it goes through pinned
-    memory, which torch keeps until then.
+    """Copy an array to the device without waiting; torch keeps the pinned memory until the copy
+    ends.
     """
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class StagingRing:
-    """Buffers of 32-bit words that are filled on the host and copied, one behind the other, to the
-    same place on the device.
+    """Buffers of 32-bit words, filled on the host and copied in turn to one place on the device.
 
-    A buffer is filled again when its copy is over. One step ahead that takes no waiting: when a
-    step is launched all steps but the last one launched have been retired, and with them their
-    copies are over. That would do with two buffers; the third is for a launch that failed for want
-    of memory and is made again.
+    A buffer is filled again when its copy is complete. Running one step ahead, this never waits:
+    when a step is launched, all steps except the last have been retired, so their copies are
+    complete. Two buffers are enough for that; the third is for repeating a launch that failed for
+    want of memory.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
@@ -48,24 +47,22 @@ class StagingRing:
         self._at = 0
 
     def next(self) -> NDArray[np.int32]:
-        """Return the buffer to fill, as it was left when it was last sent."""
+        """Return the buffer to fill; it has the content of its last copy."""
         self._at = (self._at + 1) % len(self._hosts)
         if self._copied is not None and not self._copied[self._at].query():
             self._copied[self._at].synchronize()
         return self._arrays[self._at]
 
     def send(self, words: int) -> None:
-        """Copy so many words of the buffer that `next` gave, in the order of the current
-        stream.
-        """
+        """Copy the first `words` words of the buffer from `next`, on the current stream."""
         self.on_device[:words].copy_(self._hosts[self._at][:words], non_blocking=True)
         if self._copied is not None:
             self._copied[self._at].record()
 
 
 class ResultCopies:
-    """Copies what steps bring to the host, on a stream of their own, so that a copy waits for its
-    step and for no later one.
+    """Copies results of steps to the host on a separate stream, so that a copy does not wait for a
+    later step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,15 +70,16 @@ class ResultCopies:
         self._under_way: deque[torch.cuda.Event] = deque()
 
     def make_room(self) -> None:
-        """Has the device put off what comes next until the results of the step before the last
-        `RESULTS - 1` are copied.
+        """Make the device wait until the results of all steps are copied, except those of the last
+        `RESULTS - 1` steps.
         """
         if len(self._under_way) >= RESULTS:
             torch.cuda.current_stream().wait_event(self._under_way.popleft())
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """Return the tensors' copies on the host, which are there once the event has come to pass;
-        None: at once.
+        """Return the tensors' copies on the host, and the event after which they are complete.
+
+        Without an event they are complete at once.
         """
         if self._stream is None:
             return [tensor.clone() for tensor in tensors], None

@@ -1,1 +1,1 @@
-"""What runs on the device: weights, memory, steps and ranks."""
+"""The device side of a replica: weights, memory, steps and ranks."""

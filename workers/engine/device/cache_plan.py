@@ -1,4 +1,4 @@
-"""How many blocks of KV cache a replica gets, and what that makes of its longest context."""
+"""Plan the KV cache of a replica: its number of blocks and the longest context that fits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ logger = logging.getLogger(__name__)
 def plan_cache(
     config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: GpuMemory | None = None
 ) -> tuple[ResolvedConfig, int]:
-    """Return the configuration with `max_model_len` as it fits, and how many blocks (the null block
-    among them) `budget` bytes hold.
+    """Return the configuration with a `max_model_len` that fits, and the number of blocks.
 
-    Raises ModelLoadError for a context that may not be shortened and does not fit; `memory` says
-    where a GPU's went.
+    The blocks, the null block included, fit into `budget` bytes. Raises ModelLoadError for a
+    context that does not fit and may not be shortened; the message accounts for the GPU's `memory`.
     """
     length = config.max_model_len
     per_block = block_bytes(model, dtype, config.block_size)
@@ -34,14 +33,15 @@ def plan_cache(
     if fits < 1 or (length > fits and not config.may_shorten):
         raise ModelLoadError(_does_not_fit(config, length, per_block, budget, memory))
     if length > fits:
-        logger.warning("the context is shortened from %d to %d tokens, which is what the KV cache holds", length, fits)
+        logger.warning("shortened the context from %d to %d tokens to fit the KV cache", length, fits)
         length = fits
     return replace(config, max_model_len=length), num_blocks
 
 
 def _most_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
-    """Return how many blocks are of use: where prompts are whole, those of the steps that are
-    launched at once.
+    """Return the most blocks that can be in use.
+
+    For models with whole prompts, only steps in flight use blocks.
     """
     if not model.whole_prompts:
         return sys.maxsize
@@ -65,26 +65,26 @@ def _does_not_fit(config: ResolvedConfig, length: int, per_block: int, budget: i
 
 
 def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Return bytes of one block over all layers."""
+    """Return the bytes of one block in all layers."""
     return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
 
 
 def cpu_cache_bytes(
     config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
 ) -> int:
-    """Return `kv_cache_memory_bytes` where that is set, else the least of
+    """Return the bytes of a KV cache on a CPU: `kv_cache_memory_bytes` if set, else the least of
 
-    1. what all requests need at their longest
-    2. what the weights leave of the `available` bytes
-    3. the largest of this replica's share of that in whole GiB, of 1 GiB, and of what one request
-       of `--max-model-len` needs where that is set
+    1. the size for all requests at their longest
+    2. the `available` bytes that the weights leave free
+    3. the largest of: this replica's share of these in whole GiB, 1 GiB, and the size for one
+       request of `--max-model-len`, if that is set
 
-    In whole GiB, since replicas that start one after the other should have equal limits.
+    The share is in whole GiB so that replicas that start one after the other get equal limits.
+    Replicas that divide the CPUs divide the memory.
 
-    Pages are taken from the system when they are first written, and up to 1 GiB ahead of that
-    (`native/cache_memory.py`): an unused cache takes none.
-    Replicas that divide the CPUs divide the memory. Raises ModelLoadError where `weights` bytes and
-    the cache are more than the `available` ones.
+    The system provides pages when they are first written, and up to 1 GiB ahead of that
+    (`native/cache_memory.py`), so an unused cache takes no memory. Raises ModelLoadError if
+    `weights` bytes and the cache exceed the `available` bytes.
     """
     asked = config.kv_cache_memory_bytes
     if available is not None and weights + (asked or 0) > available:

@@ -1,7 +1,7 @@
-"""Checkpoints of compressed-tensors, whose modules are quantized by groups in their configuration.
+"""Read checkpoints of compressed-tensors, whose configuration quantizes modules by groups.
 
-Weights count here, and of activations whether they are in float8. What else the configuration says
-of activations, and of the KV cache, is left aside. Layouts: compressed-tensors, `compressors/` and
+The reader uses the settings of weights, and whether activations are in float8. It ignores all other
+settings of activations and those of the KV cache. Layouts: compressed-tensors, `compressors/` and
 `quantization/lifecycle/forward.py`.
 """
 
@@ -52,7 +52,7 @@ _ZERO_POINTS = (torch.int8, torch.uint8, torch.int32, torch.float16, torch.bfloa
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How the modules of one group are quantized."""
+    """The quantization of one group of modules."""
 
     targets: tuple[str, ...]
     packed: bool
@@ -62,7 +62,7 @@ class _Scheme:
     group_size: int | None  # None for whole rows
     block: tuple[int, int] | None
     symmetric: bool
-    has_order: bool  # which group a column is in is stored
+    has_order: bool  # the checkpoint stores the group of each column
     float8_inputs: bool
 
     def layout(self) -> MatrixLayout:
@@ -115,14 +115,14 @@ class CompressedTensorsFormat(CheckpointFormat):
         return self._scheme_of(module).layout()
 
     def _scheme_of(self, module: str) -> _Scheme:
-        """Return the scheme whose target is the most specific: a name, a pattern, then a class."""
+        """Return the scheme with the most specific target: a name, then a pattern, then a class."""
         for fits in (_is_name, _is_match, _is_class):
             for scheme in self._schemes:
                 if any(fits(target, module) for target in scheme.targets):
                     return scheme
         raise ModelLoadError(
-            f"the checkpoint has the matrix {module!r} quantized, but no group of config.json's quantization_config"
-            " is for it"
+            f"the matrix {module!r} is quantized in the checkpoint, but matches no group of config.json's"
+            " quantization_config"
         )
 
 
@@ -169,7 +169,7 @@ def _are_float8(activations: Json) -> bool:
 
 
 def _read_numbers(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
-    """Read a matrix whose numbers are stored one by one."""
+    """Read a matrix with one element per number."""
     dtypes = FLOAT8 if scheme.floats else (torch.int8,)
     if scheme.strategy == "block":
         return read_scaled(parts, dtypes, "weight_scale", scheme.block)
@@ -183,7 +183,7 @@ def _read_numbers(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
 
 
 def _read_packed(scheme: _Scheme, parts: MatrixParts) -> QuantizedMatrix:
-    """Read a matrix whose integers are packed into words, each plus half of their range."""
+    """Read a matrix of integers packed into words; each is stored plus half of the range."""
     rows, columns = _stored_shape(parts)
     packed = parts.read("weight_packed", WORDS, (rows, words(columns, scheme.bits)))
     matrix = _matrix(scheme, parts, unpack(packed, scheme.bits)[:, :columns])
@@ -214,12 +214,12 @@ def _matrix(scheme: _Scheme, parts: MatrixParts, values: Tensor) -> QuantizedMat
 
 
 def _is_unset(parts: MatrixParts, columns: int) -> bool:
-    """Return whether all of `weight_g_idx` is -1, which means that columns are in order."""
+    """Return whether all of `weight_g_idx` is -1: the groups' columns are in order."""
     return bool((parts.read("weight_g_idx", INDICES, (columns,)) == -1).all())
 
 
 def _shapes(scheme: _Scheme, rows: int, columns: int) -> Sequence[tuple[int, ...]]:
-    """Return the shapes that scales and zero points may have."""
+    """Return the valid shapes of scales and zero points."""
     if scheme.strategy == "tensor":
         return ((), (1,), (1, 1))
     if scheme.strategy == "channel":
@@ -236,7 +236,7 @@ def _by_row(by_group: Tensor, rows: int) -> Tensor:
 def _stored_shape(parts: MatrixParts) -> tuple[int, int]:
     rows, columns = parts.read("weight_shape", INDICES, (2,)).tolist()
     if rows < 1 or columns < 1:
-        raise parts.error("weight_shape", f"says [{rows}, {columns}], which is no shape of a matrix")
+        raise parts.error("weight_shape", f"is [{rows}, {columns}], not a valid shape of a matrix")
     return rows, columns
 
 

@@ -1,6 +1,6 @@
-"""Whether a device is there and fit for what is asked of it.
+"""Check that a device exists and fits the configuration.
 
-All that can be wrong becomes one sentence that says what to do.
+Each error message is one sentence with the remedy.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def default_device() -> str:
-    """Return a GPU where torch can use one, else the CPU; log why where there is a GPU that torch
-    cannot use.
+    """Return a GPU if torch can use one, else the CPU.
+
+    Logs the reason if there is a GPU that torch cannot use.
     """
     if torch.cuda.is_available():
         return "cuda"
     if _GPUS.is_dir() and any(_GPUS.iterdir()):
-        logger.warning("the CPU is used though there is an NVIDIA GPU: %s", _why_unusable() or "torch finds none")
+        logger.warning("using the CPU although there is an NVIDIA GPU: %s", _why_unusable() or "torch finds none")
     return "cpu"
 
 
 def usable_device(name: str) -> torch.device:
     """Return the device of that name.
 
-    Raises ModelLoadError where there is none, or none that this torch can use.
+    Raises ModelLoadError if it does not exist or this torch cannot use it.
     """
     try:
         device = torch.device(name)
@@ -58,7 +59,7 @@ def usable_device(name: str) -> torch.device:
 
 
 def _why_unusable() -> str | None:
-    """Return why torch can use no GPU of this machine, and what to do; None where it can."""
+    """Return why torch can use no GPU of this machine, with the remedy; None if it can."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} is a build without CUDA; install one with it (pytorch.org/get-started) or"
@@ -72,7 +73,7 @@ def _why_unusable() -> str | None:
 
 
 def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
-    """Return what torch's error means and what to do about it.
+    """Return the meaning of torch's error, with the remedy.
 
     `cuda`: the version that torch was built for; `visible`: CUDA_VISIBLE_DEVICES.
     """
@@ -80,21 +81,21 @@ def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
     if driver:
         has = f"{int(driver[1]) // 1000}.{int(driver[1]) % 1000 // 10}"
         advice = f"update the driver, or install a torch that is built for CUDA {has} or older"
-        return f"the NVIDIA driver here knows CUDA up to {has} and torch {torch.__version__} needs {cuda}; {advice}"
+        return f"the NVIDIA driver supports CUDA up to {has} and torch {torch.__version__} needs {cuda}; {advice}"
     if "Found no NVIDIA driver" in error:
         return (
             "there is no NVIDIA driver here; install one, give a container its GPUs (--gpus all), or choose the"
             " device cpu"
         )
     if visible is not None and "No CUDA GPUs are available" in error:
-        return f"CUDA_VISIBLE_DEVICES={visible} leaves torch no GPU; unset it or choose the device cpu"
+        return f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs from torch; unset it or choose the device cpu"
     return (
         f"torch cannot use a GPU here ({error.rstrip('.')}); see whether nvidia-smi lists one, or choose the device cpu"
     )
 
 
 def check_gpu(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelLoadError for a GPU that this torch has no code for, or that is too old for
+    """Raise ModelLoadError if this torch has no code for the GPU, or the GPU is too old for
     `dtype`.
     """
     if device.type != "cuda":
@@ -107,9 +108,9 @@ def check_gpu(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def without_code(gpu: str, capability: tuple[int, int], built_for: list[str]) -> str | None:
-    """Return what is to be said where torch has no code for a GPU; None where it has.
+    """Return the error text if torch has no code for a GPU; None if it has.
 
-    `built_for`: as `torch.cuda.get_arch_list` gives it.
+    `built_for`: the result of `torch.cuda.get_arch_list`.
     """
     # Machine code runs on later GPUs of the same generation, intermediate code ("compute") on all
     # later ones.
@@ -128,10 +129,10 @@ def without_code(gpu: str, capability: tuple[int, int], built_for: list[str]) ->
 
 
 def take_devices(config: EngineConfig) -> tuple[list[str], TakenGpus]:
-    """Return a device for each rank of a replica, and the locks that keep other workers of this
-    host from its GPUs.
+    """Return a device for each rank of a replica, and the locks on its GPUs.
 
-    On a CPU nothing is locked. Raises ModelLoadError where too few GPUs are free.
+    The locks exclude other workers of this host. On a CPU nothing is locked. Raises ModelLoadError
+    if too few GPUs are free.
     """
     name, size = default_device() if config.device == "auto" else config.device, config.tensor_parallel_size
     device = usable_device(name)
@@ -143,11 +144,10 @@ def take_devices(config: EngineConfig) -> tuple[list[str], TakenGpus]:
 
 
 def unfit_for(dtype: torch.dtype, gpu: str, capability: tuple[int, int]) -> str | None:
-    """Return what is to be said of a GPU that does not know `dtype`; None where it does."""
+    """Return the error text for a GPU without support for `dtype`; None if it has support."""
     if dtype != torch.bfloat16 or capability >= _BFLOAT16_SINCE:
         return None
     major, minor = capability
     return (
-        f"{gpu} (compute capability {major}.{minor}) has no bfloat16, which came with 8.0; use the dtype float16 or"
-        " float32"
+        f"{gpu} (compute capability {major}.{minor}) has no bfloat16, which needs 8.0; use the dtype float16 or float32"
     )

@@ -1,8 +1,8 @@
 """GPU locks of a host: one per GPU, held by the processes that use it.
 
-A lock is an flock on a file named by the GPU, so the kernel gives it back when the last process
-that holds it has ended, however that came about; nothing that a file says makes a lock, and none is
-ever stale. Several GPUs are taken all or none.
+A lock is an flock on a file named after the GPU. The kernel releases it when the last process that
+holds it ends, even if that is killed, so no lock is ever stale; the file's content is only
+informative. A process locks all GPUs that it needs, or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from workers.engine.messages.errors import ModelLoadError
 
 WAIT_SECONDS = 20.0
-"""How long a killed process may take to release its GPU: the driver first frees its memory."""
+"""Time for a killed process to release its GPU: the driver first frees its memory."""
 
 _POLL_SECONDS = 0.1
 _FOLDERS = (Path("/run/lock"), Path("/tmp"))
@@ -29,7 +29,7 @@ _GATE = "choosing"
 _TRIES = 3
 
 _held: dict[Path, list[int]] = {}
-"""This process' open files by the lock they hold; it may take its own locks again."""
+"""This process' open files by lock file; it may acquire its own locks again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ def take_gpus(
     """Lock `count` free GPUs among `names`, or the one at `index`; wait up to `wait_seconds`.
 
     `names` are the same for all processes of the host, in any order. `folder` holds the locks
-    (None: one that all users of the host share). A GPU that this process has counts as free.
-    Raises ModelLoadError, with nothing taken, where there are fewer GPUs, or too few free ones.
+    (None: a folder that all users of the host share). A GPU that this process has counts as free.
+    Raises ModelLoadError, without locking any, if there are fewer GPUs or too few free ones.
     """
     place = Path(folder) if folder else shared_folder()
     wanted = range(len(names)) if index is None else [index]
     if count > len(wanted):
         raise ModelLoadError(
-            f"{_gpus(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here"
+            f"{_gpus(count)} {'is' if count == 1 else 'are'} needed, but there {_are(len(wanted))} here"
         )
     deadline = time.monotonic() + (WAIT_SECONDS if wait_seconds is None else wait_seconds)
     try:
@@ -91,7 +91,7 @@ def shared_folder() -> Path:
 def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) -> TakenGpus | None:
     """Try once to lock the GPUs, under a gate lock.
 
-    Without the gate, two processes that each hold half of what they need would wait for each other.
+    Without the gate, two processes with half of their GPUs each would wait for each other.
     """
     with ExitStack() as undo:
         gate = _open(_file(folder, _GATE))
@@ -112,7 +112,7 @@ def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) 
 
 
 def _lock(file: Path) -> int | None:
-    """Return the open file, locked, with this process' name in it; None while another holds it."""
+    """Lock a file for this process; return a descriptor, or None if another process holds it."""
     own = _held.setdefault(file, [])
     fd = os.dup(own[0]) if own else _lock_anew(file)
     if fd is not None:
@@ -122,8 +122,8 @@ def _lock(file: Path) -> int | None:
 
 def _lock_anew(file: Path) -> int | None:
     fd = _open(file)
-    # Someone may have removed the file since it was opened, and the next one would lock another of
-    # the same name.
+    # If the file was removed after it was opened, the next process would lock another file of the
+    # same name.
     if not _flock(fd, fcntl.LOCK_EX) or not _is_at(fd, file):
         os.close(fd)
         return None
@@ -133,7 +133,7 @@ def _lock_anew(file: Path) -> int | None:
 
 
 def _flock(fd: int, kind: int) -> bool:
-    """Return whether it could be had at once."""
+    """Lock without waiting; return whether that succeeded."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -149,21 +149,21 @@ def _is_at(fd: int, file: Path) -> bool:
 
 
 def _open(file: Path) -> int:
-    """Open a file that every user may lock; create it where there is none.
+    """Open a file that every user may lock; create it if it is absent.
 
-    Not by O_CREAT where there is one already: in a folder that all users share (sticky, as /tmp),
-    Linux refuses that for another user's file.
+    An existing file is opened without O_CREAT: in a folder that all users share (sticky, like
+    /tmp), Linux refuses O_CREAT for another user's file.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     for _ in range(_TRIES):
         try:
             return os.open(file, flags)
-        except PermissionError:  # its maker is about to open it to everybody
+        except PermissionError:  # its creator is about to change its mode
             time.sleep(_POLL_SECONDS)
         except FileNotFoundError:
             with suppress(FileExistsError):
                 fd = os.open(file, flags | os.O_CREAT | os.O_EXCL, _ALL_MAY_WRITE)
-                os.fchmod(fd, _ALL_MAY_WRITE)  # the umask has taken something from it
+                os.fchmod(fd, _ALL_MAY_WRITE)  # the umask has removed permissions
                 return fd
     return os.open(file, flags)
 
@@ -178,7 +178,7 @@ def _refusal(folder: Path, names: Sequence[str], count: int) -> str:
     free = len(names) - len(held)
     holders = ", ".join(f"{name} is held by {_holder(_file(folder, name))}" for name in held)
     return (
-        f"{_gpus(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of"
+        f"{_gpus(count)} {'is' if count == 1 else 'are'} needed, but {f'only {free}' if free else 'none'} of"
         f" {len(names)} {'are' if free > 1 else 'is'} free: {holders}; stop one of those workers, or start fewer"
     )
 
@@ -196,7 +196,7 @@ def _is_held(file: Path) -> bool:
 
 def _holder(file: Path) -> str:
     try:
-        return file.read_text(errors="replace").strip() or "a process that has not named itself"
+        return file.read_text(errors="replace").strip() or "an unknown process"
     except OSError:
         return "another user's process"
 

@@ -1,6 +1,6 @@
-"""Where a replica's model lives: this process, or several ranks of which it is the first.
+"""Load a replica's model, size its KV cache and run its steps.
 
-Loads it, sizes its cache, runs its steps.
+The model is in this process alone, or in several ranks, of which this process is the first.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ logger = logging.getLogger(__name__)
 
 
 class Executor:
-    """Takes its devices, loads `config.model` and allocates its cache; then runs steps in order.
+    """Locks its devices, loads `config.model` and allocates the KV cache; then runs steps in order.
 
-    `config` afterwards is resolved, with `max_model_len` as it fits, and prefix caching off where
-    the model rules it out. Raises ModelLoadError where the model cannot be loaded or a setting does
+    Afterwards `config` is resolved: `max_model_len` fits the cache, and prefix caching is off if
+    the model rules it out. Raises ModelLoadError if the model cannot be loaded or a setting does
     not suit it.
     """
 
     def __init__(self, config: EngineConfig, on_rank_death: OnDeath = end_likewise) -> None:
-        """`on_rank_death` is called in another thread when another rank has ended, and has to end
-        this process.
+        """Load the model.
+
+        `on_rank_death` is called in another thread when another rank has ended; it must end this
+        process.
         """
         devices, self._gpus = take_devices(config)
         with ExitStack() as undo:
             undo.callback(self._gpus.release)
-            # Before any rank is started, for a model that cannot be shared is refused here.
+            # Before ranks start, since this refuses a model that cannot be sharded.
             checkpoint = open_shard(config)
             resolved = resolve(config, devices[0], checkpoint.config)
             if len(devices) > 1:
@@ -61,12 +63,12 @@ class Executor:
 
     @property
     def interruption(self) -> Interruption | None:
-        """What abandons a step; None on a GPU, and where other ranks run the step too."""
+        """Return the object that abandons a step; None on a GPU, and with several ranks."""
         return self.runner.interruption if self.config.tensor_parallel_size == 1 else None
 
     @property
     def gpus(self) -> list[str]:
-        """The host's names of the GPUs that the replica took; none on a CPU."""
+        """Return the host's names of the replica's GPUs; none on a CPU."""
         return self._gpus.names
 
     @property
@@ -78,10 +80,10 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def _cache_memory(self) -> CacheMemory | None:
-        """Return what populates blocks ahead of their use.
+        """Return an object that populates blocks ahead of their use, or None.
 
-        None where the cache has its memory from the start, where prefix caching is off, since freed
-        blocks are then reused first, and with several ranks.
+        It is None in three cases: the cache has its memory from the start; prefix caching is off,
+        so that freed blocks are reused first; there are several ranks.
         """
         lazy = self.runner.attention.lazy_cache
         if not (lazy and self.config.enable_prefix_caching and self.config.tensor_parallel_size == 1):
@@ -89,11 +91,10 @@ class Executor:
         return CacheMemory(self.runner.caches, available_memory)
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
-        """Raise StepAbandoned or StepOutOfMemory, after which the cache holds what it held before
-        and the step may be launched again, in other parts; or RankError, after which nothing can be
-        launched any more.
+        """Launch a step; one with guided samples calls `masks` between the model and the draw.
 
-        A step with guided samples calls `masks` between the model and the draw.
+        After StepAbandoned or StepOutOfMemory the cache is unchanged, and the step may be launched
+        again, also in parts. After RankError no step can be launched.
         """
         if self.cache_memory is not None:
             self.cache_memory.use(plan)

@@ -1,5 +1,6 @@
-"""From a model's name to a model in memory: a local folder, or a repository of the hub; safetensors
-only, no code from outside.
+"""Load a model by name, from a local folder or a repository of the hub.
+
+Weights are read from safetensors only, and code from the checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ _DTYPES = {
     "float16": torch.float16,
 }
 _INDEX = "model.safetensors.index.json"
-# Some repositories hold the same weights again under their maker's own names
+# Some repositories hold a second copy of the weights, under their author's own names
 _CONSOLIDATED = "consolidated*"
-# Of a repository: all folders but those of sentence-transformers' modules, as 1_Pooling
+# All folders of a repository, except sentence-transformers' modules such as 1_Pooling
 _NOT_NEEDED = ["[!0-9]*/*", _CONSOLIDATED]
 _MODELOPT = "hf_quant_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Buffers that old checkpoints carry and that follow from the configuration.
+# Buffers in old checkpoints; they follow from the configuration.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -108,7 +109,7 @@ def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> 
 
 
 def _require_own_code(name: str, raw: Json, own: Family | None) -> None:
-    """Refuse a quantized checkpoint of a model whose code cannot be given its matrices."""
+    """Refuse a quantized checkpoint for code that accepts only plain matrices."""
     architecture = raw["architectures"][0]
     if own is None:
         raise ModelLoadError(
@@ -122,7 +123,7 @@ def _require_own_code(name: str, raw: Json, own: Family | None) -> None:
 
 
 def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, config: ModelConfig) -> ModelConfig:
-    """Return the configuration for a task other than generating, which needs no output projection.
+    """Return the configuration for a pooling task, which needs no output projection.
 
     Raises ModelLoadError.
     """
@@ -139,7 +140,7 @@ def _pooling(folder: Path, raw: Json, task: str, family: Family | PaddedClass, c
     pooled = len(pooling.modes) * config.hidden_size
     for dense in pooling.dense:
         if dense.size_in != pooled:
-            raise ModelLoadError(f"{dense.folder} projects {dense.size_in} numbers, but it would be given {pooled}")
+            raise ModelLoadError(f"{dense.folder} projects {dense.size_in} numbers, but pooling returns {pooled}")
         pooled = dense.size_out
     return config
 
@@ -160,8 +161,9 @@ def _padded_class(folder: Path, raw: Json, task: str) -> PaddedClass:
 
 @contextmanager
 def _named(raw: Json, known: Iterable[str]) -> Iterator[None]:
-    """Say in a refusal of transformers' class what the engine has code of its own for: beginnings
-    of architectures' names.
+    """Add the architectures with code in the engine to a refusal of transformers' class.
+
+    `known`: beginnings of the architectures' names.
     """
     name = str(raw["architectures"][0])
     try:
@@ -177,7 +179,7 @@ def _named(raw: Json, known: Iterable[str]) -> Iterator[None]:
 def shard_checkpoint(checkpoint: ModelCheckpoint, size: int) -> ModelCheckpoint:
     """Return the checkpoint as one of `size` ranks loads it.
 
-    Raises ModelLoadError where the model cannot be cut into so many parts.
+    Raises ModelLoadError if the model cannot be sharded among so many ranks.
     """
     if size > 1 and checkpoint.config.pooling is not None:
         raise ModelLoadError(f"a tensor parallel size of {size} is for models that generate, and this one pools; use 1")
@@ -200,8 +202,8 @@ def load_weights(
     """Read the tensors and build the model for contexts of up to `max_model_len` tokens (default:
     the model's own).
 
-    `ops` is what its layers compute with (default: plain torch). One rank of several in `parallel`
-    takes what `shard_checkpoint` gives.
+    `ops` does the arithmetic of its layers (default: plain torch). A rank of several in `parallel`
+    passes the result of `shard_checkpoint`.
     """
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
@@ -237,12 +239,15 @@ def weight_bytes(
     integers: bool = False,
     float8: bool = False,
 ) -> int:
-    """Return about how many bytes the weights take in a model that computes in `dtype`.
+    """Estimate the bytes of the weights in a model that computes in `dtype`.
 
-    `widens`: the backend stores them in fewer bits where it can, and integers as the checkpoint
-    does; `integers` and `float8`: it stores these so; `quantization` is the flag. None of them
-    counts for transformers' classes, of which some matrices stay as they are. Raises ModelLoadError
-    where there are none.
+    - `widens`: the backend stores weights in fewer bits where it can, and integers as in the
+      checkpoint
+    - `integers`, `float8`: the backend stores such weights as in the checkpoint
+    - `quantization`: the value of the flag
+
+    None of them applies to transformers' classes, which keep some matrices as they are. Raises
+    ModelLoadError if there are no weights.
     """
     stored, size = _stored_dtype(checkpoint.config), dtype.itemsize
     if isinstance(checkpoint.family, Family):
@@ -258,11 +263,10 @@ def _stored_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return what the model runs with.
+    """Return the dtype that the model computes in.
 
-    "auto": on a GPU the checkpoint's own dtype, bfloat16 for a float32 checkpoint; on a CPU the
-    fastest that is as precise as the checkpoint, which is bfloat16 for one in it where the CPU has
-    instructions for it, else float32.
+    "auto" on a GPU: the checkpoint's dtype, but bfloat16 for float32. "auto" on a CPU: bfloat16 for
+    a checkpoint in bfloat16 if the CPU has instructions for it, else float32.
     """
     if asked != "auto":
         if device.type == "cpu" and _DTYPES[asked] not in (torch.float32, cpu_dtype()):
@@ -275,12 +279,12 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
 
 
 def cpu_dtype() -> torch.dtype:
-    """Return bfloat16 where the CPU has instructions for it, else float32."""
+    """Return bfloat16 if the CPU has instructions for it, else float32."""
     return torch.bfloat16 if _fast_bfloat16() else torch.float32
 
 
 def _fast_bfloat16() -> bool:
-    # What torch may use: all that the processor has, or less by ATEN_CPU_CAPABILITY
+    # The instructions that torch may use; ATEN_CPU_CAPABILITY can limit them
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT"):
         return False
     capabilities = torch.cpu.get_capabilities()
@@ -288,7 +292,7 @@ def _fast_bfloat16() -> bool:
 
 
 def find_folder(name: str) -> Path:
-    """Return the local folder that `name` is, or the snapshot of the hub repository that it names.
+    """Return the local folder `name`, or the snapshot of the hub repository `name`.
 
     Raises ModelLoadError.
     """
@@ -327,7 +331,7 @@ def _download(name: str) -> Path:
             f"there is no folder {name}, and the hub has no model of that name that this user may read"
         ) from error
     except HFValidationError as error:
-        raise ModelLoadError(f"there is no folder {name}, and it is no name of a model on the hub") from error
+        raise ModelLoadError(f"there is no folder {name}, and it is not a valid model name on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
         where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise ModelLoadError(
@@ -337,8 +341,9 @@ def _download(name: str) -> Path:
 
 
 def weight_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:
-    """Return the name of every tensor of the plain checkpoint with a function that reads it: what
-    is quantized is given in the checkpoint's dtype.
+    """Return a reader for each tensor of the plain checkpoint, by name.
+
+    Quantized tensors are dequantized to the checkpoint's dtype.
     """
     readers = tensor_readers(checkpoint.folder)
     if checkpoint.quantized is None:
@@ -347,7 +352,7 @@ def weight_readers(checkpoint: ModelCheckpoint) -> dict[str, Reader]:
 
 
 def tensor_readers(folder: Path) -> dict[str, Reader]:
-    """Every tensor's name with a function that reads it; the index decides where there is one."""
+    """Return a reader for each tensor, by name; the index selects the files if there is one."""
     return {name: partial(handle.get_tensor, name) for handle, name in _stored_tensors(folder)}
 
 
@@ -356,7 +361,7 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:
-    """Yield each tensor's name with the open file that it is in. Raise ModelLoadError."""
+    """Yield each open file with the name of a tensor in it. Raise ModelLoadError."""
     for file in weight_files(folder):
         try:
             handle: Any = safe_open(file, framework="pt")
@@ -367,7 +372,7 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that a model's tensors are read from. Raise ModelLoadError."""
+    """Return the files with a model's tensors. Raise ModelLoadError."""
     index = folder / _INDEX
     if index.is_file():
         files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, of a machine and of a GPU."""
+"""The memory available to this process, on the machine and on a GPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What becomes of a GPU's memory before there is a KV cache; all but the first two in
-    bytes.
+    """The use of a GPU's memory before the KV cache is allocated; all but the first two fields are
+    in bytes.
     """
 
     gpu: str
-    utilization: float  # of the whole, what this replica may use
+    utilization: float  # the part of the total that this replica may use
     total: int
-    taken: int  # by others, and by the driver
+    taken: int  # by other processes and the driver
     weights: int
-    step: int  # the largest step, and what is kept by slot
+    step: int  # the largest step, and the state of the slots
     graphs: int
 
     @property
     def left(self) -> int:
-        """For the KV cache; below 0 where even the rest does not fit."""
+        """Return the bytes for the KV cache; negative if even the rest does not fit."""
         return int(self.total * self.utilization) - self.taken - self.weights - self.step - self.graphs
 
     @property
     def account(self) -> str:
-        """The beginning of a sentence that says what is left."""
+        """Return the beginning of a sentence about the use of the memory."""
         usable = (
             f"--gpu-memory-utilization {self.utilization:g} makes {gib(int(self.total * self.utilization))} of them"
             " usable"
@@ -44,15 +44,16 @@ class GpuMemory:
 
 
 def available_memory() -> int | None:
-    """Return bytes that the machine and the container's limit leave, whichever is fewer; None where
-    neither says.
+    """Return the free bytes of the machine or of the container's limit, whichever is fewer.
+
+    None if neither is known.
     """
     known = [size for size in (_machine(_MEMINFO), _container(_CGROUP)) if size is not None]
     return min(known, default=None)
 
 
 def gib(size: int) -> str:
-    """Return a size as a person reads it."""
+    """Return a size in GiB as text."""
     return f"{size / 2**30:.2f} GiB"
 
 
@@ -61,8 +62,8 @@ def _machine(meminfo: Path) -> int | None:
 
 
 def _container(cgroup: Path) -> int | None:
-    """Return what the limit leaves; files that are only cached can be dropped, so they count as
-    free.
+    """Return the free bytes under the limit; the page cache counts as free, since it can be
+    dropped.
     """
     try:
         limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())

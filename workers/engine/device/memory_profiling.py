@@ -21,10 +21,10 @@ _GRAPH_ROUNDING = 1.25
 
 
 def profile_memory(config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel) -> int:
-    """Run the largest step and the largest decode step; return the bytes that graphs take.
+    """Run the largest step and the largest decode step; return the bytes of CUDA graphs.
 
-    The cache is the null block alone. Afterwards torch still holds the memory that the steps took,
-    so that the caller can measure it.
+    The cache has only the null block. Afterwards torch still holds the memory of the steps, so that
+    the caller can measure it.
     """
     runner = make_runner(config, backend, model, _ONE_BLOCK)
     graphs = _decode_bytes(runner) if isinstance(runner, ModelRunner) and runner.graphs is not None else 0

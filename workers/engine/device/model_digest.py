@@ -14,8 +14,10 @@ _SAMPLED_BYTES = 256
 
 
 def digest_of(folder: Path) -> str:
-    """Return a digest of a model's configuration, and of its tensors: their names, types, shapes
-    and some bytes from the middle of each, since reading all of them would take too long.
+    """Return a digest of a model's configuration and its tensors.
+
+    It covers the tensors' names, types and shapes, and some bytes from the middle of each, since
+    reading all bytes would take too long.
     """
     digest = hashlib.sha256()
     for file in (folder / name for name in _SETTINGS):
@@ -28,7 +30,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _pieces(stream: IO[bytes]) -> list[bytes]:
-    """The header of a safetensors file, and bytes of each of its tensors."""
+    """Return the header of a safetensors file, and some bytes of each tensor."""
     length = int.from_bytes(stream.read(8), "little")
     header = stream.read(length)
     tensors = json.loads(header)

@@ -1,5 +1,7 @@
-"""Turns a step into tensors, runs the model on the paged cache, samples, and writes the sampled
-tokens where the next step reads them.
+"""Run the steps of a model that generates.
+
+A step becomes tensors; the model runs on the paged cache; the sampled tokens are written to the
+token table, from which the next step reads them.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logpr
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampled, Sampler
 
-_SCORED_LOGITS = 1 << 24  # of prompt tokens scored at once
+_SCORED_LOGITS = 1 << 24  # most logits of prompt tokens scored at once
 
 
 @dataclass(slots=True)
 class PooledRows:
-    """What some of a step's pooling requests yield: `counts[i]` rows for its i-th place."""
+    """Results of some of a step's pooling requests: `counts[i]` rows for its i-th place."""
 
     places: list[int]
     counts: list[int]
@@ -39,22 +41,22 @@ class PooledRows:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way.
+    """A step in flight.
 
-    All tensors are on the host; a GPU has written them once `done` has come to pass.
+    All tensors are on the host; a GPU has written them once the event `done` is complete.
     """
 
-    tokens: Tensor  # int32 [R], what was sampled
-    asking: NDArray[np.int64]  # those of them that `logprobs` covers
+    tokens: Tensor  # int32 [R], the sampled tokens
+    asking: NDArray[np.int64]  # the samples that `logprobs` covers
     logprobs: Logprobs | None
     scores: list[Logprobs]  # of the plan's prompt scores, item by item
     pooled: list[PooledRows] = field(default_factory=list)
     done: torch.cuda.Event | None = None
-    launched: float = field(default_factory=time.perf_counter)  # when; on a CPU this is its end
+    launched: float = field(default_factory=time.perf_counter)  # time of the launch; on a CPU also the end of the step
 
     def seconds_since(self, began: float) -> float:
-        """Return the seconds to the end of this step, which was just waited for, from a time of
-        `time.perf_counter()`.
+        """Return the seconds from `began`, a time of `time.perf_counter()`, to the end of this
+        step, which has just been retired.
         """
         return (self.launched if self.done is None else time.perf_counter()) - began
 
@@ -68,11 +70,11 @@ class LaunchedStep:
 class ModelRunner(StepRunner):
     """Runs steps in order.
 
-    `launch` needs no token of an earlier step on the host; `retire` hands a step's tokens over.
+    `launch` needs no token of an earlier step on the host; `retire` returns a step's tokens.
 
-    State is kept by slot: what makes up a step's inputs in `inputs`, sampling parameters in
-    `sampler`. With `graphs`, steps that give each row one token are padded and replayed; all
-    others, and all without, run kernel by kernel.
+    State is stored by slot: tokens and blocks in `inputs`, sampling parameters in `sampler`. With
+    `graphs`, steps with one token per row are padded and replayed; all other steps, and all steps
+    without `graphs`, run kernel by kernel.
     """
 
     def __init__(self, config: ResolvedConfig, backend: Backend, model: DecoderModel, num_blocks: int) -> None:
@@ -89,7 +91,7 @@ class ModelRunner(StepRunner):
         self._scores_asked = np.zeros(self.num_slots, np.int64)
 
     def use_graphs(self, record: Callable[[Work], Work], forgiving: bool = True) -> None:
-        """Has steps of one token per row padded and recorded, where the backend can."""
+        """Pad and record steps with one token per row, if the backend can."""
         if self._backend.records:
             self.graphs = DecodeGraphs(self.decode, self.num_slots, record, forgiving)
             self._hidden = torch.empty(
@@ -98,23 +100,22 @@ class ModelRunner(StepRunner):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Record the largest step of one token per row, in which no row belongs to a request."""
+        """Record the largest step with one token per row; none of its rows is a request's."""
         if self.graphs is not None:
             self.stage_padding()
             self.graphs.prepare(GraphVariant.TOKENS)
 
     def stage_padding(self) -> None:
-        """Stage a step without rows: whatever is padded to is padding."""
+        """Stage a step without rows, so that all padded rows are padding."""
         nothing = np.zeros(0, np.int32)
         self.inputs.stage(StepPlan(0, [], [], nothing, nothing, nothing, nothing), self.num_slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
-        """Compute a step's tokens and samples; the sampled tokens are in the token table when the
-        next launch reads it.
+        """Compute a step; the next launch finds its samples in the token table.
 
-        `masks` may retire the step before. Raises StepAbandoned when `interruption` is set before
-        the last layer has begun.
+        `masks` may retire the previous step. Raises StepAbandoned if `interruption` is set before
+        the last layer begins.
         """
         self._copies.make_room()
         for request in plan.added:
@@ -126,7 +127,7 @@ class ModelRunner(StepRunner):
         return self._launch_graph(plan, self.graphs, masks)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
-        """Return what came of a step. Waits for the device."""
+        """Wait for the device and return the result of a step."""
         if launched.done is not None:
             launched.done.synchronize()
         logprobs = launched.logprobs.to_host() if launched.logprobs is not None else []
@@ -137,8 +138,9 @@ class ModelRunner(StepRunner):
         )
 
     def decode(self, variant: GraphVariant, rows: int) -> None:
-        """What the device does for a staged step of one token per row, padded to `rows` rows; for
-        nothing on the host but these two.
+        """Run the device's part of a staged step with one token per row, padded to `rows` rows.
+
+        It depends on nothing on the host except the two arguments.
         """
         inputs = self.inputs.build(rows, rows, 1, self._max_model_len, rows)
         hidden = self._forward(inputs)
@@ -176,7 +178,7 @@ class ModelRunner(StepRunner):
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
     def _forward(self, inputs: StepInputs, needed: Tensor | None = None) -> Tensor:
-        """Return hidden states, of which those of the tokens `needed` are read; None for all."""
+        """Return hidden states; only those of the tokens `needed` are used (None: all)."""
         attend = self._attend(inputs, needed=needed)
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
@@ -184,12 +186,12 @@ class ModelRunner(StepRunner):
         return self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples > 0])
 
     def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
-        """Sample rows that ask for no more than a draw; on the device alone."""
+        """Sample rows that need only a draw; entirely on the device."""
         logits = self.model.head(hidden)
         self.inputs.store(self.sampler.draw_static(logits, inputs.slots, inputs.ends, inputs.prompt_lengths))
 
     def _sample(self, plan: StepPlan, hidden: Tensor, masks: TokenMasks | None) -> Sampled:
-        """For hidden states [R, hidden] of the tokens that are sampled after."""
+        """Sample after the tokens with hidden states [R, hidden]."""
         sampled_rows, later = plan.sampled()
         slots, lengths = plan.slots[sampled_rows], (plan.starts + plan.counts)[sampled_rows] - later
         rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
@@ -198,7 +200,7 @@ class ModelRunner(StepRunner):
         return sampled
 
     def _score(self, plan: StepPlan, scores: PromptScores, hidden: Tensor) -> Logprobs:
-        """Prompt tokens by the hidden states before them, a few rows of logits at a time."""
+        """Score prompt tokens by the hidden states before them, a few rows at a time."""
         slot = int(plan.slots[scores.row])
         before = int(plan.counts[: scores.row].sum() - plan.starts[scores.row]) + scores.first - 1
         tokens = self.inputs.tokens[slot, scores.first : scores.last].long()
@@ -210,8 +212,8 @@ class ModelRunner(StepRunner):
         return concatenated(parts)
 
     def _towards_host(self, number: int, sampled: Sampled | None, scores: list[Logprobs]) -> LaunchedStep:
-        """Start the way to the host behind the step itself, so that reading it does not wait for a
-        step launched later.
+        """Start the copies to the host right after the step, so that reading them does not wait for
+        a later step.
         """
         copied = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
         parts = [part for logprobs in copied for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
@@ -227,8 +229,8 @@ class ModelRunner(StepRunner):
 
 
 def _decodes(plan: StepPlan) -> bool:
-    """Return whether the step is one token for each row, and sampling.
+    """Return whether each row of the step has one token and samples after it.
 
-    Scores are of a prompt's tokens before its last, so there are none.
+    Such a step has no prompt scores, which are for a prompt's tokens before its last.
     """
     return bool(plan.samples.all()) and int(plan.counts.sum()) == len(plan.counts) and not plan.prompt_scores

@@ -1,4 +1,4 @@
-"""Models that pool: the family's layers, then what a folder or a head has behind them."""
+"""Load models that pool: the family's layers, then the modules or the head after them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def load_pooling_model(
 
 
 def _load_padded(checkpoint: ModelCheckpoint, weights: Weights) -> PoolingModel:
-    """Return a model by transformers' class, which has its classification head within.
+    """Return a model by transformers' class, which includes its classification head.
 
-    Of `weights` the dtype, the device and the arithmetic count.
+    Only the dtype, the device and the arithmetic of `weights` are used.
     """
     weight_files(checkpoint.folder)
     from workers.engine.models.padded_model import PaddedClass, load_padded
@@ -61,12 +61,12 @@ def _load_module(dense: DenseConfig, model: Weights) -> Projection:
 
 
 def _todays_name(name: str) -> str:
-    """Return a tensor's name; checkpoints converted from TensorFlow have other ones for norms."""
+    """Return a tensor's current name; checkpoints from TensorFlow have other names for norms."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _warn_of_unused(weights: Weights, checkpoint: ModelCheckpoint) -> None:
-    """Log a layer's tensors that were not used; of heads for other tasks there may be any."""
+    """Log unused tensors of layers; unused heads of other tasks are normal."""
     unused = [name for name in weights.unused() if ".layer" in name or name.startswith("layers.")]
     if unused:
         logger.warning(

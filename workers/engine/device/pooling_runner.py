@@ -1,4 +1,4 @@
-"""Runs the steps of a model that pools: each request yields numbers instead of tokens."""
+"""Run the steps of a model that pools: each request yields numbers instead of tokens."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from workers.engine.profiling import span
 
 @dataclass(slots=True)
 class _EndedRows:
-    """The rows of a step that end in it, R of N."""
+    """The R of N rows that end in a step."""
 
     rows: NDArray[np.int64]  # [R]
     params: list[PoolingParams]
-    counts: Tensor  # int64 [R], their tokens in this step
-    last: Tensor  # int64 [R], the last of them
+    counts: Tensor  # int64 [R], tokens of the rows in this step
+    last: Tensor  # int64 [R], last token of each row
 
 
 class PoolingRunner(StepRunner):
-    """Launches and retires steps as `ModelRunner` does; what it keeps by slot is what requests
-    asked for.
-    """
+    """Launches and retires steps like `ModelRunner`; stores the parameters of requests by slot."""
 
     graphs = None
 
@@ -46,13 +44,13 @@ class PoolingRunner(StepRunner):
         self._second_text = np.zeros(config.max_num_seqs, np.int64)
 
     def prepare(self) -> None:
-        """Nothing is recorded."""
+        """Do nothing: steps are not recorded."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
         """Compute a step and pool the requests that end in it.
 
-        Raises StepAbandoned when `interruption` is set before the last layer has begun.
+        Raises StepAbandoned if `interruption` is set before the last layer begins.
         """
         self._copies.make_room()
         for request in plan.added:
@@ -75,7 +73,7 @@ class PoolingRunner(StepRunner):
         return LaunchedStep(nothing, np.empty(0, np.int64), None, [], pooled=parts, done=done)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
-        """Return what came of a step. Waits for the device."""
+        """Wait for the device and return the result of a step."""
         if launched.done is not None:
             launched.done.synchronize()
         pooled = [b""] * sum(len(part.places) for part in launched.pooled)
@@ -86,7 +84,7 @@ class PoolingRunner(StepRunner):
         return StepResult(launched.tokens.numpy(), pooled=pooled)
 
     def _token_types(self, plan: StepPlan) -> Tensor | None:
-        """Return each token's type, 1 from the second text of a pair on; None where all are 0."""
+        """Return each token's type, 1 from the second text of a pair on; None if all are 0."""
         begins = self._second_text[plan.slots]
         if not begins.any():
             return None
@@ -106,7 +104,7 @@ class PoolingRunner(StepRunner):
         return self.model.pooler.needed(ended.counts, ended.last)
 
     def _pool(self, plan: StepPlan, hidden: Tensor, ended: _EndedRows) -> list[PooledRows]:
-        """Pool the rows that end, those with equal parameters together."""
+        """Pool the rows that end, rows with equal parameters together."""
         skipped = np.array([params.unpooled for params in ended.params], np.int64)
         pooled = self.model.pooler.pool(
             hidden, ended.counts, ended.last, to_device(skipped, self.device) if skipped.any() else None
@@ -134,7 +132,7 @@ class PoolingRunner(StepRunner):
 def make_runner(
     config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_blocks: int
 ) -> ModelRunner | PoolingRunner:
-    """Return what runs the steps of a model."""
+    """Return the runner of a model's steps."""
     runner = PoolingRunner if isinstance(model, PoolingModel) else ModelRunner
     return runner(config, backend, model, num_blocks)  # type: ignore[arg-type]
 

@@ -1,5 +1,6 @@
-"""A quantized checkpoint's tensors as the plain ones that a model's code asks for: each matrix is
-computed from its parts when it is read.
+"""Read a quantized checkpoint as the plain tensors that a model's code expects.
+
+Each matrix is computed from its parts when it is read.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ _FORMATS: dict[str, Callable[[Json], CheckpointFormat]] = {
     "fp8": Fp8Format,
     "gptq": GptqFormat,
 }
-# The keys of config.json with the method where the settings name none; the second one is of the
-# first versions of compressed-tensors
+# The keys of config.json, each with the method if the settings name none; first versions of
+# compressed-tensors have the second key
 _KEYS = {"quantization_config": "no known method", "compression_config": "compressed-tensors"}
 _WEIGHT = "weight"
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
-# How the names of modules end whose matrices are dequantized everywhere
+# Suffixes of the modules whose matrices are always dequantized
 _TABLES = ("lm_head", *EMBEDDINGS)
-_GROUP_BYTES = {4: 5, 8: 4}  # in memory, of a row's scale and zero point of a group, by bits
+_GROUP_BYTES = {4: 5, 8: 4}  # of a row's scale and zero point per group, in memory; by bits
 
 
 def find_format(raw: Json) -> CheckpointFormat | None:
-    """Return how a checkpoint is quantized by its config.json; None where it is not.
+    """Return the format of a quantized checkpoint from its config.json; None for a plain one.
 
-    Raises ModelLoadError where it cannot be read.
+    Raises ModelLoadError if it cannot be read.
     """
     key = next((key for key in _KEYS if raw.get(key)), None)
     if key is None:
         return None
     settings = raw[key]
     if not isinstance(settings, dict):
-        raise ModelLoadError(f"config.json has a {key} that is no JSON object")
+        raise ModelLoadError(f"config.json has a {key} that is not a JSON object")
     method = str(settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else _KEYS[key]))
     if method not in _FORMATS:
         raise unreadable(method)
@@ -65,10 +66,10 @@ def _is_bitsandbytes(settings: Json) -> bool:
 def plain_readers(
     readers: Mapping[str, Reader], checkpoint_format: CheckpointFormat, dtype: torch.dtype
 ) -> dict[str, Reader]:
-    """Return functions that read the tensors of the plain checkpoint by name: quantized matrices
-    are computed when they are read, and given in `dtype`.
+    """Return a reader for each tensor of the plain checkpoint, by name.
 
-    Raises ModelLoadError, as the functions do, which names the tensor.
+    Quantized matrices are computed in `dtype` when they are read. This function and the readers
+    raise ModelLoadError, which names the tensor.
     """
     plain = {name: reader for name, reader in readers.items() if _part(name) not in checkpoint_format.parts}
     for module, names in _modules(readers, checkpoint_format).items():
@@ -87,11 +88,10 @@ def count_bytes(
     stays: bool,
     float8: bool = False,
 ) -> int:
-    """Return about how many bytes the weights take by the shapes of the stored tensors: `item_size`
-    for each number of the plain checkpoint, or as many bits as it is stored in if it `stays` so,
-    and one byte if it is in float8 and that stays.
+    """Estimate the bytes of the weights from the shapes of the stored tensors.
 
-    Raises ModelLoadError.
+    A number of the plain checkpoint takes `item_size` bytes. If it `stays` as stored, it takes its
+    stored bits, or one byte in float8. Raises ModelLoadError.
     """
     layouts = {}
     for module, names in _modules(shapes, checkpoint_format).items():
@@ -106,7 +106,7 @@ def count_bytes(
         if layout is not None and part == layout.stored:
             count += numbers * layout.packed * (bits or 8 * item_size) // 8
         elif layout is not None and bits and part in _SCALES:
-            rows, *_ = shapes.get(f"{module}.{layout.stored}") or (1,)  # its reader refuses what is amiss
+            rows, *_ = shapes.get(f"{module}.{layout.stored}") or (1,)  # the reader refuses a malformed tensor
             count += numbers * min(layout.scaled_rows or rows, rows) * _GROUP_BYTES[bits]
         elif part not in checkpoint_format.parts:
             count += numbers * item_size
@@ -132,7 +132,7 @@ def _part(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _MatrixReader:
-    """A QuantizedReader."""
+    """A `QuantizedReader` of one matrix."""
 
     parts: MatrixParts
     layout: MatrixLayout

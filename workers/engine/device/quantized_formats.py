@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints that store all their matrices alike: GPTQ, AWQ and fp8."""
+"""Formats of quantized checkpoints with one layout for all matrices: GPTQ, AWQ and fp8."""
 
 from __future__ import annotations
 
@@ -31,29 +31,28 @@ _READ = "compressed-tensors (int-, float-, naive- or pack-quantized), gptq, awq 
 
 FLOAT8 = (torch.float8_e4m3fn,)
 EMBEDDINGS = ("embed_tokens", "embeddings")
-"""How the names of embeddings end; all other matrices are of linear layers."""
+"""Suffixes of the names of embeddings; all other matrices are of linear layers."""
 _AWQ_BITS = 4
-# Where AWQ has the number of each output among the eight of a word
+# The place of each output's number among the eight of a word in AWQ
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class CheckpointFormat(ABC):
-    """How a checkpoint stores its matrices, by its quantization_config."""
+    """The layout of a checkpoint's matrices, from its quantization_config."""
 
-    #: The last parts of the names of tensors that are no weights of the model.
+    #: Last parts of the names of tensors that are not weights of the model.
     parts: ClassVar[frozenset[str]]
 
     @abstractmethod
     def layout(self, module: str, parts: Collection[str]) -> MatrixLayout | None:
-        """Return how a module's matrix is stored, by the parts that are there; None where it is
-        plain.
+        """Return the layout of a module's matrix from its stored parts; None for a plain matrix.
 
         Raises ModelLoadError.
         """
 
 
 class GptqFormat(CheckpointFormat):
-    """GPTQ: inputs are packed, all of an output's numbers in one column."""
+    """GPTQ: numbers are packed along the inputs; a column holds all numbers of an output."""
 
     parts = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 
@@ -81,7 +80,7 @@ class GptqFormat(CheckpointFormat):
         )
 
     def _settings_of(self, module: str) -> Json:
-        """Return the settings of a module: the first pattern that matches may change them."""
+        """Return the settings of a module, with the changes of the first matching pattern."""
         for pattern, changes in self._dynamic.items():
             if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module):
                 return {**self._settings, **changes}
@@ -97,8 +96,8 @@ def _read_gptq(parts: MatrixParts, bits: int, group_size: int | None, offset: in
     scales = parts.read("scales", SCALES, (groups, rows))
     zeros = parts.read("qzeros", WORDS, (groups, packed_rows))
     order = parts.groups("g_idx", columns, groups) if "g_idx" in parts else groups_in_order(columns, size)
-    # GPTQModel subtracts 1 from all of a word's zero points at once when it saves the first version
-    # of the format: a zero point of 0 borrows from the next
+    # In the first version of the format, GPTQModel subtracts 1 from all zero points of a word at
+    # once: a zero point of 0 borrows from the next
     ones = sum(1 << shift for shift in range(0, 32, bits))
     zeros = (zeros.long() + offset * ones).to(torch.int32)
     return QuantizedMatrix(
@@ -107,15 +106,15 @@ def _read_gptq(parts: MatrixParts, bits: int, group_size: int | None, offset: in
 
 
 def _words_of_outputs(parts: MatrixParts, rows: int, bits: int) -> int:
-    """Return how many int32 words hold one number of each row, without a rest."""
+    """Return the number of int32 words that hold one number of each row, without remainder."""
     packed = numbers_in(1, bits)
     if rows % packed:
-        raise parts.error("qweight", f"has {rows} outputs, which has to be a multiple of {packed}")
+        raise parts.error("qweight", f"has {rows} outputs; the number must be a multiple of {packed}")
     return rows // packed
 
 
 class AwqFormat(CheckpointFormat):
-    """AWQ of the version gemm: outputs are packed, in an order of their own."""
+    """AWQ of the version gemm: numbers are packed along the outputs, in a special order."""
 
     parts = frozenset(("qweight", "qzeros", "scales"))
 
@@ -152,13 +151,13 @@ class AwqFormat(CheckpointFormat):
 
 
 def _unpack_awq(packed: Tensor) -> Tensor:
-    """Return the numbers of words [a, n / 8] as uint8 [n, a]."""
+    """Unpack the numbers of words [a, n / 8] to uint8 [n, a]."""
     by_word = unpack(packed.t(), _AWQ_BITS).reshape(packed.shape[1], packed.shape[0], len(_AWQ_ORDER))
     return by_word.transpose(1, 2)[:, _AWQ_ORDER].flatten(0, 1)
 
 
 class Fp8Format(CheckpointFormat):
-    """Float8 with a scale for each block, as DeepSeek has it, or for each matrix."""
+    """Float8 with a scale for each block (as in DeepSeek's checkpoints) or for each matrix."""
 
     parts = frozenset(("weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "k_scale", "v_scale"))
 
@@ -185,7 +184,7 @@ class Fp8Format(CheckpointFormat):
 def read_scaled(
     parts: MatrixParts, dtypes: Collection[torch.dtype], scale: str, block: tuple[int, int] | None
 ) -> QuantizedMatrix:
-    """Return a matrix that is stored as `weight`, with a scale for each block, or for the whole."""
+    """Read the matrix `weight`, with a scale for each block or for the whole matrix."""
     values = parts.read("weight", dtypes, (None, None))
     rows, columns = values.shape
     if block is None:
@@ -198,7 +197,7 @@ def read_scaled(
 
 
 def unreadable(what: str) -> ModelLoadError:
-    """Return the refusal of a checkpoint by its quantization_config."""
+    """Return the error for a checkpoint with an unsupported quantization_config."""
     return ModelLoadError(
         f"config.json says that the model is quantized by {what}, which cannot be read; {PLAIN_VERSION}, or one by"
         f" {_READ}"
@@ -206,12 +205,12 @@ def unreadable(what: str) -> ModelLoadError:
 
 
 def malformed(key: str, value: Any, wanted: str) -> ModelLoadError:
-    """Return the refusal of a value in a quantization_config."""
-    return ModelLoadError(f"config.json has {key} {value!r} in its quantization_config, which has to be {wanted}")
+    """Return the error for an invalid value in a quantization_config."""
+    return ModelLoadError(f"config.json has {key} {value!r} in its quantization_config; it must be {wanted}")
 
 
 def read_object(settings: Json, key: str) -> Json:
-    """Return the JSON object of a key, empty where it is absent or null. Raises ModelLoadError."""
+    """Return the JSON object of a key, empty if it is absent or null. Raises ModelLoadError."""
     return _object(settings.get(key), key)
 
 
@@ -224,7 +223,7 @@ def _object(value: Any, key: str) -> Json:
 
 
 def read_strings(settings: Json, key: str) -> tuple[str, ...]:
-    """Return the strings of a key, none where it is absent or null. Raises ModelLoadError."""
+    """Return the strings of a key, none if it is absent or null. Raises ModelLoadError."""
     value = settings.get(key)
     if value is None:
         return ()
@@ -260,7 +259,7 @@ def _require_bits(settings: Json, key: str, supported: tuple[int, ...]) -> int:
 
 
 def _group_size(settings: Json, key: str) -> int | None:
-    """Return how many columns share a scale; None for all of a row."""
+    """Return the number of columns that share a scale; None for a whole row."""
     size = -1 if settings.get(key) is None else settings[key]
     if not isinstance(size, int) or not (size == -1 or size > 0):
         raise malformed(key, size, "a positive integer, or -1 for whole rows")

@@ -1,4 +1,4 @@
-"""A matrix that a checkpoint stores in several tensors: small numbers, scales and zero points."""
+"""A matrix stored in several tensors of a checkpoint: small numbers, scales and zero points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reader = Callable[[], Tensor]
 
 WORDS = (torch.int32,)
 INDICES = (torch.int32, torch.int64)
-# A float8_e8m0fnu is a power of two
+# Each float8_e8m0fnu is a power of two
 SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
 _WORD_BITS = 32
 _NIBBLE = 15
@@ -23,7 +23,7 @@ _NUMBERS_AT_ONCE = 1 << 21
 
 
 class MatrixParts:
-    """The tensors of one module by the last part of their names, as `weight_scale`."""
+    """The tensors of one module by the last part of their names, such as `weight_scale`."""
 
     def __init__(self, module: str, readers: Mapping[str, Reader]) -> None:
         self.module = module
@@ -33,7 +33,7 @@ class MatrixParts:
         return part in self._readers
 
     def require(self, names: Collection[str]) -> None:
-        """Raise ModelLoadError where a part is absent."""
+        """Raise ModelLoadError if a part is absent."""
         for name in names:
             if name not in self._readers:
                 raise ModelLoadError(
@@ -42,7 +42,7 @@ class MatrixParts:
                 )
 
     def read(self, part: str, dtypes: Collection[torch.dtype], *shapes: Sequence[int | None]) -> Tensor:
-        """Return a part that has one of the dtypes and one of the shapes, where None is any size.
+        """Read a part, which must have one of the dtypes and one of the shapes (None: any size).
 
         Raises ModelLoadError.
         """
@@ -75,18 +75,16 @@ class MatrixParts:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [n, k]: each number is (its value - the zero point) * the scale of its row and
-    group.
-    """
+    """A matrix [n, k]; each number is (value - zero point) * scale, by row and group."""
 
     values: Tensor  # uint8, int8 or float8_e4m3fn [n, k]
     scales: Tensor  # float32 [n, groups]
     zeros: Tensor | None = None  # float32 [n, groups]
-    groups: Tensor | None = None  # int64 [k], the group of each column; None where there is but one
+    groups: Tensor | None = None  # int64 [k], the group of each column; None for a single group
     bits: int = 8
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the numbers, computed in float32 and rounded once to `dtype`; contiguous."""
+        """Return the contiguous plain matrix, computed in float32 and rounded once to `dtype`."""
         rows, columns = self.values.shape
         plain = torch.empty((rows, columns), dtype=dtype)
         step = max(1, _NUMBERS_AT_ONCE // max(1, columns))
@@ -99,8 +97,10 @@ class QuantizedMatrix:
         return plain
 
     def as_stored(self, dtype: torch.dtype) -> QuantizedWeight | None:
-        """Return a weight of the same integers; None where there is no such kind of weights: of
-        floats, of columns not in the order of their groups, and of 8 bits with zero points.
+        """Return a weight with the same integers, or None if weights do not support them.
+
+        These are not supported: floats, columns that are not in the order of their groups, and 8
+        bits with zero points.
         """
         size = self._group_size()
         if size is None or self.values.dtype not in (torch.int8, torch.uint8):
@@ -116,12 +116,12 @@ class QuantizedMatrix:
         return QuantizedWeight((self.values - middle).to(torch.int8), scales, dtype, size)
 
     def as_float8(self, dtype: torch.dtype, float8_inputs: bool) -> QuantizedWeight | None:
-        """Return a weight of the same floats; None where groups do not follow one another."""
+        """Return a weight with the same floats; None if groups are not in order."""
         size, scales = self._group_size(), self.scales.float().contiguous()
         return None if size is None else QuantizedWeight(self.values, scales, dtype, size, float8_inputs=float8_inputs)
 
     def _group_size(self) -> int | None:
-        """Return how many columns share a scale; None where groups do not follow one another."""
+        """Return the number of columns that share a scale; None if groups are not in order."""
         columns = self.values.shape[1]
         if self.groups is None:
             return columns
@@ -134,26 +134,27 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """How one matrix is stored."""
+    """The stored form of one matrix."""
 
-    stored: str  # the part that holds its numbers
+    stored: str  # the part with its numbers
     required: tuple[str, ...]
-    packed: int  # numbers in one element of it
+    packed: int  # numbers in one element of that part
     read: Callable[[MatrixParts], QuantizedMatrix]
-    bits: int | None = None  # of a number, where `QuantizedMatrix.as_stored` leaves it as it is
-    float8: bool = False  # numbers, which `QuantizedMatrix.as_float8` leaves as they are
+    bits: int | None = None  # of a number, if `QuantizedMatrix.as_stored` supports it
+    float8: bool = False  # whether `QuantizedMatrix.as_float8` supports it
     float8_inputs: bool = False
     scaled_rows: int | None = 1  # rows that share a stored scale; None: all
 
 
 def bits_as_stored(bits: int, group_size: int | None) -> int | None:
-    """Return `MatrixLayout.bits` of integers by the columns of a group, None for whole rows."""
+    """Return `MatrixLayout.bits` for integers in groups of `group_size` columns (None: rows)."""
     return bits if (group_size or 0) % GROUP_MULTIPLES[bits] == 0 else None
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Return the unsigned numbers of 4 or 8 bits in int32 words [a, b] as uint8 [a, b * 32 / bits],
-    the lowest bits of a word first.
+    """Unpack int32 words [a, b] to uint8 [a, b * 32 / bits].
+
+    Words hold unsigned numbers of 4 or 8 bits, the first in the lowest bits.
     """
     # contiguous() would keep the strides of a single column; little-endian, as safetensors are
     octets = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -163,17 +164,17 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def words(numbers: int, bits: int) -> int:
-    """Return how many int32 words hold so many numbers."""
+    """Return the number of int32 words that hold `numbers` numbers."""
     return -(-numbers * bits // _WORD_BITS)
 
 
 def numbers_in(word_count: int, bits: int) -> int:
-    """Return how many numbers so many int32 words hold."""
+    """Return the number of numbers in `word_count` int32 words."""
     return word_count * _WORD_BITS // bits
 
 
 def groups_in_order(columns: int, size: int) -> Tensor | None:
-    """Return the group of each column where groups of `size` follow one another."""
+    """Return the group of each column for consecutive groups of `size` columns."""
     return None if size >= columns else torch.arange(columns) // size
 
 

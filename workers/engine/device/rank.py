@@ -1,6 +1,6 @@
-"""One rank's part of a replica: its weights, its KV cache, the steps run on them.
+"""One rank of a replica: its weights, its KV cache and its steps.
 
-A replica of one process has one.
+A replica of one process has one rank.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """Comes to life in three steps: made, it knows the model's shape; `load` reads the weights and
-    says how large a cache could be; `allocate` makes the cache, whose size all ranks of a replica
-    share; `settle` does both, at the same time on all ranks. From then on it launches and retires
-    steps.
+    """Loads one rank's part of the model, then launches and retires steps.
 
-    Takes what `resolve` and `open_shard` give. All three raise ModelLoadError where the model
-    cannot be loaded or a setting does not suit it.
+    - The constructor takes the results of `resolve` and `open_shard`.
+    - `load` reads the weights and returns the bytes available to the cache.
+    - `allocate` allocates the cache; its size is the same on all ranks of a replica.
+    - `settle` does both, at the same time on all ranks.
+
+    All raise ModelLoadError if the model cannot be loaded or a setting does not suit it.
     """
 
     def __init__(self, config: ResolvedConfig, checkpoint: ModelCheckpoint) -> None:
@@ -72,10 +73,10 @@ class Rank:
         self.runner: ModelRunner | PoolingRunner
 
     def settle(self, parallel: Parallel) -> tuple[ResolvedConfig, int]:
-        """Load and allocate as one of the ranks in `parallel`; return when all have.
+        """Load and allocate as one of the ranks in `parallel`; return when all have finished.
 
-        Returns the configuration with `max_model_len` as it fits, and the number of blocks, both
-        the same on all ranks.
+        Returns the configuration with a `max_model_len` that fits, and the number of blocks; both
+        are the same on all ranks.
         """
         self._parallel = parallel
         config, num_blocks = plan_cache(
@@ -88,7 +89,7 @@ class Rank:
         return config, num_blocks
 
     def load(self) -> int:
-        """Read the weights; return how many bytes this rank has for its KV cache."""
+        """Read the weights; return the bytes that this rank has for its KV cache."""
         parallel = self._parallel
         config, model = self._config, self.model_config
         ops = self._backend.ops
@@ -103,7 +104,7 @@ class Rank:
         weights = whole // parallel.size
         if self.device.type == "cuda":
             return self._load_on_gpu(weights)
-        # The cache is planned first, for it may not fit, or the context come out shorter.
+        # Plan the cache first: it may not fit, or shorten the context.
         available = available_memory()
         share = None if available is None else available // parallel.size
         budget = cpu_cache_bytes(config, model, self._cache_dtype, weights, share)
@@ -115,7 +116,7 @@ class Rank:
     def _load_on_gpu(self, weights: int) -> int:
         config = self._config
         gpu, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
-        _release_unused()  # what an earlier model of this process left
+        _release_unused()  # memory of an earlier model in this process
         taken = _used(self.device)
         place = f"on {gpu} with {gib(total)}, of which {gib(taken)} are taken"
         with _refusing(
@@ -150,7 +151,7 @@ class Rank:
         return load_weights(checkpoint, self.dtype, self.device, max_model_len, ops, self._parallel)
 
     def allocate(self, config: ResolvedConfig, num_blocks: int) -> None:
-        """Make the cache of `num_blocks` blocks; `config` has `max_model_len` as it fits."""
+        """Allocate a cache of `num_blocks` blocks; `config` has a `max_model_len` that fits."""
         cache = gib(num_blocks * block_bytes(self.model_config, self._cache_dtype, config.block_size))
         advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
         with _refusing(f"a KV cache of {cache} does not fit into memory beside the weights; {advice}"):
@@ -158,11 +159,11 @@ class Rank:
             self.runner.prepare()
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
-        """Raise StepAbandoned or StepOutOfMemory, after which the cache holds what it held before
-        and the step may be launched again, in other parts.
+        """Launch a step.
 
-        Raises RankError for the same where there are other ranks: they may be in the middle of the
-        step, and wait for this one in vain.
+        After StepAbandoned or StepOutOfMemory the cache is unchanged, and the step may be launched
+        again, also in parts. With several ranks, want of memory raises RankError instead: the other
+        ranks may be in the middle of the step and wait for this one.
         """
         try:
             return self.runner.launch(plan, masks)
@@ -170,24 +171,23 @@ class Rank:
             if not is_out_of_memory(error):
                 raise
             why = one_line(error)
-        # Only here, where no error holds on to the step's tensors any more, can their memory be had
-        # again.
+        # The memory of the step's tensors can be freed only here: before, the error refers to them.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._parallel.size > 1:
             raise RankError(
-                f"a step of {plan.counts.sum()} tokens does not fit into memory ({why}), and the other ranks cannot be"
-                " called back from it; lower max_num_batched_tokens or gpu_memory_utilization"
+                f"a step of {plan.counts.sum()} tokens does not fit into memory ({why}), and the other ranks"
+                " cannot abandon it; lower max_num_batched_tokens or gpu_memory_utilization"
             )
         raise StepOutOfMemory(why)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
-        """Return what came of a step. Waits for the device."""
+        """Wait for the device and return the result of a step."""
         return self.runner.retire(launched)
 
 
 def open_shard(config: EngineConfig) -> ModelCheckpoint:
-    """Return the checkpoint of `config.model` as one of its ranks loads it, which needs no device.
+    """Return the checkpoint of `config.model` as one rank loads it; this needs no device.
 
     Raises ModelLoadError.
     """
@@ -196,7 +196,7 @@ def open_shard(config: EngineConfig) -> ModelCheckpoint:
 
 @contextmanager
 def _refusing(why: str) -> Iterator[None]:
-    """Raise ModelLoadError for a want of memory."""
+    """Raise ModelLoadError with the reason `why` if memory runs out in the context."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -206,12 +206,12 @@ def _refusing(why: str) -> Iterator[None]:
 
 
 def _release_unused() -> None:
-    """Free the GPU's memory that this process holds and does not use; some is tied up in cycles."""
+    """Free unused GPU memory of this process; reference cycles hold some of it."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def _used(device: torch.device) -> int:
-    """Return the bytes of a GPU in use by any process."""
+    """Return the bytes of a GPU that are in use by any process."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free

@@ -1,9 +1,10 @@
-"""A rank's process: `python -m workers.engine.device.rank_process --fd N --parent PID --rank R`.
+"""Run one rank: `python -m workers.engine.device.rank_process --fd N --parent PID --rank R`.
 
-N is its end of a socket pair; rank 0, process PID, holds the other.
+N is this process' end of a socket pair; rank 0, process PID, holds the other.
 
-Reads a `RankSetup`, then runs the step of every `PlanFrame`, under the masks of a `MaskFrame` where
-it has guided samples, until rank 0 closes its end or dies. Says nothing but why it has to end.
+The process reads a `RankSetup`, then runs the step of every `PlanFrame`, with the masks of a
+`MaskFrame` if the step has guided samples, until rank 0 closes its end or dies. It sends only the
+reason for its end.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--log-level", type=int, default=logging.INFO, help="as the logging module counts them")
     given = parser.parse_args()
     connection = socket.socket(fileno=given.fd)
-    # What a rank could say, rank 0 says too.
+    # Rank 0 logs the same lines, so this rank logs errors only.
     become_child(given.parent, connection, f"rank {given.rank}", max(logging.ERROR, given.log_level))
     try:
         _serve(FrameReader(connection))
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def _serve(reader: FrameReader) -> None:
-    # Imported here, while rank 0 looks its device over, since importing torch takes seconds.
+    # Importing torch takes seconds; rank 0 checks its device meanwhile.
     from workers.engine.device.model_runner import LaunchedStep
     from workers.engine.device.rank import Rank, open_shard
     from workers.engine.device.ranks import rank_parallel
@@ -59,7 +60,7 @@ def _serve(reader: FrameReader) -> None:
     launched: deque[LaunchedStep] = deque()
 
     def masks() -> TokenMasks:
-        """Without any, where rank 0 has ended and the step is lost."""
+        """Read the step's masks; return empty ones if rank 0 has ended and the step is lost."""
         received = reader.read(_MASKS_DECODER)
         return NO_MASKS if received is None else received.token_masks()
 

@@ -1,4 +1,4 @@
-"""The other ranks of a replica, which rank 0 in the engine core starts, drives and watches.
+"""The other ranks of a replica: rank 0 in the engine core starts, drives and watches them.
 
 All ranks run the same steps and sample the same tokens, so they return nothing. When a rank ends,
 the core ends in the same way, so that the worker process sees the real cause. The kernel ends every
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(RankFailed)
 
-# From a closed connection to the ended process, which may have a device to leave
+# From a closed connection to the ended process, which may have to release a device
 _END_SECONDS = 5.0
-_ECHO_SECONDS = 0.3  # from a rank's death to what the others say of it
-_VERDICT_SECONDS = 2.0  # from a rank's death to what is done about it
+_ECHO_SECONDS = 0.3  # from a rank's death to the other ranks' errors because of it
+_VERDICT_SECONDS = 2.0  # from a rank's death to the end of this process
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 
 
 @dataclass(frozen=True, slots=True)
 class RankDeath:
-    """`returncode` is negative for a signal; `said` is the rank's own reason, if it gave one."""
+    """A rank's end. `returncode` is negative for a signal; `said` is its own reason, or ""."""
 
     rank: int
     pid: int
@@ -52,8 +52,8 @@ class RankDeath:
 
     @property
     def doubt(self) -> int:
-        """How likely it is no more than the echo of another rank's death, which shows as an error,
-        or an abort, in a sum over the ranks.
+        """Return the likelihood that another rank's death caused this one, by an error or an abort
+        in a sum over the ranks.
         """
         if self.returncode < 0:
             return 1 if -self.returncode in _CRASHES else 0
@@ -81,17 +81,18 @@ def end_likewise(death: RankDeath) -> None:
         faulthandler.disable()
         os.kill(os.getpid(), -death.returncode)
         time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)  # one that this process does not heed
+        os.kill(os.getpid(), signal.SIGKILL)  # this process ignored the first signal
     os._exit(1)
 
 
 class Ranks:
-    """The processes of ranks 1, 2, ... on `devices`, each with its own of the `locks` of their
-    GPUs. None, where there is one rank.
+    """The processes of ranks 1, 2, ... on `devices`; there are none if the replica has one rank.
+
+    Each process inherits the lock of its GPU from `locks`.
     """
 
     def __init__(self, devices: Sequence[str], locks: Sequence[int], on_death: OnDeath) -> None:
-        """Start them; the kernel ties them to the calling thread."""
+        """Start the processes; the kernel ends them with the calling thread."""
         self._on_death = on_death
         self._closing = self._joined = False
         self._devices = devices
@@ -104,9 +105,9 @@ class Ranks:
             self._start(rank, [locks[rank - 1]] if locks else [])
 
     def join(self, config: ResolvedConfig, device: torch.device) -> Parallel:
-        """Has all ranks, this one on `device` among them, load what `config` says.
+        """Send `config` to all ranks and join them, as rank 0 on `device`.
 
-        Returns when they have found each other.
+        Returns when all ranks are connected.
         """
         size = len(self._devices) + 1
         if size == 1:
@@ -120,12 +121,12 @@ class Ranks:
         return parallel
 
     def send(self, plan: StepPlan) -> None:
-        """Has the other ranks run a step, which this one must run too."""
+        """Make the other ranks run a step, which this rank must run too."""
         if self._connections:
             self._send(PlanFrame.of(plan))
 
     def shared(self, masks: MakeMasks | None) -> MakeMasks | None:
-        """Return what makes masks and has the other ranks use them too."""
+        """Return a function that makes the masks and sends them to the other ranks, too."""
         if masks is None or not self._connections:
             return masks
 
@@ -143,8 +144,9 @@ class Ranks:
 
     @contextmanager
     def heard_first(self) -> Iterator[None]:
-        """An error in here may be no more than the echo of a rank's death, so it waits for what is
-        done about that.
+        """Delay an error raised in the context until the death of a rank would have been handled.
+
+        The error may only be a consequence of that death.
         """
         try:
             yield
@@ -155,12 +157,10 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """Let the ranks finish their steps and end, or end them where there is nothing to finish;
-        return when they have.
-        """
+        """Wait until the ranks have finished their steps and ended; kill them if not joined."""
         self._closing = True
         for connection in self._connections:
-            with suppress(OSError):  # the rank was quicker
+            with suppress(OSError):  # the rank has closed it already
                 connection.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + _END_SECONDS
         for process in self._processes:
@@ -201,7 +201,7 @@ class Ranks:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         message = None
-        with suppress(OSError):  # it left something unread
+        with suppress(OSError):  # the rank ended with unread data
             message = FrameReader(connection).read(_DECODER)
         if self._closing:
             return
@@ -224,15 +224,13 @@ class Ranks:
 
 
 def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
-    """Return the other side of `Ranks.join`."""
+    """Join the other ranks as a rank other than 0; the counterpart of `Ranks.join`."""
     size = setup.config.tensor_parallel_size
     return Parallel.join(setup.rank, size, device, connected_store(size, setup.port))
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Return once it has ended, which is brought about at the deadline; whether it did so by
-    itself.
-    """
+    """Wait for a process to end, and kill it at the deadline; return whether it ended by itself."""
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""From what was asked for to what a replica runs with."""
+"""Resolve the configuration of a replica."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from workers.engine.models.config import ModelConfig
 
 
 def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedConfig:
-    """Decide what is left open, for a model on one of the replica's devices.
+    """Set all open fields of the configuration, for a model on one of the replica's devices.
 
-    Raises ModelLoadError for a backend that does not exist, for a context longer than the model's,
-    and for an encoder whose keys and values are asked for in 8 bits.
+    Raises ModelLoadError for an unknown backend, for a context longer than the model's, and for an
+    encoder with keys and values in 8 bits.
     """
     place = torch.device(device)
     cuda, dtype = place.type == "cuda", resolve_dtype(config.dtype, model, place)
@@ -63,10 +63,10 @@ def _cache_dtype(config: EngineConfig, backend: Backend, model: ModelConfig, dty
 
 
 def _suits_narrow_cache(model: ModelConfig) -> bool:
-    """Return whether the KV cache is in bfloat16 by default under float32 arithmetic: for
-    checkpoints in bfloat16, whose keys and values had that precision in training.
+    """Return whether the KV cache is in bfloat16 by default under float32 arithmetic.
 
-    An encoder reads its cache once, so that it would not be faster.
+    It is for checkpoints in bfloat16: their keys and values had that precision in training. It is
+    not for encoders, which read the cache once and would not be faster.
     """
     return model.dtype == "bfloat16" and not model.whole_prompts
 
@@ -77,9 +77,9 @@ def _usual_seqs(cuda: bool, whole_prompts: bool) -> int:
 
 
 def _longest_context(config: EngineConfig, model: ModelConfig) -> int:
-    """In tokens: what was asked for, else the model's own.
+    """Return the configured context in tokens, by default the model's own.
 
-    Raises ModelLoadError where more was asked for than the model has.
+    Raises ModelLoadError if it is longer than the model's.
     """
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ModelLoadError(

@@ -1,5 +1,5 @@
-"""What runs the steps of any model: its backend's attention, its paged cache, and the tables that a
-step's inputs are made from.
+"""The common part of all runners: the backend's attention, the paged cache, and the tables for the
+inputs of steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.engine.models.pooling import PoolingModel
 
 
 class StepRunner:
-    """`interruption` abandons a step; it is None on a GPU."""
+    """Base of the runners. `interruption` abandons a step; it is None on a GPU."""
 
     def __init__(
         self, config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_blocks: int
@@ -34,7 +34,7 @@ class StepRunner:
         self._copies = ResultCopies(self.device)
 
     def _attend(self, inputs: StepInputs, bias: Tensor | None = None, needed: Tensor | None = None) -> StepAttention:
-        """Return a step's attention; `bias` and `needed` as `StepAttention` has them."""
+        """Return a step's attention; `bias` and `needed` are those of `StepAttention`."""
         scales, patterns = self._shape.attention_scales, self._shape.attention_patterns
         rest = self.interruption, bias, needed
         return StepAttention(self.attention, self.caches, inputs.metadata, scales, patterns, *rest)

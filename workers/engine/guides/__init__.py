@@ -1,3 +1,4 @@
-"""Outputs that follow a grammar: which tokens may come next. Imports no torch, and the library that
-matches grammars only once there is one.
+"""Guided outputs: the tokens that a grammar allows next.
+
+The package does not import torch. It imports the grammar library only when a request has a grammar.
 """

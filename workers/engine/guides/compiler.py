@@ -1,4 +1,4 @@
-"""Guides of requests that have just come: their grammars are compiled beside the steps."""
+"""Create the guides of new requests: threads compile the grammars while steps run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,25 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _THREADS = 4
-"""Grammars compiled at the same time, so that one that takes long does not hold up all others."""
+"""Most grammars compiled at the same time, so that a slow one does not delay all others."""
 _STACK = 64 << 20
-"""Bytes of stack: a grammar is compiled by recursion, as deep as its schema."""
+"""Bytes of a compiler thread's stack: the recursion is as deep as the schema."""
 _COMPILED = 128
-"""Compiled grammars that are kept."""
+"""Most compiled grammars in the cache."""
 _COMPILED_CHARACTERS = 1 << 22
-"""How long their texts may be together: in memory one takes some hundred times its text."""
-_COMPILED_CHARACTERS = 1 << 22
-"""How long all of them may be together: one takes up to some hundred times its text in memory."""
+"""Most characters of their texts; a compiled grammar takes some hundred times its text."""
 
 _NOT_COMPILED = "the output's grammar cannot be compiled: "
 
 Made = Guide | str
-"""A guide, or a sentence that says why there is none."""
+"""A guide, or an error text."""
 
 
 class GuideCompiler:
-    """Makes the guides of requests, which wait here meanwhile.
+    """Creates the guides of requests; a request waits here until its guide is ready.
 
-    A compiled grammar is kept by its text; each request works on a copy. `woken` is called, in
-    another thread, when a request has its guide.
+    Compiled grammars are cached by their text; each request works on a copy. `woken` is called, in
+    another thread, when a request's guide is ready.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -52,19 +50,19 @@ class GuideCompiler:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of all guides made here."""
+        """Return the vocabulary of all guides."""
         if self._vocabulary is None:
             raise RuntimeError("there is no vocabulary yet")
         return self._vocabulary
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their guides."""
+        """Return the number of requests that wait for their guides."""
         return len(self._waiting)
 
     @property
     def live_wait(self) -> bool:
-        """Return whether a live one is among them."""
+        """Return whether a live request waits for its guide."""
         return any(request.live for request in self._waiting.values())
 
     def set_vocabulary(self, tokens: list[bytes]) -> None:
@@ -72,7 +70,7 @@ class GuideCompiler:
         self._compiled.clear()
 
     def submit(self, request: EngineRequest) -> None:
-        """Have the guide of a request made."""
+        """Start to create the guide of a request."""
         if request.request_id in self._waiting:
             raise ValueError(f"request id {request.request_id} is in use")
         self._waiting[request.request_id] = request
@@ -85,21 +83,21 @@ class GuideCompiler:
             self._hand_over(request, self._guide(request, spec, None))
 
     def forget(self, grammar: str) -> None:
-        """Compile a grammar anew when it is next asked for.
+        """Drop a compiled grammar, so that its next request compiles it again.
 
-        All copies of a compiled grammar share the states of its lexer. Their number is limited, and
-        where it is used up every copy fails.
+        All copies of a compiled grammar share the states of its lexer. The number of states is
+        limited; when it is reached, every copy fails.
         """
         self._compiled.pop(grammar, None)
 
     def abort(self, request_id: int) -> EngineRequest | None:
-        """Return a request that waited here and does so no more."""
+        """Remove and return a waiting request, or return None."""
         return self._waiting.pop(request_id, None)
 
     def take_made(self, wait: bool = False) -> list[tuple[EngineRequest, Made]]:
-        """Return the requests whose guides are there since the last call, with these.
+        """Return the requests whose guides became ready since the last call, with the guides.
 
-        With `wait`, return once there is one.
+        With `wait`, wait for at least one.
         """
         taken: list[tuple[EngineRequest, Made]] = []
         while self._waiting:
@@ -113,7 +111,7 @@ class GuideCompiler:
         return taken
 
     def _compile(self, grammar: str) -> Future[LLMatcher]:
-        """Return a grammar's matcher, which is never advanced itself."""
+        """Return a grammar's matcher; only copies of it are advanced."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._in_thread(partial(self.vocabulary.compile, grammar))
@@ -128,7 +126,7 @@ class GuideCompiler:
         others[grammar] = compiled
 
     def _in_thread(self, work: Callable[[], LLMatcher]) -> Future[LLMatcher]:
-        before = threading.stack_size(_STACK)  # of threads that are started from here on
+        before = threading.stack_size(_STACK)  # for threads that start from here on
         try:
             return self._threads.submit(work)
         finally:
@@ -139,13 +137,13 @@ class GuideCompiler:
         return ThreadPoolExecutor(_THREADS, "grammars")
 
     def _make(self, request: EngineRequest, spec: OutputGuide, compiled: Future[LLMatcher]) -> None:
-        """Take a compiled grammar, in the thread that compiled it or, if it was there, at once."""
+        """Create a guide from a compiled grammar, in the compiling thread or at once."""
         made: Made
         try:
             matcher = compiled.result().deep_copy()
             error = error_of(matcher)
             made = _NOT_COMPILED + error if error else self._guide(request, spec, matcher)
-        except BaseException as error:  # the library's panics too: the request must not wait for ever
+        except BaseException as error:  # includes the library's panics: the request must not wait forever
             made = f"{_NOT_COMPILED}{error}"
         self._hand_over(request, made)
 

@@ -1,4 +1,4 @@
-"""The masks of a step: which tokens each guided row may draw."""
+"""The masks of a step: the tokens that each guided row may draw."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Guided = tuple[int, Guide]
 
 
 class MaskMaker:
-    """Makes masks, in another thread if need be: the library lets go of the interpreter."""
+    """Computes masks, if useful in another thread: the library releases the GIL."""
 
     def __init__(self, threads: int) -> None:
         self._num_threads = min(threads, _MOST_THREADS)
 
     def begin(self, vocabulary: Vocabulary, guided: Sequence[Guided]) -> Callable[[], TokenMasks]:
-        """Start on the masks of some rows; return what waits for them."""
+        """Start to compute the masks of some rows; return a function that waits for them."""
         future: Future[TokenMasks] = self._thread.submit(self.make, vocabulary, guided)
         return future.result
 
     def make(self, vocabulary: Vocabulary, guided: Sequence[Guided]) -> TokenMasks:
-        """Return the masks of those rows that have one.
+        """Return the masks of the rows that have one.
 
         A guide that fails has an empty mask; its `failure` says why.
         """

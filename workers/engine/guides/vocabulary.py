@@ -12,15 +12,15 @@ import msgspec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# A grammar that is never entered. Its option counts for all of the list.
+# A grammar that is never entered. Its option applies to the whole list.
 _NO_FORCING = b'{"name":"no_forcing","lark_grammar":"%llguidance {\\"no_forcing\\": true}\\nstart: \\"\\""}'
 
 
 class Vocabulary:
-    """`vocab_size` tokens, those of a special token and beyond `tokens` without bytes.
+    """The bytes of `vocab_size` tokens; special tokens and ids beyond `tokens` have none.
 
-    The library has one token more, `end`, which stands for the end of the text: in its masks that
-    bit says whether the text may end here, whatever tokens end it.
+    The library has one more token, `end`, for the end of the text: its bit in a mask is set if the
+    text may end here, regardless of the tokens that end it.
     """
 
     def __init__(self, tokens: Sequence[bytes], vocab_size: int) -> None:
@@ -28,34 +28,32 @@ class Vocabulary:
         self.vocab_size = vocab_size
         self.end = vocab_size
         self.words = -(-vocab_size // 32)
-        """32-bit words of a mask."""
+        """Number of 32-bit words of a mask."""
         self.library_words = -(-(vocab_size + 1) // 32)
         self._making = threading.Lock()
 
     @property
     def library(self) -> LLTokenizer:
-        """The library's tokenizer.
+        """Return the library's tokenizer.
 
-        Made at the first use, which takes some tenths of a second for a large vocabulary.
+        Creating it at the first use takes some tenths of a second for a large vocabulary.
         """
         with self._making:
             return self._library
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Return a matcher of a grammar at its beginning; errors are in the matcher's state.
+        """Return a matcher at the beginning of a grammar; errors are in the matcher's state.
 
-        Where a grammar leaves only one continuation the library would allow no token but the one
-        that its tokenizer begins that text with. Here every token that keeps to the text is
-        allowed, and the model chooses: the core has no tokenizer that knows better.
+        If a grammar allows only one continuation, the library by default allows only the first
+        token of its own tokenization of that text. This matcher allows every token that fits, and
+        the model chooses, since the core has no tokenizer.
         """
         from llguidance import LLMatcher
 
         return LLMatcher(self.library, _without_forcing(grammar), log_level=0)
 
     def spell(self, text: bytes) -> list[int]:
-        """Return tokens that make up `text`, at each place the longest that fits; [] if there are
-        none.
-        """
+        """Return tokens that spell `text`, the longest fit at each place; [] if there are none."""
         spelled: list[int] = []
         while text:
             length = next((size for size in range(min(self._longest, len(text)), 0, -1) if text[:size] in self._ids), 0)
@@ -66,7 +64,7 @@ class Vocabulary:
         return spelled
 
     def beginnings(self, text: bytes) -> list[int]:
-        """Return the tokens that `text` may begin with, and be completed behind by others."""
+        """Return the tokens that `text` may begin with, if other tokens can complete it."""
         heads = ((text[:size], text[size:]) for size in range(1, len(text) + 1))
         return [self._ids[head] for head, rest in heads if head in self._ids and (not rest or self.spell(rest))]
 
@@ -87,7 +85,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """What the library asks of a tokenizer."""
+    """The interface that the library expects of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -103,7 +101,7 @@ class _Tokens:
 
 
 def _without_forcing(grammar: str) -> str:
-    if not grammar.lstrip().startswith("{"):  # in the syntax of Lark
+    if not grammar.lstrip().startswith("{"):  # a grammar in Lark's syntax
         grammar = msgspec.json.encode({"grammars": [{"lark_grammar": grammar}]}).decode()
     whole = msgspec.json.decode(grammar, type=dict[str, msgspec.Raw])
     grammars = bytes(whole["grammars"]).rstrip().removesuffix(b"]")

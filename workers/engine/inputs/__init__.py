@@ -1,1 +1,1 @@
-"""A step's tensors: their interface, and how they are made on the host."""
+"""A step's input tensors: the interface, and the implementation on the host."""

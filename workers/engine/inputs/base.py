@@ -1,5 +1,6 @@
-"""A step's tensors: which tokens at which positions, where their keys and values go, which of them
-are sampled after. State is kept by slot.
+"""A step's input tensors: tokens, positions, cache slots of keys and values, and sampled places.
+
+State is stored by slot.
 """
 
 from __future__ import annotations
@@ -17,52 +18,48 @@ from workers.engine.messages.step import StepPlan
 
 @dataclass(slots=True)
 class StepInputs:
-    """T tokens of N rows, and R places where a token is sampled."""
+    """The tensors for T tokens of N rows and R sampled places."""
 
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    lengths: Tensor  # int64 [T], as DecoderModel.forward takes them
+    lengths: Tensor  # int64 [T], see DecoderModel.forward
     metadata: Metadata
     last: Tensor  # int64 [R], the token after which each is sampled
     slots: Tensor  # int32 or int64 [R], the slots of their rows
-    # Int32 or int64 [R], how many tokens come before each, which is where the sampled one goes
+    # Int32 or int64 [R], tokens before each sampled token: its position
     ends: Tensor
-    prompt_lengths: Tensor  # int32 or int64 [slots]; on the host where inputs are made there
+    prompt_lengths: Tensor  # int32 or int64 [slots]; on the host for `HostInputs`
 
 
 class Inputs(ABC):
-    """A table of all tokens by slot, on the device, and what else of a slot's state makes up a
-    step's inputs.
+    """A table of all tokens by slot, on the device, with the other state for inputs of steps.
 
-    `stage` and `build` are `take` in two parts, for a backend that records steps: what is built is
-    made on the device alone.
+    `stage` and `build` are the two parts of `take`, for a backend that records steps: `build` runs
+    entirely on the device.
     """
 
-    tokens: Tensor  # int32 [slots, columns]: prompt, output, and what launched steps have sampled
+    tokens: Tensor  # int32 [slots, columns]: prompt, output, and samples of launched steps
     prompt_lengths: NDArray[np.int64]  # [slots]
 
     @abstractmethod
     def take(self, plan: StepPlan) -> StepInputs:
-        """Bring in a step's new requests and blocks, which may be done twice, and make its
-        inputs.
-        """
+        """Store a step's new requests and blocks, and return its inputs; may be repeated."""
 
     @abstractmethod
     def store(self, sampled: Tensor) -> None:
-        """Put the tokens [R] that the step taken last has sampled where later steps read them."""
+        """Store the tokens [R] sampled by the last step, for later steps."""
 
     @abstractmethod
     def result(self, number: int) -> Tensor:
-        """int32 [number], what the step taken last has sampled, all of it or nothing: to be copied
-        to the host while later steps run.
+        """Return the samples of the last step, int32 [number], all or none.
+
+        They can be copied to the host while later steps run.
         """
 
     def stage(self, plan: StepPlan, rows: int) -> None:
-        """Bring in a step that is padded to `rows` rows; the padding needs rows of one token."""
+        """Store a step padded to `rows` rows; its rows must have one token each."""
         raise NotImplementedError
 
     def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_samples: int) -> StepInputs:
-        """Return the inputs of the step that was staged last; it depends on nothing else on the
-        host.
-        """
+        """Return the inputs of the staged step; nothing else on the host is used."""
         raise NotImplementedError

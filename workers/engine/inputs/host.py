@@ -1,4 +1,4 @@
-"""A step's inputs made on the host."""
+"""A step's inputs, built on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 
 
 class HostInputs(Inputs):
-    """Only the tokens themselves are on the device."""
+    """Inputs built on the host; only the token table is on the device."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
@@ -22,7 +22,7 @@ class HostInputs(Inputs):
         self._block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self._block_size = block_size
         self._device = device
-        self._where: tuple[Tensor, ...] = ()  # slots and columns of the tokens that the step samples
+        self._where: tuple[Tensor, ...] = ()  # slots and columns of the tokens sampled by the step
         self._sampled = torch.empty(0, dtype=torch.int32, device=device)
 
     def take(self, plan: StepPlan) -> StepInputs:

@@ -1,5 +1,4 @@
 """Triton kernels.
 
-Nothing outside this package imports triton, and this package is imported only where a backend that
-uses it is chosen.
+Only this package imports triton, and only the backend that uses the package imports it.
 """

@@ -1,4 +1,4 @@
-"""The activation of a gated MLP and the product after it in one pass."""
+"""Activation of a gated MLP and the product after it, in one pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ _BLOCK = 1024
 
 
 def silu_times_up(gate_up: Tensor) -> Tensor:
-    """Contiguous [T, 2 * width] -> [T, width]: SiLU of the first half times the second, rounded
-    once.
+    """Return SiLU of the first half times the second half, rounded once.
+
+    Contiguous [T, 2 * width] -> [T, width].
     """
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)

@@ -1,15 +1,18 @@
-"""Paged attention in three kernels: `plan` cuts a step's rows into pieces of work, once for all
-layers; `attend` does a piece; `combine` adds up the pieces of what was cut along the context.
+"""Paged attention in three kernels.
+
+- `plan` splits a step's rows into pieces of work, once for all layers.
+- `attend` computes a piece.
+- `combine` adds up the pieces of blocks that were split along the context.
 
 A piece is a block of queries of one row against a stretch of the row's keys, for one key-value
 head. The query heads that share the head are beside each other in the matrix tile: tile row m is
 query m // GROUP of the block, head m % GROUP of the group. The softmax is taken online (Milakov and
-Gimelshein, 2018; Dao, 2023: FlashAttention-2), cutting the context follows Dao et al., 2023
-(Flash-Decoding). The grid depends on what the host knows; every length is read from memory, so that
-a launch can be recorded in a CUDA graph.
+Gimelshein, 2018; Dao, 2023: FlashAttention-2), splitting the context follows Dao et al., 2023
+(Flash-Decoding). The grid depends only on values on the host. All lengths are read from memory, so
+that a launch can be recorded in a CUDA graph.
 
-The cache of a layer is [2, num_blocks, kv_heads, block_size, d], keys before values. Any block size
-will do: a tile gathers its keys token by token, d contiguous elements each.
+The cache of a layer is [2, num_blocks, kv_heads, block_size, d], keys before values. It may have
+any block size: a tile gathers its keys token by token, d contiguous elements each.
 """
 
 from __future__ import annotations
@@ -21,24 +24,24 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# : Columns of a piece's record: first query's token, queries, first query's position, first key,
-# last key (exclusive), slot, where its : partial result goes (-1: nowhere, it is whole), pieces
-# along the context.
+# Columns of a piece's record: first query's token, number of queries, first query's position,
+# first key, last key (exclusive), slot, index of its partial result (-1: not split), number of
+# pieces along the context.
 RECORD = tl.constexpr(8)
-_CLASSES = tl.constexpr(8)  # of length, by which rows are ordered
+_CLASSES = tl.constexpr(8)  # classes of length that order the rows
 _PRECISION = tl.constexpr(
     "tf32x3"
-)  # of float32 products: three of TensorFloat-32, nearly exact, and no spilling of registers
+)  # of float32 products: three of TensorFloat-32, nearly exact, without register spilling
 LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a difference of two is a number
 _LARGEST_FP16 = tl.constexpr(65504.0)
 
 
 def dot_type(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
-    """Return what `attend` multiplies queries of `dtype` and a cache of `cache_dtype` as.
+    """Return the type in which `attend` multiplies queries of `dtype` with keys of `cache_dtype`.
 
-    That is `dtype`, but float32 where the interpreter would multiply bit patterns, and float16 for
-    a cache in fp8, which one instruction converts to it.
+    It is `dtype`, with two exceptions: float32 in the interpreter, which would multiply bit
+    patterns, and float16 for a cache in fp8, since one instruction converts fp8 to it.
     """
     if dtype == torch.float32 or knobs.runtime.interpret:
         return tl.float32
@@ -53,23 +56,23 @@ def plan(
     context_lens,  # int32 [num_rows]
     slots,  # int32 [num_rows]
     records,  # int32 [num_pieces, RECORD], out
-    leaders,  # int32 [share], out: the first pieces of what was cut, -1 where there are no more
+    leaders,  # int32 [share], out: the first pieces of split blocks, padded with -1
     scratch,  # int32 [4, 2**LEVELS]
     num_rows,
     num_pieces,
-    share,  # pieces that an even share of all rows' work is one of; 0 cuts nothing
-    BEFORE: tl.constexpr,  # tokens to either side of its own that a query sees at most; -1: all
+    share,  # pieces of equal size for all rows' work; 0: no split
+    BEFORE: tl.constexpr,  # most tokens before its own (AFTER: after it) that a query sees; -1: all
     AFTER: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,  # fewest tiles of keys worth a piece
+    MIN_TILES: tl.constexpr,  # least tiles of keys in a piece
     LEVELS: tl.constexpr,  # 2**LEVELS is at least num_rows
     PIECES: tl.constexpr,  # written at once
 ):
-    """One program.
+    """Plan the pieces of a step, in one program.
 
-    A row is cut along its context only where it is longer than an even share; long rows' pieces
-    come before short ones', so that what is left when the GPU runs empty is small (Graham, 1969).
+    A row is split along its context only if it is longer than an even share. Pieces of long rows
+    come first, so that the last pieces on the GPU are small (Graham, 1969).
     """
     ROWS: tl.constexpr = 1 << LEVELS
     rank = tl.arange(0, ROWS)
@@ -131,8 +134,8 @@ def _row(
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """First token, queries, context, and the most tiles of keys that a block of its queries
-    sees.
+    """Return a row's first token, number of queries and context, and the most tiles of keys that a
+    block of its queries sees.
     """
     start = tl.load(query_start + row, mask=mask, other=0)
     queries = tl.load(query_start + row + 1, mask=mask, other=0) - start
@@ -155,7 +158,7 @@ def _write_records(
     records,
     leaders,
     scratch,
-    BEFORE: tl.constexpr,  # tokens to either side of its own that a query sees at most; -1: all
+    BEFORE: tl.constexpr,  # most tokens before its own (AFTER: after it) that a query sees; -1: all
     AFTER: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
@@ -163,7 +166,7 @@ def _write_records(
 ):
     ROWS: tl.constexpr = 1 << LEVELS
     used = piece < total
-    rank = piece * 0  # of the first row that ends behind the piece, found bit by bit
+    rank = piece * 0  # rank of the first row that ends after the piece, found bit by bit
     for level in tl.static_range(1, LEVELS + 1):
         rank = tl.where(tl.load(scratch + ROWS + rank + (ROWS >> level) - 1) <= piece, rank + (ROWS >> level), rank)
     row = tl.load(scratch + rank)
@@ -179,7 +182,7 @@ def _write_records(
     partial = tl.where(cut, tl.load(scratch + 2 * ROWS + rank) + within, -1)
     first = tl.where(cut, begin + part * piece_tiles * TILE, begin)
     last = tl.where(cut, tl.minimum(end, first + piece_tiles * TILE), end)
-    # From the back: long rows first, and of a prompt the last queries, which see the most keys.
+    # In reverse: long rows first, and in a prompt the last queries, which see the most keys.
     place = tl.where(used, total - 1 - piece, piece)
     record, mask = records + place * RECORD, piece < num_pieces
     tl.store(record, start + block * BLOCK_Q, mask=mask)
@@ -219,15 +222,15 @@ def _tiles(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Folds the keys from `first`, a multiple of TILE, to `last` into the running softmax.
+    """Add the keys from `first`, a multiple of TILE, to `last` to the running softmax.
 
-    Unmasked: every query sees all of them.
+    Without MASKED, every query sees all of these keys.
     """
     d = tl.arange(0, BLOCK_D)
     whole_head: tl.constexpr = HEAD_DIM == BLOCK_D
-    # Blocks are looked up one tile ahead, so that keys and values wait for no other load of their
-    # own round: a pipeline of dependent loads would keep half as many bytes under way. Behind the
-    # last key its own block is named again: no block is read but the row's.
+    # Blocks are looked up one tile ahead, so that loads of keys and values do not wait for another
+    # load of their iteration: dependent loads would keep only half as many bytes in flight. After
+    # the last key, its block is used again, so that only the row's blocks are read.
     block = tl.load(table + tl.minimum(first + tl.arange(0, TILE), tl.maximum(last, 1) - 1) // BLOCK_SIZE)
     for tile in tl.range(first, last, TILE):
         key = tile + tl.arange(0, TILE)
@@ -251,7 +254,7 @@ def _tiles(
         weights = tl.exp2(scores * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
-        # Memory behind the last key may hold NaN, and zero times NaN is NaN: it is replaced
+        # Memory after the last key may contain NaN, and zero times NaN is NaN, so it is replaced
         if MASKED and whole_head:
             v = tl.load(values + offsets, mask=key[:, None] < last, other=0.0)
         elif MASKED:
@@ -277,7 +280,7 @@ def attend(
     # Float32 [num_partials, kv_heads, BLOCK_Q * GROUP], log2 of the sum of exponentials
     partial_sums,
     bias,  # float32 [heads, 2 * REACH + 1], or None
-    scale,  # log2(e) times the model's
+    scale,  # log2(e) times the model's scale
     num_blocks,
     q_stride,
     table_stride,
@@ -287,20 +290,20 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
-    REACH: tl.constexpr,  # of the bias
+    REACH: tl.constexpr,  # reach of the bias
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    PREFILL: tl.constexpr,  # tiles that need no mask have a loop of their own
+    PREFILL: tl.constexpr,  # tiles without a mask run in a separate loop
     DOT: tl.constexpr,
 ):
-    """Program (piece, key-value head), of decode rows (key-value head, piece).
+    """Compute a piece. Program (piece, key-value head), for decode rows (key-value head, piece).
 
     A row without context gets zeros.
 
-    Programs that run at once share what they can: of a prompt the keys of one head, which so stay
-    in the GPU's cache; of a decode row the blocks, in which the heads are one behind another.
+    Concurrent programs share data in the GPU's cache: for a prompt the keys of one head, for a
+    decode row the blocks, which hold the heads one after another.
     """
     record = records + tl.program_id(0 if PREFILL else 1) * RECORD
     head = tl.program_id(1 if PREFILL else 0)
@@ -331,7 +334,7 @@ def attend(
     if PREFILL:
         middle = first
         if BEFORE >= 0:
-            # From here on the last query sees all
+            # From this key on, the last query sees all
             entered = tl.cdiv(tl.maximum(position + queries - 1 - BEFORE, 0), TILE) * TILE
             middle = tl.maximum(first, tl.minimum(entered, last))
             weighted, top, total = _tiles(
@@ -376,8 +379,9 @@ def combine(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Program (leader, key-value head, BLOCK_M tile rows): adds up the pieces along a context,
-    whose results are one behind another.
+    """Add up the pieces along a context; their partial results are adjacent.
+
+    Program (leader, key-value head, BLOCK_M tile rows).
     """
     leader, head = tl.load(leaders + tl.program_id(0)), tl.program_id(1)
     if leader < 0:

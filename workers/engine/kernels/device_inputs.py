@@ -1,5 +1,5 @@
-"""A step's inputs made on the device: the host sends what has changed, in one copy, and kernels do
-the rest.
+"""Build a step's inputs on the device: the host sends the changes in one copy, and kernels do the
+rest.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from workers.engine.kernels import inputs as kernels
 from workers.engine.messages.step import StepPlan
 
 _BUFFER_WORDS = 1 << 18
-_MOST_VALUES = 1 << 16  # of one write, so that several fit into a buffer
+_MOST_VALUES = 1 << 16  # most values of one write, so that several fit into a buffer
 
 Write = tuple[int, int, int, Sequence[int]]
 """Table, row, first column, values."""
 
 
 class DeviceInputs(Inputs):
-    """Tokens, prompt lengths and block tables by slot, on the device, and the kernels that make a
-    step's inputs of them.
+    """Tokens, prompt lengths and block tables by slot, on the device; kernels build inputs from
+    them.
 
-    A step goes through `stage`, which has the host's part sent, and `build`, which is the device's
-    alone and may be recorded in a CUDA graph together with what follows. What a buffer does not
-    hold, such as the tokens of many long prompts that came at once, goes ahead in buffers of its
-    own.
+    `stage` sends the host's part of a step. `build` runs entirely on the device and may be recorded
+    in a CUDA graph with the rest of the step. Data that exceed a buffer, such as the tokens of many
+    long prompts at once, are sent earlier in separate buffers.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
@@ -57,7 +56,7 @@ class DeviceInputs(Inputs):
         )
 
     def stage(self, plan: StepPlan, rows: int) -> None:
-        """Send what the kernels need to know about a step."""
+        """Send the kernels' data of a step."""
         for request in plan.added:
             self.prompt_lengths[request.slot] = request.prompt_length
         pieces = list(self._pieces(plan))
@@ -92,13 +91,14 @@ class DeviceInputs(Inputs):
         return StepInputs(input_ids, positions, lengths, metadata, last, slots, ends, self.device_prompt_lengths)
 
     def store(self, sampled: Tensor) -> None:
-        """Put the sampled tokens [R] of the step staged last where later steps read them, and into
-        `result`. On the device alone.
+        """Store the sampled tokens [R] of the staged step for later steps and for `result`.
+
+        This runs entirely on the device.
         """
         kernels.store(self._ring.on_device, self._rows, sampled, self.tokens, self._results)
 
     def result(self, number: int) -> Tensor:
-        """Return the tokens int32 [number] that the step staged last samples; call it once.
+        """Return the tokens int32 [number] sampled by the staged step; call it once per step.
 
         They stay valid for `RESULTS` - 1 more steps.
         """
@@ -114,7 +114,7 @@ class DeviceInputs(Inputs):
         kernels.apply_runs(self._ring.on_device, self._rows, self.tokens, self.block_tables, self.device_prompt_lengths)
 
     def _fill(self, buffer: NDArray[np.int32], plan: StepPlan, rows: int) -> int:
-        """Return how many samples there are."""
+        """Write rows and samples to the buffer; return the number of samples."""
         number, stride = len(plan.slots), self._rows
         slots = buffer[kernels.FIRST :]
         starts, query_start, sampling = slots[stride:], slots[2 * stride :], slots[3 * stride + kernels.FIRST :]
@@ -127,7 +127,7 @@ class DeviceInputs(Inputs):
         if len(sampled) > stride:
             raise ValueError(f"{len(sampled)} samples in a step, at most {stride}")
         sampling[: len(sampled)] = sampled + self._rows * later
-        # A program that has a sample and no row finds no tokens
+        # A program with a sample and without a row gets no tokens
         query_start[rows + 1 : len(sampled) + 1] = query_start[rows]
         return len(sampled)
 
@@ -150,7 +150,7 @@ class DeviceInputs(Inputs):
         self._ring.send(end)
 
     def _pieces(self, plan: StepPlan) -> Iterator[list[Write]]:
-        """All that is to be written, in pieces that a buffer holds; at least one."""
+        """Yield all writes, in pieces that fit into a buffer; at least one piece."""
         piece: list[Write] = []
         words = 0
         for write in _writes(plan):

@@ -1,5 +1,6 @@
-"""The draw by kernels that read each slot's parameters from a table on the device, kept up by
-differences.
+"""The draw by kernels that read each slot's parameters from a table on the device.
+
+Only changed parameters are sent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class FusedDraw(Draw):
         self._words = np.zeros((num_slots, kernels.WORDS), np.int32)
         self._floats, self._longs = self._words.view(np.float32), self._words.view(np.int64)
         self._changed: set[int] = set()
-        # Greedy throughout; so stays the row behind the slots, for padding, which costs least.
+        # All rows start greedy; the row after the slots, for padding, stays greedy.
         self._table = torch.zeros((num_slots + 1, kernels.WORDS), dtype=torch.int32, device=device)
 
     def set(self, slot: int, params: SamplingParams) -> None:
@@ -37,15 +38,13 @@ class FusedDraw(Draw):
         self._changed.add(slot)
 
     def upload(self) -> None:
-        """Send the changed slots' parameters, all in one copy, behind which the table changes in
-        the order of the stream.
-        """
+        """Send the changed slots' parameters in one copy; then the stream updates the table."""
         if not self._changed:
             return
         slots = np.array(sorted(self._changed), np.int32)
         rows = to_device(np.concatenate((slots[:, None], self._words[slots]), 1), self._table.device)
         self._table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
-        self._changed.clear()  # not before: for want of memory the step may be launched again
+        self._changed.clear()  # only now: for want of memory the step may be launched again
 
     def apply_masks(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
         check_masks(logits, rows, masks)

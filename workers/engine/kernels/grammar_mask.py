@@ -1,6 +1,4 @@
-"""Logits that grammars rule out, by a bit for each token; what is allowed is neither read nor
-written.
-"""
+"""Mask logits by grammar, with one bit per token; logits of allowed tokens are not accessed."""
 
 from __future__ import annotations
 
@@ -8,13 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WORDS = 64  # of one program
+_WORDS = 64  # words of one program
 _BITS = tl.constexpr(32)
 
 
 def mask_rows(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Set what int32 masks [K, words] rule out to minus infinity in rows int64 [K] of logits [R,
-    vocab]; `sampling.grammar_mask` has the bits.
+    """Set the logits of forbidden tokens to minus infinity, in place.
+
+    Masks int32 [K, words] apply to rows int64 [K] of logits [R, vocab]; `sampling.grammar_mask`
+    defines the bits.
     """
     count, words = masks.shape
     if count:

@@ -1,18 +1,20 @@
-"""A step's inputs, made on the device from what is kept there by slot: `apply_runs` brings the
-tables up to date, `build` makes the tensors that the model and its attention read, `store` puts
-sampled tokens where later steps find them.
+"""Build a step's inputs on the device from tables by slot.
 
-All three take what varies from step to step out of one buffer of 32-bit words, so that a launch can
-be recorded in a CUDA graph:
+- `apply_runs` updates the tables.
+- `build` makes the input tensors of the model and its attention.
+- `store` writes sampled tokens to the token table for later steps.
 
-    words 0 to 3 rows, samples, runs, and which row of the results is this step's from FIRST on
-    slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], samples [ROWS] behind them the
-    runs, RUN words each: table, row, column, number of values, their place in the buffer
+All three read the data of a step from one buffer of 32-bit words, so that a launch can be recorded
+in a CUDA graph:
 
-ROWS is as many rows, or samples, as there can be, rounded up to a multiple of FIRST. A sample is
-its row, and ROWS times the number of the row's samples that come after it. Rows beyond the step's
-own are padding: they have one token each, which goes to the null block, and nothing to see. Where
-padding is sampled it is so for the slot behind the last, which no request has.
+- words 0 to 3: numbers of rows, samples and runs, and the step's row of the results
+- from FIRST on: slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], samples [ROWS]
+- then the runs, RUN words each: table, row, column, number of values, their offset in the buffer
+
+ROWS is the largest number of rows or samples, rounded up to a multiple of FIRST. A sample is
+encoded as its row, plus ROWS times the number of the row's samples after it. Rows beyond the step's
+own are padding: each has one token, which is written to the null block, and no context. Samples of
+padding are for the slot after the last, which no request uses.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _FIRST, _RUN, _CHUNK = tl.constexpr(FIRST), tl.constexpr(RUN), tl.constexpr(CHUN
 
 
 def runs_at(rows: int) -> int:
-    """Where the runs begin in a buffer for so many rows, a multiple of `FIRST`."""
+    """Return the offset of the runs in a buffer for `rows` rows, a multiple of `FIRST`."""
     return FIRST + 4 * rows + FIRST
 
 
@@ -78,8 +80,8 @@ def _build(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program makes BLOCK tokens of one row; the first of each row does what is to be done once,
-    for it and one sample.
+    """Build BLOCK tokens of one row per program; the row's first program also builds the row's own
+    values and one sample.
     """
     row = tl.program_id(0)
     slots = staged + _FIRST
@@ -136,7 +138,7 @@ def _store(staged, sampled, number, tokens, columns, results, ROWS: tl.constexpr
 
 
 def apply_runs(staged: Tensor, rows: int, tokens: Tensor, block_tables: Tensor, prompt_lengths: Tensor) -> None:
-    """Write the runs' values into the tables by slot; twice is as good as once."""
+    """Write the runs' values into the tables by slot; may be repeated."""
     _apply_runs[(_PROGRAMS,)](
         staged,
         tokens,
@@ -160,14 +162,17 @@ def build(
     num_tokens: int,
     max_query: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """int64 [4, num_tokens]: input ids, positions, lengths, slot mapping; int32 [3, num_rows]:
-    context lengths of the rows, slots of the samples (of padding: one behind the last) and how many
-    tokens come before them; int64 [num_rows]: the token after which each sample comes.
+    """Return the input tensors of a step.
 
-    `num_rows` counts rows or samples, whichever are more.
+    1. int64 [4, num_tokens]: input ids, positions, lengths, slot mapping
+    2. int32 [3, num_rows]: context lengths of the rows, slots of the samples (for padding: the slot
+       after the last), and numbers of tokens before the samples
+    3. int64 [num_rows]: the token after which each sample comes
+
+    `num_rows` is the number of rows or of samples, whichever is larger.
     """
-    # Whatever their lengths, the rows of both begin where kernels may take them for aligned:
-    # another answer would be another compilation.
+    # The rows of both tensors are aligned for all lengths: another alignment would compile another
+    # kernel.
     token_stride, row_stride = _aligned(num_tokens), _aligned(num_rows)
     of_tokens = torch.empty((4, token_stride), dtype=torch.int64, device=staged.device)
     of_rows = torch.empty((3, row_stride), dtype=torch.int32, device=staged.device)
@@ -194,9 +199,7 @@ def build(
 
 
 def store(staged: Tensor, rows: int, sampled: Tensor, tokens: Tensor, results: Tensor) -> None:
-    """Put the sampled tokens [R] where the step's samples belong, and into its row of the
-    results.
-    """
+    """Write the sampled tokens [R] to the token table and to the step's row of the results."""
     number = sampled.shape[0]
     _store[(triton.cdiv(number, _TOKENS_AT_ONCE),)](
         staged, sampled, number, tokens, tokens.shape[1], results, ROWS=rows, BLOCK=_TOKENS_AT_ONCE

@@ -1,6 +1,4 @@
-"""Norms over the last dimension, with the addition before them where there is one, in one pass over
-each row.
-"""
+"""Norms over the last dimension, with an optional addition first, in one pass over each row."""
 
 from __future__ import annotations
 
@@ -9,13 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SHORT = 1024  # elements of one program, in several rows where those are shorter
+_SHORT = 1024  # least elements of one program, which has several short rows
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm of x [..., size] where there is a bias, else root-mean-square norm; a new
-    tensor.
-    """
+    """Return the norm of x [..., size] in a new tensor: layer norm with a bias, else RMS norm."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
     _launch(rows, None, weight, bias, out, eps)
@@ -23,8 +19,9 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor
 
 
 def add_normed(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + residual in place of x, and x + residual in place of the residual;
-    both contiguous [..., size].
+    """Compute the norm of x + residual into x, and the sum into residual; return both.
+
+    Both are contiguous [..., size].
     """
     size = x.shape[-1]
     _launch(x.view(-1, size), residual.view(-1, size), weight, bias, x.view(-1, size), eps)
@@ -40,8 +37,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | N
 
 
 def shape(size: int) -> tuple[int, int, int]:
-    """Return how many columns a program has for rows of `size`, how many rows, and how many warps:
-    16 bytes a thread at a time and up.
+    """Return a program's numbers of columns, rows and warps for rows of `size`.
+
+    Each thread gets at least 16 bytes at a time.
     """
     width = triton.next_power_of_2(size)
     rows = max(1, _SHORT // width)
@@ -57,7 +55,7 @@ def _norm(x, residual, weight, bias, out, count, size, eps, ROWS: tl.constexpr, 
     values = tl.load(x + at, mask, 0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + at, mask, 0.0).to(tl.float32)
-        # What is normed is the sum as the next layer will read it.
+        # The norm is of the rounded sum, which the next layer reads.
         total = values.to(residual.dtype.element_ty)
         tl.store(residual + at, total, mask)
         values = total.to(tl.float32)

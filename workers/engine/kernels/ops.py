@@ -1,4 +1,4 @@
-"""The layers' arithmetic by kernels of our own; `layers.base` has the interface."""
+"""The layers' arithmetic by the engine's Triton kernels; `layers.base` has the interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class TritonOps(TorchOps):
-    """Products with plain weights, and activations other than SiLU, stay torch's."""
+    """Norms, SiLU and quantized products by Triton; torch computes all else."""
 
     def product(self, weight: Weight, bias: Tensor | None) -> Projection:
         if isinstance(weight, Tensor):

@@ -1,8 +1,8 @@
-"""Attention by Triton kernels that read every length from the device's memory: a step may be
-recorded in a CUDA graph.
+"""Paged attention by Triton kernels.
 
-The cache of a layer is [2, num_blocks, kv_heads, block_size, d]. What an earlier owner left behind
-a row's end is never multiplied.
+The kernels read all lengths from the device's memory, so that a step can be recorded in a CUDA
+graph. The cache of a layer is [2, num_blocks, kv_heads, block_size, d]. Old data after a row's end
+are never multiplied.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.kernels.tuning import TileChoice
 from workers.engine.layers.base import AttentionPattern, RotaryHeads
 
-_WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
-_MIN_PIECE = 256  # tokens of context worth a program of their own
-# Tokens of context that a program does alone where there are many programs; beyond, if they are no
-# more than its share
+_WAVES = {"decode": 2, "prefill": 1}  # pieces of the work per concurrent program
+_MIN_PIECE = 256  # least tokens of context for a separate program
+# Most tokens of context that one program always computes if there are many programs; it computes a
+# longer context only within its share
 _LONG = 4096
-_MANY = 4  # programs to each that runs at once
-_COMBINED = 16  # tile rows that one program adds up
+_MANY = 4  # programs per concurrent program that count as many
+_COMBINED = 16  # tile rows of one program of `combine`
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A step cut into pieces of work, on the device, for all layers of one pattern."""
+    """The pieces of a step's work on the device, for all layers of one pattern."""
 
     choice: TileChoice
     block_q: int  # queries of one piece
     records: Tensor  # int32 [pieces, kernels.RECORD]
-    leaders: Tensor  # int32 [share], empty where no row is cut
-    # Float32 [2 * share, kv_heads, block_q * group, d], which the layers use in turn
+    leaders: Tensor  # int32 [share], empty if no row is split
+    # Float32 [2 * share, kv_heads, block_q * group, d], used by the layers in turn
     partials: Tensor
     partial_sums: Tensor  # float32 [2 * share, kv_heads, block_q * group]
 
@@ -52,7 +52,7 @@ class TritonAttention:
         device: torch.device,
         choices: Mapping[str, TileChoice],
     ) -> None:
-        """`choices`: tiles for "decode" and "prefill" steps."""
+        """Use the tiles in `choices` for "decode" and "prefill" steps."""
         self._shape, self._heads, self._device = shape, num_heads, device
         self._cache_dtype = shape.stored_dtype(dtype)
         self._group = num_heads // shape.kv_heads
@@ -105,7 +105,7 @@ class TritonAttention:
         pattern: AttentionPattern,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """`forward` once keys and values are in the cache."""
+        """Compute attention; keys and values must already be cached."""
         s = self._shape
         if q.stride()[1:] != (s.head_dim, 1):
             q = q.contiguous()
@@ -140,8 +140,7 @@ class TritonAttention:
             DOT=self._dot,
             num_warps=pieces.choice.warps,
             num_stages=pieces.choice.stages,
-            # A product and its sum in one instruction, which later versions of Triton do not do
-            # unasked
+            # Fused multiply-add; later versions of Triton do not use it by default
             enable_fp_fusion=True,
         )
         if pieces.leaders.shape[0]:
@@ -161,7 +160,7 @@ class TritonAttention:
         return out
 
     def _pieces(self, metadata: DeviceMetadata, tokens: int, pattern: AttentionPattern) -> Pieces:
-        # A plan made before a recording would not be made again when the recording is played.
+        # A plan from before a recording would not be repeated when the graph is replayed.
         key = (pattern, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
         if key not in metadata.prepared:
             metadata.prepared[key] = self._plan(metadata, tokens, pattern)
@@ -175,10 +174,10 @@ class TritonAttention:
         share = self._share(kind, max(rows, tokens // block_q), metadata.max_context)
         records = self._empty((tokens // block_q if kind == "prefill" else 0) + rows + share, kernels.RECORD.value)
         leaders = self._empty(share)
-        # What is cut is longer than a share, so that it makes less than twice as many pieces.
+        # Split blocks are longer than a share, so they make less than 2 * share pieces.
         sums = self._empty(2 * share, self._shape.kv_heads, block_q * self._group, dtype=torch.float32)
         partials = self._empty(*sums.shape, self._shape.head_dim, dtype=torch.float32)
-        levels = max(8, (rows - 1).bit_length())  # few of them, for each is compiled
+        levels = max(8, (rows - 1).bit_length())  # few different values, since each is compiled
         kernels.plan[(1,)](
             metadata.query_start,
             metadata.context_lens,
@@ -199,9 +198,7 @@ class TritonAttention:
         return Pieces(choice, block_q, records, leaders, partials, sums)
 
     def _share(self, kind: str, least: int, longest: int) -> int:
-        """Into how many pieces the work of `least` pieces or more is cut if need be; 0 where there
-        is no need.
-        """
+        """Return the number of even shares for work of at least `least` pieces; 0 for no split."""
         enough = least * self._shape.kv_heads >= _MANY * self._parallel
         if longest <= (_LONG if enough else _MIN_PIECE):
             return 0

@@ -1,5 +1,5 @@
-"""The check of products whose kernels or libraries may fail on a GPU, or differ there: no result of
-theirs is used before some are compared with torch's.
+"""Compare products with torch's before they are used: kernels or libraries may fail on a GPU, or
+differ there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from workers.engine.cuda.out_of_memory import one_line
 from workers.engine.layers.base import Projection
 from workers.engine.layers.quantized import QuantizedWeight
 
-_TOLERANCE = 1 / 100  # of a row's largest result, for bfloat16
+_TOLERANCE = 1 / 100  # relative to a row's largest result, for bfloat16
 
 
 def fault_of(
@@ -24,8 +24,10 @@ def fault_of(
     rows: Sequence[int],
     device: torch.device,
 ) -> str:
-    """Return why products cannot be used on a device, "" if they can: those of so many rows of x at
-    a time, which the weight's dtype holds exactly, are compared with the dequantized weight's.
+    """Return why products cannot be used on a device, "" if they can.
+
+    Products of different numbers of rows of x are compared with those of the dequantized weight; x
+    is exact in the weight's dtype.
     """
     expected = x.double() @ replace(weight, dtype=torch.float64).dequantize().t()
     try:
@@ -35,7 +37,7 @@ def fault_of(
             .cpu()
             .double()
         )
-    except Exception as error:  # whatever torch, Triton or a driver may say
+    except Exception as error:  # any error of torch, Triton or a driver
         return one_line(error)
     is_right = ((found - expected).abs() <= _TOLERANCE * expected.abs().amax(1, keepdim=True)).all()
     return "" if is_right else "its products differ from torch's others"

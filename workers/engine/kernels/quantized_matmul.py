@@ -1,17 +1,18 @@
-"""Products with weights of 4 and 8 bits, which become floats in registers: y = x weight.T + bias.
+"""Products with weights of 4 and 8 bits, converted to floats in registers: y = x weight.T + bias.
 
 The weight is the left operand of the matrix instruction, which may come from registers, and the
 rows of x are the right one. Four numbers of 4 bits, or two of 8, are in an element of 16 bits: a
-tile of elements holds the columns of one tile in its lowest bits and those of the tiles after it in
-the bits above. So each tile of numbers is multiplied as it is, and two elements of a register
-become two floats at once. Groups' scales are applied to sums in float32, so that no weight is
-rounded.
+tile of elements holds the columns of one tile in its lowest bits and those of the next tiles in the
+bits above. So each tile of numbers is multiplied as it is, and two elements of a register become
+two floats at once. Groups' scales are applied to sums in float32, so that no weight is rounded.
 
-Few rows live on bytes of weights under way: where there are fewer programs than the GPU runs at
-once, several share the columns of a tile, and a second kernel adds up their sums in a fixed order.
+Few rows are limited by memory bandwidth. If there are fewer programs than the GPU runs at once,
+several programs share the columns of a tile, and a second kernel adds up their sums in a fixed
+order.
 
-Many rows live on matrix units, which torch's products keep busier: from `DEQUANTIZED_ROWS` on, the
-weight is dequantized once for all rows of a step, some outputs after the others, into a buffer.
+Many rows are limited by the matrix units, which torch's products use better. From
+`DEQUANTIZED_ROWS` on, the weight is dequantized once for all rows of a step, into a buffer for some
+outputs at a time.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from workers.engine.layers.quantized import QuantizedWeight
 logger = logging.getLogger(__name__)
 
 DEQUANTIZED_ROWS = 384
-"""Fewest rows whose product is torch's: on an H100 about as quick then as the kernel, with 4 and
+"""Least rows for torch's product: on an H100 it is then about as fast as the kernel, with 4 and
 with 8 bits.
 """
 _BUFFER = 1 << 27  # numbers that are dequantized at once
-_DEQUANTIZED_OUTPUTS = 64  # of a program
-_ROWS, _INPUTS, _OUTPUTS = (1, 20, 80), 144, 80  # of the example that is compared
+_DEQUANTIZED_OUTPUTS = 64  # outputs of a program
+_ROWS, _INPUTS, _OUTPUTS = (1, 20, 80), 144, 80  # sizes of the example for the comparison
 _BLOCK_K = 32  # elements of a tile's row at most
-_LEAST_K = 16  # that a matrix instruction takes
+_LEAST_K = 16  # least of a matrix instruction
 _MOST_PARTS = 16
-_LEAST_TILES = 4  # of one part
-_PROGRAMS_EACH = 2  # of a multiprocessor
+_LEAST_TILES = 4  # tiles of one part
+_PROGRAMS_EACH = 2  # programs per multiprocessor
 _INTERPRETED_PROGRAMS = 8
 _SUMMED = 1024  # outputs of a program that adds up parts
 _PRECISION = tl.constexpr("tf32x3")  # of float32, as in attention
 # Four bits of two elements become the last bits of two floats whose exponent makes their unit 1.
-# What 0 becomes is subtracted with the zero point. After Kim et al., 2022: "Who Says Elephants
+# The float of 0 is subtracted with the zero point. After Kim et al., 2022: "Who Says Elephants
 # Can't Run: Bringing Large Scale MoE Models into Cloud Scale Production".
 _FROM_4_BITS = """{{
     .reg .b32 shifted, one;
@@ -62,8 +63,8 @@ _4_BITS_TO_BF16, _4_BITS_TO_FP16 = (
 )
 _0_IN_BF16, _0_IN_FP16 = tl.constexpr(128.0), tl.constexpr(1024.0)
 
-# One byte of two elements: sign, exponent and mantissa go to their places in a wider float, and a
-# product makes up for the exponent's other bias.
+# One byte of two elements: sign, exponent and mantissa move to their places in a wider float, and a
+# product corrects the exponent's bias.
 _FROM_E4M3 = """{{
     .reg .b32 sign, number, scale, zero;
     {sign}.b32 sign, $1, {sign_shift};
@@ -98,8 +99,9 @@ def can_multiply(weight: QuantizedWeight) -> bool:
 
 @functools.cache
 def matches_torch(device: torch.device, dtype: torch.dtype, values: torch.dtype, group_size: int) -> bool:
-    """Return whether products with values of a type come out right in `dtype`; a group size of 0 is
-    one group.
+    """Return whether products in `dtype` with `values` of a type equal torch's.
+
+    A group size of 0 is one group.
     """
     generator = torch.Generator().manual_seed(0)
     size = group_size or _INPUTS
@@ -125,10 +127,11 @@ def matches_torch(device: torch.device, dtype: torch.dtype, values: torch.dtype,
 
 
 def tiles(rows: int, dtype: torch.dtype) -> TileChoice:
-    """Return the rows of x (`block_m`) and outputs (`tile`) of a program for so many rows in a
-    dtype, as measured on an H100.
+    """Return a program's rows of x (`block_m`) and outputs (`tile`) for `rows` rows.
+
+    The choices were measured on an H100.
     """
-    if dtype == torch.float32:  # three products for one take registers
+    if dtype == torch.float32:  # three products instead of one need registers
         return TileChoice(16, 64, 4, 3)
     if rows > 32:
         return TileChoice(64 if rows <= 64 else 128, 128, 8, 3)
@@ -136,7 +139,7 @@ def tiles(rows: int, dtype: torch.dtype) -> TileChoice:
 
 
 class QuantizedMatmul:
-    """x [..., k] -> [..., n] in the dtype of x, for a weight that `can_multiply` is true of."""
+    """Computes x [..., k] -> [..., n] in the dtype of x, for weights accepted by `can_multiply`."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         self._n, self._k = weight.shape
@@ -188,7 +191,7 @@ class QuantizedMatmul:
                 torch.addmm(self._bias[first : first + each], x, weight.t(), out=sums)
 
     def _dequantize(self, first: int, out: Tensor) -> None:
-        """Write the outputs from `first` on; a block of them may only be cut off by the last."""
+        """Dequantize the outputs from `first` on; only the last block may be cut off."""
         width = self._values.shape[1]
         _dequantize[(triton.cdiv(len(out), _DEQUANTIZED_OUTPUTS), triton.cdiv(width, self._block_k))](
             self._values, self._scales, self._zeros, out, first, self._n, self._k, width,
@@ -196,7 +199,7 @@ class QuantizedMatmul:
         )  # fmt: skip
 
     def _split(self, programs: int) -> tuple[int, int]:
-        """Return the tiles of columns of a part, and the parts."""
+        """Return the tiles of columns per part, and the number of parts."""
         count = triton.cdiv(self._values.shape[1], self._block_k)
         parts = min(self._programs // programs, count // _LEAST_TILES, _MOST_PARTS)
         each = triton.cdiv(count, max(1, parts))
@@ -204,10 +207,10 @@ class QuantizedMatmul:
 
 
 def pack(values: Tensor, bits: int, elements: int) -> Tensor:
-    """Return numbers, uint8 [n, k], together in int16 elements: [n, k * bits / 16], where k is
-    filled up to whole tiles of `elements`.
+    """Pack numbers, uint8 [n, k], into int16 elements [n, k * bits / 16].
 
-    The first numbers of a tile's elements are its first columns, the second ones the next.
+    k is padded to whole tiles of `elements`. The lowest bits of a tile's elements hold its first
+    columns, the next bits the next columns.
     """
     numbers = 16 // bits
     filled = torch.nn.functional.pad(values, (0, -values.shape[1] % (numbers * elements)))
@@ -218,8 +221,10 @@ def pack(values: Tensor, bits: int, elements: int) -> Tensor:
 
 
 def block_k(group_size: int, bits: int) -> int:
-    """Return the elements of a tile's row: so many that their numbers are of one group if that can
-    be, and those of one place in all elements anyway.
+    """Return the elements of a tile's row.
+
+    Numbers at the same place in the elements are of one group; all numbers of the tile are, if
+    possible.
     """
     power = group_size & -group_size or _BLOCK_K * 16 // bits
     return max(_LEAST_K, min(_BLOCK_K, power * bits // 16))
@@ -232,7 +237,7 @@ def _programs(device: torch.device) -> int:
 
 
 def _uses_ptx(dtype: torch.dtype) -> bool:
-    """Return whether numbers of 4 bits become floats by PTX, which is not interpreted."""
+    """Return whether PTX converts numbers of 4 bits to floats; the interpreter cannot run it."""
     return dtype != torch.float32 and not knobs.runtime.interpret
 
 
@@ -242,8 +247,10 @@ def _multiply(
     GROUP: tl.constexpr, FLOAT8: tl.constexpr, BITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """`width`: elements of a row of the weight; `each`: tiles of columns of a part; a GROUP of 0 is
-    the whole row. Without `bias` there may be parts, each with sums of its own.
+    """Multiply a tile of rows and outputs.
+
+    `width` is the elements of a row of the weight, `each` the tiles of columns of a part. A GROUP
+    of 0 is the whole row. Without `bias` there may be several parts with separate sums.
     """
     first_output, first_row = tl.program_id(0).to(tl.int64) * BLOCK_N, tl.program_id(1).to(tl.int64) * BLOCK_M
     output, row = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
@@ -265,14 +272,14 @@ def _multiply(
         packed = tl.load(
             values + output[:, None] * width + element[None, :], has_output[:, None] & (element < width)[None, :], 0
         )
-        # Of the next tile, so that the load is under way during this tile's products
+        # The next tile's scale, so that its load overlaps this tile's products
         next_scale = _group(scales, (tile + 1) * COLUMNS, n, k, output, has_output, GROUP) if GROUP > 0 else scale
         zero = 0.0 if zeros is None else _group(zeros, tile * COLUMNS, n, k, output, has_output, GROUP)
         products = sums if GROUP == 0 else tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for number in tl.static_range(NUMBERS):
             start = tile * COLUMNS + number * BLOCK_K
             inputs = _inputs(x, start, k, row, has_row, BLOCK_K)
-            if GROUP % COLUMNS != 0:  # a group for each
+            if GROUP % COLUMNS != 0:  # each number has its own group
                 zero = 0.0 if zeros is None else _group(zeros, start, n, k, output, has_output, GROUP)
                 factors = _factors(packed, number, zero, inputs, FLOAT8, BITS, PTX)
                 scale = _group(scales, start, n, k, output, has_output, GROUP)
@@ -303,19 +310,19 @@ def _inputs(x, start, k, row, has_row, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _group(of_groups, start, n, k, output, has_output, GROUP: tl.constexpr):
-    """Return the scales or zero points of the columns from `start` on, which are of one group."""
+    """Return the scales or zero points of the columns from `start` on, all of one group."""
     return tl.load(of_groups + _group_number(start, k, GROUP) * n + output, has_output, 0.0)
 
 
 @triton.jit
 def _group_number(start, k, GROUP: tl.constexpr):
-    """Return the group of a tile's columns; one behind the last column has the last group's."""
+    """Return the group of a tile's columns; a tile after the last column has the last group."""
     return tl.minimum(start, k - 1) // GROUP if GROUP else 0
 
 
 @triton.jit
 def _factors(packed, number: tl.constexpr, zero, inputs, FLOAT8: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Return one number of each element, less `zero` [BLOCK_N], in the dtype of `inputs`."""
+    """Return one number of each element minus `zero` [BLOCK_N], in the dtype of `inputs`."""
     bf16: tl.constexpr = inputs.dtype == tl.bfloat16
     if PTX and BITS == 4:
         less = (-(_0_IN_BF16 if bf16 else _0_IN_FP16) - zero).to(inputs.dtype)[:, None]
@@ -371,7 +378,7 @@ def _dequantize(
 def _scale(
     numbers, scales, zeros, out, start, n, k, output, has_output, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Write the columns from `start` on, which are of one group, rounded once."""
+    """Write the columns from `start` on, all of one group, rounded once."""
     column = start + tl.arange(0, BLOCK_K)
     group = _group_number(start, k, GROUP)
     if zeros is not None:

@@ -1,5 +1,5 @@
-"""Head norms, rotation and the way into the paged cache in one pass over a step's queries, keys and
-values.
+"""Head norms, rotation and the write to the paged cache, in one pass over a step's queries, keys
+and values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.engine.layers.base import RotaryHeads
 
-_HEADS = 8  # of one program
+_HEADS = 8  # heads of one program
 _LARGEST_FP8 = tl.constexpr(448.0)
 
 
@@ -21,8 +21,8 @@ def rotate_and_write(
     """Write the keys and values of qkv [T, heads + 2 * kv_heads, d] to layer_cache [2, blocks,
     kv_heads, block_size, d] and return the queries [T, heads, d].
 
-    Queries and keys are normed, where there are norms, and rotated on the way; all of it in
-    float32, rounded once. Without `rotary` the queries come back as they are, a view.
+    Queries and keys are first normed, if there are norms, and rotated, all in float32 and rounded
+    once. Without `rotary` the queries are returned unchanged, as a view.
     """
     if rotary is None:
         kv_heads = layer_cache.shape[2]
@@ -59,8 +59,8 @@ def rotate_and_write(
 
 
 def write(k: Tensor, v: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-    """k and v [T, kv_heads, d], in any strides, to where slot_mapping int64 [T] says in [2, blocks,
-    kv_heads, block_size, d].
+    """Write k and v [T, kv_heads, d] of any strides to layer_cache [2, blocks, kv_heads,
+    block_size, d], at the slots in slot_mapping int64 [T].
     """
     tokens, kv_heads, head_dim = k.shape
     if not tokens:
@@ -119,7 +119,7 @@ def _rotate_and_write(
         scale = 1.0 / tl.sqrt_rn((tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None] / HEAD_DIM + eps)
         turned_low *= scale * _of_head(query_weight, key_weight, column, is_query, inside)
         turned_high *= scale * _of_head(query_weight, key_weight, column + HEAD_DIM // 2, is_query, inside)
-    # Both halves turn by the same angles; the sine's first half is the negative of its second.
+    # Both halves rotate by the same angles; the sine's first half is the negative of its second.
     angle = token * angle_stride + HEAD_DIM // 2 + column
     cosine = tl.load(cos + angle, inside, 0.0).to(tl.float32)
     sine = tl.load(sin + angle, inside, 0.0).to(tl.float32)
@@ -138,9 +138,7 @@ def _rotate_and_write(
 
 @triton.jit
 def _stored(numbers, cache):
-    """As the cache has them; fp8 has no infinity, and what is beyond its range becomes its
-    largest.
-    """
+    """Convert numbers to the cache's type; fp8 has no infinity, so larger numbers are clamped."""
     if cache.dtype.element_ty == tl.float8e4nv:
         numbers = tl.clamp(numbers.to(tl.float32), -_LARGEST_FP8, _LARGEST_FP8)
     return numbers.to(cache.dtype.element_ty)

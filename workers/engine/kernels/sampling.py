@@ -1,22 +1,22 @@
-"""The draw on a device, without a sort: five kernels whose launches depend on no value, so that
-they may be recorded in a CUDA graph.
+"""The draw on a device, without a sort, in five kernels.
+
+Their launches do not depend on values, so that they can be recorded in a CUDA graph.
 
 A row's candidates are ordered by their distance from its largest logit, (largest - logit) /
-temperature, a float of at least 0, whose bits are ordered as integers as well. min_p, top-k and
-top-p are then a largest distance each.
+temperature. The distance is a float of at least 0, so its bits have the same order as integers.
+min_p, top-k and top-p each become a largest distance.
 
-1. `_largest`: the largest logit of each part of each row, which is all that a greedy row needs.
-2. `_draw_parts`: a row with neither top-k nor top-p is drawn from, part by part.
-3. `_measure`: for the others, how many candidates, or how much weight, lie within each of `PIVOTS`.
-4. `_gather`: what lies within the first of the pivots that holds the limit's end is written side by
-   side.
-5. `_choose`: puts the parts together; finds the ends of top-k and top-p among what was gathered by
-   bisection over the bits, and draws. A row that has gathered more than `GATHERED` looks through
-   all its logits at each step of the bisection.
+1. `_largest` finds the largest logit of each part of each row; a greedy row needs no more.
+2. `_draw_parts` draws from rows with neither top-k nor top-p, part by part.
+3. `_measure` counts, for all other rows, the candidates or their weight within each of `PIVOTS`.
+4. `_gather` writes the candidates within the first sufficient pivot to adjacent places.
+5. `_choose` combines the parts. It finds the ends of top-k and top-p among the gathered candidates
+   by bisection over the bits, and draws. For a row with more than `GATHERED` candidates, each step
+   of the bisection reads all logits.
 
-The noise is that of `workers.engine.sampling.noise`, bit for bit up to its logarithms. These are
-taken only where a block of tokens holds one whose integer says that it may win: a score of more
-than b takes noise of more than b + distance, thus bits below 2^32 * exp(-b - distance).
+The noise is that of `workers.engine.sampling.noise`, bit for bit up to its logarithms. The
+logarithms are computed only for blocks with a token that may win, judged by its integer: a score of
+more than b needs noise of more than b + distance, thus bits below 2^32 * exp(-b - distance).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torch import Tensor
 
 from workers.engine.sampling import noise
 
-# Of a slot's parameters, 32 bits each; floats and 64-bit integers by their bits, low half first
+# Words of a slot's parameters, 32 bits each; floats and 64-bit integers as bits, low half first
 WORDS = 8
 TEMPERATURE, FLOOR, TOP_K, TOP_P, SEED, CHOICE = 0, 1, 2, 3, 4, 6
-"""`FLOOR` is the largest distance that min_p leaves."""
+"""Index of each parameter; `FLOOR` is the largest distance that min_p allows."""
 
 PIVOTS = (0.5, 1.0, 2.0, 3.5, 5.5, 8.0, 11.0, 15.0)
 GATHERED = 4096  # candidates that one program holds in registers
 
 _BLOCK = 2048
-_PARTS = 64  # of a row, at most
-_PROGRAMS = 1024  # that a step should have at least
+_PARTS = 64  # most parts of a row
+_PROGRAMS = 1024  # least programs of a step
 _WARPS = 8
 
 _TEMPERATURE, _FLOOR, _TOP_K, _TOP_P = (
@@ -51,14 +51,13 @@ _TEMPERATURE, _FLOOR, _TOP_K, _TOP_P = (
 )
 _SEED, _CHOICE, _WORDS = tl.constexpr(SEED), tl.constexpr(CHOICE), tl.constexpr(WORDS)
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(noise.GOLDEN), tl.constexpr(noise.MIX_1), tl.constexpr(noise.MIX_2)
-_MEASURES = tl.constexpr(16)  # of a part: one per pivot, then that of all
+_MEASURES = tl.constexpr(16)  # measures of a part: one per pivot, then the total
 _MOST_NOISE = tl.constexpr(23.0)  # -log(-log1p(-2^-33)) is 22.9
-# The weights of what was gathered are integers, whose sum depends on no order
+# The weights of gathered candidates are integers, so that their sum does not depend on the order
 _UNIT = tl.constexpr(2.0**40)
-_SLACK = tl.constexpr(1.00001)  # by which a pivot's weight must reach its goal, for sums in float32
+_SLACK = tl.constexpr(1.00001)  # factor on the goal of a pivot's weight, for sums in float32
 
-# Compiled once for all numbers of rows: what depends on them are counts, and places of views in
-# their tensors.
+# Compiled once for all numbers of rows: they affect only counts, and offsets of views in tensors.
 _kernel = triton.jit(
     do_not_specialize=["span", "parts"],
     do_not_specialize_on_alignment=[
@@ -76,13 +75,14 @@ _kernel = triton.jit(
 
 
 def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor | None) -> Tensor:
-    """Draw one token per row of logits [R, vocab], of any float dtype and left as they are; int32
-    [R].
+    """Draw one token per row of logits [R, vocab]; return int32 [R].
 
-    table int32 [slots, WORDS], slots int32 [R]; lengths int32 [R] are a row's tokens so far,
-    prompt_lengths int32 those of its slot's prompt, which a greedy row's slot need not have.
-    Without prompt_lengths, lengths counts the output alone. A row that is not numbers gives some
-    token of the vocabulary.
+    - `logits` may have any float dtype and are not changed.
+    - `table`: int32 [slots, WORDS]; `slots`: int32 [R].
+    - `lengths`: int32 [R], a row's tokens so far; only its output if there are no `prompt_lengths`.
+    - `prompt_lengths`: int32, by slot; not read for greedy rows.
+
+    A row of NaN yields an arbitrary token of the vocabulary.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -142,7 +142,7 @@ def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_l
 
 
 def _split(rows: int, vocab: int) -> tuple[int, int]:
-    """Blocks of one part, and parts of a row: as many as make enough programs."""
+    """Return the blocks of one part and the parts of a row, for enough programs."""
     blocks = triton.cdiv(vocab, _BLOCK)
     span = triton.cdiv(blocks, max(1, min(_PARTS, blocks, _PROGRAMS // rows)))
     return span, triton.cdiv(blocks, span)
@@ -266,8 +266,7 @@ def _gather(
         goal = top_k.to(tl.float32)
         if top_k >= vocab:
             goal = top_p * _measured(measured, row, parts, 8, PARTS) * _SLACK
-        # The first pivot that holds all that the limits leave, and the one before it, which does
-        # not.
+        # The first pivot that includes all candidates within the limits, and the pivot before it.
         end, before = float("inf"), 0.0
         for i in tl.static_range(len(PIVOTS)):
             enough = (_measured(measured, row, parts, i, PARTS) >= goal) | (PIVOTS[i] >= floor)
@@ -357,8 +356,9 @@ def _choose(
 
 @triton.jit
 def _limit_gathered(distance, inside, end, before, top_k, top_p, total, vocab):
-    """The largest distance that the limits leave of the candidates gathered, which are all those
-    within `end`; the first of the limits lies beyond `before`, if not at `end`.
+    """Return the largest distance within the limits among the gathered candidates.
+
+    The gathered candidates are all within `end`; the first limit is beyond `before`, or at `end`.
     """
     bits = distance.to(tl.int32, bitcast=True)
     low, high = before.to(tl.int32, bitcast=True), end.to(tl.int32, bitcast=True)
@@ -376,8 +376,8 @@ def _limit_gathered(distance, inside, end, before, top_k, top_p, total, vocab):
 
 @triton.jit
 def _smallest(bits, measure, goal, low, high):
-    """The smallest t from `low` to `high` for which the measures of bits <= t reach the goal;
-    `high` where none does.
+    """Return the smallest t from `low` to `high` for which the measures of bits <= t reach the
+    goal; `high` if there is none.
     """
     while low < high:
         middle = low + (high - low) // 2
@@ -389,7 +389,7 @@ def _smallest(bits, measure, goal, low, high):
 
 @triton.jit
 def _limit_in_row(logits, vocab, most, temperature, end, before, top_k, top_p, total, BLOCK: tl.constexpr):
-    """As `_limit_gathered`, of a whole row, whose first limit lies between `before` and `end`."""
+    """Like `_limit_gathered`, for a whole row; its first limit is between `before` and `end`."""
     low, high = before.to(tl.int32, bitcast=True), end.to(tl.int32, bitcast=True)
     if top_k < vocab:
         high = _smallest_in_row(logits, vocab, most, temperature, True, top_k.to(tl.float32), low, high, BLOCK)
@@ -402,10 +402,10 @@ def _limit_in_row(logits, vocab, most, temperature, end, before, top_k, top_p, t
 
 @triton.jit
 def _smallest_in_row(logits, vocab, most, temperature, counting, goal, low, high, BLOCK: tl.constexpr):
-    """As `_smallest`.
+    """Like `_smallest`, for a whole row.
 
-    The ends move to distances that there are: of logits in 16 bits few differ, and each step looks
-    at the whole row.
+    The ends move to existing distances, since each step reads the whole row and few logits in 16
+    bits differ.
     """
     while low < high:
         middle = low + (high - low) // 2
@@ -417,8 +417,8 @@ def _smallest_in_row(logits, vocab, most, temperature, counting, goal, low, high
 
 @triton.jit
 def _measure_in_row(logits, vocab, most, temperature, counting, limit, BLOCK: tl.constexpr):
-    """How many candidates, or how much weight, lie within the limit; and the bits of the last
-    within it and of the first beyond.
+    """Return the number or the weight of the candidates within the limit, the bits of the last
+    candidate within it, and those of the first beyond it.
     """
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -435,11 +435,11 @@ def _measure_in_row(logits, vocab, most, temperature, counting, limit, BLOCK: tl
 
 @triton.jit
 def _drawn(logits, first, last, vocab, most, temperature, limit, key, BLOCK: tl.constexpr):
-    """Score and token of the winner within the limit in a row's blocks `first` to `last` - 1; -1
-    where there is none.
+    """Return score and token of the winner within the limit in a row's blocks `first` to `last` -
+    1; the token is -1 if there is none.
     """
     lane = tl.arange(0, BLOCK)
-    # The row's largest has a score of at least -log(-log1p(2^-24 - 1)), which is -2.8.
+    # The row's largest logit has a score of at least -log(-log1p(2^-24 - 1)), which is -2.8.
     best, chosen = -2.9, -1
     for block in range(first, last):
         token = block * BLOCK + lane
@@ -447,7 +447,7 @@ def _drawn(logits, first, last, vocab, most, temperature, limit, key, BLOCK: tl.
         inside = inside & (distance <= limit)
         if tl.min(tl.where(inside, distance, float("inf")), 0) + best < _MOST_NOISE:
             bits = _noise_bits(key, token)
-            # Rather a few too many: float32 has rounded bits and scores.
+            # A few more than necessary, since float32 has rounded bits and scores.
             near = inside & (bits.to(tl.float32) <= tl.exp(-(best + distance)) * (2.0**32 * 1.0001) + 2.0)
             if tl.max(near.to(tl.int32), 0) > 0:
                 score = tl.where(near, _gumbel(bits) - distance, -float("inf"))
@@ -460,8 +460,8 @@ def _drawn(logits, first, last, vocab, most, temperature, limit, key, BLOCK: tl.
 
 @triton.jit
 def _distances(logits, token, vocab, most, temperature):
-    """Each token's distance from the row's largest, and whether it is a number and the token one of
-    the row's.
+    """Return each token's distance from the row's largest logit, and whether it is valid: a number,
+    for a token of the row.
     """
     logit = tl.load(logits + token, token < vocab, -float("inf")).to(tl.float32)
     distance = tl.div_rn(most - logit, temperature)
@@ -470,7 +470,7 @@ def _distances(logits, token, vocab, most, temperature):
 
 @triton.jit
 def _end(part, span, vocab, BLOCK: tl.constexpr):
-    """The block after a part's last."""
+    """Return the block after a part's last block."""
     return tl.minimum((part + 1) * span, tl.cdiv(vocab, BLOCK))
 
 
@@ -488,7 +488,7 @@ def _measured(measured, row, parts, which, PARTS: tl.constexpr):
 
 @triton.jit
 def _limits(table, slot):
-    """Temperature, the floor's distance, top_k and top_p."""
+    """Return temperature, the floor's distance, top_k and top_p."""
     words = table + slot.to(tl.int64) * _WORDS
     temperature = tl.load(words + _TEMPERATURE).to(tl.float32, bitcast=True)
     floor = tl.load(words + _FLOOR).to(tl.float32, bitcast=True)
@@ -497,7 +497,7 @@ def _limits(table, slot):
 
 @triton.jit
 def _key(table, slot, lengths, prompt_lengths, row):
-    """The key of a row's next token."""
+    """Return the key of a row's next token."""
     index = tl.load(lengths + row)
     if prompt_lengths is not None:
         index -= tl.load(prompt_lengths + slot)
@@ -521,7 +521,7 @@ def _mix(z):
 
 @triton.jit
 def _mixed_up(z):
-    """`_mix` but for its last step."""
+    """Compute `_mix` without its last step."""
     z = (z ^ (z >> 30)) * _MIX_1
     return (z ^ (z >> 27)) * _MIX_2
 

@@ -1,5 +1,6 @@
-"""Products with weights in float8 by torch's `_scaled_mm`, which multiplies them with inputs in
-float8: y = x weight.T + bias. The rows of x are rounded by a scale for each.
+"""Products with weights in float8 by torch's `_scaled_mm`: y = x weight.T + bias.
+
+It multiplies them with inputs in float8: each row of x is rounded by its own scale.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from workers.engine.layers.quantized import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
-_MULTIPLE = 16  # of both sizes of the weight
-_LARGEST = 448.0  # of e4m3
-_TINY = 1e-30  # of the largest number of a row
+_MULTIPLE = 16  # both sizes of the weight are multiples of it
+_LARGEST = 448.0  # largest number of e4m3
+_TINY = 1e-30  # least value for the largest number of a row
 _SCALES_ROWS_SINCE = (9, 0)  # compute capability
-_ROWS, _INPUTS, _OUTPUTS = (1, 19), 144, 48  # of the example that is compared
+_ROWS, _INPUTS, _OUTPUTS = (1, 19), 144, 48  # sizes of the example for the comparison
 
 
 def can_scale(weight: QuantizedWeight) -> bool:
-    """Return whether inputs may be in float8, too, and `_scaled_mm` takes a weight as it is."""
+    """Return whether inputs may be in float8, too, and `_scaled_mm` accepts the weight."""
     shape_fits = weight.scales.shape[1] == 1 and not any(size % _MULTIPLE for size in weight.shape)
     return weight.is_float8 and weight.float8_inputs and shape_fits
 
 
 @functools.cache
 def matches_torch(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether products in `dtype` come out as those with the dequantized weight do.
+    """Return whether products in `dtype` equal those with the dequantized weight.
 
-    `_scaled_mm` is no public function, and differs by GPU and by version of torch.
+    `_scaled_mm` is not a public function, and differs by GPU and by version of torch.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-14, 15, (sum(_ROWS), _INPUTS), generator=generator).float()
@@ -55,11 +56,11 @@ def matches_torch(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class ScaledMatmul:
-    """x [..., k] -> [..., n] in the dtype of x, for a weight that `can_scale` is true of."""
+    """Computes x [..., k] -> [..., n] in the dtype of x, for weights accepted by `can_scale`."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         self._n, self._k = weight.shape
-        self._weight = weight.values.contiguous().t()  # the second operand has to be column-major
+        self._weight = weight.values.contiguous().t()  # the second operand must be column-major
         self._scales = weight.scales.reshape(1, -1).contiguous()
         self._bias = bias
         self._one = torch.ones(1, dtype=torch.float32, device=self._weight.device)
@@ -81,15 +82,16 @@ class ScaledMatmul:
 
 
 def _scales_rows(device: torch.device) -> bool:
-    """Return whether `_scaled_mm` takes a scale for each row and output, which it does for results
-    in bfloat16.
+    """Return whether `_scaled_mm` accepts a scale per row and per output; its results are then in
+    bfloat16.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _SCALES_ROWS_SINCE
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return contiguous x [rows, k] in float8_e4m3fn, and the scale of each row, float32 [rows, 1],
-    by which its largest number becomes the largest of the type.
+    """Return contiguous x [rows, k] in float8_e4m3fn, and the scale of each row, float32 [rows, 1].
+
+    The scale maps a row's largest number to the largest of the type.
     """
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)

@@ -1,6 +1,4 @@
-"""The smallest kernel, for finding out at start whether Triton, its compiler and the driver go
-together.
-"""
+"""A minimal kernel, run at start to check that Triton, its compiler and the driver work."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import triton.language as tl
 
 
 def run_smoke_test(device: torch.device) -> None:
-    """Raise whatever Triton does where it cannot run a kernel on the device."""
+    """Run a kernel on the device. Raise Triton's error if that fails."""
     out = torch.zeros(1, dtype=torch.int32, device=device)
     _write_one[(1,)](out)
     if out.item() != 1:

@@ -1,6 +1,4 @@
-"""The tiles that `TritonAttention` works in on this machine: timed on its GPU, on rows of the
-model's own shape.
-"""
+"""Choose the tiles of `TritonAttention` by timing rows of the model's shape on the GPU."""
 
 from __future__ import annotations
 
@@ -20,20 +18,20 @@ from workers.engine.kernels.paged_attention import TritonAttention
 from workers.engine.kernels.tuning import ChoiceCache, TileChoice, candidates, tuned
 from workers.engine.layers.base import AttentionPattern
 
-_POOL_BYTES = 256 << 20  # of keys and values: several times what a GPU's cache holds
+_POOL_BYTES = 256 << 20  # of keys and values: several times the size of a GPU's cache
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
 _PROMPT = 4096
-# Recorded one behind the other: the host takes longer to launch a call than a small model's takes
+# Recorded one after the other: the host takes longer to launch a call than a small model's takes
 _CALLS = 8
 _RUNS = 20
 
 
 def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
-    """For "decode" and "prefill" steps. Without a GPU, what suits most."""
+    """Return the tiles of "decode" and "prefill" steps; without a GPU, the usual ones."""
     return dict(_choices(replace(shape, num_blocks=1), num_heads, dtype, device))
 
 
-@cache  # for where nothing can be kept on disk: a replica sets its attention up twice
+@cache  # in case no file can be written: a replica creates its attention twice
 def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
     group = num_heads // shape.kv_heads
     offered = {kind: candidates(kind, shape.head_dim, group, dtype, shape.dtype) for kind in ("decode", "prefill")}
@@ -48,14 +46,14 @@ def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torc
             kind: tuned(known, f"{kind}, {name}", among, partial(measured, kind)) for kind, among in offered.items()
         }
         del measured
-        torch.cuda.empty_cache()  # the cache of the model's own is sized by what is free
+        torch.cuda.empty_cache()  # free memory determines the size of the model's own cache
     return chosen
 
 
 class _Measured:
-    """Seconds that a step of random rows takes with a choice of tiles.
+    """Measures the seconds of a step of random rows with a choice of tiles.
 
-    Memory is taken when the first is measured.
+    Memory is allocated for the first measurement.
     """
 
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:

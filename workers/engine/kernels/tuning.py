@@ -1,8 +1,10 @@
-"""Which tiles the attention kernel works in: a few candidates by head size, group and dtypes, timed
-on the GPU at the first start with a shape, and the quickest remembered on disk.
+"""Choose the tiles of the attention kernel.
 
-The file is JSON, one for each GPU, version of Triton and source of the kernels, so that a choice
-outlives neither. Processes that start together wait for the first of them to measure.
+There are a few candidates by head size, group and dtypes. They are timed on the GPU at the first
+start with a shape, and the fastest is stored on disk.
+
+The file is JSON. There is one for each GPU, version of Triton and source of the kernels, so that a
+choice is valid only for them. Processes that start together wait until the first has measured.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from workers.engine.cache_folder import locked
 
 logger = logging.getLogger(__name__)
 
-# Of a head's key, for which the candidates below are written: 128 numbers of 16 bits
+# Bytes of a head's key in the candidates below: 128 numbers of 16 bits
 _ROW_BYTES = 256
-_CANDIDATES = {  # block_m, tile, warps, stages; the first is taken where nothing can be measured
+_CANDIDATES = {  # block_m, tile, warps, stages; the first is the default without a GPU
     "decode": ((16, 64, 4, 3), (16, 128, 4, 2), (16, 64, 4, 4), (16, 32, 4, 4), (16, 128, 8, 2)),
     "prefill": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
 }
@@ -35,29 +37,29 @@ _CANDIDATES = {  # block_m, tile, warps, stages; the first is taken where nothin
 
 @dataclass(frozen=True, slots=True)
 class TileChoice:
-    """How `attend` is compiled for one kind of step."""
+    """The constants with which `attend` is compiled for one kind of step."""
 
     block_m: int  # rows of the matrix tile: queries times heads of a group
-    tile: int  # keys at once
+    tile: int  # keys per iteration
     warps: int
-    stages: int  # rounds whose loads are under way or in use
+    stages: int  # iterations whose loads are in flight or in use
 
 
 def candidates(
     kind: str, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
 ) -> list[TileChoice]:
-    """For a `kind` of step, "decode" (one token a row) or "prefill".
+    """Return the candidates for a `kind` of step, "decode" (one token per row) or "prefill".
 
-    Larger heads have smaller tiles. Smaller ones have larger tiles in decode steps, which live on
-    bytes under way, not in prefill steps, which live on registers. So decode steps over a narrower
-    cache have the choice between both.
+    Larger heads have smaller tiles. Smaller heads have larger tiles only in decode steps, which are
+    limited by memory bandwidth; prefill steps are limited by registers. So decode steps with a
+    narrower cache have candidates of both sizes.
     """
     found = []
     sizes = {dtype.itemsize, (cache_dtype or dtype).itemsize} if kind == "decode" else {dtype.itemsize}
     for size, (block_m, tile, warps, stages) in product(sorted(sizes, reverse=True), _CANDIDATES[kind]):
         row_bytes = triton.next_power_of_2(head_dim) * size
         tile = max(16, min(128 if kind == "decode" else tile, tile * _ROW_BYTES // row_bytes))
-        if dtype == torch.float32 and kind == "prefill":  # three products for one take registers
+        if dtype == torch.float32 and kind == "prefill":  # three products instead of one need registers
             block_m, tile, warps, stages = max(16, 64 * _ROW_BYTES // row_bytes), min(tile, 32), 4, 2
         choice = TileChoice(max(block_m, triton.next_power_of_2(group)), tile, warps, stages)
         if choice not in found:
@@ -68,7 +70,7 @@ def candidates(
 class ChoiceCache:
     """Choices by name in a file of `folder`.
 
-    A file that says something else than it should is warned of and replaced.
+    An invalid file is logged and replaced.
     """
 
     def __init__(self, folder: Path, gpu: str, source: str) -> None:
@@ -85,7 +87,7 @@ class ChoiceCache:
         return next((choice for choice in among if asdict(choice) == known), None)
 
     def put(self, name: str, choice: TileChoice) -> None:
-        """Raise OSError."""
+        """Store a choice in the file. Raise OSError."""
         content = json.dumps({**self._header, "choices": {**self._read(), name: asdict(choice)}}, indent=2)
         temporary = self.path.with_suffix(f".{os.getpid()}")
         temporary.write_text(content)
@@ -111,11 +113,10 @@ class ChoiceCache:
 def tuned(
     cache: ChoiceCache, name: str, among: Sequence[TileChoice], measure: Callable[[TileChoice], float]
 ) -> TileChoice:
-    """Return what the cache says of `name`, else the choice with the least of what `measure` gives,
-    which is kept.
+    """Return the cached choice of `name`, else measure, store and return the fastest.
 
-    A choice that does not compile for the GPU, or that it has no registers or shared memory for,
-    is passed over; the first is taken when all are.
+    A choice that does not compile for the GPU, or exceeds its registers or shared memory, is
+    skipped; if all are skipped, the first is used.
     """
     with locked(cache.path):
         known = cache.get(name, among)

@@ -1,1 +1,1 @@
-"""What travels between an engine core, its client and its ranks."""
+"""Messages between an engine core, its client and its ranks."""

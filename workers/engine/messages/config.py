@@ -12,31 +12,32 @@ CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS = 150.0, 50.0
 """Defaults of `live_step_ms`."""
 
 CPU_SEQUENCES, CPU_ENCODER_SEQUENCES, GPU_SEQUENCES = 64, 128, 1024
-"""Defaults of `max_num_seqs`: an encoder's are more, since short texts would not fill a step."""
+"""Defaults of `max_num_seqs`; larger for an encoder, since short texts would not fill a step."""
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-CPU_CACHE_SHARE = 0.4  # of the memory that the weights leave, for KV caches on a CPU
-CPU_CACHE_BYTES = 1 << 30  # for one at least, as far as they are free, and where the machine does not say what is
+CPU_CACHE_SHARE = 0.4  # share of the memory after the weights that KV caches get on a CPU
+CPU_CACHE_BYTES = 1 << 30  # least size of one cache, as far as free, and its size if free memory is unknown
 _PROCESSES_PER_CPU = 8
 
 
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
-    """A field that is a flag of the command line too; the keys of its metadata are those of
-    `jobs/settings.py`, which the engine does not import.
+    """Declare a field that is also a flag of the command line.
+
+    The keys of its metadata are those of `jobs/settings.py`, which the engine does not import.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EngineConfig:
-    """What one model replica runs with.
+    """The configuration of one model replica.
 
-    `None` and "auto" mean: decided once, in the core, which makes a `ResolvedConfig` of it. A field
-    with a help is a flag of the command line.
+    The core resolves `None` and "auto" once, in a `ResolvedConfig`. A field with a help is a flag
+    of the command line.
 
-    `depth` is how many steps the scheduler runs ahead of the tokens it has seen. `threads` are
-    those of one process (None: an equal share of `all_threads()`). Raises ValueError for a value
-    out of range.
+    The scheduler runs `depth` steps ahead of the tokens that it has received. `threads` is the
+    number of threads of one process (None: an equal share of `all_threads()`). Raises ValueError
+    for a value out of range.
     """
 
     model: str
@@ -137,30 +138,32 @@ class EngineConfig:
                 raise ValueError(f"{one.name} must be above {limits['above']}, at most {limits['max']}, got {value}")
 
     def compute_threads(self) -> int:
-        """Threads for the arithmetic of each rank: `threads`, else an equal share of
+        """Return the number of compute threads of each rank: `threads`, else an equal share of
         `all_threads()`.
         """
         return self.threads or max(1, all_threads() // self.tensor_parallel_size)
 
 
 def all_threads() -> int:
-    """Threads for the arithmetic of all processes below this one together: OMP_NUM_THREADS, else
-    the CPUs that this process may use.
+    """Return the number of compute threads of all child processes together.
+
+    It is OMP_NUM_THREADS, else the number of CPUs that this process may use.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else available_cpus()
 
 
 def most_processes() -> int:
-    """Return how many ranks, of all replicas together, this machine may be asked to run: enough for
-    tests on few CPUs, and for GPUs, of which each needs a CPU that feeds it; beyond that they would
-    only take each other's memory and time.
+    """Return the most ranks, of all replicas together, that this machine accepts.
+
+    It is enough for tests on few CPUs, and for GPUs, each of which needs one CPU. More ranks would
+    only compete for memory and time.
     """
     return _PROCESSES_PER_CPU * available_cpus()
 
 
 def available_cpus() -> int:
-    """CPUs by affinity and by the container's quota, whichever is fewer; at least 1."""
+    """Return the number of CPUs by affinity or by quota, whichever is fewer; at least 1."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CGROUP_CPU_MAX.read_text().split()

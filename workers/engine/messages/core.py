@@ -1,8 +1,8 @@
 """Messages between the worker process and the engine core, as msgspec structs.
 
-The worker process' first frame is an `EngineConfig`; then come `ToCore` messages. The core answers
-with one `Ready` or `Failed`, then with one `StepOutput` per step; a `Failed` after `Ready` says why
-the core is about to end.
+The worker process sends an `EngineConfig` as its first frame, then `ToCore` messages. The core
+answers with one `Ready` or `Failed`, then with one `StepOutput` per step. A `Failed` after `Ready`
+is the reason for the core's imminent end.
 """
 
 import math
@@ -17,8 +17,9 @@ MAX_SEED = 2**64 - 1
 
 
 class Finish(IntEnum):
-    """Why a request ended; RUNNING means that it has not, INVALID that its own parameters leave no
-    token that it could go on with.
+    """The reason for a request's end.
+
+    RUNNING: it has not ended. INVALID: its own parameters allow no next token.
     """
 
     RUNNING = 0
@@ -30,17 +31,20 @@ class Finish(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How one request's tokens are drawn and when it ends.
+    """Sampling and stopping parameters of one request.
 
     Raises ValueError for a value out of range.
 
-    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` separates the noise of one
-    request's choices. Repetition counts prompt and output, presence and frequency the output. Stop
-    and end-of-text tokens cannot come among the first `min_tokens`. `logit_bias` holds pairs of
-    token and what is added to its logit; `bad_words` are runs of tokens that never come about in
-    the output; where `allowed_token_ids` are given, no other token does. `logprobs` and
-    `prompt_logprobs`: how many of the most likely tokens to report at each position beside its own
-    token; -1 for no log probabilities at all.
+    - `temperature`: 0 is greedy.
+    - `top_k`: 0 keeps all tokens.
+    - `choice` separates the noise of one request's choices.
+    - The repetition penalty counts prompt and output; presence and frequency count the output.
+    - `min_tokens`: the first ones are no stop or end-of-text tokens.
+    - `logit_bias`: pairs of a token and the number added to its logit.
+    - `bad_words`: runs of tokens that never occur in the output.
+    - `allowed_token_ids`: if given, no other token is drawn.
+    - `logprobs`, `prompt_logprobs`: the number of most likely tokens to report at each position, in
+      addition to its own token; -1 for no log probabilities.
     """
 
     max_tokens: int
@@ -90,7 +94,7 @@ _RANGES = {
     "logprobs": ("[-1, inf)", -1, math.inf),
     "prompt_logprobs": ("[-1, inf)", -1, math.inf),
 }
-"""By parameter: the range as a person reads it, and its bounds."""
+"""By parameter: the range as text, and its bounds."""
 
 EVERY_FEATURE = SamplingParams(
     max_tokens=1,
@@ -108,18 +112,19 @@ EVERY_FEATURE = SamplingParams(
     logprobs=20,
     prompt_logprobs=20,
 )
-"""Uses every stage of sampling, with limits that leave many tokens: what the memory profiling run
-asks for.
+"""Parameters of the memory profiling run: all stages of sampling, with limits that keep many
+tokens.
 """
 
 
 class PoolingParams(msgspec.Struct, frozen=True):
-    """What a pooling request yields.
+    """Parameters of one pooling request.
 
-    `task`: "embed", one vector; "classify", one number per label; "token_embed", a row per token.
-    `dimensions` cuts a vector, 0 keeps all of it. `normalize`: to length 1; None as the model's
-    folder says. `activation`: sigmoid or softmax over a classifier's logits, as its folder says.
-    `unpooled`: how many tokens at the beginning are left out of means and maxima.
+    - `task`: "embed", one vector; "classify", one number per label; "token_embed", a row per token.
+    - `dimensions` truncates a vector; 0 keeps all of it.
+    - `normalize`: scale to length 1; None: the default of the model's folder.
+    - `activation`: apply the sigmoid or softmax of the model's folder to a classifier's logits.
+    - `unpooled`: number of tokens at the beginning that means and maxima omit.
     """
 
     task: str
@@ -130,13 +135,14 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
 
 class OutputGuide(msgspec.Struct, frozen=True):
-    """What a request's output must be made of.
+    """The grammar and the reasoning of a request's output.
 
-    `grammar` is one of llguidance's, in its JSON form; "" allows everything. It begins behind
-    `reasoning_end`, a text that ends the reasoning; where that is "", or was in the prompt
-    (`in_reasoning` false), at once. With `reasoning_begin` there is reasoning only if the output
-    begins with that text, and else the grammar begins at once. After `reasoning_budget` tokens of
-    reasoning its end is enforced; -1 for no budget.
+    - `grammar`: a grammar of llguidance in JSON form; "" allows everything. It begins after the
+      reasoning, or at once if there is none.
+    - `reasoning_end`: the text that ends the reasoning; "" for no reasoning.
+    - `in_reasoning`: false if the prompt has ended the reasoning; the grammar begins at once.
+    - `reasoning_begin`: if not "", there is reasoning only if the output begins with this text.
+    - `reasoning_budget`: tokens of reasoning after which its end is enforced; -1 for no budget.
     """
 
     grammar: str = ""
@@ -147,18 +153,22 @@ class OutputGuide(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct):
-    """One sequence to generate, or, with `pooling`, one text to make a vector of.
+    """One sequence to generate, or, with `pooling`, one text to pool.
 
-    `request_id` is chosen by the worker process and unique in the core's life. `output_token_ids`
-    is what an earlier worker generated already: it counts towards `max_tokens`, as output in
-    everything else, and is never sent again. A lower `priority` runs first, among live and among
-    batch requests; equals run in the order in which they came. Requests of one `batch_id` are
-    expected to have outputs of about equal length. With `stop_strings` the worker process may end
-    the request by its text, which the engine does not see. `arrived` is when it came, on the
-    machine's monotonic clock; 0 where that is not to be counted. With a `guide` it waits until that
-    is made, and ends with Finish.STOP, without a further token, where that allows nothing more.
-    `timed`: outputs say when it got a slot. A pooling request has no output, and its `sampling`
-    is not read; `second_text` is the index of the first token of a pair's second text, 0 for none.
+    - `request_id`: chosen by the worker process, unique in the core's life.
+    - `output_token_ids`: tokens that an earlier worker generated. They count as output, also
+      towards `max_tokens`, and are never sent again.
+    - `priority`: a lower one runs first, among live and among batch requests; requests of equal
+      priority run in order of arrival.
+    - `batch_id`: requests of one batch are expected to have outputs of about equal length.
+    - `stop_strings`: the worker process may end the request by its text, which the engine does not
+      have.
+    - `arrived`: time of arrival on the machine's monotonic clock; 0 to omit it from the metrics.
+    - `guide`: the request waits until its guide is ready. It ends with Finish.STOP, without a
+      further token, when the guide allows no more.
+    - `timed`: outputs include the times at which it got a slot.
+    - `pooling`: the request has no output, and `sampling` is ignored.
+    - `second_text`: index of the first token of a pair's second text, 0 for none.
     """
 
     request_id: int
@@ -177,9 +187,9 @@ class EngineRequest(msgspec.Struct):
 
 
 class SetVocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
-    """The bytes of each token, by id; it comes before the first request that has a guide.
+    """The bytes of each token, by id; sent before the first request with a guide.
 
-    Those of special tokens, and of ids that no text has, are empty.
+    Special tokens, and ids that no text contains, have no bytes.
     """
 
     tokens: list[bytes]
@@ -198,15 +208,19 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
-    """The core has its model and serves.
+    """The core has loaded its model and accepts requests.
 
-    `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold.
-    `cache_dtype` is that of keys and values; `quantization` is "" for none.
-    `weights_seconds`: how long loading took. `gpus`: what the driver calls the GPUs that it runs
-    on ("GPU-" and a UUID). `model_digest` identifies the model's configuration and weights.
-    `tasks`: "generate", or those of "embed", "token_embed", "classify" and "score" that it can
-    do. `embedding_size` is 0 without embeddings; `matryoshka` has the sizes that they may have,
-    and is empty if these are all up to that one. `labels` are a classifier's.
+    - `num_blocks` includes the null block.
+    - `max_model_len` fits into the KV cache.
+    - `cache_dtype`: dtype of keys and values.
+    - `quantization`: "" for none.
+    - `weights_seconds`: duration of loading the weights.
+    - `gpus`: the driver's names of the core's GPUs ("GPU-" and a UUID).
+    - `model_digest` identifies the model's configuration and weights.
+    - `tasks`: "generate", or some of "embed", "token_embed", "classify" and "score".
+    - `embedding_size`: 0 without embeddings.
+    - `matryoshka`: valid sizes of embeddings; empty if all up to `embedding_size` are valid.
+    - `labels`: the labels of a classifier.
     """
 
     max_model_len: int
@@ -233,22 +247,24 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The core cannot start, or cannot go on: one sentence that says why."""
+    """The core cannot start, or must end; the message is one sentence with the reason."""
 
     message: str
 
 
 Observed = list[tuple[float, str]]
-"""What was observed since the last message, each with the value of the metric's label."""
+"""Observations since the last message, each with the value of the metric's label."""
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Numbers of the core. Those that are annotated are metrics: a gauge is a current value, a
-    counter a total; the observations of a histogram are sent once.
+    """Statistics of the core.
 
-    `tokens` counts generated tokens, `computed_tokens` those run through the model,
-    `prefix_hit_tokens` those that the cache gave instead, also to preempted requests.
-    `full_step_seconds` is how long a step of the largest size may take, judged by the steps so far.
+    Annotated fields are metrics: a gauge is a current value, a counter is a total, and observations
+    of a histogram are sent once.
+
+    `tokens` counts generated tokens. `computed_tokens` counts tokens run through the model.
+    `prefix_hit_tokens` counts tokens from the prefix cache, also for preempted requests.
+    `full_step_seconds` estimates the longest duration of a step of the largest size.
     """
 
     running: Annotated[int, Gauge("vllm:num_requests_running", "Sequences that run in the engine.")] = 0
@@ -306,11 +322,11 @@ class Stats(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Natural log probabilities at one position, from the model's own distribution: before bias,
-    penalties, temperature and all else.
+    """Natural log probabilities at one position, from the model's own distribution, before bias,
+    penalties, temperature and all other changes.
 
-    The position's own token comes first, then the most likely ones, best first, so that it may
-    come twice. `rank` is its place among all tokens, 1 for the most likely.
+    The position's own token is first, then come the most likely ones, best first; the own token may
+    be among them again. `rank` is its place among all tokens, 1 for the most likely.
     """
 
     token_ids: list[int]
@@ -319,20 +335,24 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
-    """What one step produced, one entry per request that got a token or ended.
+    """The output of one step: one entry per request that got a token or ended.
 
-    `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`.
-    `finish[i]` is a `Finish` value; `stop_token[i]` the id that ended the request, which is the
-    last of its tokens, or -1. `cached_tokens[i]`, in the request's first entry, counts the prompt
-    tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each
-    request ended by ERROR or INVALID. `logprobs` has, by request id, one item per token of the
-    entry; `prompt_logprobs`, with the first token of a request, one per prompt token from the
-    second on. `starts` has, with the next entry of a request, each step in which it got a slot, and
-    when that was planned on the machine's monotonic clock: its first step, then one after each
-    preemption. All three hold only requests that asked. `pooled` has what a pooling request
-    yields, which ends with STOP and without a token: float32, little-endian, row by row.
-    `device_seconds` has what a request that ended took of the devices, its share of each step by
-    its tokens there; with `stop_strings` of one that goes on too, so far.
+    - `counts[i]` tokens of request `request_ids[i]` are adjacent in the flat `token_ids`.
+    - `finish[i]`: a `Finish` value.
+    - `stop_token[i]`: the id that ended the request, which is its last token, or -1.
+    - `cached_tokens[i]`: number of prompt tokens from the prefix cache in the request's first
+      entry, 0 in later ones.
+    - `errors`: a sentence for each request ended by ERROR or INVALID.
+    - `logprobs`: by request id, one item per token of the entry; only if requested.
+    - `prompt_logprobs`: with the first token of a request, one item per prompt token from the
+      second on; only if requested.
+    - `starts`: with the next entry of a request, each step in which it got a slot, and the time of
+      its planning on the machine's monotonic clock: the first step, then one after each preemption;
+      only if requested.
+    - `pooled`: the result of a pooling request, which ends with STOP and without a token: float32,
+      little-endian, row by row.
+    - `device_seconds`: the device time of an ended request, its share of each step by its tokens
+      there; with `stop_strings` also the time so far of a running one.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What the engine raises. The message of each is one sentence.
+"""Exceptions of the engine. Each message is one sentence.
 
 EngineError
   ModelLoadError        the model cannot be loaded
@@ -12,16 +12,16 @@ EngineError
 
 
 class EngineError(Exception):
-    """Base of the engine's errors. `retry`: whether the same may succeed later, nothing changed."""
+    """Base of the engine's errors. `retry`: whether a repetition may succeed without a change."""
 
     exit_code = 2
     retry = False
 
 
 class StepOutOfMemory(EngineError):
-    """A step could not be launched for want of memory; the message says what could not be had.
+    """A step could not be launched for want of memory; the message is the failed allocation.
 
-    A smaller one may do.
+    A smaller step may fit.
     """
 
 
@@ -30,10 +30,8 @@ class StepAbandoned(EngineError):
 
 
 class RankError(EngineError):
-    """The ranks of a replica cannot go on together; the message says what happened to which of
-    them.
-    """
+    """The ranks of a replica cannot continue; the message names the rank and the cause."""
 
 
 class ModelLoadError(EngineError):
-    """A model cannot be loaded; the message says what was wrong, where, and what to do."""
+    """A model cannot be loaded; the message has the problem, the place and the remedy."""

@@ -1,17 +1,16 @@
-"""Counters, gauges and histograms: what Prometheus calls them, and their values.
+"""Counters, gauges and histograms: their names in Prometheus, and their values.
 
-One is declared where it is counted: as the annotation of a field of `Stats`, or in
-`workers/replica/metrics.py`. The declarations travel with the worker's registration, the values
-with its reports, and the API shows what it finds. Where the meaning is vLLM's, so are the name and
-the buckets.
+A metric is declared as the annotation of a field of `Stats`, or in `workers/replica/metrics.py`.
+The worker publishes the declarations with its registration and the values with its reports; the API
+shows them all. A metric with the meaning of one of vLLM's has the same name and buckets.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable
 
 Sample = tuple[str, float] | tuple[str, float, list[int]]
-"""The value of the label ("" without one), then the number, or a histogram's sum and how many
-observations each bucket has, the last one without a bound.
+"""The label's value ("" without a label), then the number. For a histogram: the sum, then the
+number of observations per bucket; the last bucket has no bound.
 """
 
 KINDS = ("live", "batch")
@@ -28,7 +27,7 @@ class Counter:
     buckets: tuple[float, ...] = ()
 
     def __init__(self, name: str, help: str, label: str = "", values: Iterable[str] = ()) -> None:
-        """`values` of the label are shown from the start; without a label there is one number."""
+        """Start at 0; `values` of the label are shown from the start."""
         self.name, self.help, self.label = name, help, label
         self.values = dict.fromkeys(values if label else ("",), 0.0)
 
@@ -49,14 +48,14 @@ class Gauge(Counter):
 
 
 class Histogram(Counter):
-    """How often values were within each of its buckets; `values` of `Counter` are the sums."""
+    """Numbers of observations per bucket; the `values` of `Counter` are the sums."""
 
     kind = "histogram"
 
     def __init__(
         self, name: str, help: str, buckets: tuple[float, ...], label: str = "", values: Iterable[str] = ()
     ) -> None:
-        """`buckets` are upper bounds, ascending and inclusive."""
+        """Start at 0; `buckets` are inclusive upper bounds in ascending order."""
         super().__init__(name, help, label, values)
         self.buckets = buckets
         self._counts = {value: [0] * (len(buckets) + 1) for value in self.values}

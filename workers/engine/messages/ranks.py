@@ -1,6 +1,7 @@
-"""What rank 0 of a replica says to the others, as msgspec structs: one `RankSetup`, then one
-`PlanFrame` per step, and behind one with guided samples a `MaskFrame`. A rank answers only to say,
-with a `RankFailed`, why it is about to end.
+"""Messages from rank 0 of a replica to the other ranks, as msgspec structs.
+
+Rank 0 sends one `RankSetup`, then one `PlanFrame` per step, followed by a `MaskFrame` if the step
+has guided samples. A rank answers only with a `RankFailed`, the reason for its imminent end.
 """
 
 from __future__ import annotations

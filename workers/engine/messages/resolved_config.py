@@ -1,4 +1,4 @@
-"""What a replica runs with, once everything is decided."""
+"""The resolved configuration of a replica."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from workers.engine.messages.config import EngineConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """The same once everything is decided for a device and a model, by `device.resolve`.
+    """An `EngineConfig` that `device.resolve` has completed for a device and a model.
 
-    `may_shorten`: `max_model_len` is the model's own, and becomes what the KV cache can hold.
-    `cache_dtype` is that of keys and values.
+    `may_shorten`: `max_model_len` is the model's own, and is lowered to fit the KV cache.
+    `cache_dtype` is the dtype of keys and values.
     """
 
     max_model_len: int

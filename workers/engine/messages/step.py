@@ -1,4 +1,4 @@
-"""What the scheduler hands to the model runner for one step."""
+"""The plan of one step, from the scheduler to the model runner, and its result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from workers.engine.messages.core import PoolingParams, SamplingParams, TokenLog
 
 @dataclass(slots=True)
 class AddedRequest:
-    """A request that takes over `slot` before the step runs; the slot's whole earlier state is
-    overwritten.
-    """
+    """A request that gets `slot` before the step runs; it overwrites the slot's whole state."""
 
     slot: int
-    token_ids: list[int]  # prompt and output so far: every token that is known
+    token_ids: list[int]  # prompt and output so far: all known tokens
     prompt_length: int
     sampling: SamplingParams
     pooling: PoolingParams | None = None
@@ -38,7 +36,7 @@ class NewBlocks:
 class PromptScores:
     """Prompt tokens whose log probabilities a step reports.
 
-    They are positions `first` to `last` - 1 of row `row`'s request.
+    They are at positions `first` to `last` - 1 of the request in row `row`.
     """
 
     row: int
@@ -50,10 +48,10 @@ class PromptScores:
 class StepPlan:
     """One step: `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on, for N rows.
 
-    A row samples after each of its last `samples[i]` tokens: none where it ends before the last
-    token that its request knows, else one, at position `starts[i] + counts[i]`. More would be those
-    of a row that ends with drafts. Before the samples `guided` are drawn, `TokenMasks` come.
-    Pooling requests are pooled where others sample.
+    A row samples after each of its last `samples[i]` tokens: none if it ends before its request's
+    last known token, else one, at position `starts[i] + counts[i]`. More samples are for rows that
+    end with draft tokens. `TokenMasks` arrive before the samples `guided` are drawn. A pooling
+    request is pooled in the step in which other requests would sample.
     """
 
     step: int
@@ -64,10 +62,10 @@ class StepPlan:
     counts: NDArray[np.int32]  # [N] tokens computed now, at least 1
     samples: NDArray[np.int32]  # [N] tokens sampled, at most `counts`
     prompt_scores: list[PromptScores] = field(default_factory=list)
-    guided: list[int] = field(default_factory=list)  # those of the step's samples that a guide looks at
+    guided: list[int] = field(default_factory=list)  # indices of the step's samples with a guide
 
     def sampled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return each sample's row, and how many of the row's samples come after it; both [R]."""
+        """Return each sample's row, and the number of later samples of that row; both [R]."""
         rows = np.repeat(np.arange(len(self.samples)), self.samples)
         if len(rows) == np.count_nonzero(self.samples):
             return rows, np.zeros_like(rows)
@@ -76,10 +74,10 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenMasks:
-    """Which tokens may be drawn, for K of a step's samples; the others may draw any.
+    """The tokens that may be drawn, for K of a step's samples; other samples may draw any token.
 
-    Bit `t % 32` of a mask's word `t // 32` is token t's; those behind the vocabulary's last token
-    have no meaning.
+    Bit `t % 32` of a mask's word `t // 32` is for token t; bits after the vocabulary's last token
+    are ignored.
     """
 
     rows: NDArray[np.int64]  # [K], of the step's samples
@@ -87,21 +85,21 @@ class TokenMasks:
 
 
 MakeMasks = Callable[[], TokenMasks]
-"""Called once the model's work of a step is launched, before the step's tokens are drawn."""
+"""Function that is called after the model's part of a step is launched, before the draw."""
 
 NO_MASKS = TokenMasks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of one step, on the host. Log probabilities only where requested.
+    """The result of one step on the host, with log probabilities if requested.
 
-    A token is -1 where a mask and what else the request asks for leave none. A model that pools
-    gives no tokens, but float32 numbers in their places.
+    A token is -1 if the mask and the request's other parameters allow none. A model that pools
+    returns no tokens, but float32 numbers.
     """
 
-    tokens: NDArray[np.int32]  # `samples[i]` of row i, one row behind another
+    tokens: NDArray[np.int32]  # `samples[i]` of row i, row after row
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`
-    # As the plan's `prompt_scores`
+    # In the order of the plan's `prompt_scores`
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     pooled: list[bytes] = field(default_factory=list)

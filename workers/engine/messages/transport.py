@@ -1,5 +1,6 @@
-"""Frames between the worker process and the engine core: 4 bytes of length, little-endian, then one
-message as msgpack.
+"""Frames between the worker process and the engine core.
+
+A frame is 4 bytes of length, little-endian, and one message as msgpack.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-if TYPE_CHECKING:  # the core does without it
+if TYPE_CHECKING:  # the core does not import it
     import asyncio
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Any) -> bytes:
-    """Return a message, ready to be sent. Raises ValueError for one of 4 GiB or more."""
+    """Return the frame of a message. Raises ValueError for a message of 4 GiB or more."""
     body = _encoder.encode(message)
     if len(body) >= 1 << 32:
         raise ValueError(f"a message of {len(body)} bytes does not fit into a frame")
@@ -30,7 +31,7 @@ def frame(message: Any) -> bytes:
 
 
 class FrameReader:
-    """The blocking side, which the core's reader thread uses."""
+    """Reads frames and blocks; used by the core's reader thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._file = connection.makefile("rb", buffering=1 << 16)
@@ -46,21 +47,22 @@ class FrameReader:
 
 
 class FrameSender:
-    """Sends what the socket takes at once, and the rest from a thread of its own, so that a slow
-    reader does not block the caller. Thread-safe.
+    """Sends frames without blocking the caller; thread-safe.
+
+    Data that the socket does not take at once is sent by a thread.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._closed = False
-        self._unsent = 0  # frames, or ends of frames, that the thread has not sent yet
+        self._unsent = 0  # frames, or rests of frames, that the thread has still to send
         self._rest: SimpleQueue[bytes | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._send_rest, name="send", daemon=True)
         self._thread.start()
 
     def put(self, message: msgspec.Struct) -> None:
-        """Never waits; drop the message after `close`, or once the other side has closed.
+        """Send a message without waiting; drop it after `close`, or if the other side has closed.
 
         Raise ValueError as `frame` does.
         """
@@ -81,7 +83,7 @@ class FrameSender:
         self._thread.join(timeout)
 
     def _send_now(self, data: bytes) -> int:
-        """Return how many bytes were sent; errors are left to the thread, which ends by them."""
+        """Return the number of bytes sent; the thread handles errors, which end it."""
         try:
             return self._connection.send(data, socket.MSG_DONTWAIT)
         except OSError:

@@ -1,3 +1,5 @@
-"""The engine's arithmetic on a CPU, in C: `source/` holds it, `build` compiles it, `choose` finds
-the compiled one, `library` loads it, and the rest is Python's side of each part.
+"""The engine's arithmetic on a CPU, in C.
+
+`source/` has the C code, `build` compiles it, `choose` finds the compiled library, and `library`
+loads it. The other modules are the Python side of each part.
 """

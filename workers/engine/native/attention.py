@@ -1,9 +1,10 @@
-"""Attention by the CPU kernels of `native/source/attention.c`: one call for each layer, of all
-rows, with norms, rotation and the cache's writing. What depends on the step alone is worked out
-once for all its layers.
+"""Attention by the CPU kernels of `native/source/attention.c`.
 
-A layer's cache is [num_blocks, kv_heads, 2 * block_size * d], in the kernels' own order within a
-head's block.
+One call for each layer computes all rows, with norms, rotation and the writes to the cache. Data
+that depend only on the step are prepared once for all layers.
+
+A layer's cache is [num_blocks, kv_heads, 2 * block_size * d], in an order of the kernels' own
+within a head's block.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 
 _Strides = ctypes.c_ssize_t * 2
-# Dtypes of queries, keys and values, and of the cache, by the numbers of lanes.h
+# Dtypes of queries, keys and values, and of the cache, with their numbers in lanes.h
 _MODES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.bfloat16),
 ]
-_ALL = 1 << 30  # tokens: more than any row has
+_ALL = 1 << 30  # tokens; no row has more
 _PANEL = 16  # tokens whose keys are computed with together
 
 
@@ -72,24 +73,24 @@ class HeadRotation(ctypes.Structure):
 
 
 def head_rotation(cos: Tensor, sin: Tensor) -> HeadRotation:
-    """Of `Rotary.cos_sin`'s pair, which must outlive what is returned."""
+    """Return the rotation of `Rotary.cos_sin`'s pair, which must outlive the result."""
     assert cos.stride(-1) == sin.stride(-1) == 1
     assert cos.stride(0) == sin.stride(0)
     return HeadRotation(cos.data_ptr(), sin.data_ptr(), cos.stride(0))
 
 
 class PreparedStep:
-    """A step as the kernels know it, for layers of one pattern and bias."""
+    """A step in the kernels' form, for layers of one pattern and bias."""
 
     __slots__ = ("_held", "bias", "pointer", "step", "strides")
 
     def __init__(self, step: _Step, bias: Tensor | None, held: tuple[object, ...]) -> None:
         self.step, self.bias, self.pointer = step, bias, ctypes.addressof(step)
-        self._held = held  # what the step points to
+        self._held = held  # objects that the step points to
         self.strides: tuple[tuple[int, ...], ...] = ()
 
     def set_strides(self, *strides: tuple[int, ...]) -> None:
-        """Of queries, keys and values."""
+        """Set the strides of queries, keys and values."""
         if strides != self.strides:
             assert all(of[2] == 1 for of in strides)
             self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
@@ -100,7 +101,7 @@ class CpuAttention:
     lazy_cache = True
 
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype) -> None:
-        """Raise NativeUnavailable."""
+        """Load the kernels. Raise NativeUnavailable."""
         self._shape, self._heads, self._dtype = shape, num_heads, dtype
         self._cache_dtype = shape.stored_dtype(dtype)
         self._mode = _MODES.index((dtype, self._cache_dtype))
@@ -223,7 +224,7 @@ class CpuAttention:
 
 
 def _reaching(bias: Tensor, distance: int) -> tuple[Tensor, int]:
-    """Return the same bias with a reach of at least `distance`, and its reach."""
+    """Return the bias extended to a reach of at least `distance`, and its reach."""
     reach = bias.shape[1] // 2
     missing = max(0, distance - reach)
     return F.pad(bias.float()[None], (missing, missing), mode="replicate")[0].contiguous(), reach + missing

@@ -1,4 +1,4 @@
-"""Compiles `source/` into one shared library. No torch here."""
+"""Compile `source/` into one shared library. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "source"
 _COMPILERS = ("gcc", "cc", "clang")
-_SECONDS = 300.0  # that a compiler may take
+_SECONDS = 300.0  # time limit of a compiler
 _FLAGS = (
     *("-std=c11", "-O3", "-fopenmp-simd", "-pthread", "-fPIC", "-Wall"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
@@ -26,17 +26,17 @@ _FLAGS = (
 
 
 class NativeUnavailable(EngineError):
-    """There is no native library on this machine; the message says why, as half a sentence."""
+    """There is no native library on this machine; the message is a clause with the reason."""
 
 
 def source_digest() -> str:
-    """Return what distinguishes these sources and flags from all others."""
+    """Return a digest of the sources and flags."""
     parts = [shlex.join(_FLAGS).encode(), *(path.read_bytes() for path in sorted(SOURCE.glob("*.[ch]")))]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
 def given_compiler() -> list[str]:
-    """Return the command in the environment variable CC, which is empty where that is not set.
+    """Return the command in the environment variable CC, empty if it is not set.
 
     Raises NativeUnavailable.
     """
@@ -48,7 +48,7 @@ def given_compiler() -> list[str]:
 
 
 def find_compilers() -> list[list[str]]:
-    """Return the commands of the C compilers to try, the best first: CC alone where that is set.
+    """Return the commands of the C compilers to try, the best first; only CC if it is set.
 
     Raises NativeUnavailable.
     """
@@ -61,9 +61,9 @@ def find_compilers() -> list[list[str]]:
 
 
 def compile_by_first(compilers: Sequence[Sequence[str]], instructions: Sequence[str], library: Path) -> None:
-    """Compile the library by the first of the compilers that can.
+    """Compile the library with the first compiler that succeeds.
 
-    Raises NativeUnavailable, which says why each of them cannot.
+    Raises NativeUnavailable with the reason of each compiler's failure.
     """
     reasons = []
     for compiler in compilers:
@@ -75,8 +75,7 @@ def compile_by_first(compilers: Sequence[Sequence[str]], instructions: Sequence[
 
 
 def compile_library(compiler: Sequence[str], instructions: Sequence[str], library: Path) -> None:
-    """Write the library for a set of `instructions`, flags of gcc and clang; leave objects beside
-    it.
+    """Compile the library for `instructions`, flags of gcc and clang; objects remain beside it.
 
     Raises NativeUnavailable.
     """

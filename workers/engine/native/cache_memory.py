@@ -1,8 +1,8 @@
 """Memory for blocks of the KV cache before a step writes them.
 
-The system provides pages as they are touched, which takes a tenth of a millisecond for 2 MiB, and
-several milliseconds in a virtual machine whose host has to find the memory first. While the engine
-is idle, pages are populated that the next burst of requests will write.
+The system provides pages when they are touched. This takes a tenth of a millisecond for 2 MiB, and
+several milliseconds in a virtual machine whose host must first find the memory. While the engine is
+idle, it populates pages for the next burst of requests.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from workers.engine.native.memory import populate
 
 logger = logging.getLogger(__name__)
 
-# At once, of one layer, so that a request that arrives meanwhile waits for milliseconds at most
+# Populated at once in one layer, so that an arriving request waits only a few milliseconds
 _PIECE_BYTES = 2 << 20
 _MOST_BYTES = 1 << 30
-_SPARED_BYTES = 2 << 30  # of the machine's memory, or the container's
+_SPARED_BYTES = 2 << 30  # memory of the machine or container that stays free
 
 
 class CacheMemory:
-    """Populate, beyond the blocks that were used so far, as many again, up to 1 GiB.
+    """Populates blocks after the used ones: as many as are used, up to 1 GiB.
 
-    Blocks are used in rising order as long as there are unused ones. Populating ends for good where
-    the system cannot do it, or less than 2 GiB of memory are left.
+    Blocks are used in ascending order as long as there are unused ones. Populating ends for good if
+    the system cannot do it, or if less than 2 GiB of memory are left.
     """
 
     def __init__(self, caches: Sequence[Tensor], available: Callable[[], int | None]) -> None:
-        """`caches` are one per layer, [num_blocks, …]; `available` returns the bytes that are left,
+        """Start with no used blocks.
+
+        `caches` are one per layer, [num_blocks, …]. `available` returns the bytes that are free,
         None if unknown.
         """
         self._caches, self._available = caches, available
@@ -42,7 +44,7 @@ class CacheMemory:
         self._used = self._populated = self._layer = 0
 
     def use(self, plan: StepPlan) -> None:
-        """Record the blocks that a step is about to write."""
+        """Record the blocks that a step will write."""
         for new in plan.new_blocks:
             self._used = max(self._used, 1 + max(new.block_ids))
 

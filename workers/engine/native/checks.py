@@ -1,6 +1,7 @@
-"""Attention and norms compared with plain torch, in a small case, before their first use in a
-process: the kernels may never have been tested on such a processor. `packed.py` has the same for
-products.
+"""Compare attention and norms with plain torch before their first use in a process.
+
+The cases are small. The kernels may never have been tested on a similar processor. `packed.py`
+compares products.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _CPU, _EPS = torch.device("cpu"), 1e-6
-# Heads fill four vectors of AVX-512, and then one
+# A head has five vectors of AVX-512: four that are computed together, and one more
 _KV_HEADS, _HEAD_DIM, _BLOCK, _SCALE = 2, 80, 16, 0.25
-# One row is computed in parts, which begin at these positions: a prompt, another one, one token,
-# and two tokens. The first part sees positions that are not in the cache, and is not compared. The
-# keys of the last two are cut at position 256 (SEGMENT of attention.h)
+# One row is computed in parts that begin at these positions: a prompt, another one, one token, and
+# two tokens. The first part sees positions that are not in the cache, and is not compared. The keys
+# of the last two parts are split at position 256 (SEGMENT of attention.h)
 _PARTS = (208, 250, 290, 291, 293)
 _PATTERN = AttentionPattern(window=_PARTS[1] - _PARTS[0])
 
 
 @functools.cache
 def attention_matches_torch(dtype: torch.dtype) -> bool:
-    """Return whether attention in float32 or bfloat16 comes out as torch's does, with each dtype
-    that its cache may have.
+    """Return whether attention in float32 or bfloat16 equals torch's, with each dtype of the cache.
 
     Raises NativeUnavailable.
     """
@@ -55,8 +55,7 @@ def attention_matches_torch(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def norms_match_torch(dtype: torch.dtype) -> bool:
-    """Return whether norms in float32 or bfloat16 come out as torch's do, with the mean and
-    without.
+    """Return whether norms in float32 or bfloat16 equal torch's, with and without the mean.
 
     Raises NativeUnavailable.
     """
@@ -73,7 +72,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _attends_as_torch(dtype: torch.dtype, cache_dtype: torch.dtype, group: int) -> bool:
-    """Compare all parts but the first, with `group` heads of queries to each of keys."""
+    """Compare all parts except the first, with `group` query heads per key head."""
     generator, heads = torch.Generator().manual_seed(0), _KV_HEADS * group
     positions, skipped = torch.arange(_PARTS[0], _PARTS[-1]), _PARTS[1] - _PARTS[0]
     sizes = (len(positions), heads + 2 * _KV_HEADS, _HEAD_DIM), (_HEAD_DIM,)
@@ -94,7 +93,7 @@ def _attends_as_torch(dtype: torch.dtype, cache_dtype: torch.dtype, group: int) 
 
 
 def _attended(qkv: Tensor, rotary: RotaryHeads, heads: int, cache_dtype: torch.dtype) -> Tensor:
-    """Return what comes of the parts, of a row whose blocks are in no order."""
+    """Return the attention of the parts, for a row whose blocks are not in order."""
     blocks = -(-_PARTS[-1] // _BLOCK)
     attention = CpuAttention(CacheShape(blocks + 1, _BLOCK, _KV_HEADS, _HEAD_DIM, cache_dtype), heads, qkv.dtype)
     (cache,), table = attention.new_cache(1), np.arange(blocks, 0, -1, dtype=np.int32)[None]
@@ -109,7 +108,7 @@ def _attended(qkv: Tensor, rotary: RotaryHeads, heads: int, cache_dtype: torch.d
 
 
 def _norms_as_torch(dtype: torch.dtype, centered: bool) -> bool:
-    """Compare norms of rows that fill no vector, and of what they are after an addition."""
+    """Compare norms of rows that do not fill a vector, and of their sums with a residual."""
     generator = torch.Generator().manual_seed(0)
     x, residual, (weight, bias) = (torch.randn((rows, 603), generator=generator).add(1).to(dtype) for rows in (3, 3, 2))
     biases, total, sums = bias if centered else None, x + residual, x.clone()

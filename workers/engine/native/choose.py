@@ -1,4 +1,4 @@
-"""Where the native library comes from: the package, the user's cache, or the C compiler."""
+"""Choose the native library: from the package, the user's cache, or the C compiler."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ from workers.engine.native.levels import THIS_PROCESSOR, Level, fitting_levels, 
 logger = logging.getLogger(__name__)
 
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""The folder of the libraries that a wheel carries (`setup.py`)."""
+"""The folder of the libraries in a wheel (`setup.py`)."""
 
 
 @contextlib.contextmanager
 def native_library(prebuilt: Path | None = PREBUILT) -> Iterator[Path]:
-    """Yield the library's file, which may be gone after the context: load it within.
+    """Yield the library's file; load it within the context, since it may be removed afterwards.
 
-    It is one of:
+    It is the first of:
 
-    1. the best of `prebuilt` that this processor runs, where CC names no compiler
-    2. the one in the cache that was made for this processor, and by CC where that is set
-    3. a new one, kept in the cache where that can be written
+    1. the best library in `prebuilt` for this processor, if CC is not set
+    2. the cached library for this processor, compiled by CC if it is set
+    3. a new library, stored in the cache if that is writable
 
-    Processes that start together wait for the first of them to compile it. Raises
-    NativeUnavailable.
+    Processes that start together wait until the first has compiled it. Raises NativeUnavailable.
     """
     given = given_compiler()
     carried = None if given or prebuilt is None else carried_library(prebuilt, processor_features())
@@ -56,7 +55,7 @@ def native_library(prebuilt: Path | None = PREBUILT) -> Iterator[Path]:
 
 
 def library_name(level: Level) -> str:
-    """Return the name of the file that a wheel carries for a level of these sources."""
+    """Return the name of a level's library in a wheel, for these sources."""
     return f"{level.name}-{source_digest()}.so"
 
 
@@ -67,7 +66,7 @@ def carried_library(folder: Path, features: frozenset[str]) -> Path | None:
 
 
 def _cache_file(given: Sequence[str]) -> Path:
-    """Return where the library for this processor is kept, in a folder that is this user's own."""
+    """Return the cached file for this processor, in a folder that this user owns."""
     made_from = [source_digest().encode(), shlex.join([*given, *THIS_PROCESSOR]).encode(), processor()]
     digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in made_from)).hexdigest()
     folder = cache_folder() / "native"
@@ -78,8 +77,9 @@ def _cache_file(given: Sequence[str]) -> Path:
 
 
 def _compiled(cached: Path, stack: contextlib.ExitStack) -> Path:
-    """Compile the library into a temporary folder, which `stack` removes; return its copy in the
-    cache, or that one itself where there can be no copy.
+    """Compile the library into a temporary folder, which `stack` removes.
+
+    Returns its copy in the cache, or the temporary file if it cannot be copied.
     """
     compilers = find_compilers()
     try:
@@ -111,12 +111,12 @@ def _keep(library: Path, cached: Path) -> None:
 
 
 def _is_trusted(library: Path) -> bool:
-    """Return whether a library is there that no other user can have put or changed there."""
+    """Return whether a library exists that no other user can have written."""
     return library.is_file() and _is_own(library) and _is_own(library.parent)
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file or folder is there that only this user and root can write to."""
+    """Return whether a file or folder exists that only this user and root can write to."""
     try:
         found = path.stat()
     except OSError:

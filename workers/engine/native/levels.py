@@ -1,4 +1,4 @@
-"""The instruction sets that a wheel carries a library for, and those of this processor."""
+"""The instruction sets of the libraries in a wheel, and those of this processor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Level:
 
     name: str
     flags: tuple[str, ...]  # of gcc and clang
-    features: frozenset[str]  # that the processor must have, as /proc/cpuinfo names them
+    features: frozenset[str]  # required of the processor, with their names in /proc/cpuinfo
 
 
 def _level(name: str, flags: str, features: str, below: Level | None = None) -> Level:
-    """Return a level that has what the one `below` has, and more."""
+    """Return a level with the flags and features of the level `below` and more."""
     known, needed = (below.flags, below.features) if below else ((), frozenset[str]())
     return Level(name, (*known, *flags.split()), needed | frozenset(features.split()))
 
@@ -31,7 +31,7 @@ _V3 = _level("x86-64-v3", "-march=x86-64-v3", _V3_FEATURES)
 _AVX_VNNI = _level("avx-vnni", "-mavxvnni", "avx_vnni", _V3)
 _V4 = _level("x86-64-v4", f"-march=x86-64-v4 {_WIDE}", _V4_FEATURES, _V3)
 _VNNI = _level("avx512-vnni", "-mavx512vnni", "avx512_vnni", _V4)
-# No processor has products of bfloat16 without VNNI.
+# Every processor with products of bfloat16 has VNNI.
 _BF16 = _level("avx512-bf16", "-mavx512bf16", "avx512_bf16", _VNNI)
 _AMX = _level("amx", "-mamx-tile -mamx-bf16 -mamx-int8", "amx_tile amx_bf16 amx_int8", _BF16)
 _ARM = _level("armv8.2", "-march=armv8.2-a", "fp asimd asimdrdm atomics crc32")
@@ -39,10 +39,10 @@ _DOT = _level("armv8.2-dotprod", "-march=armv8.2-a+dotprod", "asimddp", _ARM)
 _I8MM = _level("armv8.2-i8mm", "-march=armv8.2-a+dotprod+i8mm", "i8mm", _DOT)
 
 LEVELS = {"x86_64": (_V3, _AVX_VNNI, _V4, _VNNI, _BF16, _AMX), "aarch64": (_ARM, _DOT, _I8MM)}
-"""By machine, as `platform.machine` names it, the best last."""
+"""The levels by `platform.machine`, the best last."""
 
 THIS_PROCESSOR = ("-march=native", _WIDE) if platform.machine() == "x86_64" else ("-mcpu=native",)
-"""Flags of gcc and clang for all that the processor at hand has."""
+"""Flags of gcc and clang for all instructions of this processor."""
 
 
 def fitting_levels(machine: str, features: frozenset[str]) -> list[Level]:
@@ -60,7 +60,7 @@ def processor() -> bytes:
 
 
 def processor_features() -> frozenset[str]:
-    """Return what all processors of this machine have, as /proc/cpuinfo names it."""
+    """Return the features common to all processors of this machine, named as in /proc/cpuinfo."""
     rows = [line.split() for line in processor().decode(errors="replace").splitlines()]
     features = [frozenset(row) for row in rows if row[0] in ("flags", "Features")]
     return frozenset.intersection(*features) if features else frozenset()

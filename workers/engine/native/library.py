@@ -1,5 +1,7 @@
-"""The native library in this process. Its threads are its own (`source/parallel.h`): as many as
-torch has, and they sleep while torch's compute.
+"""Load the native library into this process.
+
+The library has threads of its own (`source/parallel.h`): as many as torch has, and they sleep while
+torch's threads compute.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Return the library. Raises NativeUnavailable; a failure is not kept."""
+    """Return the library. Raises NativeUnavailable; a failure is not cached."""
     if platform.system() not in ("Linux", "Darwin"):
         raise NativeUnavailable("the native library is for Linux and macOS only")
     return _load(PREBUILT)

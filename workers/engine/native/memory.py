@@ -1,6 +1,8 @@
-"""Memory for what a step reads from end to end, weights and the KV cache: zeroed, given by the
-system page by page as it is touched, and in huge pages where the system allows, since with small
-ones a processor spends a third of its time on looking up where they are.
+"""Memory for weights and the KV cache, which a step reads from end to end.
+
+The memory is zeroed, and the system provides it page by page when it is touched. It is in huge
+pages where the system allows that: with small pages, a processor spends a third of its time on
+address translation.
 """
 
 from __future__ import annotations
@@ -16,16 +18,14 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
-# Of a mapping that small tensors share, lest each leave most of a huge page unused
+# Size of a mapping shared by small tensors; else each would leave most of a huge page unused
 _SHARED_SIZE = 64 << 20
 _ALIGNMENT = 64  # bytes: a line of the processor's cache
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14 on
 
 
 class _Mapping:
-    """Memory that is handed out from its beginning to its end; it is given back with the last
-    tensor in it.
-    """
+    """Memory allocated from its beginning to its end, and freed with the last tensor in it."""
 
     def __init__(self, size: int) -> None:
         try:
@@ -41,7 +41,7 @@ class _Mapping:
         self._left = whole[start : start + size]
 
     def take(self, size: int) -> Tensor | None:
-        """uint8 [size], or None where not as much is left."""
+        """Allocate uint8 [size]; return None if less is left."""
         if size > len(self._left):
             return None
         taken, self._left = self._left[:size], self._left[-(-size // _ALIGNMENT) * _ALIGNMENT :]
@@ -54,7 +54,7 @@ _shared: list[_Mapping] = []
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor of zeros on the host.
 
-    Raises MemoryError where the address space does not hold it.
+    Raises MemoryError if it does not fit into the address space.
     """
     size = math.prod(shape) * dtype.itemsize
     taken = _own(size) if size > _SHARED_SIZE // 2 else _share(size)
@@ -62,9 +62,9 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def zeros_together(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors [size] of zeros in a mapping of their own.
+    """Return tensors [size] of zeros in one new mapping.
 
-    The mapping is returned to the system with the last of them.
+    The mapping is freed with the last of the tensors.
     """
     lengths = [size * dtype.itemsize for size in sizes]
     mapping = _Mapping(sum(-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths))
@@ -74,7 +74,7 @@ def zeros_together(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
 def populate(tensor: Tensor) -> bool:
     """Touch all pages of a contiguous tensor without changing it.
 
-    Returns whether the system could.
+    Returns whether the system supports it and succeeded.
     """
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start)

@@ -12,10 +12,10 @@ from workers.engine.native.library import load
 
 
 def native_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return the norm of contiguous x [..., size], after `residual` has been added to it in place;
-    with a bias it is one that takes off the mean too.
+    """Add `residual` in place to contiguous x [..., size] and return the norm of the sum.
 
-    All are in float32 or all in bfloat16. Raises NativeUnavailable.
+    With a bias it is a layer norm, which also subtracts the mean. All are in float32 or all in
+    bfloat16. Raises NativeUnavailable.
     """
     y = torch.empty_like(x)
     added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))

@@ -18,8 +18,9 @@ from workers.engine.native.stack import NativeStack, can_stack
 
 
 class NativeOps(TorchOps):
-    """Products run from packed weights where there are kernels for the dtype, else they stay
-    torch's; norms stay it where the kernels differ.
+    """Products with packed weights, and norms, by the native kernels.
+
+    Torch computes products in dtypes without kernels, and norms if the kernels' results differ.
     """
 
     def linear(self, weight: Weight, bias: Tensor | None, activation: str | None = None) -> Projection:
@@ -64,7 +65,7 @@ class NativeOps(TorchOps):
 
 
 class PackedTable:
-    """Rows and logits from one packed copy."""
+    """An embedding table and output projection with one packed copy of the weight."""
 
     def __init__(self, weight: Weight) -> None:
         self._matrix = PackedMatrix(weight, to_float=True)

@@ -1,5 +1,6 @@
-"""Matrices of weights in the order in which the processor multiplies with them (`source/packed.c`).
-The plain ones are not kept.
+"""Weight matrices in the order in which the processor multiplies them (`source/packed.c`).
+
+The plain matrices are not kept.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from workers.engine.native.memory import huge_zeros
 logger = logging.getLogger(__name__)
 
 PANEL = 32
-# By the numbers of matmul.h; uint8 are numbers of 4 bits, two of which are stored in one
+# With the numbers of matmul.h; each uint8 has two numbers of 4 bits
 _STORED = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 _INTEGERS = {8: torch.int8, 4: torch.uint8}
-# Numbers of a row of integers, whose count is filled up to a multiple of this
+# Rows of integers are padded to a multiple of this many numbers
 _AT_ONCE = {dtype: GROUP_MULTIPLES[bits] for bits, dtype in _INTEGERS.items()}
-_QUAD_BLOCK = 128  # numbers of a row that have a scale where integers are multiplied in quads (matmul_quads.h)
+_QUAD_BLOCK = 128  # numbers of a row per scale if integers are multiplied in quads (matmul_quads.h)
 _NAMES = {torch.int8: "int8", torch.uint8: "int4"}
-_MANY = 101  # rows; no processor counts as many as few (matmul.c)
+_MANY = 101  # rows; on every processor too many for the kernels of few rows (matmul.c)
 ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
 
@@ -47,8 +48,8 @@ class _Matrix(ctypes.Structure):
 
 
 def can_pack(weight: Weight) -> bool:
-    """Return whether this processor multiplies with a packed matrix of that dtype, row length and
-    groups: kernels take two numbers of a row at a time, or more.
+    """Return whether this processor can multiply a packed matrix of that dtype, row length and
+    groups; kernels take at least two numbers of a row at a time.
 
     Raises NativeUnavailable.
     """
@@ -60,7 +61,7 @@ def can_pack(weight: Weight) -> bool:
 
 
 def multiplies_integers(bits: int, dtype: torch.dtype) -> bool:
-    """Return whether this processor multiplies inputs in a dtype with integers of so many bits.
+    """Return whether this processor multiplies inputs in a dtype with integers of `bits` bits.
 
     Raises NativeUnavailable.
     """
@@ -68,12 +69,12 @@ def multiplies_integers(bits: int, dtype: torch.dtype) -> bool:
 
 
 class PackedMatrix:
-    """x [..., k] -> activation(x weight.T + bias) [..., n] in the dtype of weight [n, k] and bias
-    [n], float32 or bfloat16; in float32 if `to_float`.
+    """Computes x [..., k] -> activation(x weight.T + bias) [..., n].
 
-    Weights in float32 are stored in 16 bits where these hold each of them exactly, and quantized
-    ones as they are: then x is multiplied as integers, too (`as_integers`). If `gated`, the first n
-    / 2 rows of weight are gates and the others the values that they multiply, and the result [...,
+    The result has the dtype of weight [n, k] and bias [n], float32 or bfloat16; it is float32 if
+    `to_float`. Weights in float32 are stored in 16 bits if all of them are exact there. Quantized
+    weights are stored as they are; x is then multiplied as integers, too (`as_integers`). If
+    `gated`, the first n / 2 rows of weight are gates, the other rows are up, and the result [...,
     n / 2] is activation(gate) * up.
     """
 
@@ -129,7 +130,7 @@ class PackedMatrix:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype that the weights are kept in; uint8 stands for numbers of 4 bits."""
+        """Return the dtype of the stored weights; uint8 stands for numbers of 4 bits."""
         return self._panels.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -143,10 +144,9 @@ class PackedMatrix:
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Return rows [R, k] of the weight by int64 indices [R] below n, as an embedding table
-        gives them.
+        """Return rows [R, k] of the weight by int64 indices [R] below n, like an embedding table.
 
-        Not of a gated matrix.
+        Not valid for a gated matrix.
         """
         y = torch.empty((len(indices), self._size_in), dtype=self.dtype)
         threads = torch.get_num_threads()
@@ -155,9 +155,10 @@ class PackedMatrix:
 
 
 def as_integers(x: Tensor, group_size: int) -> Tensor:
-    """Return x [..., k] as it is multiplied with integers whose groups have so many numbers, in
-    float64: rounded to 16 bits by a scale for each row or, where the processor adds four products
-    at once, to 8 bits by a scale for each part of a group.
+    """Return x [..., k] in float64, rounded as for a product with integers in groups.
+
+    It is rounded to 16 bits by a scale for each row, or, if the processor adds four products at
+    once, to 8 bits by a scale for each part of a group.
     """
     if not _functions().multiplies_quads():
         return _rounded(x, 32767)
@@ -167,23 +168,21 @@ def as_integers(x: Tensor, group_size: int) -> Tensor:
 
 
 def _rounded(x: Tensor, largest: int) -> Tensor:
-    """Round each row to multiples of a step, of which its largest number has `largest`."""
+    """Round each row to multiples of 1 / `largest` of its largest number."""
     most = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    steps = torch.full_like(most, largest) / most  # of a number instead of a tensor, that is rounded twice
+    steps = torch.full_like(most, largest) / most  # with a number as the dividend, torch would round twice
     return (x.float() * steps).round().double() * most.double() / largest
 
 
 def _stored_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of fewest bits that holds each number of a contiguous weight exactly."""
+    """Return the smallest dtype that holds each number of a contiguous weight exactly."""
     if weight.dtype != torch.float32:
         return weight.dtype
     return _STORED[_functions().narrowest(weight.data_ptr(), weight.numel(), torch.get_num_threads())]
 
 
 def _pack(weight: Tensor, gated: bool, kept: bool = True) -> Tensor:
-    """Return the panels of a matrix [n, k] in the dtype that it is stored as. Those that are kept
-    lie in large pages, together.
-    """
+    """Return the panels of a matrix [n, k] in its stored dtype; if `kept`, in huge pages."""
     n, k = weight.shape
     count = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)
     at_once = _AT_ONCE.get(weight.dtype, 1)
@@ -197,10 +196,10 @@ def _pack(weight: Tensor, gated: bool, kept: bool = True) -> Tensor:
 
 @functools.cache
 def _matches_torch(dtype: torch.dtype, values: torch.dtype | None = None) -> bool:
-    """Return whether products in that dtype come out as torch's do, with quantized weights where
-    `values` is their dtype.
+    """Return whether products in `dtype` equal torch's.
 
-    The kernels may not have been tested on a processor with the same instructions.
+    `values` is the dtype of quantized weights, None for plain ones. The kernels may not have been
+    tested on a processor with the same instructions.
     """
     if dtype == torch.bfloat16 and values is None and not _functions().multiplies_bf16():
         return False
@@ -217,7 +216,7 @@ def _matches_torch(dtype: torch.dtype, values: torch.dtype | None = None) -> boo
 
 
 def _kernel_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Return whether products come out as torch's do, without AMX if need be."""
+    """Return whether products equal torch's; turn AMX off if only its products differ."""
     if _product_matches(dtype, stored):
         return True
     has_tiles = stored in _AT_ONCE or dtype == torch.bfloat16
@@ -230,8 +229,10 @@ def _kernel_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def _product_matches(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Compare few rows and many, with more outputs than a panel has and more inputs than DEPTH: a
-    number of them that fills no tile of AMX, and one that does.
+    """Compare products of few and of many rows.
+
+    There are more outputs than in a panel and more inputs than DEPTH; 600 inputs do not fill tiles
+    of AMX, 640 do.
     """
     return all(_equals_sums(dtype, stored, inputs) for inputs in (600, 640))
 
@@ -254,7 +255,7 @@ def _equals_sums(dtype: torch.dtype, stored: torch.dtype, inputs: int) -> bool:
 
 
 def _example(plain: Tensor) -> QuantizedWeight:
-    """Return some matrix of 4 bits of that shape, whose groups of 64 end within a row."""
+    """Return a matrix of 4 bits of that shape, in groups of 64 columns; the last may be cut off."""
     values, zeros = ((part * 7 + 8).clamp_(0, 15).to(torch.uint8) for part in (plain, plain[:, :10]))
     return QuantizedWeight(values, plain[:, 10:20].float() / 16, plain.dtype, 64, zeros)
 

@@ -1,6 +1,4 @@
-"""A model's layers in one call of `source/stack.c`, from layers whose products run from packed
-matrices.
-"""
+"""Run a model's layers in one call of `source/stack.c`; their products use packed matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from workers.engine.native.memory import zeros_together
 from workers.engine.native.packed import PackedMatrix
 
 PARTS = ("matrix", "attention", "norms and elementwise")
-# That go through an MLP together, so that what is between its two products stays small
+# Tokens that go through an MLP together, so that its intermediate result stays small
 _MLP_ROWS = 512
 _LEAST_ROOM = 64  # tokens
 
@@ -59,7 +57,7 @@ class _Stack(ctypes.Structure):
 
 
 class NativeStack(LayerStack):
-    """Buffers are kept from step to step. Attention of other backends is called layer by layer."""
+    """Layers with buffers that are reused by steps; attention of other backends runs per layer."""
 
     def __init__(
         self,
@@ -81,12 +79,12 @@ class NativeStack(LayerStack):
         self._pointer = ctypes.addressof(self._c_stack)
         self._patterns: list[AttentionPattern] = []
         self._caches: list[Tensor] = []
-        self._room = 0  # tokens that the buffers hold
+        self._room = 0  # capacity of the buffers in tokens
         self._run = _run_stack()
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Spent so far, by part."""
+        """Return the seconds spent so far, by part."""
         return dict(zip(PARTS, self._c_stack.seconds, strict=True))
 
     def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
@@ -130,10 +128,10 @@ class NativeStack(LayerStack):
             layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._patterns.index(pattern)
 
     def _make_room(self, tokens: int) -> None:
-        """For more than `tokens`: a few rows more each step must not mean new buffers each step."""
+        """Allocate buffers for more than `tokens`, so that slow growth rarely reallocates them."""
         self._room, tokens = 0, max(_LEAST_ROOM, 1 << (tokens - 1).bit_length())
         self._result = torch.empty(0)
-        self._held: list[Tensor] = []  # what is there goes first
+        self._held: list[Tensor] = []  # frees the old buffers first
         sizes = (
             tokens * self._hidden,
             tokens * self._narrow,
@@ -144,8 +142,8 @@ class NativeStack(LayerStack):
 
 
 def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool) -> bool:
-    """Return whether products run from packed matrices, and norms are where stack.c has them and
-    come out as torch's do.
+    """Return whether products use packed matrices, and norms are where stack.c has them and equal
+    torch's.
     """
     parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
     normed = all(layer.attention_norm is not None for layer in layers[0 if post_norm else 1 :])

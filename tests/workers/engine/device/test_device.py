@@ -37,7 +37,7 @@ def test_the_cpu_is_used_quietly_only_where_there_is_no_gpu(
     assert not caplog.records
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     assert default_device() == "cpu"
-    assert "the CPU is used though there is an NVIDIA GPU: torch" in caplog.text
+    assert "using the CPU although there is an NVIDIA GPU: torch" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_cpu_is_used_quietly_only_where_there_is_no_gpu(
             ),
             None,
             (
-                "the NVIDIA driver here knows CUDA up to 12.2 and torch .* needs 13.0; update the driver, or install a"
+                "the NVIDIA driver supports CUDA up to 12.2 and torch .* needs 13.0; update the driver, or install a"
                 " torch"
             ),
         ),
@@ -62,7 +62,7 @@ def test_the_cpu_is_used_quietly_only_where_there_is_no_gpu(
         (
             "No CUDA GPUs are available",
             "",
-            "CUDA_VISIBLE_DEVICES= leaves torch no GPU; unset it or choose the device cpu",
+            "CUDA_VISIBLE_DEVICES= hides all GPUs from torch; unset it or choose the device cpu",
         ),
         (
             "No CUDA GPUs are available",
@@ -78,10 +78,7 @@ def test_what_torch_says_of_a_gpu_that_it_cannot_use(error: str, visible: str | 
 
 def test_a_gpu_too_old_for_a_dtype_is_named_with_what_to_use() -> None:
     why = unfit_for(torch.bfloat16, "Tesla T4", (7, 5))
-    assert (
-        why
-        == "Tesla T4 (compute capability 7.5) has no bfloat16, which came with 8.0; use the dtype float16 or float32"
-    )
+    assert why == "Tesla T4 (compute capability 7.5) has no bfloat16, which needs 8.0; use the dtype float16 or float32"
     assert unfit_for(torch.float16, "Tesla T4", (7, 5)) is None
     assert unfit_for(torch.bfloat16, "A100", (8, 0)) is None
 

@@ -115,7 +115,7 @@ def test_a_refusal_names_the_holders_and_takes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError) as refusal:
         take_gpus(GPUS, 2, str(tmp_path), wait_seconds=0)
     holders = ", ".join(f"{gpu} is held by process {taker.process.pid} on {os.uname().nodename}" for gpu in GPUS[:3])
-    expected = f"2 GPUs are asked for, but only 1 of 4 is free: {holders}; stop one of those workers, or start fewer"
+    expected = f"2 GPUs are needed, but only 1 of 4 is free: {holders}; stop one of those workers, or start fewer"
     assert str(refusal.value) == expected
     last = take_gpus(GPUS, 1, str(tmp_path), wait_seconds=0)
     assert last.indices == [3]
@@ -128,7 +128,7 @@ def test_a_refusal_counts_what_is_free(tmp_path: Path) -> None:
     taker = Taker(tmp_path, 2)
     assert taker.taken() == {"GPU-b", "GPU-c"}
     held.release()
-    with pytest.raises(ModelLoadError, match="3 GPUs are asked for, but only 2 of 4 are free: GPU-b is held by"):
+    with pytest.raises(ModelLoadError, match="3 GPUs are needed, but only 2 of 4 are free: GPU-b is held by"):
         take_gpus(GPUS, 3, str(tmp_path), wait_seconds=0)
     taker.leave()
 
@@ -138,7 +138,7 @@ def test_one_that_is_asked_for_by_number_is_that_one(tmp_path: Path) -> None:
     assert taker.taken() == {"GPU-c"}
     with pytest.raises(ModelLoadError, match="none of 1 is free: GPU-c is held"):
         take_gpus(GPUS, 1, str(tmp_path), index=2, wait_seconds=0)
-    with pytest.raises(ModelLoadError, match="2 GPUs are asked for, but there is one here"):
+    with pytest.raises(ModelLoadError, match="2 GPUs are needed, but there is one here"):
         take_gpus(GPUS, 2, str(tmp_path), index=1, wait_seconds=0)
     held = take_gpus(GPUS, 1, str(tmp_path), index=3, wait_seconds=0)
     assert held.indices == [3]

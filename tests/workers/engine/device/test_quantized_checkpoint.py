@@ -535,7 +535,7 @@ def test_modelopt_is_refused_by_name(tmp_path: Path) -> None:
         ("gptq-4-32", "g_idx", lambda part: part + 1, "has groups from 1 to 2, but the matrix has those from 0 to 1"),
         ("gptq-4-32", "g_idx", lambda part: part - 1, "has groups from -1 to 0, but the matrix has those from 0 to 1"),
         ("gptq-4-32", "qweight", lambda part: part.long(), "holds int64, but quantization_config implies int32"),
-        ("gptq-4-32", "qweight", lambda part: part[:, :63], "has 63 outputs, which has to be a multiple of 8"),
+        ("gptq-4-32", "qweight", lambda part: part[:, :63], "has 63 outputs; the number must be a multiple of 8"),
         ("awq-32", "qzeros", lambda part: part[:1], "has shape [1, 8], but its matrix implies [2, 8]"),
         ("awq-32", "scales", lambda part: part.int(), "holds int32, but quantization_config implies float16"),
         ("fp8-blocks", "weight_scale_inv", lambda part: part[:, :1], "has shape [2, 1], but its matrix implies [2, 3]"),
@@ -552,7 +552,7 @@ def test_modelopt_is_refused_by_name(tmp_path: Path) -> None:
             "has shape [3, 1], but its matrix implies [64, 1] or [64]",
         ),
         ("packed-4-32", "weight_packed", lambda part: part[:, :7], "has shape [64, 7], but its matrix implies [64, 8]"),
-        ("packed-4-32", "weight_shape", lambda part: part * 0, "says [0, 0], which is no shape of a matrix"),
+        ("packed-4-32", "weight_shape", lambda part: part * 0, "is [0, 0], not a valid shape of a matrix"),
         ("packed-4-32-asymmetric", "weight_zero_point", lambda part: part[:7], "has shape [7, 2], but its matrix"),
         ("packed-4-32-act-order", "weight_g_idx", lambda part: part * 2, "has groups from 0 to 2, but the matrix"),
     ],
@@ -576,7 +576,10 @@ def test_a_matrix_of_no_group_is_named(tmp_path: Path) -> None:
     case = packed(4, 32)
     scheme = case.settings["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"]}
     quantized, _ = checkpoints(case, tmp_path, config_groups={"group_0": scheme})
-    assert "has the matrix 'model.layers.0.self_attn.k_proj' quantized, but no group" in refusal(quantized)
+    assert (
+        "the matrix 'model.layers.0.self_attn.k_proj' is quantized in the checkpoint, but matches no group"
+        in refusal(quantized)
+    )
 
 
 GROUP = packed(4, 32).settings["config_groups"]["group_0"]
@@ -604,4 +607,4 @@ GROUP = packed(4, 32).settings["config_groups"]["group_0"]
 )
 def test_broken_settings_are_named(case: Case, settings: dict[str, Any], why: str, tmp_path: Path) -> None:
     quantized, _ = checkpoints(case, tmp_path, **settings)
-    assert f"config.json has {why} in its quantization_config, which has to be" in refusal(quantized)
+    assert f"config.json has {why} in its quantization_config; it must be" in refusal(quantized)

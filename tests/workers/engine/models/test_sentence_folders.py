@@ -195,7 +195,7 @@ def test_a_folder_that_the_engine_cannot_follow_is_refused_in_a_sentence(tmp_pat
     path = sentence_folder(tmp_path / "other", {"pooling_mode": "median"})
     assert "asks for the pooling median; supported are cls, max, mean, mean_sqrt_len, weightedmean" in refused(path)
     path = sentence_folder(tmp_path / "dense", CLS, torch.nn.Linear(32, 8))
-    assert "projects 32 numbers, but it would be given 64" in refused(path)
+    assert "projects 32 numbers, but pooling returns 64" in refused(path)
     (path / "2_Dense" / "config.json").write_text('{"in_features": 64, "out_features": 8}')
     assert "has shape [8, 32], but config.json implies [8, 64]" in refused(path)
 
