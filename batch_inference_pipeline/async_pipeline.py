@@ -188,4 +188,4 @@ class AsyncPipeline:
 def check_file_options(path: Path, options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that a file's lines must set: the file is sent unchanged."""
     if given := [name for name, value in options.items() if value is not None]:
-        raise ValueError(f"'{given[0]}' cannot be given with the file {path}: set it in the lines of the file")
+        raise ValueError(f"'{given[0]}' cannot be given for the file {path}: set it in the lines of the file")

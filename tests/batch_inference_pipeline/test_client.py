@@ -362,7 +362,7 @@ def test_a_frame_gets_a_column_of_answers(p: Pipeline, frame: Any) -> None:
     assert len(made["said_error"]) == 2
     with pytest.raises(ValueError, match="the frame has no column prompt; it has: text, label"):
         p.map_frame(frame, Rows(prompt_column="prompt"))
-    with pytest.raises(ValueError, match="say how requests are made"):
+    with pytest.raises(ValueError, match="a frame needs 'rows'"):
         p.submit(frame)
 
 

@@ -93,7 +93,7 @@ def test_batches_of_other_servers_may_lack_fields() -> None:
             assert p.batch(name).status == "completed"
             assert p.batch(name).retrieve().id == "sparse"
             assert list(p.batch(name).results()) == []
-        with pytest.raises(ClientError, match="/batches/page has not sent a batch: is base_url right"):
+        with pytest.raises(ClientError, match="/batches/page did not send a batch: check base_url"):
             print(p.batch("page").status)
         with pytest.raises(ClientError, match="sent text/html in place of JSON"):
             print(p.model)
