@@ -281,7 +281,7 @@ def test_values_that_are_no_names_of_folders_leave_the_results(here: Path) -> No
     parquet.write_table(pyarrow.table({"word": ["x" * 300], "year": [2026]}), path)
     with Signals() as signals:
         with pytest.raises(
-            Unfinished, match="too long for a name: name other columns with --partition-by; the results"
+            Unfinished, match="too long for a file name: name other columns with --partition-by; the results"
         ):
             upload(path, Uri((here / "words").as_uri()), ("word",), signals, lambda line: None)
         upload(path, Uri((here / "words").as_uri()), ("year",), signals, lambda line: None)
@@ -369,12 +369,12 @@ def test_what_is_wrong_is_refused_before_anything_begins(
 def test_a_bucket_without_rights_is_refused(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
     in_s3.read_only = True
     done = run_here("run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT)
-    assert (done.code, f"no right to write {OUTPUT}: check its credentials" in done.err) == (2, True), done.err
+    assert (done.code, f"no permission to write {OUTPUT}: check the credentials" in done.err) == (2, True), done.err
     in_s3.denied = True
     for source in ("s3://data/in/a.jsonl", "s3://data/in/*.jsonl"):
         done = run_here("run-batch", source)
         assert done.code == 2, done.err
-        assert "check its credentials, and what they allow" in done.err
+        assert "check the credentials and their permissions" in done.err
     assert list(here.iterdir()) == []
 
 
@@ -520,7 +520,7 @@ def test_parquet_files_that_are_no_table_are_refused(here: Path, run_here: RunHe
             (folder / "b.parquet").write_bytes(content)
         done = run_here("run-batch", folder, "--prompt-column", "word")
         assert done.code == 2, done.err
-        assert "/words/ is no table of Parquet files" in done.err
+        assert "/words/ is not a table of Parquet files" in done.err
     (folder / "b.parquet").unlink()
     parquet.write_table(pyarrow.table({"word": ["wolf"], "legs": [[4]]}), folder / "a.parquet")
     kept = ["--prompt-column", "word", "--keep-columns", "legs", "--partition-by", "legs", "-o", here / "answers"]

@@ -72,7 +72,7 @@ def test_outputs_that_cannot_be_appended_to_are_refused(tmp_path: Path) -> None:
     path.touch()
     check_sink(path, root)
     path.write_text("something\n")
-    with pytest.raises(Refused, match="of no run that could go on"):
+    with pytest.raises(Refused, match="no run that wrote it can be resumed"):
         check_sink(path, root)
     root.mkdir()
     check_sink(path, root)
