@@ -100,7 +100,7 @@ async def _one(engine: AsyncEngine, prompt: list[int]) -> tuple[float, float]:
 
 
 def _times(arrivals: list[float]) -> tuple[float, float]:
-    """Return seconds to the first token, and between two tokens on average."""
+    """Return the seconds to the first token, and the mean seconds between two tokens."""
     return arrivals[1] - arrivals[0], (arrivals[-1] - arrivals[1]) / (OUTPUT - 1)
 
 

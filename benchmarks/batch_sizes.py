@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(model: str, rows: int, context: int, seconds: float) -> float:
-    """Return seconds of the median step."""
+    """Return the seconds of the median step."""
     executor = make_executor(model, rows, context)
     step = decode_step(executor, rows, context)
     times, until = [], time.perf_counter() + seconds
@@ -54,8 +54,9 @@ def measure(model: str, rows: int, context: int, seconds: float) -> float:
 
 
 def describe(model: str, rows: int, context: int, median: float, peak: float, bandwidth: float) -> dict[str, Any]:
-    """Return the step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a
-    second).
+    """Return the figures of a step and its bound.
+
+    `peak` is in operations per second, `bandwidth` in bytes per second.
     """
     shape = shape_of(model)
     bound = (

@@ -81,7 +81,7 @@ def main() -> None:
 def measure(
     model: str, count: int, cross: bool, turns: int, against: str, seed: int, peer: SentenceTransformersRun
 ) -> dict[str, Any]:
-    """Return the seconds of both by turns, and how far their results differ."""
+    """Return the seconds of both, measured by turns, and the difference of their results."""
     folder = encoder_folder(f"{model}-cross" if cross else model)
     given: list[Any] = list(texts(count, seed))
     if cross:
@@ -92,7 +92,7 @@ def measure(
         source, plain = Path(scratch) / "input.jsonl", Path(scratch) / "texts.jsonl"
         _write_lines(source, given, model, cross)
         plain.write_text("".join(json.dumps(one) + "\n" for one in given))
-        if against == "vllm":  # which compiles a model once, and keeps that
+        if against == "vllm":  # vLLM compiles a model once, and caches it
             few, ended = Path(scratch) / "few.jsonl", Path(scratch) / "few-results.jsonl"
             _write_lines(few, given[:_WARM_UP_TEXTS], model, cross)
             timed(_vllm(few, ended, folder, model), vllm_environment())

@@ -36,15 +36,13 @@ from workers.engine.device.memory import available_memory
 from workers.engine.messages.errors import ModelLoadError
 
 TOTAL_SECONDS = 460.0
-"""Of a whole run on a GPU; what is left of it bounds each row."""
+"""Time limit of a whole run on a GPU; each row may take the rest of it."""
 
 _PLENTY = 64 << 30  # bytes of memory
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0 if every row could be measured, 1 if one could not, 2 where there is no GPU to
-    measure.
-    """
+    """Return 0 if every row could be measured, 1 if one could not, 2 without a usable GPU."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,8 +88,9 @@ def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outco
 
 
 def _roomy_folder() -> str | None:
-    """Where checkpoints of 36 GB go: memory where that is plenty, for no disk is as quick; else
-    where temporary files do.
+    """Return the folder for checkpoints of 36 GB: in memory if there is enough, else None.
+
+    None means the folder of temporary files.
     """
     folder, available = Path("/dev/shm"), available_memory() or 0
     if "BENCHMARK_CACHE" in os.environ:
@@ -101,7 +100,7 @@ def _roomy_folder() -> str | None:
 
 
 def _in_a_process(name: str, setting: Setting, seconds: float | None) -> Outcome:
-    """Return the row's figures, or why there are none. Its engine core dies with its process."""
+    """Return the row's figures or its error. The engine core ends with the row's process."""
     file = Path(setting.scratch) / f"{name}.json"
     command = [
         sys.executable,
@@ -137,7 +136,7 @@ def _measure_here(name: str, setting: str, file: str) -> int:
     except NeedsGpu as error:
         outcome = {"failed": f"it needs a GPU: {error}"}
     except Exception as error:
-        # These explain themselves
+        # These errors have clear messages
         if not isinstance(error, OSError | ModelLoadError | EngineStartError):
             import traceback
 

@@ -226,7 +226,7 @@ def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, her
     in_s3.put("results/run/answers.jsonl", b"before")
     in_s3.refused = "partNumber=2"
     with Signals() as signals:
-        with pytest.raises(Unfinished, match=r"no right to write .*; the results are in .*answers"):
+        with pytest.raises(Unfinished, match=r"no permission to write .*; the results are in .*answers"):
             upload(path, Uri(OUTPUT), (), signals, lambda line: None)
         with pytest.raises(Unfinished, match="failed to write"):
             upload(Path("/proc/self/mem"), Uri(OUTPUT), (), signals, lambda line: None)  # which cannot be read
@@ -299,7 +299,7 @@ def test_results_that_cannot_be_uploaded_are_kept_for_the_next_start(s3: S3Serve
     release(s3)
     refused = run_pipeline(*command, folder=here, **s3.environment)
     assert refused.returncode == 1, refused.stderr
-    assert f"no right to write {OUTPUT}" in refused.stderr
+    assert f"no permission to write {OUTPUT}" in refused.stderr
     assert s3.keys("results") == []
     s3.read_only = False
     assert run_pipeline(*command, folder=here, **s3.environment).returncode == 0

@@ -79,5 +79,5 @@ def test_outputs_that_cannot_be_appended_to_are_refused(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.csv", "a.jsonl.gz", "a.csv.zst"):
         with pytest.raises(Refused, match="names another format"):
             check_sink(tmp_path / name, root)
-    with pytest.raises(Refused, match="is no file"):
+    with pytest.raises(Refused, match="is not a file"):
         check_sink(tmp_path, root)
