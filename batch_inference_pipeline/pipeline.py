@@ -1,4 +1,4 @@
-"""The client without asyncio: each method runs that of `AsyncPipeline` in the client's thread."""
+"""The client without asyncio: it runs the methods of `AsyncPipeline` in a thread."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future

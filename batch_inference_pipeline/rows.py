@@ -20,7 +20,7 @@ _NO_LIMIT = "0"
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are made from rows; either `prompt_column` or `template` is set."""
+    """The options for requests made from rows; either `prompt_column` or `template` is set."""
 
     prompt_column: str | None = None
     template: str | None = None

@@ -164,7 +164,7 @@ class ServerConnection:
         return await self.calls.post(f"{path_of(batch_id)}/cancel")
 
     async def cancel_batches(self, batch_ids: Iterable[str]) -> None:
-        """Cancel those that have not ended, also where the caller leaves meanwhile."""
+        """Cancel unfinished batches, even if the caller is cancelled meanwhile."""
         if cancelling := [self.in_background(self.cancel(one)) for one in batch_ids]:
             await asyncio.wait(cancelling)
 

@@ -1,4 +1,4 @@
-"""What admission costs where KV blocks are scarce: steps and computed tokens of the real scheduler,
+"""The cost of admission with scarce KV blocks: steps and computed tokens of the real scheduler,
 without a model.
 
     python -m benchmarks.admission --seeds 5

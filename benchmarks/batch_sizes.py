@@ -3,9 +3,9 @@ tokens/s, and the share of their bound.
 
     python -m benchmarks.batch_sizes
 
-A step's bound is the time that its matrix products take at the machine's measured peak, or that
-reading the weights once takes, whichever is longer, and the time to read every row's keys and
-values once.
+A step's bound is the sum of two times. The first is the longer of the matrix products at the
+machine's measured peak, and of reading the weights once. The second is the time to read every row's
+keys and values once.
 """
 
 import statistics

@@ -5,9 +5,8 @@ command to the results file, against sentence-transformers and vLLM by turns.
     PEERS=~/peers python -m benchmarks.embeddings --model bge-base --texts 500 --against vllm
     PEERS=~/peers python -m benchmarks.embeddings --cross --texts 2000
 
-Each runs in the dtype that suits it best on the processor; sentence-transformers may have another
-one, and another batch size, where these are its best. Results are compared: cosines of
-embeddings, and differences of scores.
+Each runs in its fastest dtype on the processor; sentence-transformers can also be given another
+dtype and batch size. Results are compared: cosines of embeddings, and differences of scores.
 """
 
 import base64
@@ -43,7 +42,7 @@ Values = NDArray[np.float32]
 
 
 class SentenceTransformersRun(NamedTuple):
-    """How that runs, so that it can be at its best."""
+    """The best settings for a run of sentence-transformers."""
 
     dtype: str
     batch_size: int

@@ -1,6 +1,6 @@
-"""How many GPUs one Redis serves: a real server, and 1 to 256 workers without engines
-(`fleet_workers`) that claim, publish and commit at the pace of an H100, until more of them do no
-more.
+"""The number of GPUs that one Redis serves: a real server, and 1 to 256 workers without engines
+(`fleet_workers`) that claim, publish and commit at the pace of an H100, until more workers bring
+no gain.
 
     python -m benchmarks.fleet
     python -m benchmarks.fleet --tokens 512 --workers 1 16 64

@@ -1,9 +1,9 @@
-"""Writes what pages quote of the files of results: `python -m benchmarks.pages`.
+"""Writes the tables and plots of the pages from the files of results: `python -m benchmarks.pages`.
 
-Between its marks, `docs/performance.md` gets the table of goals and those of a step's parts, of
-batch sizes, of admission, of live calls and of the control plane, and `docs/scaling.md` those of a
-fleet, each for every processor that it was measured on; the plots are drawn anew. A test holds that
-the committed pages follow from the committed results.
+Between its marks, `docs/performance.md` gets the tables of goals, of a step's parts, of batch
+sizes, of admission, of live calls and of the control plane; `docs/scaling.md` gets the tables of a
+fleet. Each has all measured processors. The plots are drawn again. A test checks that the committed
+pages follow from the committed results.
 """
 
 from collections.abc import Callable, Sequence

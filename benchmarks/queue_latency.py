@@ -11,8 +11,8 @@ event at the client's socket, on the machine's monotonic clock. Scenarios:
 - engine: the engine with a real shape, whose compute threads share the cores with all that; then
   the same requests on the engine alone;
 - leaving: four calls for each slot of the core, half of them streams, so that some wait in the
-  queue; all clients leave at once: how long until the core has the orders to end what it has of
-  them, and until nothing waits.
+  queue. All clients leave at once. The figures are the times until the core has the orders to end
+  their requests, and until the queue is empty.
 
 The first tokens of a stream count only once all streams have begun; processor time is per output
 token, of each process.

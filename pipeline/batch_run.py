@@ -48,7 +48,7 @@ class BatchRun:
     Methods raise `Refused`, `Unfinished` and `Interrupted`; the message includes `kept`.
     """
 
-    kept = "what is finished is kept, run the same command again to go on"
+    kept = "finished results are kept, run the same command again to go on"
 
     def __init__(self, task: Task, served: list[str], began: float) -> None:
         """Set up the run.

@@ -219,7 +219,7 @@ def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, e
 
 def _why_nothing(batch: "Batch", errors: bool) -> str:
     if batch.status == "failed":
-        return f"{batch.id} was refused, so it has no results; `pipeline batches wait {batch.id}` lists what was wrong"
+        return f"{batch.id} was refused, so it has no results; `pipeline batches wait {batch.id}` lists the problems"
     if batch.status not in END_STATES:
         kind = "errors are written when it has ended" if errors else "no request of it is answered yet"
         return f"{batch.id} is {batch.status}: {kind}"

@@ -1,5 +1,5 @@
-"""The engine on one GPU, in under 8 minutes: prints the table of the GPU path's aims with what was
-measured, and writes it as JSON.
+"""The engine on one GPU, in under 8 minutes: prints the table of the GPU path's aims and results,
+and writes it as JSON.
 
     # Everything, into benchmarks/results/gpu-<GPU>.{json,md}
     python -m benchmarks.gpu
@@ -7,8 +7,9 @@ measured, and writes it as JSON.
     # Shows on any machine that it runs; nothing is written to results/
     python -m benchmarks.gpu --device cpu
 
-Each row runs in a process of its own; on a GPU it has a time of its own. One that fails says why
-and the others go on. Without a GPU that torch can use it says so and ends with status 2.
+Each row runs in a process of its own, on a GPU with a time limit of its own. If a row fails, its
+error is printed and the others run. Without a GPU that torch can use, the program prints that and
+ends with status 2.
 """
 
 import argparse

@@ -126,8 +126,8 @@ def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContext
         return contextlib.nullcontext()
     if not is_local(file_store):
         raise Refused(
-            f"the file store {file_store} is a bucket, which no lock keeps from others: set REDIS_URL, to the one"
-            " Redis of all that use this bucket"
+            f"the file store {file_store} is a bucket and cannot be locked: set REDIS_URL, to the Redis of all"
+            " processes that use this bucket"
         )
     refusal = f"another `pipeline serve` uses the file store {file_store}: give each a --file-store of its own"
     return held(file_store, refusal, _PATIENCE_SECONDS)

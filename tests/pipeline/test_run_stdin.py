@@ -305,7 +305,7 @@ def test_a_damaged_part_ends_the_run_and_the_next_one_mends_it(tmp_path: Path) -
         end = run.stderr.splitlines()[-1]
         assert end.startswith("Error: the answer of line 2 of batch_")
         assert " is damaged at line 0" in end
-        assert end.endswith("; what is finished is kept, run the same command again to go on")
+        assert end.endswith("; finished results are kept, run the same command again to go on")
     assert ids(read_results(output)) == ["first"]
     with piped(tmp_path, "-o", output, "--ordered") as run:
         run.finish()
