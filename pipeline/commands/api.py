@@ -57,7 +57,7 @@ def api(ctx: click.Context, /, redis_url: str, file_store: str, log_level: str, 
 
 
 def check_open(settings: ApiSettings) -> None:
-    """Raise `Refused` if there are no keys, other machines reach the address and not --insecure.
+    """Raise `Refused` without API keys if other machines reach the address, unless --insecure.
 
     Raises `StoreError` for unreadable keys.
     """

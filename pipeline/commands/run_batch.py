@@ -227,7 +227,7 @@ def _hosted(
     redis_url: str | None,
     settings: HostingSettings,
 ) -> "list[ServedModel]":
-    """Return the models, or none for a single folder or hub name, which needs no host."""
+    """Return the models; none for one model given by folder or hub name, which needs no host."""
     if len(given) < 2 and not flags and not any("=" in one or Path(one).is_dir() for one in given):
         return []
     from pipeline.hosting.models import served_models
