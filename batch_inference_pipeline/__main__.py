@@ -9,8 +9,8 @@ from batch_inference_pipeline.command import PARENT_VARIABLE
 def main() -> None:
     """Run the command line.
 
-    Neither this process nor those that it starts find modules in the current folder, where a user
-    may have a `pipeline.py` or a folder `jobs`.
+    This process and its children import no modules from the current folder, where a user may have
+    a `pipeline.py` or a folder `jobs`.
     """
     if not (sys.flags.safe_path or "PYTHONSAFEPATH" in os.environ):
         del sys.path[0]  # the current folder, or that of the script

@@ -1,5 +1,5 @@
-"""The client: batches, live calls and results of a server, with asyncio. `pipeline.py` is the same
-without.
+"""The asyncio client: batches, live calls and results of a server. `pipeline.py` has the same
+client without asyncio.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class AsyncPipeline:
-    """A client of `base_url`, of a fleet's `redis_url` and `file_store`, or, with neither, of a
-    server of its own that loads `model`.
+    """A client of the server at `base_url`, or of the fleet of `redis_url` and `file_store`. With
+    neither it starts a private server that loads `model`.
 
-    A server of its own takes the flags of `pipeline serve` as `options`, and a fleet those of
-    `pipeline api`: `max_num_seqs=8`. For other servers `model` names the model of requests that
-    name none; by default it is the only one.
+    `options` are flags, such as `max_num_seqs=8`: those of `pipeline serve` for a private server,
+    those of `pipeline api` for a fleet. For other servers `model` is the model of requests that
+    name none; the default is the server's only model.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AsyncPipeline:
         patience: float = PATIENCE_SECONDS,
         **options: Any,
     ) -> None:
-        """`patience` is how many seconds each call waits for a server that is away."""
+        """Set up the client; each call waits `patience` seconds for an unavailable server."""
         self.connection = ServerConnection(
             model=model,
             base_url=base_url,
@@ -63,12 +63,12 @@ class AsyncPipeline:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what `map` has not finished, and end the processes that were started."""
+        """Cancel unfinished batches of `map`, and end the processes that were started."""
         await self.connection.close()
 
     @property
     def client(self) -> "openai.AsyncOpenAI":
-        """The official client, for all that this one does not have."""
+        """The official client, for calls that this class does not have."""
         return self.connection.calls.official
 
     async def model(self) -> str:
@@ -89,10 +89,10 @@ class AsyncPipeline:
         rows: Rows | None = None,
         **parameters: Any,
     ) -> AsyncBatchHandle:
-        """Create a batch of a file, of the rows of a frame, or of requests.
+        """Create a batch from a file, the rows of a frame, or requests.
 
-        A request is a text, a list of messages, a body, or a line of a batch; `parameters` are
-        those of all that do not have them. The lines of a file have their own.
+        A request is a text, a list of messages, a body, or a line of a batch. `parameters` are
+        defaults for requests that do not set them; they are not allowed with a file.
         """
         if isinstance(requests, str | Path):
             check_file_options(Path(requests), {"model": model, "rows": rows, **parameters})
@@ -106,7 +106,7 @@ class AsyncPipeline:
         return await submit_lines(self.connection, spooled, completion_window, metadata)
 
     def batch(self, batch_id: str) -> AsyncBatchHandle:
-        """Return the handle of a batch that exists."""
+        """Return the handle of an existing batch."""
         return AsyncBatchHandle(self.connection, batch_id)
 
     async def open(
@@ -130,8 +130,8 @@ class AsyncPipeline:
     ) -> AsyncIterator[RequestResult]:
         """Yield the result of each request, in the order of the input or as they finish.
 
-        Raise `RequestFailed` in the place of one without an answer, unless `return_errors`, and
-        TimeoutError `timeout` seconds after the call. Leaving early cancels the rest.
+        Raise `RequestFailed` for a failed request, unless `return_errors`, and TimeoutError
+        `timeout` seconds after the call. Leaving the iteration early cancels the rest.
         """
         deadline = await self.connection.deadline_of(timeout)
         options = await self.connection.line_options(endpoint, model, parameters)
@@ -144,9 +144,9 @@ class AsyncPipeline:
                     yield result
 
     async def map_frame(self, frame: Any, rows: Rows, *, column: str = "answer", **options: Any) -> Any:
-        """Return the frame with a column of answers, as `map` gets them.
+        """Return the frame with a column of answers; `options` are those of `map`.
 
-        With `return_errors` a row without one has null there, and the reason in COLUMN_error.
+        With `return_errors` a failed row has null there, and the reason in COLUMN_error.
         """
         return frames.with_answers(
             frame, column, await self._in_order(frame, rows=rows, **options), options.get("return_errors")
@@ -155,7 +155,7 @@ class AsyncPipeline:
     async def submit_one(
         self, request: Any, *, endpoint: str | None = None, model: str | None = None, **parameters: Any
     ) -> RequestResult:
-        """Make a live call. Raises errors of `openai`."""
+        """Make a live call. Raise errors of `openai`."""
         line = line_of(0, request, await self.connection.line_options(endpoint, model, parameters))
         answer = await self.connection.calls.post(line["url"].removeprefix("/v1"), encoded(line["body"]))
         body = decode_answer(answer)
@@ -181,13 +181,11 @@ class AsyncPipeline:
         return vllm_shapes.embedded(bodies, await self._in_order(bodies, endpoint=EMBEDDINGS, **options))
 
     async def _in_order(self, requests: Any, **options: Any) -> list[RequestResult]:
-        """Return all results of a `map` that takes no other order."""
+        """Return all results of `map` in the order of the input."""
         return [one async for one in self.map(requests, ordered=True, **options)]
 
 
 def check_file_options(path: Path, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for what a file's lines say themselves: the file is sent as it is."""
+    """Raise ValueError for options that a file's lines must set: the file is sent unchanged."""
     if given := [name for name, value in options.items() if value is not None]:
-        raise ValueError(
-            f"'{given[0]}' cannot be given for the file {path}, whose lines have it themselves: write it into them"
-        )
+        raise ValueError(f"'{given[0]}' cannot be given for the file {path}: set it in the lines of the file")

@@ -1,4 +1,4 @@
-"""Batches of a server, with asyncio: their states, results and tokens, and requests appended."""
+"""Batches of a server, with asyncio: states, results, tokens, and appending of requests."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import httpx2
     from openai.types import Batch
 
-_LONGEST_PAGE_PAUSE = 1.0  # parts of the results come that often while there are many
+_LONGEST_PAGE_PAUSE = 1.0  # a large batch gets new result parts about this often
 _SILENCE_SECONDS = 60.0  # a stream sends something at least every 15 s
 _PAGE_LINES = 2000
 
@@ -43,7 +43,7 @@ class AsyncBatchHandle:
         return await official_batch((await self._retrieve()).content)
 
     async def status(self) -> str:
-        """Return its state now."""
+        """Return the batch's current state."""
         return (await self._state()).status or ""
 
     async def wait(self, timeout: float | None = None) -> "Batch":
@@ -58,28 +58,28 @@ class AsyncBatchHandle:
             return await official_batch(answer.content)
 
     async def cancel(self) -> "Batch":
-        """End it early; what is finished stays."""
+        """Cancel the batch; finished results are kept."""
         answer = await self._connection.patiently(lambda: self._connection.cancel(self.id))
         return await official_batch(answer.content)
 
     async def results(self) -> AsyncIterator[RequestResult]:
-        """Yield every result once, as they finish; those without an answer at the end.
+        """Yield every result once: answers as they finish, then failed requests.
 
-        Raise `BatchFailed` for a batch whose lines were refused.
+        Raise `BatchFailed` if the server refused the lines of the batch.
         """
         async for page in self.pages():
             for result in page:
                 yield result
 
     async def pages(self) -> AsyncGenerator[list[RequestResult], None]:
-        """The same in groups.
+        """Yield the results in groups.
 
-        A line of the results has the same offset for good, so that none comes twice or is left out
-        however often the connection is cut.
+        The offset of a result line never changes, so no result is repeated or lost when the
+        connection is cut.
         """
         offset, pause, began = 0, FIRST_PAUSE, time.monotonic()
         while True:
-            batch = await self._state()  # before the lines, so that an ended one has all of them
+            batch = await self._state()  # read before the lines: an ended batch has all of them
             more, before = False, offset
             if batch.output_file_id is not None:
                 page, offset, more = await self._read(batch.output_file_id, offset)
@@ -98,14 +98,14 @@ class AsyncBatchHandle:
             yield await self._read_errors(batch.error_file_id)
 
     async def tokens(self) -> AsyncIterator[TokenDelta]:
-        """Yield the text of all running requests while it is generated."""
+        """Yield the text of all running requests as it is generated."""
         async with contextlib.aclosing(self.delta_groups()) as groups:
             async for group in groups:
                 for delta in group:
                     yield delta
 
     async def delta_groups(self) -> AsyncGenerator[list[TokenDelta], None]:
-        """The same in groups."""
+        """Yield the token deltas in groups."""
         deltas, last_id, received = TokenDeltas(), None, time.monotonic()
         while True:
             try:
@@ -118,7 +118,7 @@ class AsyncBatchHandle:
                             return
                         value = json.loads(event.data)
                         if "error" in value:
-                            break  # the server cannot reach its queue, and may soon
+                            break  # the server cannot reach its queue at the moment
                         last_id = event.id or last_id
                         if value.get("object") != "batch":
                             yield deltas.add(value)
@@ -137,7 +137,7 @@ class AsyncBatchHandle:
             f"{self._path}/stream", headers=headers, timeout=_SILENCE_SECONDS
         ) as answer:
             async for chunk in answer.aiter_bytes():
-                yield None  # a comment too says that the server is there
+                yield None  # a comment also shows that the server is alive
                 for event in parser.feed(chunk):
                     yield event
 
@@ -167,13 +167,14 @@ class AsyncOpenBatch(AsyncBatchHandle):
         super().__init__(connection, batch.id)
         self._endpoint = batch.endpoint or CHAT
         self._appended = 0
-        self._prefix = secrets.token_hex(4)  # another client's names are other ones
+        self._prefix = secrets.token_hex(4)  # differs from other clients' prefixes
 
     async def append(self, requests: Iterable[Any], *, model: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Append requests, as of `submit`, and return what became of them; they are on disk then.
+        """Append requests in the forms of `submit`, and return the server's counts of them.
 
-        The client repeats a call that is cut: a line is known by its `custom_id`. So name requests
-        that you append again by yourself after an error.
+        The server has the requests on disk when the call returns. The client repeats a call whose
+        connection was cut, and the server recognizes lines by their `custom_id`. Set a `custom_id`
+        on requests that you append again after an error.
         """
         options = await self._connection.line_options(self._endpoint, model, parameters)
         body = await asyncio.to_thread(self._encode, list(frames.requests_of(requests, None)), options)
@@ -182,7 +183,7 @@ class AsyncOpenBatch(AsyncBatchHandle):
         return cast(dict[str, Any], decode_answer(await self._post("requests", body, "application/jsonl")))
 
     async def close(self) -> "Batch":
-        """Let it end once all of its requests have."""
+        """Close the batch: it ends when all of its requests have ended."""
         return await official_batch((await self._post("close")).content)
 
     async def _post(self, action: str, *body: Any) -> "httpx2.Response":
@@ -201,6 +202,6 @@ class AsyncOpenBatch(AsyncBatchHandle):
 
 
 def _pause_before_end(batch: BatchState, seconds: float) -> float:
-    """Return a pause that grows while a batch has far to go, and shrinks towards its end."""
+    """Return a pause that shrinks as the batch approaches its end."""
     left = batch.share_left
     return FIRST_PAUSE if left is None else min(max(FIRST_PAUSE, seconds * left / 4), _LONGEST_PAGE_PAUSE)

@@ -1,4 +1,4 @@
-"""What the client itself reads of a Batch object."""
+"""The fields of a Batch object that the client reads."""
 
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -25,14 +25,14 @@ class BatchState(msgspec.Struct):
 
     @property
     def share_left(self) -> float | None:
-        """How many requests are left for each that is completed; None before the first."""
+        """Requests left, divided by requests completed; None before the first completion."""
         counts = self.request_counts or {}
         total, completed, failed = (counts.get(name) or 0 for name in ("total", "completed", "failed"))
         return float((total - completed - failed) / completed) if completed else None
 
     @property
     def refusal(self) -> str:
-        """Why the lines of a failed batch were refused, as a sentence."""
+        """The reason why the lines of a failed batch were refused, as a sentence."""
         problems = (self.errors or {}).get("data") or []
         if not problems:
             return f"{self.id} was refused"
@@ -47,14 +47,14 @@ def state_of(response: "httpx2.Response") -> BatchState:
     try:
         return _decode(response.content)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ClientError(f"{response.request.url} has not sent a batch: is base_url right?") from None
+        raise ClientError(f"{response.request.url} did not send a batch: check base_url") from None
 
 
 _decode = msgspec.json.Decoder(BatchState).decode
 
 
 def path_of(batch_id: str) -> str:
-    """Return where a batch is, below the API. Raise ValueError for what cannot be sent as an id."""
+    """Return the path of a batch below the API. Raise ValueError for an invalid id."""
     if batch_id in ("", ".", ".."):
-        raise ValueError(f"{batch_id!r} is no id of a batch")
+        raise ValueError(f"{batch_id!r} is not a batch id")
     return f"/batches/{quote(batch_id, safe='')}"

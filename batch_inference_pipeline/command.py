@@ -1,11 +1,11 @@
-"""How programs of the product are started by one another."""
+"""Command lines with which one program of the product starts another."""
 
 import sys
 
 PARENT_VARIABLE = "PIPELINE_PARENT"
-"""In the environment of a command that is to end with the process of this id."""
+"""Environment variable with a process id; the started command ends with that process."""
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a program that finds no module in the current folder."""
+    """Return the command line of a program that imports no module from the current folder."""
     return [sys.executable, "-P", "-m", module, *arguments]

@@ -1,4 +1,4 @@
-"""A command of the product as a child of the client: its last lines, its end, its stop."""
+"""A command of the product as a child process of the client."""
 
 import os
 import signal
@@ -17,9 +17,9 @@ _ERROR_PREFIX = "Error: "
 
 
 class CommandProcess:
-    """A process that is started again when it is killed; one that ends by itself says why.
+    """A process that is restarted when it is killed. If it exits by itself, `check` raises.
 
-    The kernel ends it with the thread that started it last.
+    The kernel kills it when the thread that last started it ends.
     """
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ class CommandProcess:
             return
         self._reader.join(_LAST_OUTPUT_SECONDS)
         self._process = None
-        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it has ended with exit code {code}"
+        how = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
         if code >= 0 or self._restarts == _MOST_RESTARTS:
             error = next((line for line in reversed(self._lines) if line.startswith(_ERROR_PREFIX)), "")
             raise ServerFailed(f"the server does not run: {error.removeprefix(_ERROR_PREFIX) or how}{self.last_lines}")
@@ -61,17 +61,17 @@ class CommandProcess:
 
     @property
     def last_lines(self) -> str:
-        """The end of a sentence with what it printed last, "" if nothing."""
+        """The process's last output lines, as the end of a sentence; "" without output."""
         lines = [line for line in self._lines if not line.startswith(_ERROR_PREFIX)]
         return f"; its last lines: {' | '.join(lines)}" if lines else ""
 
     @property
     def has_ended(self) -> bool:
-        """Return whether there is no process."""
+        """Return whether no process is running."""
         return self._process is None or self._process.poll() is not None
 
     def ask_to_stop(self, at_once: bool) -> None:
-        """Order a stop, in order or at once, whose end `has_ended` shows."""
+        """Ask the process to stop, gracefully or at once; `has_ended` shows when it has."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             if at_once:
@@ -92,5 +92,5 @@ class CommandProcess:
 
 
 def _take_interrupts() -> None:
-    """Have a process take SIGINT, also where this one ignores it."""
+    """Restore the default action of SIGINT, also where the parent ignores the signal."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Why the client cannot do what was asked. What a server refuses is an error of `openai`.
+"""The client's errors. A refusal of the server raises an error of `openai` instead.
 
 ClientError
   ServerFailed      the processes that the client started do not serve

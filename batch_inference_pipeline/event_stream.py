@@ -11,9 +11,9 @@ class ServerSentEvent(NamedTuple):
 
 
 class EventParser:
-    """Takes the pieces of a stream whose data are single lines, and skips comments.
+    """Parses the chunks of a stream whose data are single lines, and skips comments.
 
-    A line ends at a line feed and nowhere else.
+    Only a line feed ends a line.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class EventParser:
         self._begun = b""
 
     def feed(self, chunk: bytes) -> list[ServerSentEvent]:
-        """Return the events that a piece completes."""
+        """Return the events that a chunk completes."""
         events = list[ServerSentEvent]()
         *lines, self._begun = (self._begun + chunk).split(b"\n")
         for line in lines:

@@ -1,5 +1,7 @@
-"""Tables of other libraries as requests, and their answers as a column: pandas, polars, pyarrow and
-Hugging Face `datasets`. They are read by Arrow's interface, so that none of them is imported here.
+"""Tables of pandas, polars, pyarrow and Hugging Face `datasets` as requests, and answers as a
+column of the table.
+
+Tables are read through the Arrow interface, so these libraries are not imported here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,33 +19,33 @@ _LONGEST_SHOWN = 60
 
 
 def requests_of(requests: Any, rows: Rows | None) -> Iterable[Any]:
-    """Return the requests themselves, or lines made of a frame's rows.
+    """Return the requests unchanged, or lines made from the rows of a frame.
 
-    Raise TypeError for one request alone, and ValueError for a frame without `rows`, or for `rows`
+    Raise TypeError for a single request, and ValueError for a frame without `rows` or `rows`
     without a frame.
     """
     if isinstance(requests, str | bytes | Mapping | Path):
         raise TypeError(
-            f"{_shown(requests)} is no list of requests: give a list, [request] for one; `submit` takes a file's path"
+            f"{_shown(requests)} is not a list of requests: use [request] for one request; `submit` takes a file's path"
         )
     if not is_frame(requests):
         if rows is not None:
-            raise ValueError("'rows' says how requests are made of a frame, and this is none")
+            raise ValueError("'rows' needs a frame, and the requests are not a frame: leave 'rows' out")
         return requests  # type: ignore[no-any-return]
     if rows is None:
-        raise ValueError("say how requests are made of the frame: rows=Rows(prompt_column=…) or rows=Rows(template=…)")
+        raise ValueError("a frame needs 'rows': rows=Rows(prompt_column=…) or rows=Rows(template=…)")
     return _lines(requests, rows)
 
 
 def is_frame(value: Any) -> bool:
-    """Return whether it is a table; a column alone is a list of texts."""
+    """Return whether the value is a table; a single column is a list of texts instead."""
     if isinstance(value, dict | list | tuple):
         return False
     return hasattr(value, "columns") or hasattr(value, "column_names")
 
 
 def with_answers(frame: Any, column: str, results: list[RequestResult], return_errors: Any) -> Any:
-    """Return the frame, in its own kind, with a column of the answers."""
+    """Return a frame of the same library with a column of answers."""
     frame = _add(frame, column, [None if result.error is not None else result.value for result in results])
     if return_errors:
         reasons = [None if result.error is None else result.problem[1] for result in results]

@@ -1,4 +1,4 @@
-"""The name of a request that makes something, by which the server recognizes a repetition."""
+"""Idempotency keys: the server recognizes a repeated request by its key."""
 
 import secrets
 
@@ -6,5 +6,5 @@ from batch_inference_pipeline.vocabulary import IDEMPOTENCY_HEADER
 
 
 def new_header() -> dict[str, str]:
-    """Return the header of a request that is done once, however often it is sent."""
+    """Return the header of a request that takes effect once, however often it is sent."""
     return {IDEMPOTENCY_HEADER: secrets.token_hex(16)}

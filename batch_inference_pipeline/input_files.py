@@ -1,4 +1,4 @@
-"""What a client has to know of the file of a batch: for which endpoint its requests are."""
+"""Detection of the endpoint of a batch file's requests."""
 
 import gzip
 import io
@@ -15,20 +15,20 @@ _PARQUET, _GZIP, _ZSTD = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class FirstLine(msgspec.Struct):
-    """What is read of a line."""
+    """The member of a line that is read."""
 
     url: str = CHAT
 
 
 def endpoint_of(path: Path) -> str:
-    """Return the endpoint of a file's first request, chats where it names none.
+    """Return the endpoint of a file's first request, by default chat completions.
 
     Raise OSError, and ValueError for a Parquet file that cannot be read.
     """
     try:
         return _decode(_first_line(path)).url
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return CHAT  # the server says what is wrong with the line
+        return CHAT  # the server reports the invalid line
 
 
 def _first_line(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Requests in the forms that a client may give them, as the lines of batches."""
+"""Conversion of requests, in every form that the client accepts, to batch lines."""
 
 import math
 import tempfile
@@ -11,19 +11,19 @@ import msgspec
 
 from batch_inference_pipeline.vocabulary import CHAT, PROMPT_FIELDS
 
-CHUNK_BYTES = 128 * 2**20  # with a longest line still below what a server takes by default
+CHUNK_BYTES = 128 * 2**20  # plus the longest line, this is below the server's default limit
 
 
 class LineOptions(NamedTuple):
-    """What lines have that do not say otherwise."""
+    """Defaults for lines that do not set these values."""
 
     model: str
-    endpoint: str | None = None  # None: that of the first request's form, chats for a text
+    endpoint: str | None = None  # None: follows from the first request; chat for a text
     parameters: Mapping[str, Any] = MappingProxyType({})
 
 
 class SpooledLines(NamedTuple):
-    """Lines of one batch in a file without a name."""
+    """Lines of one batch in an unnamed temporary file."""
 
     file: IO[bytes]
     custom_ids: list[str]
@@ -31,11 +31,11 @@ class SpooledLines(NamedTuple):
 
 
 def spool(requests: Iterable[Any], options: LineOptions, most: int | None = None) -> Iterator[SpooledLines]:
-    """Write the lines of requests to temporary files of up to `most` lines, and about
-    `CHUNK_BYTES`, each; with no `most` to one.
+    """Write the lines of requests to temporary files of up to `most` lines and about
+    `CHUNK_BYTES` each; without `most`, to one file.
 
     A request is a text, a list of messages, a body, or a line of a batch. Raise ValueError for
-    another form.
+    any other form.
     """
     rest, number = iter(requests), 0
     most_bytes = math.inf if most is None else CHUNK_BYTES
@@ -51,7 +51,7 @@ def line_of(number: int, request: Any, options: LineOptions) -> dict[str, Any]:
     body = given["body"]
     url = given.get("url") or options.endpoint or _endpoint_of(body)
     if url not in PROMPT_FIELDS:
-        raise ValueError(f"request {number} is for {url}, which is none of {', '.join(PROMPT_FIELDS)}")
+        raise ValueError(f"request {number} has the url {url}: it must be one of {', '.join(PROMPT_FIELDS)}")
     if isinstance(body, str) and url == CHAT:
         body = {PROMPT_FIELDS[url]: [{"role": "user", "content": body}]}
     elif isinstance(body, str | list) and body != []:
@@ -83,7 +83,7 @@ def _spool(requests: Iterable[Any], options: LineOptions, before: int, most_byte
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
-    """Return a line as JSONL has it. Objects of pydantic, as those of `openai`, are taken too."""
+    """Return a line encoded as JSONL. Pydantic objects, such as those of `openai`, are allowed."""
     return _encoder.encode(line) + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""The processes that a client starts: a whole `pipeline serve`, or an API of a fleet."""
+"""The process that a client starts: `pipeline serve`, or `pipeline api` for a fleet."""
 
 import asyncio
 import contextlib
@@ -15,21 +15,22 @@ from batch_inference_pipeline.private_folder import private_folder
 _START_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.02
-# A certificate of the environment or of a config file is for another server
+# Certificates set by environment variables or a config file belong to another server
 _NO_TLS = ["--ssl-certfile", "", "--ssl-keyfile", "", "--ssl-ca-certs", "", "--ssl-cert-reqs", "0"]
 _SENDING = {
     "otlp_traces_endpoint": "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "webhook_url": "PIPELINE_WEBHOOK_URL",
     "config": "PIPELINE_CONFIG",
 }
-"""Flags, and their variables, by which processes send something elsewhere before they end."""
+"""Flags, with their variables, that may make a process send data elsewhere before it ends."""
 
 
 class LocalServer:
-    """Serves at the Unix socket `uds`, in a folder of this user alone, until `stop`.
+    """Serves at the Unix socket `uds`, in a private folder, until `stop`.
 
-    With no `redis_url` it is a server of its own, whose files are removed at the end. The kernel
-    ends it with the thread that called `start`, which also calls `check` now and then.
+    Without `redis_url` it is a private server, and its files are removed at the end. The kernel
+    kills it when the thread that called `start` ends. The same thread must call `check`
+    regularly.
     """
 
     def __init__(self, redis_url: str | None, file_store: str | None, flags: dict[str, Any]) -> None:
@@ -49,26 +50,26 @@ class LocalServer:
         self._process.start()
 
     async def wait_until_listening(self) -> None:
-        """Return once it accepts connections. Raise `ServerFailed`."""
+        """Wait until the server accepts connections. Raise `ServerFailed`."""
         deadline = time.monotonic() + _START_SECONDS
         while not _accepts(self.uds):
             self.check()
             if time.monotonic() > deadline:
                 last = "" if self._process is None else self._process.last_lines
-                raise ServerFailed(f"the server has not listened for {_START_SECONDS:.0f} s{last}")
+                raise ServerFailed(f"the server did not start listening within {_START_SECONDS:.0f} s{last}")
             await asyncio.sleep(_POLL_SECONDS)
 
     def check(self) -> None:
-        """Start it again if it was killed. Raise `ServerFailed`."""
+        """Restart the server if it was killed. Raise `ServerFailed`."""
         if self._process is not None:
             self._process.check()
 
     async def stop(self) -> None:
-        """Stop the processes, and remove the files of a server of its own."""
+        """Stop the processes, and remove the files of a private server."""
         with self._exit:
             if self._process is None:
                 return
-            # No state of a server of its own is kept
+            # The state of a private server is not kept
             self._process.ask_to_stop(at_once=self._redis_url is None and not self._may_send)
             deadline = time.monotonic() + _STOP_SECONDS
             while not self._process.has_ended and time.monotonic() < deadline:
@@ -92,7 +93,7 @@ def _accepts(path: str) -> bool:
 
 
 def flags_of_options(options: dict[str, Any]) -> list[str]:
-    """Return options of Python as flags: `max_num_seqs=8` is `--max-num-seqs 8`."""
+    """Return Python options as flags: `max_num_seqs=8` becomes `--max-num-seqs 8`."""
     flags: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):

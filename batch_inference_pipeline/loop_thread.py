@@ -1,4 +1,4 @@
-"""A thread with an event loop, whose coroutines callers of other threads wait for."""
+"""A thread with an event loop that runs coroutines for callers in other threads."""
 
 import asyncio
 import atexit
@@ -16,16 +16,16 @@ from batch_inference_pipeline.errors import ClientError
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
-_LAST_SECONDS = 5.0  # for what is cancelled to end
+_LAST_SECONDS = 5.0  # for cancelled tasks to end
 
 _threads: set[threading.Thread] = set()
 
 
 class EventLoopThread:
-    """Runs coroutines for callers of any other thread.
+    """Runs coroutines for callers in other threads.
 
-    `close`, the end of the process, and letting go of it end the thread, with `at_end` as the last
-    coroutine. The garbage collector may let go of it in any thread, so that waits for nothing.
+    `close`, the end of the process, and the object's finalizer end the thread; `at_end` is its
+    last coroutine. The finalizer may run in any thread, so it waits for nothing.
     """
 
     def __init__(self, at_end: Callable[[], Awaitable[None]]) -> None:
@@ -44,13 +44,13 @@ class EventLoopThread:
         _open.add(self)
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Return what will be the outcome.
+        """Start a coroutine and return its future.
 
-        Raise `ClientError` after `close`, and in a process that was forked off.
+        Raise `ClientError` after `close`, and in a forked process.
         """
         if os.getpid() != self._process:
             work.close()
-            raise ClientError("the client belongs to the process that made it: make another after a fork")
+            raise ClientError("the client belongs to the process that created it: create another after a fork")
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -61,13 +61,16 @@ class EventLoopThread:
         return future
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the outcome; an interrupted wait cancels the work. Raise as `start`."""
+        """Run a coroutine and return its result; cancel it if the wait is interrupted.
+
+        Raise the errors of `start`.
+        """
         if threading.current_thread() is self._thread:
             work.close()
-            raise ClientError("the client's own thread, which calls this, cannot wait for itself: use another thread")
+            raise ClientError("the client's own thread cannot wait for itself: call this from another thread")
         future = self.start(work)
         try:
-            while not future.done():  # not in one wait: where polars is loaded, Ctrl-C interrupts none
+            while not future.done():  # short waits: with polars loaded, Ctrl-C does not interrupt a wait
                 _wait(future)
             return future.result()
         except CancelledError:
@@ -77,7 +80,7 @@ class EventLoopThread:
             raise
 
     def close(self) -> None:
-        """End what callers wait for, and the thread."""
+        """Cancel the coroutines that callers wait for, and end the thread."""
         self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -95,9 +98,9 @@ class EventLoopThread:
 
 
 class LoopIterator(Iterator[T]):
-    """Yields what an asynchronous generator yields in groups.
+    """Yields the items of an asynchronous generator of groups.
 
-    Closing it, an error, and letting go of it run `at_end`, by default the end of the generator.
+    `close`, an error and the finalizer run `at_end`, by default the generator's `aclose`.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class LoopIterator(Iterator[T]):
         return self._ready.popleft()
 
     def close(self) -> None:
-        """Take no more, and wait until what it had begun has ended."""
+        """Stop the iteration, and wait until the generator has ended."""
         self._ready.clear()
         if not self._is_over:
             self._is_over = True
@@ -147,8 +150,9 @@ class LoopIterator(Iterator[T]):
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """Runs each call in a thread that the end of the program does not wait for: an iterator of the
-    caller may block for ever. Calls may come until the loop has ended, names of hosts among them.
+    """Runs each call in a daemon thread, since an iterator of the caller may block forever.
+
+    Calls, such as lookups of host names, may come until the loop has ended.
     """
 
     def submit(self, call: Callable[..., T], /, *args: Any, **options: Any) -> "Future[T]":
@@ -156,7 +160,7 @@ class _DaemonThreads(ThreadPoolExecutor):
         thread = threading.Thread(target=_call, args=(future, call, args, options), name="pipeline-call", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # from Python 3.12 on, the interpreter starts none at its end
+        except RuntimeError:  # from Python 3.12 on, no thread starts at interpreter shutdown
             _call(future, call, args, options)
         return future
 
@@ -176,7 +180,7 @@ def _wait(future: Future[Any]) -> None:
 
 
 class _Groups(Generic[T]):
-    """The generator in its thread: one that runs can be neither resumed nor closed."""
+    """Serializes access to a generator: a running generator cannot be resumed or closed."""
 
     def __init__(self, groups: AsyncGenerator[Sequence[T], None], at_end: Callable[[], Awaitable[None]] | None) -> None:
         self._groups = groups
@@ -193,7 +197,7 @@ class _Groups(Generic[T]):
                 self._taking = None
 
     async def close(self) -> None:
-        if self._taking is not None and not self._taking.cancelling():  # which would end its cleaning up
+        if self._taking is not None and not self._taking.cancelling():  # a second cancel would interrupt its cleanup
             self._taking.cancel()
         async with self._lock:
             await self._at_end()
@@ -211,7 +215,7 @@ def _work(
     at_end: Callable[[], Awaitable[None]],
 ) -> None:
     try:
-        # An iterable of the caller may exit, which ends the loop and is the outcome of its task
+        # SystemExit from the caller's iterable ends `run_forever`; the task keeps it as its result
         while not stopped.is_set():
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()

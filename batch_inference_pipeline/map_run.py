@@ -17,12 +17,12 @@ from batch_inference_pipeline.submission import submit_lines
 
 T = TypeVar("T")
 
-MAP_LINES = 50_000  # of one batch: as many as a server takes by default
-_KEPT = {"anchor": "created_at", "seconds": 86_400}  # of what is uploaded, and of results
+MAP_LINES = 50_000  # lines of one batch; the server's default limit
+_KEPT = {"anchor": "created_at", "seconds": 86_400}  # for uploaded files and for results
 
 
 class MapRun:
-    """The batches of one `map`, of which two are submitted at a time."""
+    """The batches of one `map`; at most two are submitted at a time."""
 
     def __init__(
         self, connection: ServerConnection, chunks: list[SpooledLines], ordered: bool, deadline: float | None
@@ -49,7 +49,7 @@ class MapRun:
             self._submitted.append((handle, chunk.custom_ids))
 
     async def groups(self, return_errors: bool) -> AsyncGenerator[list[RequestResult], None]:
-        """Yield results in groups, and cancel what is left of them when this is left.
+        """Yield results in groups; cancel unfinished batches when the iteration ends.
 
         Raise TimeoutError after the deadline, and `RequestFailed` unless `return_errors`.
         """
@@ -77,11 +77,11 @@ class MapRun:
             finally:
                 await pages.aclose()
             if missing:
-                raise ClientError(f"{handle.id} has ended without {len(missing)} of its results: {min(missing)} is one")
+                raise ClientError(f"{handle.id} ended without {len(missing)} of its results, such as {min(missing)}")
             self._submitted.popleft()
 
     async def close(self) -> None:
-        """Cancel what has not been read to its end."""
+        """Cancel the batches whose results were not all read."""
         self._connection.at_close.discard(self.close)
         for chunk in self._chunks:
             chunk.file.close()

@@ -1,7 +1,7 @@
-"""The package `openai` as this client uses it: its client, its errors and its objects.
+"""The client, errors and objects of the package `openai`.
 
-It is imported at the first use: that takes half a second of CPU, which a server of the client's own
-needs for its start.
+The package is imported at its first use: the import takes half a second of CPU time, which a
+private server needs for its start.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _CLASSES = {
 
 
 def official_client(http: "httpx2.AsyncClient", base_url: str, api_key: str) -> "openai.AsyncOpenAI":
-    """Return a client that makes its calls by `http`."""
+    """Return an official client that sends its calls through `http`."""
     import openai
 
     return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http)
@@ -41,7 +41,7 @@ async def official_batch(body: bytes) -> "Batch":
 
 
 async def status_error(response: "httpx2.Response") -> "openai.APIStatusError":
-    """Return the error that the official client raises for an answer, which was read."""
+    """Return the error that the official client raises for an answer, whose body was read."""
     openai = await _imported()
     body: Any = response.text.strip()
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -62,5 +62,5 @@ async def connection_error(error: "httpx2.RequestError", timed_out: bool) -> "op
 
 
 async def _imported() -> Any:
-    """Import the package in a thread, since it would stop the event loop."""
+    """Import the package in a thread, since the import would block the event loop."""
     return await asyncio.to_thread(import_module, "openai")

@@ -1,4 +1,4 @@
-"""Errors of the official client after which the same call may succeed."""
+"""Temporary errors: the same call may succeed later."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The client without asyncio: each method runs that of `AsyncPipeline` in a thread of its own."""
+"""The client without asyncio: it runs the methods of `AsyncPipeline` in a thread."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """A client of `base_url`, of a fleet's `redis_url` and `file_store`, or, with neither, of a
-    server of its own that loads `model`. See `AsyncPipeline`.
+    """A client of the server at `base_url`, or of the fleet of `redis_url` and `file_store`. With
+    neither it starts a private server that loads `model`. See `AsyncPipeline`.
 
-    It is open at once. `close`, the end of `with`, that of the process, and letting go of it and of
-    what it returned end what it started.
+    The constructor opens the client. `close`, the end of `with`, the end of the process, and the
+    deletion of the client and of all objects that it returned end the processes it started.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        """Raise `ServerFailed` where processes that it starts cannot serve."""
+        """Open the client. Raise `ServerFailed` if the processes that it starts cannot serve."""
         self._async = AsyncPipeline(model, **options)
         self._loop = EventLoopThread(self._async.close)
         try:
@@ -44,21 +44,20 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Cancel what `map` has not finished, and end the processes that were started. Who waits in
-        another thread gets `ClientError`.
+        """Cancel unfinished batches of `map`, and end the processes that were started.
+
+        Calls that wait in other threads raise `ClientError`.
         """
         self._loop.close()
 
     @property
     def base_url(self) -> str:
-        """Where the server is; below http://localhost for processes that were started, which have a
-        Unix socket.
-        """
+        """The server's URL; below http://localhost for a started process with a Unix socket."""
         return self._async.connection.base_url
 
     @property
     def model(self) -> str:
-        """The model of requests that name none. Raise `ClientError` where there are several."""
+        """The model of requests that name none. Raise `ClientError` if there are several."""
         return self._loop.run(self._async.model())
 
     def submit(self, requests: Any, **options: Any) -> "BatchHandle":
@@ -66,7 +65,7 @@ class Pipeline:
         return BatchHandle(self._loop, self._loop.run(self._async.submit(requests, **options)))
 
     def batch(self, batch_id: str) -> "BatchHandle":
-        """Return the handle of a batch that exists."""
+        """Return the handle of an existing batch."""
         return BatchHandle(self._loop, self._async.batch(batch_id))
 
     def open(self, endpoint: str = CHAT, **options: Any) -> "OpenBatchHandle":
@@ -86,12 +85,11 @@ class Pipeline:
         rows: Rows | None = None,
         **parameters: Any,
     ) -> LoopIterator[RequestResult]:
-        """Return an iterator of the result of each request, in the order of the input or as they
-        finish.
+        """Return an iterator over the results, in the order of the input or as they finish.
 
-        As `Executor.map`: the input is read, and submitted, at once; the iterator raises
-        `RequestFailed` in the place of a request without an answer, unless `return_errors`, and
-        TimeoutError `timeout` seconds after the call; closing or dropping it cancels the rest.
+        As with `Executor.map`, the input is read and submitted at once. The iterator raises
+        `RequestFailed` for a failed request, unless `return_errors`, and TimeoutError `timeout`
+        seconds after the call. Closing or deleting it cancels the rest.
         """
         deadline = self._loop.run(self._async.connection.deadline_of(timeout))
         options = self._loop.run(self._async.connection.line_options(endpoint, model, parameters))
@@ -106,7 +104,7 @@ class Pipeline:
         return self._loop.run(self._async.map_frame(frame, rows, column=column, **options))
 
     def submit_one(self, request: Any, **options: Any) -> "Future[RequestResult]":
-        """Begin a live call."""
+        """Start a live call and return its future."""
         return self._loop.start(self._async.submit_one(request, **options))
 
     def generate(
@@ -136,7 +134,7 @@ class BatchHandle:
 
     @property
     def status(self) -> str:
-        """Its state now."""
+        """The batch's current state."""
         return self._loop.run(self._handle.status())
 
     def retrieve(self) -> "Batch":
@@ -148,18 +146,18 @@ class BatchHandle:
         return self._loop.run(self._handle.wait(timeout))
 
     def cancel(self) -> "Batch":
-        """End it early; what is finished stays."""
+        """Cancel the batch; finished results are kept."""
         return self._loop.run(self._handle.cancel())
 
     def results(self) -> Iterator[RequestResult]:
-        """Yield every result once, as they finish; those without an answer at the end.
+        """Yield every result once: answers as they finish, then failed requests.
 
-        Raise `BatchFailed` for a batch whose lines were refused.
+        Raise `BatchFailed` if the server refused the lines of the batch.
         """
         return LoopIterator(self._loop, self._handle.pages())
 
     def tokens(self) -> Iterator[TokenDelta]:
-        """Yield the text of all running requests while it is generated."""
+        """Yield the text of all running requests as it is generated."""
         return LoopIterator(self._loop, self._handle.delta_groups())
 
 
@@ -171,9 +169,9 @@ class OpenBatchHandle(BatchHandle):
         self._open = handle
 
     def append(self, requests: Iterable[Any], **options: Any) -> dict[str, Any]:
-        """Append requests, and return what became of them; as `AsyncOpenBatch.append`."""
+        """Append requests, and return the server's counts of them; see `AsyncOpenBatch.append`."""
         return self._loop.run(self._open.append(list(frames.requests_of(requests, None)), **options))
 
     def close(self) -> "Batch":
-        """Let it end once all of its requests have."""
+        """Close the batch: it ends when all of its requests have ended."""
         return self._loop.run(self._open.close())

@@ -1,4 +1,4 @@
-"""Short-lived folders of one process, for sockets and for what goes with the process."""
+"""Temporary folders of one process, for sockets and other short-lived files."""
 
 import contextlib
 import fcntl
@@ -21,21 +21,22 @@ def private_folder() -> Iterator[Path]:
     remove_abandoned()
     process = os.getpid()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    unheld = folder / f"{_OWNER}.new"  # who finds the file under its name, and free, takes the folder for abandoned
+    unheld = folder / f"{_OWNER}.new"  # renamed once locked: an unlocked owner file marks an abandoned folder
     lock = os.open(unheld, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     unheld.rename(folder / _OWNER)
     try:
         yield folder
     finally:
-        if os.getpid() == process:  # not in a fork, which drops what it has of this
+        if os.getpid() == process:  # a forked process must not remove the folder
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
 def remove_abandoned() -> None:
-    """Remove this user's private folders whose process has ended: the kernel releases a lock when
-    its holder ends.
+    """Remove this user's private folders whose process has ended.
+
+    The kernel releases the lock of an ended process.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a client gets of a request: its line of the results, and its tokens while they come."""
+"""Results of requests, and their tokens while they are generated."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from batch_inference_pipeline.errors import ClientError
 
 
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one request, as a line of a batch's results has it."""
+    """The result of one request: a line of a batch's results."""
 
     custom_id: str
     response: dict[str, Any] | None = None
@@ -18,7 +18,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer. Raises `RequestFailed` where there is none."""
+        """The answer's body. Raises `RequestFailed` without an answer."""
         if self.error is not None or self.response is None:
             raise RequestFailed(self)
         return cast(dict[str, Any], self.response["body"])
@@ -39,7 +39,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def value(self) -> Any:
-        """The text, the vector, or what else the answer is about. Raises `RequestFailed`."""
+        """The text, vector, score, label or other main value. Raises `RequestFailed`."""
         if "choices" in self.body:
             return self.text
         first = (self.body.get("data") or self.body.get("results") or [self.body])[0]
@@ -47,7 +47,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problem(self) -> tuple[str, str]:
-        """The code and the sentence of the error."""
+        """The code and the message of the error."""
         error = self.error or {}
         return str(error.get("code") or "error"), str(error.get("message") or "the server gave no reason")
 
@@ -65,7 +65,7 @@ class RequestFailed(ClientError):
 
 
 class TokenDelta(NamedTuple):
-    """New text of one choice of a request. `status` is that of the request's end, else None."""
+    """New text of one choice of a request. `status` is None until the request has ended."""
 
     custom_id: str | None
     line: int  # of the input, from 1
@@ -83,14 +83,14 @@ _decode = msgspec.json.Decoder(RequestResult).decode
 
 
 class InputOrder:
-    """Puts results, which come as they finish, in the order of the input."""
+    """Reorders results from the order of completion to the order of the input."""
 
     def __init__(self, custom_ids: Iterable[str]) -> None:
         self._expected = deque(custom_ids)
         self._early: dict[str, RequestResult] = {}
 
     def add(self, results: Sequence[RequestResult]) -> list[RequestResult]:
-        """Return those whose turn it is now."""
+        """Add results, and return the ones that are next in the order."""
         self._early |= {result.custom_id: result for result in results}
         ready = []
         while self._expected and self._expected[0] in self._early:
@@ -99,15 +99,16 @@ class InputOrder:
 
 
 class TokenDeltas:
-    """Makes deltas of the events of a followed batch; text that comes twice, as after a cut, counts
-    once.
+    """Converts the events of a batch's stream to deltas.
+
+    Text that arrives twice, such as after a reconnect, is returned once.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], int] = {}
 
     def add(self, event: dict[str, Any]) -> list[TokenDelta]:
-        """Return what an event adds."""
+        """Return the deltas of an event."""
         line, custom_id = event["line"], event["custom_id"]
         deltas = [
             TokenDelta(custom_id, line, choice["index"], text, None)

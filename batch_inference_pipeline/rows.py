@@ -1,6 +1,6 @@
-"""The rows of tables, and the lines of table files, as the lines of batches.
+"""Conversion of tables to batch lines.
 
-The program that reads tables for the server makes them: one process for each table.
+Each table is read by a process of its own, which runs the server's table reader.
 """
 
 import subprocess
@@ -20,19 +20,19 @@ _NO_LIMIT = "0"
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are made of rows; one of `prompt_column` and `template` is set."""
+    """The options for requests made from rows; either `prompt_column` or `template` is set."""
 
     prompt_column: str | None = None
     template: str | None = None
-    id_column: str | None = None  # default: custom_id where there is one, else the row's number
+    id_column: str | None = None  # default: the column custom_id if it exists, else the row's number
     endpoint: str = CHAT
-    body: dict[str, Any] = {}  # of every request, the prompt aside
+    body: dict[str, Any] = {}  # of every request, without the prompt
 
 
 def lines_of_table(path: Path, rows: Rows | None, name: str, most: int = 0) -> Generator[bytes]:
-    """Yield the lines of a Parquet file, made by `rows`, else of its columns; 0: all of them.
+    """Yield at most `most` lines (0: all) of a Parquet file, made by `rows` or from its columns.
 
-    Raise ValueError, with a sentence about `name`, for a file that cannot be read so.
+    Raise ValueError, with a sentence about `name`, if the file cannot be read that way.
     """
     with TemporaryFile() as asked, TemporaryFile() as said:
         asked.write(msgspec.json.encode(rows))
@@ -53,5 +53,5 @@ def lines_of_table(path: Path, rows: Rows | None, name: str, most: int = 0) -> G
             reader.wait()
         if code:
             said.seek(0)
-            reason = said.read().decode(errors="replace").strip() or f"its reader has ended with {code}"
+            reason = said.read().decode(errors="replace").strip() or f"the table reader ended with exit code {code}"
             raise ValueError(reason.replace(str(path), name))

@@ -1,4 +1,4 @@
-"""Calls of a server by HTTP alone, which raise the errors of the official client."""
+"""HTTP calls to a server that raise the errors of the official client."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import httpx2
     import openai
 
-# As the official client's
+# The official client's values
 _TIMEOUT = 600.0
 _CONNECT_TIMEOUT = 5.0
 _MOST_CONNECTIONS = 1000
@@ -23,9 +23,9 @@ _HEADERS = {"OpenAI-Organization": "OPENAI_ORG_ID", "OpenAI-Project": "OPENAI_PR
 
 
 class ServerCalls:
-    """Calls of the server at `base_url`, or at the Unix socket `uds`.
+    """Calls to the server at `base_url`, or at the Unix socket `uds`.
 
-    `before` is awaited ahead of each request.
+    `before` is awaited before each request.
     """
 
     def __init__(self, base_url: str, api_key: str, uds: str, before: Callable[[Any], Awaitable[None]]) -> None:
@@ -41,7 +41,7 @@ class ServerCalls:
             timeout=httpx2.Timeout(_TIMEOUT, connect=_CONNECT_TIMEOUT),
             limits=limits,
             follow_redirects=True,
-            # No proxy of the environment is asked for a socket
+            # A proxy set in the environment cannot reach a socket
             transport=httpx2.AsyncHTTPTransport(uds=uds, limits=limits) if uds else None,
             trust_env=not uds,
             event_hooks={"request": [before]},
@@ -65,20 +65,20 @@ class ServerCalls:
         content_type: str = "application/json",
         headers: Mapping[str, str] | None = None,
     ) -> "httpx2.Response":
-        """Return the answer. Raise as `get`."""
+        """Return the answer. Raise the errors of `get`."""
         return await self.send("POST", path, content=body, headers={"Content-Type": content_type, **(headers or {})})
 
     async def send(self, method: str, path: str, **options: Any) -> "httpx2.Response":
-        """Return the answer to a request of httpx2. Raise as `get`."""
+        """Return the answer; `options` are those of httpx2. Raise the errors of `get`."""
         response = await self._request(method, self._base_url + path, **options)
         if not response.is_success:
             raise await status_error(response)
         return response
 
     async def probe(self, path: str) -> Any:
-        """Return the answer of a path beside the API; None for one of status 500 and above.
+        """Return the answer of a path outside `/v1`; None for a status of 500 or above.
 
-        Raise as `get`.
+        Raise the errors of `get`.
         """
         response = await self._request("GET", self._base_url.removesuffix("/v1") + path)
         if response.is_success:
@@ -89,7 +89,7 @@ class ServerCalls:
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, **options: Any) -> AsyncGenerator["httpx2.Response", None]:
-        """Open an answer that is read while it comes. Raise as `get`."""
+        """Open a streamed answer. Raise the errors of `get`."""
         async with _official_errors(), self._http.stream("GET", self._base_url + path, **options) as response:
             if not response.is_success:
                 await response.aread()
@@ -111,7 +111,7 @@ def decode_answer(response: "httpx2.Response") -> Any:
         return msgspec.json.decode(response.content)
     except (msgspec.DecodeError, UnicodeDecodeError):
         kind = response.headers.get("content-type") or "something else"
-        raise ClientError(f"{response.request.url} has sent {kind}, and no JSON: is base_url right?") from None
+        raise ClientError(f"{response.request.url} sent {kind} in place of JSON: check base_url") from None
 
 
 @contextlib.asynccontextmanager

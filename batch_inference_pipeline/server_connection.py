@@ -1,5 +1,5 @@
-"""A server as the client's parts use it: the processes that were started for it, calls that are
-repeated while it is away, and what is cancelled when a caller leaves.
+"""The connection to a server: starts its processes, repeats calls while it is unavailable, and
+cancels batches that a caller abandons.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _NEED_NO_MODEL = ("/v1/batches", "/v1/files", "/v1/uploads")
 
 
 class ServerConnection:
-    """A server at `base_url`, that of a fleet's `redis_url` and `file_store`, or one of its own."""
+    """A server at `base_url`, an API process of the fleet of `redis_url`, or a private server."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ServerConnection:
             raise
 
     async def close(self) -> None:
-        """Do what `at_close` asks for, and end the processes that were started."""
+        """Run the coroutines of `at_close`, and end the processes that were started."""
         try:
             for work in list(self.at_close):
                 self.in_background(work())
@@ -97,7 +97,7 @@ class ServerConnection:
 
     @property
     def base_url(self) -> str:
-        """Where the server is; below http://localhost for a Unix socket."""
+        """The server's URL; below http://localhost for a Unix socket."""
         return f"{(self._base_url or 'http://localhost/v1').rstrip('/')}/"
 
     @property
@@ -123,11 +123,11 @@ class ServerConnection:
         return self._model
 
     async def line_options(self, endpoint: str | None, model: str | None, parameters: dict[str, Any]) -> LineOptions:
-        """Return what lines have that do not say otherwise."""
+        """Return the defaults of lines."""
         return LineOptions(model or await self.model(), endpoint, parameters)
 
     async def patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call while the server is away, or busy with the same call."""
+        """Repeat a call while the server is unavailable or still processes the same call."""
         deadline, pause = time.monotonic() + self._patience, FIRST_PAUSE
         while True:
             self.check_server()
@@ -141,7 +141,7 @@ class ServerConnection:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def create_batch(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> BatchState:
-        """Create a batch. One whose caller leaves meanwhile, who has no id of it, is cancelled."""
+        """Create a batch. Cancel it if the caller is cancelled before it gets the id."""
         creating = asyncio.create_task(self._create(body, headers))
         self._creating.add(creating)
         try:
@@ -164,12 +164,12 @@ class ServerConnection:
         return await self.calls.post(f"{path_of(batch_id)}/cancel")
 
     async def cancel_batches(self, batch_ids: Iterable[str]) -> None:
-        """Cancel those that have not ended, also where the caller leaves meanwhile."""
+        """Cancel unfinished batches, even if the caller is cancelled meanwhile."""
         if cancelling := [self.in_background(self.cancel(one)) for one in batch_ids]:
             await asyncio.wait(cancelling)
 
     def in_background(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[None]:
-        """Do what no caller has to wait for; closing gives it some seconds."""
+        """Run a coroutine in the background; `close` waits some seconds for it."""
 
         async def quietly() -> None:
             with contextlib.suppress(Exception):
@@ -181,26 +181,26 @@ class ServerConnection:
         return task
 
     def check_server(self) -> None:
-        """Raise `ServerFailed` where the processes that were started ended for good."""
+        """Raise `ServerFailed` if the processes that were started have ended for good."""
         if self._watch is not None and self._watch.done() and not self._watch.cancelled():
             self._watch.result()
 
     async def deadline_of(self, timeout: float | None) -> float | None:
-        """Return when the seconds are over, which begin once a server of its own is loaded."""
+        """Return the deadline; the time counts from when a private server has loaded its model."""
         if timeout is None:
             return None
         await self.until_loaded()
         return time.monotonic() + timeout
 
     async def until_loaded(self) -> None:
-        """Return once a server of its own can answer live calls. Raise `ServerFailed`."""
+        """Wait until a private server can answer live calls. Raise `ServerFailed`."""
         async with self._loading:
             if not self._is_loaded:
                 await self._wait_until(self._is_ready)
                 self._is_loaded = True
 
     async def _wait_for_model(self, request: Any) -> None:
-        """Hold back a request that only a loaded model can answer."""
+        """Delay a request that needs a loaded model until the model is loaded."""
         if request.method == "POST" and not request.url.path.startswith(_NEED_NO_MODEL):
             await self.until_loaded()
 
@@ -210,7 +210,7 @@ class ServerConnection:
             await asyncio.sleep(_CHECK_SECONDS)
 
     async def _wait_until(self, passes: Callable[[], Awaitable[bool]]) -> None:
-        """Return once a server of its own passes the check. Raise `ServerFailed`."""
+        """Wait until a private server passes the check. Raise `ServerFailed`."""
         answered, pause = time.monotonic(), FIRST_PAUSE
         while True:
             self.check_server()
@@ -227,9 +227,9 @@ class ServerConnection:
             pause = min(1.5 * pause, _LONGEST_READY_PAUSE)
 
     async def _takes_batches(self) -> bool:
-        """Return whether batches may name the model: a worker loads it, or has loaded it."""
+        """Return whether batches may name the model: a worker is loading or has loaded it."""
         health = await self.calls.probe("/health")
-        # Models that are loaded on demand need no worker
+        # A model that is loaded on demand is accepted without a worker
         return health is not None and (bool(health["workers"]) or await self._is_ready())
 
     async def _is_ready(self) -> bool:
@@ -242,13 +242,13 @@ def check_places(
     """Raise ValueError where the arguments name more than one place, or half of one."""
     if base_url is not None and (redis_url or file_store or options):
         other = next(iter(options), "redis_url" if redis_url else "file_store")
-        raise ValueError(f"'{other}' is for processes that the client starts; the server at base_url has its own")
+        raise ValueError(f"'{other}' configures processes that the client starts, so it cannot be used with base_url")
     if given := [name for name in options if name in ("host", "port", "uds") or name.startswith("ssl_")]:
-        raise ValueError(f"'{given[0]}' cannot be given: processes that the client starts listen to it alone")
+        raise ValueError(f"'{given[0]}' cannot be given: processes that the client starts serve this client only")
     if (redis_url is None) != (file_store is None):
-        raise ValueError("a fleet is named by redis_url and file_store, the file store that its processes use")
+        raise ValueError("a fleet needs both redis_url and file_store, with the file store that its processes use")
 
 
 def _shortest(names: Sequence[str]) -> list[str]:
-    """Return names of models without the folders of those that have a short name too."""
+    """Return model names without folder paths whose short name is listed too."""
     return [one for one in names if (short := Path(one).resolve().name) == one or short not in names]

@@ -1,4 +1,4 @@
-"""Create batches on a server, with asyncio: of a file, of lines in a temporary file, or open."""
+"""Creation of batches on a server, with asyncio: from a file, from lines, or open."""
 
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ async def submit_lines(
     metadata: Mapping[str, str] | None = None,
     expires_after: Mapping[str, Any] | None = None,
 ) -> AsyncBatchHandle:
-    """Create a batch of lines in a temporary file, which is closed."""
+    """Create a batch from lines in a temporary file, and close the file."""
     with spooled.file as file:
         return await submit_file(connection, "requests.jsonl", file, spooled.endpoint, window, metadata, expires_after)
 
@@ -35,14 +35,14 @@ async def submit_file(
     metadata: Mapping[str, str] | None,
     expires_after: Mapping[str, Any] | None = None,
 ) -> AsyncBatchHandle:
-    """Upload a file and create a batch of it; each happens once, however often it is sent."""
+    """Upload a file and create a batch from it, each exactly once despite repeated calls."""
     file_id, calls = await _upload(connection, name, file, expires_after), connection.calls
     body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
     options = {"metadata": metadata, "output_expires_after": expires_after}
     try:
         state = await connection.create_batch({**body, **_present(options)}, new_header())
     except BaseException:
-        # A batch that was made has its own
+        # A batch that was created nevertheless has a copy of the input
         connection.in_background(calls.send("DELETE", f"/files/{quote(file_id)}"))
         raise
     return AsyncBatchHandle(connection, state.id)

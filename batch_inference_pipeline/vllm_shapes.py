@@ -1,4 +1,4 @@
-"""The call shapes of vLLM's `LLM`: its `SamplingParams`, and the attributes of its outputs."""
+"""Counterparts of vLLM's `SamplingParams` and of the outputs of its `LLM`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ _USUAL_TOKENS = 16  # vLLM's default, also of chats
 
 
 class GenerationParameters:
-    """The parameters of a call by their names, which are vLLM's; `docs/requests.md` lists them."""
+    """The parameters of a call, by vLLM's names; `docs/requests.md` lists them."""
 
     def __init__(self, **values: Any) -> None:
-        """Raise TypeError for a name that is no parameter."""
+        """Set parameters. Raise TypeError for an unknown name."""
         unknown = sorted(values.keys() - set(PARAMETERS))
         if unknown:
-            raise TypeError(f"'{unknown[0]}' is no parameter; docs/requests.md lists those that there are")
+            raise TypeError(f"'{unknown[0]}' is no parameter: docs/requests.md lists all parameters")
         self.values = {"max_tokens": _USUAL_TOKENS, **values}
 
     def body(self, endpoint: str) -> dict[str, Any]:
-        """Return what a body says of them."""
+        """Return the parameters as members of a body."""
         body = {name: value for name, value in self.values.items() if value is not None}
         likeliest = body.get("logprobs")
         if endpoint == CHAT and likeliest is not None and not isinstance(likeliest, bool):
@@ -33,14 +33,14 @@ class GenerationParameters:
 
 
 SamplingParams = GenerationParameters
-"""The name that vLLM gives it."""
+"""vLLM's name of the class."""
 
 ParametersOfEach = GenerationParameters | Sequence[GenerationParameters] | None
 
 
 @dataclass(frozen=True)
 class GeneratedChoice:
-    """vLLM's `CompletionOutput`. `token_ids` are there with `return_token_ids`."""
+    """vLLM's `CompletionOutput`. `token_ids` are set with `return_token_ids`."""
 
     index: int
     text: str
@@ -52,7 +52,7 @@ class GeneratedChoice:
 
 @dataclass(frozen=True)
 class GeneratedOutput:
-    """vLLM's `RequestOutput`. `prompt` is None for one of token ids and for a conversation."""
+    """vLLM's `RequestOutput`. `prompt` is None for token ids and for a conversation."""
 
     request_id: str
     prompt: str | None
@@ -79,20 +79,23 @@ class EmbeddedOutput:
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """Return texts or lists of token ids of what vLLM takes for prompts."""
+    """Return texts or lists of token ids from prompts in the forms that vLLM accepts."""
     if isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     return [one.get("prompt_token_ids") or one["prompt"] if isinstance(one, dict) else one for one in prompts]
 
 
 def as_conversations(messages: Any) -> list[Any]:
-    """Return conversations, of which one may be given alone."""
+    """Return a list of conversations; a single conversation becomes a list of one."""
     listed = list(messages)
     return [listed] if listed and isinstance(listed[0], dict) else listed
 
 
 def bodies_of(endpoint: str, prompts: list[Any], parameters: ParametersOfEach) -> list[dict[str, Any]]:
-    """Return bodies with the parameters of all, or of each. Raise ValueError for another number."""
+    """Return bodies with the shared parameters, or each with its own.
+
+    Raise ValueError if there are not as many parameters as prompts.
+    """
     field = PROMPT_FIELDS[endpoint]
     if parameters is None or isinstance(parameters, GenerationParameters):
         usual = parameters or GenerationParameters()
@@ -100,18 +103,18 @@ def bodies_of(endpoint: str, prompts: list[Any], parameters: ParametersOfEach) -
         return [{field: prompt, **shared} for prompt in prompts]
     if len(parameters) != len(prompts):
         raise ValueError(
-            f"there are {len(parameters)} sampling_params for {len(prompts)} prompts; give one, or as many"
+            f"there are {len(parameters)} sampling_params for {len(prompts)} prompts; give one, or one for each prompt"
         )
     return [{field: prompt, **one.body(endpoint)} for prompt, one in zip(prompts, parameters, strict=True)]
 
 
 def generated(bodies: list[dict[str, Any]], results: list[RequestResult]) -> list[GeneratedOutput]:
-    """Return the outputs of answers in the order of their bodies."""
+    """Return vLLM's outputs for results, in the order of the bodies."""
     return [_generated(body, result) for body, result in zip(bodies, results, strict=True)]
 
 
 def embedded(bodies: list[dict[str, Any]], results: list[RequestResult]) -> list[EmbeddedOutput]:
-    """Return the outputs of embeddings in the order of their bodies."""
+    """Return vLLM's outputs for embeddings, in the order of the bodies."""
     return [
         EmbeddedOutput(result.custom_id, _text(body["input"]), EmbeddedText(result.embedding))
         for body, result in zip(bodies, results, strict=True)

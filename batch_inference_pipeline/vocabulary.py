@@ -17,7 +17,7 @@ PROMPT_FIELDS = {
     "/v1/classify": "input",
     "/v1/pooling": "input",
 }
-"""The endpoints of batches, aliases among them, and the parameter that a call of each is about."""
+"""The endpoints of batches, with aliases, and the prompt parameter of each."""
 
 END_STATES = (
     "completed",
@@ -100,4 +100,4 @@ PARAMETERS = (
     "use_beam_search",
     "length_penalty",
 )
-"""What a body of text in and text out may hold besides."""
+"""The other parameters of bodies for text generation."""

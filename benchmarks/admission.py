@@ -1,4 +1,4 @@
-"""What admission costs where KV blocks are scarce: steps and computed tokens of the real scheduler,
+"""The cost of admission with scarce KV blocks: steps and computed tokens of the real scheduler,
 without a model.
 
     python -m benchmarks.admission --seeds 5
@@ -57,7 +57,7 @@ Cost = tuple[float, float]  # steps, tokens
 
 
 class MeanAdmission(PlainAdmission):
-    """Admits what fits if every request gets as long as those that ended, on average."""
+    """Admits requests that fit if each gets as long as the mean of the ended ones."""
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._kv_cache = kv_cache
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def figures_of(kind: str, seeds: Sequence[int], lines: int = 600) -> dict[str, dict[str, Any]]:
-    """Return by machine the costs of the policies by that of the best one but the last."""
+    """Return by machine the policies' costs, relative to the best policy except the last."""
     plain = mean_cost(lambda _: PlainAdmission(), kind, seeds, lines)
     costs = {"plain": plain, "mean": mean_cost(MeanAdmission, kind, seeds, lines)}
     if kind in FORMER:
@@ -110,7 +110,7 @@ def figures_of(kind: str, seeds: Sequence[int], lines: int = 600) -> dict[str, d
 
 
 def mean_cost(admission: Callable[[KVCache], AdmissionPolicy], kind: str, seeds: Sequence[int], lines: int) -> Cost:
-    """Return steps and computed tokens of a run, on average."""
+    """Return the mean steps and computed tokens of a run."""
     steps = tokens = 0
     for seed in seeds:
         drawn = lines_of(kind, seed, lines)
@@ -127,7 +127,7 @@ def forecast_at(step_cost: float, kv_cache: KVCache) -> AdmissionForecast:
 
 
 def lines_of(kind: str, seed: int, count: int) -> list[SimulatedLine]:
-    """Return lines with prompts that have nothing in common, but for the shared prefixes."""
+    """Return lines whose prompts have only the shared prefixes in common."""
     draw = random.Random(f"{kind} {seed}")
     prefixes = [draw.choices(range(50_000), k=PREFIX) for _ in range(4)]
     lines = []
@@ -142,15 +142,13 @@ def lines_of(kind: str, seed: int, count: int) -> list[SimulatedLine]:
 
 
 def blocks_of(lines: Sequence[SimulatedLine], requests: float, prefix: int = 0) -> int:
-    """Return how many blocks so many requests take at their ends, with one prefix of that length
-    together.
-    """
+    """Return the blocks that `requests` requests take at their ends, with one shared prefix."""
     each = sum(-(-(len(line.prompt) - prefix + line.output) // BLOCK_SIZE) for line in lines) / len(lines)
     return int(each * requests) + prefix // BLOCK_SIZE
 
 
 def admission_table(figures: dict[str, Any]) -> str:
-    """Return, by machine and policy, the cost by that of the best of plain, mean and former."""
+    """Return a table of costs by machine and policy, relative to the best of the other three."""
     columns = [(machine, policy) for machine in STEP_COSTS for policy in ("plain", "mean", "former", "forecast")]
     rows = [
         [kind, *(f"{figures[kind][machine].get(policy, float('nan')):.3f}" for machine, policy in columns)]
@@ -161,7 +159,7 @@ def admission_table(figures: dict[str, Any]) -> str:
 
 
 def admission_ranges(figures: dict[str, Any]) -> str:
-    """Return, by machine and policy, the least and the largest of these costs of all kinds."""
+    """Return the least and the largest of these costs over all kinds, by machine and policy."""
     policies = ("plain", "mean", "forecast")
     rows = [["", *policies], ["---"] * (1 + len(policies))]
     for machine in STEP_COSTS:

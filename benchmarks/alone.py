@@ -4,10 +4,10 @@ each token after it, and tokens/s.
     python -m benchmarks.alone
     PEERS=~/peers python -m benchmarks.alone --against llama.cpp
 
-144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it with AVX512-BF16:
-gpt2-124m's shape in bf16, on a machine of that kind. With `--against llama.cpp` llama.cpp takes
-turns with the engine on the same prompts, in place of that figure: how fast a machine reads memory
-changes by the hour. With `--quantization int8` it has the weights in its Q8_0.
+144 tokens in and 80 out, as in the quoted figure of llama.cpp, which was measured for gpt2-124m's
+shape in bf16 on a machine with AVX512-BF16. With `--against llama.cpp`, llama.cpp takes turns with
+the engine on the same prompts, in place of that figure, since a machine's memory bandwidth changes
+by the hour. With `--quantization int8` llama.cpp has the weights in Q8_0.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ async def _one(engine: AsyncEngine, prompt: list[int]) -> tuple[float, float]:
 
 
 def _times(arrivals: list[float]) -> tuple[float, float]:
-    """Return seconds to the first token, and between two tokens on average."""
+    """Return the seconds to the first token, and the mean seconds between two tokens."""
     return arrivals[1] - arrivals[0], (arrivals[-1] - arrivals[1]) / (OUTPUT - 1)
 
 

@@ -3,9 +3,9 @@ tokens/s, and the share of their bound.
 
     python -m benchmarks.batch_sizes
 
-A step's bound is the time that its matrix products take at the machine's measured peak, or that
-reading the weights once takes, whichever is longer, and the time to read every row's keys and
-values once.
+A step's bound is the sum of two times. The first is the longer of the matrix products at the
+machine's measured peak, and of reading the weights once. The second is the time to read every row's
+keys and values once.
 """
 
 import statistics
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(model: str, rows: int, context: int, seconds: float) -> float:
-    """Return seconds of the median step."""
+    """Return the seconds of the median step."""
     executor = make_executor(model, rows, context)
     step = decode_step(executor, rows, context)
     times, until = [], time.perf_counter() + seconds
@@ -54,8 +54,9 @@ def measure(model: str, rows: int, context: int, seconds: float) -> float:
 
 
 def describe(model: str, rows: int, context: int, median: float, peak: float, bandwidth: float) -> dict[str, Any]:
-    """Return the step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a
-    second).
+    """Return the figures of a step and its bound.
+
+    `peak` is in operations per second, `bandwidth` in bytes per second.
     """
     shape = shape_of(model)
     bound = (

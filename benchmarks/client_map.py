@@ -37,12 +37,13 @@ def map_prompts(prompts: list[str], output: Path) -> None:
     """Answer the prompts by the client."""
     with Pipeline() as pipeline:
         texts = [result.text for result in pipeline.map(prompts, **_TOKENS)]
-        output.write_text(json.dumps(texts))  # the file's time is that of the last answer
+        output.write_text(json.dumps(texts))  # the file's time marks the last answer
 
 
 def measure(prompts: list[str], turns: int) -> dict[str, Any]:
-    """Return the seconds of both programs, those of the client's to its last answer too, and how
-    many times as fast as `run-batch` the client was.
+    """Return the seconds of both programs and the client's speed relative to `run-batch`.
+
+    The seconds to the client's last answer are included.
     """
     answered, client, command = [], [], []
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,5 +1,5 @@
-"""What the queue and the control plane do in a second: the API, the RQ workers, the ticker and a
-Redis of their own, and a worker that answers at once (`null_worker`).
+"""The throughput of the queue and the control plane: API, RQ workers, ticker and their own Redis,
+with a worker that answers at once (`null_worker`).
 
     python -m benchmarks.control_plane
     python -m benchmarks.control_plane --only batches behind --scale 0.1
@@ -11,7 +11,7 @@ Scenarios, each on a Redis that was just started:
 - behind: 10 lines behind 8 batches of 150,000 that run, of the same tenant and of another one
 - open: 50,000 lines of 200 bytes appended to an open batch, 500 in a call, while they run
 - file: 300,000 lines as `run-batch` has them
-- large: 100,000 lines of 2,060 bytes as `run-batch` has them, whose first is claimed at once
+- large: 100,000 lines of 2,060 bytes as `run-batch` has them; the first is claimed at once
 - million: 1,000,000 lines by `pipeline run-batch` itself, and the memory of every process
 """
 
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 class BatchLoad:
-    """What is asked of a running fleet, and what is measured of that."""
+    """The load on a running fleet, and its measurements."""
 
     def __init__(
         self, queue: Queue, redis_url: str, folder: Path, store: str, url: str, first_claims: dict[str, float]
@@ -117,8 +117,9 @@ class BatchLoad:
         return str(self.client(tenant).post("/v1/batches", json=body).raise_for_status().json()["id"])
 
     def wait_for_end(self, batch: str) -> BatchFields:
-        """Return the record of a batch that has ended. Raise RuntimeError unless every line of it
-        succeeded.
+        """Wait for the end of a batch and return its record.
+
+        Raise RuntimeError unless every line succeeded.
         """
         while (fields := self.queue.batch_fields(batch)).state not in END_STATES:
             self.most_result_bytes = max(self.most_result_bytes, fields.result_bytes)
@@ -128,7 +129,7 @@ class BatchLoad:
         return fields
 
     def redis_figures(self) -> dict[str, Any]:
-        """Return what the server says of itself."""
+        """Return the figures that the Redis server reports."""
         info: Any = self.queue.redis.info()
         return {
             "redis_peak_mb": round(info["used_memory_peak"] / 1e6, 1),
@@ -270,7 +271,7 @@ SCENARIOS: dict[str, Callable[[BatchLoad, float], dict[str, Any]]] = {
 
 
 def write_lines(path: Path, count: int, line_bytes: int = _LINE_BYTES) -> Path:
-    """Write completions of so many bytes each, with nothing in common."""
+    """Write completions of `line_bytes` bytes each, with nothing in common."""
     with path.open("wb") as file:
         for line in range(count):
             start = (
@@ -283,7 +284,7 @@ def write_lines(path: Path, count: int, line_bytes: int = _LINE_BYTES) -> Path:
 
 @contextmanager
 def _measured(lines: int) -> Iterator[dict[str, Any]]:
-    """Fill in the processor time of each process by line, once it ends."""
+    """Measure each process's processor time per line; the figures are set at the end."""
     figures: dict[str, Any] = {}
     usage = ProcessorTime(os.getpid(), _ROLES)
     usage.begin()

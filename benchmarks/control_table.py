@@ -1,4 +1,4 @@
-"""What the queue and the control plane do, as the table of `docs/performance.md`."""
+"""The table of `docs/performance.md` on the queue and the control plane."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,9 @@ from benchmarks.measured import Figures
 
 
 def control_table(*figures: Figures | None) -> str:
-    """From the figures of `control_plane`, one for each of FILES; what was not measured is left
-    out.
+    """Return the table of the figures of `control_plane`, one for each of FILES.
+
+    Scenarios without figures are left out.
     """
     found = zip(_ROWS.items(), figures, strict=True)
     rows = [f"| {name} | {text(one)} |" for (name, (_, text)), one in found if one]

@@ -1,5 +1,5 @@
-"""How far next tokens of a model in 8 or 4 bits are from those of the model itself in float32: the
-mean Kullback-Leibler divergence over a text of random tokens.
+"""The mean Kullback-Leibler divergence of next tokens over a text of random tokens, of a model in 8
+or 4 bits from the same model in float32.
 """
 
 from typing import Any
@@ -26,14 +26,12 @@ def divergence_in_int8(model: str, seed: int) -> dict[str, Any]:
 
 
 def divergence_in_int4(model: str, seed: int) -> dict[str, Any]:
-    """Return those for the same model's checkpoint of 4 bits."""
+    """Return the figures of `_divergence` for the same model's checkpoint of 4 bits."""
     return _divergence(model, _load(model + INT4, _ops()), seed)
 
 
 def _divergence(model: str, in_few_bits: DecoderModel, seed: int) -> dict[str, Any]:
-    """Return `divergence` in nats, and the share of tokens whose most likely next one is the
-    same.
-    """
+    """Return `divergence` in nats, and the share of tokens with the same likeliest next token."""
     prompt = torch.from_numpy(np.random.default_rng(seed).integers(0, settings_of(model)["vocab_size"], _TOKENS))
     exact, quantized = (_log_probabilities(each, prompt) for each in (_load(model, _ops()), in_few_bits))
     apart = (exact.exp() * (exact - quantized)).sum(-1)
@@ -51,7 +49,7 @@ def _load(model: str, ops: Ops) -> DecoderModel:
 
 @torch.inference_mode()
 def _log_probabilities(model: DecoderModel, prompt: Tensor) -> Tensor:
-    """Return those of the next token at each of a prompt's tokens, [T, vocab]."""
+    """Return the log-probabilities of the next token at each token of a prompt, [T, vocab]."""
     config, backend, length = model.config, default_backend(_CPU, torch.float32), len(prompt)
     blocks = length // _BLOCK
     shape = CacheShape(1 + blocks, _BLOCK, config.num_kv_heads, config.head_dim)

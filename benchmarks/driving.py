@@ -24,11 +24,11 @@ _WARM_UP_REQUESTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Requests submitted at once, from there to the last token."""
+    """Requests submitted at once, measured until the last token."""
 
     seconds: float
     output_tokens: int
-    computed_tokens: int  # those run through the model
+    computed_tokens: int  # tokens run through the model
     cached_tokens: int
     preemptions: int
     steps: int
@@ -50,7 +50,7 @@ class Pass:
 
 
 def engine_dtype() -> str:
-    """Return what `--dtype auto` is here for the benchmarks' checkpoints, in bfloat16."""
+    """Return the dtype of `--dtype auto` on this machine, for the bfloat16 checkpoints."""
     return str(cpu_dtype()).removeprefix("torch.")
 
 
@@ -58,8 +58,9 @@ def engine_dtype() -> str:
 async def running_engine(
     model: str, vocabulary: Callable[[], list[bytes]] | None = None, **settings: Any
 ) -> AsyncIterator[AsyncEngine]:
-    """An engine with `model` of `SHAPES`, warm: it has answered some short requests that share
-    nothing with any workload.
+    """Run an engine with `model` of `SHAPES`.
+
+    It is warm: it has answered some short requests that share nothing with any workload.
     """
     config = EngineConfig(model=str(model_folder(model)), **{"device": "cpu", "max_model_len": CONTEXT, **settings})
     engine = AsyncEngine(config, vocabulary=vocabulary)
@@ -98,7 +99,7 @@ async def run_pass(engine: AsyncEngine, requests: list[EngineRequest]) -> Pass:
 
 
 def workload(model: str, kind: str, requests: int, seed: int) -> list[EngineRequest]:
-    """Return the lines of `write_workload` as token ids, as a worker renders and tokenizes."""
+    """Return the lines of `write_workload`, rendered and tokenized as by a worker."""
     with tempfile.TemporaryDirectory() as scratch:
         return tokenized(write_workload(Path(scratch) / "input.jsonl", kind, requests, model, seed), model)
 
@@ -125,5 +126,5 @@ def tokenized(path: Path, model: str) -> list[EngineRequest]:
 
 
 def greedy(prompt: list[int], tokens: int, request_id: int) -> EngineRequest:
-    """Return one request of exactly so many tokens."""
+    """Return one greedy request of exactly `tokens` tokens."""
     return EngineRequest(request_id, prompt, [], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))

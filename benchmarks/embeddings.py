@@ -5,9 +5,8 @@ command to the results file, against sentence-transformers and vLLM by turns.
     PEERS=~/peers python -m benchmarks.embeddings --model bge-base --texts 500 --against vllm
     PEERS=~/peers python -m benchmarks.embeddings --cross --texts 2000
 
-Each runs in the dtype that suits it best on the processor; sentence-transformers may have another
-one, and another batch size, where these are its best. Results are compared: cosines of
-embeddings, and differences of scores.
+Each runs in its fastest dtype on the processor; sentence-transformers can also be given another
+dtype and batch size. Results are compared: cosines of embeddings, and differences of scores.
 """
 
 import base64
@@ -43,7 +42,7 @@ Values = NDArray[np.float32]
 
 
 class SentenceTransformersRun(NamedTuple):
-    """How that runs, so that it can be at its best."""
+    """The best settings for a run of sentence-transformers."""
 
     dtype: str
     batch_size: int
@@ -81,7 +80,7 @@ def main() -> None:
 def measure(
     model: str, count: int, cross: bool, turns: int, against: str, seed: int, peer: SentenceTransformersRun
 ) -> dict[str, Any]:
-    """Return the seconds of both by turns, and how far their results differ."""
+    """Return the seconds of both, measured by turns, and the difference of their results."""
     folder = encoder_folder(f"{model}-cross" if cross else model)
     given: list[Any] = list(texts(count, seed))
     if cross:
@@ -92,7 +91,7 @@ def measure(
         source, plain = Path(scratch) / "input.jsonl", Path(scratch) / "texts.jsonl"
         _write_lines(source, given, model, cross)
         plain.write_text("".join(json.dumps(one) + "\n" for one in given))
-        if against == "vllm":  # which compiles a model once, and keeps that
+        if against == "vllm":  # vLLM compiles a model once, and caches it
             few, ended = Path(scratch) / "few.jsonl", Path(scratch) / "few-results.jsonl"
             _write_lines(few, given[:_WARM_UP_TEXTS], model, cross)
             timed(_vllm(few, ended, folder, model), vllm_environment())

@@ -5,7 +5,7 @@ encoder so small that the processes around it do most of the work; and how long 
     python -m benchmarks.embeddings_memory --texts 50000 --model tiny-384
     python -m benchmarks.embeddings_memory --texts 100000 --format parquet
 
-What the figures of memory are: `memory_samples.py`.
+`memory_samples.py` describes the memory figures.
 """
 
 import json
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(scratch: Path, model: str, count: int, file_format: str, seed: int) -> dict[str, Any]:
-    """Run one file. Raise RuntimeError where that fails."""
+    """Run one file and return the figures. Raise RuntimeError if the run fails."""
     source, results = (scratch / f"{name}.{file_format}" for name in ("input", "results"))
     folder = encoder_folder(model)
     (_write_parquet if file_format == "parquet" else _write_lines)(source, model, count, seed)

@@ -45,7 +45,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
 }
-"""Mean of the tokens, but for bge-base, which has the first token's; all normalized."""
+"""Pooling is the mean of the tokens, for bge-base the first token; all are normalized."""
 CONTEXT = 512  # tokens, of all of them
 
 _CROSS_ENCODER = "-cross"  # the same with a head of one label
@@ -70,8 +70,9 @@ def model_flags(folder: Path, model: str) -> list[str]:
 
 
 def texts(count: int, seed: int, tokens: tuple[int, int] = (16, 256)) -> list[str]:
-    """Return texts of random words, each of a random length in so many tokens, special ones
-    included.
+    """Return texts of random words; each has a random length within `tokens`.
+
+    The length includes special tokens.
     """
     rng = random.Random(seed)
     vocabulary = json.loads((encoder_folder("minilm-l6") / "tokenizer.json").read_text())["model"]["vocab"]
@@ -92,7 +93,7 @@ def _write(name: str, folder: Path) -> None:
 
 
 def _write_modules(folder: Path, size: int, by_mean: bool) -> None:
-    """Write what makes a folder one of sentence-transformers."""
+    """Write the files that make the folder a sentence-transformers model."""
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -113,7 +114,7 @@ def _write_modules(folder: Path, size: int, by_mean: bool) -> None:
 
 
 def _tokenizer(longest: int):  # type: ignore[no-untyped-def]
-    """A WordPiece as BERT's, trained on Python's own standard library."""
+    """Return a WordPiece tokenizer like BERT's, trained on Python's standard library."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertTokenizerFast
 

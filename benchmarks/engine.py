@@ -48,8 +48,9 @@ def main() -> None:
 
 
 def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | None = None) -> dict[str, Any]:
-    """Turn of the engine, each followed by one of the peer and by a look at the peak, which moves
-    with what else the host does.
+    """Measure turns of the engine, each followed by a turn of the peer and by the matrix peak.
+
+    The peak is measured again since it varies with other load on the host.
     """
     if peer is not None:
         peer.run_pass(requests)  # warms it up
@@ -95,14 +96,14 @@ def _one_turn(model: str, requests: list[EngineRequest], peer: Vllm | None) -> d
         if peer is not None:
             figures["peer_rests_at"] = round(
                 (peer.cpu_seconds() - used) / figures["seconds"], 3
-            )  # cores that it took meanwhile
+            )  # cores that the peer used meanwhile
         return figures
 
     return asyncio.run(turn())
 
 
 def _bound(model: str, figures: dict[str, Any], peak: float) -> float:
-    """Output tokens/s if nothing but the matrix products took time, at the peak."""
+    """Return output tokens/s if only the matrix products took time, at the peak."""
     return (
         figures["output_tokens"]
         * peak

@@ -1,6 +1,6 @@
-"""How many GPUs one Redis serves: a real server, and 1 to 256 workers without engines
-(`fleet_workers`) that claim, publish and commit at the pace of an H100, until more of them do no
-more.
+"""The number of GPUs that one Redis serves: a real server, and 1 to 256 workers without engines
+(`fleet_workers`) that claim, publish and commit at the pace of an H100, until more workers bring
+no gain.
 
     python -m benchmarks.fleet
     python -m benchmarks.fleet --tokens 512 --workers 1 16 64
@@ -35,7 +35,7 @@ from jobs.server import PrivateServer
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _BATCHES = 4  # each of another tenant
 _PART_LINES = 1000
-_GROWTH = 1.1  # twice the workers that do no more than so much of what half of them did are held up
+_GROWTH = 1.1  # twice the workers are limited by Redis if they gain no more than this factor
 _PAUSE_SECONDS = 0.05
 
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(count: int, tokens: int, processes: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Return what so many workers do with lines of so many tokens, and what that takes of Redis."""
+    """Return the throughput of `count` workers on lines of `tokens` tokens, and Redis' load."""
     with tempfile.TemporaryDirectory() as folder, PrivateServer(Path(folder)) as server:
         queue = Queue(connect(server.url))
         feeder = Feeder(queue, tokens, QWEN3_06B.slots * count)
@@ -88,9 +88,7 @@ def measure(count: int, tokens: int, processes: int, seconds: float, seed: int) 
 
 
 class Feeder:
-    """Does to the queue what the control plane does: some batches have enough lines, and their
-    results are drained.
-    """
+    """Replaces the control plane: it feeds lines of some batches and drains their results."""
 
     def __init__(self, queue: Queue, tokens: int, window: int) -> None:
         self._queue = queue
@@ -102,7 +100,7 @@ class Feeder:
             queue.create_batch(batch, 1 << 30, tenant=batch, state="in_progress", fields={"line_models": [MODEL]})
 
     def run(self, seconds: float) -> None:
-        """Feed and drain for so long, or once."""
+        """Feed and drain for `seconds`, at least once."""
         end = time.monotonic() + seconds
         while True:
             for batch in self._cursors:

@@ -50,8 +50,9 @@ def _axes() -> list[str]:
 
 
 def _curve(look: str, tokens: str, points: list[dict[str, Any]]) -> list[str]:
-    """Points as measured, hollow where the workers did not keep their pace; from the last kept one
-    a broken line to the whole core.
+    """Return the measured points and a dashed line from the last kept point to the whole core.
+
+    Points are hollow if the workers did not keep their pace.
     """
     kept = [point for point in points if keeps_pace(point)]
     measured = " ".join(f"{_x(point['workers']):.1f},{_y(point['redis_core']):.1f}" for point in kept)

@@ -1,4 +1,4 @@
-"""What a fleet takes of Redis, as the tables of `docs/scaling.md`."""
+"""The tables of `docs/scaling.md` on the load of a fleet on Redis."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ from benchmarks.measured import Figures
 
 FILES = ("redis-time", "fleet")
 KEPT_PACE = 0.8
-"""Workers that do so much of what they would are taken to keep their pace."""
+"""Least share of the expected throughput at which workers count as keeping their pace."""
 
 
 def fleet_table(times: Figures | None, fleet: Figures | None) -> str:
-    """From the figures of `redis_time` and of `fleet`; what was not measured is left out."""
+    """Return the tables of the figures of `redis_time` and `fleet`, without missing ones."""
     parts = [_times(times)] if times else []
     return "\n".join(parts + ([_fleet(fleet)] if fleet else []))
 
 
 def keeps_pace(point: dict[str, Any]) -> bool:
-    """Return whether the workers of a point were not held up."""
+    """Return whether the workers of a point kept their pace."""
     return bool(point["lines_per_second"] >= KEPT_PACE * point["asked"])
 
 
 def last_kept(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the point of the most workers that kept their pace; without one, the first."""
+    """Return the point with the most workers that kept their pace, else the first point."""
     return [point for point in points if keeps_pace(point)][-1] if keeps_pace(points[0]) else points[0]
 
 

@@ -1,5 +1,5 @@
 """Workers without engines for the benchmark of a fleet: each claims, publishes, commits and renews
-as a worker process does whose GPU has a certain pace, by the clock.
+by the clock, like a worker process with a GPU of a given pace.
 
     python -m benchmarks.fleet_workers --redis-url unix:///run/redis.sock --count 8 --tokens 128
 """
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def run(workers: list["SimulatedWorker"], rng: random.Random) -> None:
-    """Let the workers act by the clock until the process ends; what is late is done at once."""
+    """Let the workers act by the clock until the process ends; late actions run at once."""
     numbers, now = itertools.count(), time.monotonic()
     due = []
     for worker in workers:
@@ -55,7 +55,7 @@ def run(workers: list["SimulatedWorker"], rng: random.Random) -> None:
 
 
 class RunningLine:
-    """A line that has a slot."""
+    """A line in a slot."""
 
     def __init__(self, claim: Claim, began: float, tokens: int) -> None:
         self.claim = claim
@@ -65,7 +65,7 @@ class RunningLine:
 
 
 class SimulatedWorker:
-    """Runs as many lines at once as the pace says, each at an even rate."""
+    """Runs as many lines at once as its pace sets, each at an even rate."""
 
     def __init__(self, queue: Queue, pace: GpuPace, tokens: int, rng: random.Random) -> None:
         self._queue = queue
@@ -90,7 +90,7 @@ class SimulatedWorker:
         queue.register_worker(record)
 
     def _step(self) -> None:
-        """End what is at its end, and claim where a sixteenth of the slots is free."""
+        """Finish lines at their ends, and claim if a sixteenth of the slots is free."""
         now = time.monotonic()
         while self._running and self._running[0][0] <= now:
             self._ended.append(heapq.heappop(self._running)[2])
@@ -103,7 +103,7 @@ class SimulatedWorker:
         self._is_first = self._is_first and not self._running
 
     def _start(self, claim: Claim, now: float) -> None:
-        """The first ones are anywhere between their begin and their end, as in a fleet at work."""
+        """Start a line; the first lines start at random progress, as in a running fleet."""
         tokens = round(self._tokens * self._rng.uniform(0.5, 1.5))
         seconds = self._pace.seconds(tokens)
         line = RunningLine(claim, now - (self._rng.random() * seconds if self._is_first else 0), tokens)

@@ -38,8 +38,9 @@ class _Stored:
 
 
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
-    """Write the checkpoint in `folder` to `path`, with matrices as `kind`: float16, bfloat16 or
-    q8_0. The head is the embedding, as GPT-2 has it.
+    """Write the checkpoint in `folder` to `path`, with matrices as float16, bfloat16 or q8_0.
+
+    The head is the embedding, as in GPT-2.
     """
     weights = load_file(folder / "model.safetensors")
     tensors = {_name(name): encode_tensor(name, tensor, kind) for name, tensor in weights.items()}
@@ -83,7 +84,7 @@ def _tokenizer(tokenizer: dict[str, Any], vocabulary_size: int) -> dict[str, str
 
 
 def _name(name: str) -> str:
-    """`transformer.h.3.attn.c_proj.weight` is `blk.3.attn_output.weight` there."""
+    """Return the name in GGUF: `transformer.h.3.attn.c_proj.weight`: `blk.3.attn_output.weight`."""
     module, _, kind = name.removeprefix("transformer.").rpartition(".")
     if not module.startswith("h."):
         return f"{_NAMES[module]}.{kind}"
@@ -92,7 +93,7 @@ def _name(name: str) -> str:
 
 
 def encode_tensor(name: str, tensor: torch.Tensor, kind: str) -> _Stored:
-    """Return a weight with rows as outputs; GPT-2 keeps its projections the other way round."""
+    """Return a weight with rows as outputs; GPT-2 stores its projections transposed."""
     if ".h." in name and tensor.dim() == 2:
         tensor = tensor.T.contiguous()
     if tensor.dim() == 1 or (kind == "q8_0" and ".wpe." in name):

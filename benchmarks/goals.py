@@ -1,4 +1,5 @@
-"""The goals of throughput on a CPU, and what the files of results say of each:
+"""The goals of throughput on a CPU, with the measured results.
+
 `python -m benchmarks.goals` prints the table of `docs/performance.md`.
 """
 
@@ -18,7 +19,7 @@ _STRUCTURED = "structured-outputs-gpt2-124m-151936"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure is to reach."""
+    """The target of a figure."""
 
     at_least: float
     hoped: float
@@ -32,10 +33,7 @@ _OTHERS = "others"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure in a file of results, and what it is to reach.
-
-    `less` where a smaller one is better.
-    """
+    """A figure in a file of results, and its target; `less`: smaller is better."""
 
     title: str
     file: str
@@ -46,7 +44,7 @@ class Goal:
     less: bool = False
 
     def target(self, instructions: str) -> Target | None:
-        """Return the target on processors with these instructions, where it is a goal there."""
+        """Return the target on processors with these instructions, or None."""
         return self.targets.get(instructions, self.targets.get(_OTHERS))
 
     def met(self, value: float, target: Target) -> bool:
@@ -99,7 +97,7 @@ def _run_batch(lines: int, targets: Targets) -> Goal:
 
 
 def _embeds(title: str, file: str, at_least: float, hoped: float) -> Goal:
-    """Whole processes; the MiniLM-L6 shape if no other is named."""
+    """Return a goal for whole processes; the default shape is MiniLM-L6."""
     peer, name = ("vLLM", "vllm") if file.endswith("vllm") else ("sentence-transformers",) * 2
 
     def seconds(figures: Figures) -> str:
@@ -168,7 +166,7 @@ def _live(
 
 
 def _allowed(title: str, name: str, value: str, hoped: float) -> Goal:
-    """A latency beside a batch, as a share of what is allowed."""
+    """Return a goal for a latency beside a batch, as a share of the limit."""
 
     def beside(figures: Figures) -> str:
         return f"{figures['beside'][f'{value}_ms']:,.0f} ms of {figures[f'{name}_allowed_ms']:,.0f} ms"
@@ -377,8 +375,9 @@ def main() -> None:
 
 
 def table(results: Path = RESULTS) -> str:
-    """Return one row for each goal and processor that it was measured on: the target, and the last
-    figure with its date. A cell is empty where it is as the one above it in the same goal.
+    """Return one row for each goal and measured processor: the target, and the last figure.
+
+    A cell that repeats the one above it, in the same goal, is empty.
     """
     rows = [("figure", "processor", "at least / hoped for", "measured"), ("---",) * 4]
     processors = measured_processors(results)
@@ -391,7 +390,7 @@ def table(results: Path = RESULTS) -> str:
 
 
 def _cells(goal: Goal, one: MeasuredProcessor) -> tuple[str, str, str] | None:
-    """Return a processor's cells, or None where it is no goal there or was not measured."""
+    """Return a processor's cells, or None without a target or a figure."""
     target, result = goal.target(one.processor.instructions), one.result(goal.file)
     if target is None or result is None:
         return None

@@ -1,5 +1,5 @@
-"""The pace of a worker with a GPU, by the figures of `docs/gpu.md` and the intervals of the worker
-process: how many lines each of its calls to Redis is about.
+"""The pace of a worker with a GPU: the number of lines in each of its calls to Redis, from the
+figures of `docs/gpu.md` and the intervals of the worker process.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from workers.replica.outbox import BACKLOG_SECONDS
 
 _STREAM_INTERVAL = QueueSettings.from_environment().stream_interval
 SWEEP_SECONDS = _STREAM_INTERVAL / 8
-"""From one look for tokens that are due to the next."""
+"""Seconds between two checks for due tokens."""
 _PUBLISHED_TOGETHER = 32
 
 
 class LinesPerCall(NamedTuple):
-    """How many lines one call of a worker is about."""
+    """The number of lines in one call of a worker, by call."""
 
     claim: int
     publish: int
@@ -25,31 +25,31 @@ class LinesPerCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuPace:
-    """Output tokens that a GPU makes in a second, of so many requests at once."""
+    """A GPU's output tokens per second, and its number of concurrent requests."""
 
     model: str
     tokens_per_second: int
     slots: int
 
     def lines_per_second(self, tokens: int) -> float:
-        """Return how many lines of so many output tokens end in a second."""
+        """Return the lines of `tokens` output tokens that end in a second."""
         return self.tokens_per_second / tokens
 
     def seconds(self, tokens: float) -> float:
-        """Return how long one request takes for so many tokens."""
+        """Return the seconds that one request takes for `tokens` tokens."""
         return tokens * self.slots / self.tokens_per_second
 
     @property
     def tokens_of_a_publish(self) -> int:
-        """How many tokens of a request are published at once."""
+        """Tokens of a request that are published at once."""
         return round(_STREAM_INTERVAL / self.seconds(1))
 
     def published(self, tokens: int) -> int:
-        """Return how many of a line's tokens are published before its end."""
+        """Return the number of a line's tokens that are published before its end."""
         return (tokens - 1) // self.tokens_of_a_publish * self.tokens_of_a_publish
 
     def groups(self, tokens: int) -> LinesPerCall:
-        """Return how many lines of so many tokens are claimed, published and committed at once."""
+        """Return the lines of `tokens` tokens that are claimed, published and committed at once."""
         due = self.slots * SWEEP_SECONDS / _STREAM_INTERVAL
         ended = self.lines_per_second(tokens) * BACKLOG_SECONDS
         return LinesPerCall(

@@ -1,8 +1,8 @@
-"""What `pipeline serve` takes while nothing is asked of it: processor time of all its processes.
+"""The processor time of all processes of an idle `pipeline serve`.
 
     python -m benchmarks.idle
 
-The server is given some seconds to settle before.
+The measurement begins some seconds after the start of the server.
 """
 
 import signal
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which stops the server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit stops the server
     with running_pipeline(args.model) as server:
         time.sleep(_SETTLING_SECONDS)
         began, used = time.perf_counter(), server.cpu_seconds()

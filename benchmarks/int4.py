@@ -1,5 +1,5 @@
 """A checkpoint of 4 bits against the same one in 16 bits: output tokens/s of one request and over
-64 random prompts by turns, and how far its next tokens are from those in float32.
+64 random prompts by turns, and the divergence of its next tokens from float32.
 
     python -m benchmarks.int4
 """

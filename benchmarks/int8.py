@@ -1,5 +1,5 @@
 """`--quantization int8` against weights in 16 bits: output tokens/s over 64 random prompts by
-turns, and how far its next tokens are from those in float32.
+turns, and the divergence of its next tokens from float32.
 
     python -m benchmarks.int8
 """
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def measure(name: str, in_few_bits: Turn, in_16_bits: Turn, turns: int) -> dict[str, Any]:
-    """Return the figures of both by turns, the first under `name`."""
+    """Return the figures of both, measured by turns, the first under `name`."""
     quantized, plain = [], []
     for _ in range(turns):
         quantized.append(asyncio.run(in_few_bits()))
@@ -45,7 +45,7 @@ def measure(name: str, in_few_bits: Turn, in_16_bits: Turn, turns: int) -> dict[
 
 
 async def turn(model: str, requests: list[EngineRequest], **settings: Any) -> dict[str, Any]:
-    """Return the figures of one pass over all requests through an engine of its own."""
+    """Return the figures of one pass of all requests through a new engine."""
     async with running_engine(model, **settings) as engine:
         return (await run_pass(engine, requests)).figures()
 

@@ -31,7 +31,7 @@ _STEP_CONTEXT = 950  # of the decode step that gaps are held against
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of each, in this order; `filling` is the batch's start, which is not measured."""
+    """The seconds of each phase, in order; `filling` is the unmeasured start of the batch."""
 
     live: float = 40.0
     filling: float = 35.0
@@ -74,7 +74,7 @@ def measure(server: Server, phases: Phases, every: float, lines: int, seed: int)
 
 
 def _live_calls(server: Server, seconds: float, every: float, seed: int) -> LiveLoad:
-    """Calls that arrive at random for so long, by the load generator; wait for the last."""
+    """Run random live calls for `seconds` by the load generator; wait for the last."""
     draw = random.Random(seed)
     calls, at = [], draw.expovariate(1 / every)
     while at < seconds:
@@ -84,7 +84,7 @@ def _live_calls(server: Server, seconds: float, every: float, seed: int) -> Live
 
 
 def _wait(seconds: float) -> tuple[float, float]:
-    """Return when the time began and when it ended."""
+    """Wait for `seconds`; return the begin and the end."""
     began = time.time()
     time.sleep(seconds)
     return began, time.time()
@@ -92,7 +92,7 @@ def _wait(seconds: float) -> tuple[float, float]:
 
 @contextmanager
 def _running_batch(server: Server, lines: int, seed: int) -> Iterator[None]:
-    """Submit a batch and cancel it at the end. Raises RuntimeError where it has ended by then."""
+    """Submit a batch and cancel it at the end. Raise RuntimeError if it ended earlier."""
     with tempfile.TemporaryDirectory() as scratch, httpx.Client(base_url=server.url, timeout=120) as client:
         path = write_batch(Path(scratch) / "batch.jsonl", lines, server.model, seed, _BATCH_TOKENS, _BATCH_OUTPUT)
         with path.open("rb") as content:
@@ -108,13 +108,13 @@ def _running_batch(server: Server, lines: int, seed: int) -> Iterator[None]:
 
 
 def _joined(first: Span, second: Span) -> Span:
-    """Two spans as one; what lies between them is left out."""
+    """Return two spans as one, without the time between them."""
     counted = {name: value + second.counted[name] for name, value in first.counted.items()}
     return Span(first.begin, first.end + second.seconds, counted)
 
 
 def _latencies(model: str, idle: LiveLoad, beside: LiveLoad, rows: int) -> dict[str, Any]:
-    """Return the latencies that clients measured, and the limits that they are held to."""
+    """Return the latencies that clients measured, and their limits."""
     latency = {"idle": latencies(idle.calls), "beside": latencies(beside.calls)}
     first_token_limit = 3 * latency["idle"]["first_token_p99_ms"] + CPU_LIVE_STEP_MS
     gap_limit = _gap_allowed_ms(model, latency["beside"]["longest_gap_ms"], rows)
@@ -146,17 +146,17 @@ def _throughputs(alone: Span, both: Span, spans_alone: Sequence[Span]) -> dict[s
 
 
 def work_ratio(alone: Sequence[Span], both: Span) -> float:
-    """Return how many seconds the batch alone takes for what was computed in one second of `both`.
+    """Return the seconds that the batch alone takes for the work of one second of `both`.
 
-    A batch computes prompts for a while, then answers, whose tokens cost more: so a token's cost in
-    a prompt and in an answer is fitted to all spans of the batch alone.
+    A batch computes prompts for a while, then answers, and tokens of answers cost more. So the
+    costs of prompt and answer tokens are fitted to all spans of the batch alone.
     """
     costs = np.linalg.lstsq(np.array([_work(span) for span in alone]), np.array([span.seconds for span in alone]))[0]
     return float(costs @ _work(both)) / both.seconds
 
 
 def _work(span: Span) -> tuple[float, float]:
-    """Tokens of prompts and of answers."""
+    """Return the tokens of prompts and of answers."""
     generated = span.counted[GENERATED]
     return span.counted[COMPUTED] - generated, generated
 
@@ -174,7 +174,7 @@ def _throughput(span: Span) -> dict[str, float]:
 def _timeline(
     began: float, marks: list[tuple[str, float, float]], calls: list[MeasuredCall], spans: list[Span]
 ) -> dict[str, Any]:
-    """Return what the picture draws; times in seconds after the beginning."""
+    """Return the points of the picture; times are in seconds after the beginning."""
     return {
         "phases": [[name, round(begin - began, 1), round(end - began, 1)] for name, begin, end in marks],
         "calls": [
@@ -198,7 +198,7 @@ def _timeline(
 
 
 def _live_rate(calls: Sequence[MeasuredCall], span: Span) -> float:
-    """Tokens of live calls a second: a prompt's count with its first token."""
+    """Return tokens of live calls per second; a prompt counts at its first token."""
     tokens = 0.0
     for call in calls:
         within = [span.begin <= when < span.end for when in call.arrivals]

@@ -22,6 +22,6 @@ def latencies(calls: Sequence[MeasuredCall]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value at a share of the sorted ones, without interpolation."""
+    """Return the value at a share of the sorted values, without interpolation."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -29,7 +29,7 @@ _SECONDS_TO_CONNECT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCall:
-    """A stream as its client saw it; times in unix seconds."""
+    """A stream as measured by its client; times are in unix seconds."""
 
     sent: float
     arrivals: list[float]  # of the chunks with tokens
@@ -55,7 +55,7 @@ class LiveLoad:
 
     @property
     def seconds(self) -> float:
-        """From the first call sent to the last chunk."""
+        """Seconds from the first call to the last chunk."""
         return max(call.arrivals[-1] for call in self.calls) - min(call.sent for call in self.calls)
 
     @property
@@ -81,7 +81,7 @@ def start_load(
 
 
 def wait_for_load(process: subprocess.Popen) -> LiveLoad:
-    """Wait for the last call. Raises RuntimeError where one failed, with what the server said."""
+    """Wait for the last call. Raise RuntimeError with the server's error if a call failed."""
     assert process.stdout is not None
     output = process.stdout.read()
     if process.wait():
@@ -124,7 +124,7 @@ async def _stream(host: str, port: int, body: dict[str, Any]) -> "_Stream":
 
 
 class _Stream(asyncio.Protocol):
-    """What came of one call, piece by piece, with the times at which it was read."""
+    """The pieces of one answer, with the times at which they were read."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -142,7 +142,7 @@ class _Stream(asyncio.Protocol):
         self.ended.set_result(None)
 
     def lines(self) -> Iterator[tuple[float, bytes]]:
-        """Yield each line with the time at which its end came."""
+        """Yield each line with the arrival time of its end."""
         when, rest = self.sent, b""
         for when, piece in self.pieces:
             *lines, rest = (rest + piece).split(b"\n")

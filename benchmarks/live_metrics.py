@@ -16,14 +16,14 @@ ROWS, STEPS = "pipeline_step_rows_sum", "pipeline_step_rows_count"
 STEP_SECONDS = "pipeline_step_seconds_sum"
 _COUNTERS = frozenset({COMPUTED, GENERATED, ROWS, STEPS, STEP_SECONDS})
 _REPORT_SECONDS, _POLL_SECONDS = 4.5, 0.1
-"""Workers report every 5 s: after a report no scrape for most of that, then frequent ones, so that
-the time of the next report is precise.
+"""Workers report every 5 s. After a report there is no scrape for most of that time, then there are
+frequent ones, so that the time of the next report is precise.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What was counted between two times, in unix seconds."""
+    """The counts between two times, in unix seconds."""
 
     begin: float
     end: float
@@ -42,7 +42,7 @@ class Span:
 
 
 class MetricsRecorder:
-    """Scrapes a server in a thread, from `with` to its end."""
+    """A context in which a thread scrapes a server."""
 
     def __init__(self, server: Server) -> None:
         self._client = httpx.Client(base_url=server.url, timeout=60)
@@ -67,7 +67,7 @@ class MetricsRecorder:
     def whole(self, begin: float, end: float) -> Span:
         """Return one span from the first to the last report between `begin` and `end`.
 
-        Raises RuntimeError where there are fewer than two.
+        Raises RuntimeError if there are fewer than two.
         """
         reports = [report for report in self._reports if begin <= report[0] <= end]
         if len(reports) < 2:
@@ -85,7 +85,7 @@ class MetricsRecorder:
 
 
 def counters(text: str) -> dict[str, float]:
-    """Return the counters of this module, each over all workers, from Prometheus' text format."""
+    """Return the sums of this module's counters over all workers, from Prometheus' text format."""
     found: dict[str, float] = defaultdict(float)
     for line in text.splitlines():
         name = line.partition("{")[0]

@@ -18,7 +18,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 64, 96
 
 
 def measure(model: str, concurrency: int, requests: int, turns: int, seed: int) -> dict[str, Any]:
-    """Each turn has prompts of its own, for the servers keep those of the last one."""
+    """Measure by turns; each turn has new prompts, since the servers cache earlier ones."""
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
     rests: list[float] = []
@@ -42,9 +42,9 @@ def measure(model: str, concurrency: int, requests: int, turns: int, seed: int) 
 
 
 def bench(server: Server, concurrency: int, requests: int, seed: int) -> dict[str, Any]:
-    """Return what `vllm bench serve` says of a server.
+    """Return the figures of `vllm bench serve` for a server.
 
-    Raises RuntimeError with its last words where a request failed.
+    Raises RuntimeError with the end of its output if a request failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = _command(server, concurrency, requests, seed, folder)

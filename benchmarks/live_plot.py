@@ -41,7 +41,7 @@ def live_plot(figures: dict[str, Any]) -> str:
 
 
 def _phases(phases: list[tuple[str, float, float]], seconds: float) -> list[str]:
-    """A name above each phase, and every other one shaded."""
+    """Return a name above each phase; every other phase is shaded."""
     parts = []
     for number, (name, begin, end) in enumerate(phases):
         left, right = _x(begin, seconds), _x(end, seconds)
@@ -53,8 +53,9 @@ def _phases(phases: list[tuple[str, float, float]], seconds: float) -> list[str]
 
 
 def _latencies(figures: dict[str, Any], seconds: float) -> list[str]:
-    """A filled point for a call's first token and a ring for its longest gap, at the time at which
-    it was sent.
+    """Return a filled point for a call's first token and a ring for its longest gap.
+
+    Both are at the time of the call.
     """
     calls = figures["timeline"]["calls"]
     bars = {"first": figures["first_token_allowed_ms"], "gap": figures["gap_allowed_ms"]}
@@ -77,7 +78,7 @@ def _latencies(figures: dict[str, Any], seconds: float) -> list[str]:
 
 
 def _throughput(spans: list[tuple[float, float, float, float]], seconds: float) -> list[str]:
-    """The batch's tokens with those of live calls on top, each span as wide as it lasted."""
+    """Return the batch's tokens with live tokens on top; the width of a span is its duration."""
     top, bottom = _THROUGHPUT
     step = _round_step(max((batch + live for _, _, batch, live in spans), default=1.0))
     most = step * math.ceil(max(batch + live for _, _, batch, live in spans) / step)
@@ -130,7 +131,7 @@ def _duration(milliseconds: float) -> str:
 
 
 def _round_step(most: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, of which at most five reach the top."""
+    """Return 1, 2 or 5 times a power of ten, so that at most five steps reach the top."""
     power = 10 ** math.floor(math.log10(max(most, 1.0)))
     return next(step for step in (power / 5, power / 2, power, 2 * power) if most <= 5 * step)
 

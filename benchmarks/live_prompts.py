@@ -1,4 +1,4 @@
-"""Prompts of exactly so many tokens as text, and what is asked for with them."""
+"""Text prompts with an exact number of tokens, and requests with them."""
 
 import json
 import random
@@ -17,12 +17,12 @@ def words(model: str) -> list[str]:
 
 
 def prompt(draw: random.Random, model: str, tokens: int) -> str:
-    """Return random words, each of which is one token."""
+    """Return random words; each is one token."""
     return "".join(f" {word}" for word in draw.choices(words(model), k=tokens))
 
 
 def body(draw: random.Random, model: str, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """Return a greedy completion that does not end before its last token."""
+    """Return the body of a greedy completion that does not end before its last token."""
     return {
         "model": model,
         "prompt": prompt(draw, model, prompt_tokens),
@@ -33,12 +33,12 @@ def body(draw: random.Random, model: str, prompt_tokens: int, output_tokens: int
 
 
 def streamed(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the same as a stream that ends with its usage."""
+    """Return the body with streaming and usage at the end."""
     return body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def write_batch(path: Path, lines: int, model: str, seed: int, prompt_tokens: int, output: tuple[int, int]) -> Path:
-    """Write a batch file of prompts with nothing in common; how much each asks for is drawn."""
+    """Write a batch file of prompts with nothing in common and random output lengths."""
     draw = random.Random(seed)
     with path.open("w") as file:
         for line in range(lines):

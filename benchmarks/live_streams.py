@@ -23,7 +23,7 @@ _PROMPT, _OUTPUT = 64, (64, 128)  # tokens
 
 
 def measure(server: Server, concurrency: int, requests: int, turns: int, seed: int) -> dict[str, Any]:
-    """Each turn has prompts of its own, for the server keeps those of the last one."""
+    """Measure by turns; each turn has new prompts, since the server caches earlier ones."""
     served: list[LiveLoad] = []
     engine: list[float] = []
     cores = []
@@ -49,7 +49,7 @@ def measure(server: Server, concurrency: int, requests: int, turns: int, seed: i
 
 
 def _median_rate(served: list[LiveLoad], seconds: list[float]) -> float:
-    """Both made the same tokens."""
+    """Return the median output tokens/s for `seconds` of runs that made the `served` tokens."""
     return round(median(load.output_tokens / one for load, one in zip(served, seconds, strict=True)), 1)
 
 
@@ -59,7 +59,7 @@ def _bodies(model: str, requests: int, seed: int) -> list[dict[str, Any]]:
 
 
 async def _engine_alone(model: str, bodies: list[dict[str, Any]], concurrency: int) -> float:
-    """Return seconds from the first request to the last token, with so many requests at once."""
+    """Return seconds from the first request to the last token, with `concurrency` at once."""
     requests = _tokenized(model, bodies)
     async with running_engine(model) as engine:
         began = time.perf_counter()
@@ -68,7 +68,7 @@ async def _engine_alone(model: str, bodies: list[dict[str, Any]], concurrency: i
 
 
 async def _drive(engine: AsyncEngine, requests: Iterator[EngineRequest], concurrency: int) -> None:
-    """Submit one whenever one ends. Raises RuntimeError if one failed."""
+    """Submit a request whenever one ends. Raise RuntimeError if one failed."""
     running = _submit(engine, requests, concurrency)
     async for output in engine.steps():
         if output.errors:
@@ -80,7 +80,7 @@ async def _drive(engine: AsyncEngine, requests: Iterator[EngineRequest], concurr
 
 
 def _submit(engine: AsyncEngine, requests: Iterator[EngineRequest], most: int) -> int:
-    """Return how many there were left to submit."""
+    """Submit at most `most` requests; return the number of submitted ones."""
     submitted = [request for _, request in zip(range(most), requests, strict=False)]
     if submitted:
         engine.add(submitted)

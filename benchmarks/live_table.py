@@ -1,10 +1,10 @@
-"""What live calls cost and are spared, as the tables of `docs/performance.md`."""
+"""The tables of `docs/performance.md` on live calls."""
 
 from benchmarks.measured import Figures
 
 
 def live_table(figures: Figures) -> str:
-    """From the part `beside` of the figures of `live`."""
+    """Return the table of the part `beside` of the figures of `live`."""
     found = figures["beside"]
     head = "| | first token, median | p99 | gap, median | p99 | longest | rows of a step | a step |"
     rows = [
@@ -15,7 +15,7 @@ def live_table(figures: Figures) -> str:
 
 
 def streams_table(figures: Figures) -> str:
-    """From the figures of the turns with vLLM."""
+    """Return the table of the figures of the turns with vLLM."""
     head = "| 64 streams, by `vllm bench serve` | output tok/s | first token, median | p99 | gap, p99 |"
     rows = [head, "| --- | --- | --- | --- | --- |"]
     rows.append(_server("`pipeline serve`", figures["pipeline"]))

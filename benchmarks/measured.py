@@ -1,4 +1,4 @@
-"""The files of results by the processor that they were measured on, a folder for each."""
+"""The files of results, in one folder for each measured processor."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Figures = dict[str, Any]
 
 
 class BenchmarkResult(NamedTuple):
-    """What a page quotes of a file of results."""
+    """The figures and the date of a file of results."""
 
     date: str
     figures: Figures
@@ -26,7 +26,7 @@ class MeasuredProcessor:
     folder: Path
 
     def result(self, name: str) -> BenchmarkResult | None:
-        """Return that of a benchmark, if it was measured on this processor."""
+        """Return the result of a benchmark, or None if it was not measured on this processor."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             return None

@@ -1,9 +1,9 @@
-"""The memory of a process and of all below it over the time of a run, by the parts that they play.
+"""The memory of a process and its descendants during a run, by part.
 
-Of each part, and of what Redis says of itself: the peak, and the medians of the third and of the
-last fifth of the run. A process that comes late has none of the third. `resident` counts what
-processes share in each of them; `own` divides that among them, as PSS does. Of several processes of
-one part the largest counts.
+The figures of each part, and of Redis' own report, are the peak and the medians of the third and of
+the last fifth of the run. A process that starts late has no figure for the third. `resident` counts
+shared memory in each process; `own` divides it among them, as PSS does. If a part has several
+processes, the largest counts.
 """
 
 import re
@@ -18,16 +18,16 @@ from benchmarks.processes import command_line, family, memory, proportional_byte
 from jobs.queue.connection import connect
 
 REDIS = "Redis"
-"""The part of a server, which is asked for its own figure too."""
+"""The part of the Redis server, which also reports its own figure."""
 
 _LOOK_SECONDS = 0.5
 _THIRD, _LAST = (0.4, 0.6), (0.8, 1.0)
 
 
 class MemorySamples:
-    """Looks now and then, from its making to `end`.
+    """Samples regularly from its creation until `end`.
 
-    `roles` name the parts by a word of their processes' command lines.
+    `roles` maps a word of the processes' command lines to the name of the part.
     """
 
     def __init__(self, pid: int, roles: Mapping[str, str]) -> None:
@@ -66,7 +66,7 @@ class MemorySamples:
 
 
 def _redis_bytes(words: str) -> int:
-    """Return what the server of this command line says that it uses; 0 while it does not answer."""
+    """Return the memory that the server of a command line reports; 0 without an answer."""
     found = re.search(r"unixsocket:(\S+)", words)
     try:
         info: Any = connect(f"unix://{found[1]}").info("memory") if found else {"used_memory": 0}
@@ -84,5 +84,5 @@ def _levels(values: list[tuple[float, int]], seconds: float) -> dict[str, float]
 
 
 def megabytes(size: float) -> float:
-    """Return millions of bytes."""
+    """Return a size in millions of bytes."""
     return round(size / 1e6, 1)

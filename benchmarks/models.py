@@ -20,13 +20,13 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 FULL_VOCABULARIES = ("gpt2-124m-151936",)
-"""Shapes whose every token has a text; the tokenizers of all others have `VOCABULARY_SIZE`."""
+"""Shapes with a text for each token; the tokenizers of all others have `VOCABULARY_SIZE`."""
 
 INT4 = "-int4"
-"""Behind the name of a shape: its weights in 4 bits."""
+"""Suffix of the name of a shape with weights in 4 bits."""
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {  # of no use but to see that a benchmark runs
+    "tiny": {  # only to test that a benchmark runs
         "model_type": "llama",
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -134,8 +134,9 @@ def token_bytes(name: str) -> list[bytes]:
 
 
 def bytes_by_letter() -> dict[str, int]:
-    """Return how byte-level BPE spells bytes (GPT-2): those that print as themselves, the others
-    as letters from 256 on.
+    """Return the byte of each letter of byte-level BPE (GPT-2).
+
+    Printable bytes are their own letters; the others have letters from 256 on.
     """
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printed]
@@ -143,8 +144,9 @@ def bytes_by_letter() -> dict[str, int]:
 
 
 def gguf_file(name: str, kind: str) -> Path:
-    """Return the same weights as llama.cpp reads them, as `write_gguf` has the kinds, for a shape
-    of GPT-2's family, written beside the others on first use.
+    """Return a GGUF file of the weights of a shape of GPT-2's family, written on first use.
+
+    `kind` is one of `write_gguf`.
     """
     from benchmarks.gguf import write_gguf
 
@@ -170,14 +172,14 @@ def _write(name: str, folder: Path) -> None:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return what transformers' configuration of one of SHAPES is made from."""
+    """Return the settings of transformers' configuration for one of SHAPES."""
     return {"vocab_size": VOCABULARY_SIZE, "bos_token_id": 0, "eos_token_id": 0, **SHAPES[name]}
 
 
 def _tokenizer(size: int):  # type: ignore[no-untyped-def]
-    """A BPE over Python's own standard library: text that every machine has.
+    """Return a BPE tokenizer trained on Python's standard library, which every machine has.
 
-    Where that has not as many tokens, pairs of its words make up the rest.
+    If the text gives too few tokens, pairs of its words are added.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -200,9 +202,7 @@ def _tokenizer(size: int):  # type: ignore[no-untyped-def]
 
 
 def filled_up(tokenizer: str, size: int) -> str:
-    """Return a tokenizer in tokenizers' JSON form with so many tokens: its own, then pairs of its
-    words.
-    """
+    """Return a tokenizer in JSON form, filled up to `size` tokens with pairs of its words."""
     state = json.loads(tokenizer)
     vocabulary, merges = state["model"]["vocab"], state["model"]["merges"]
     words = [word for word in vocabulary if word.isascii() and word.isalpha() and 2 <= len(word) <= 6]

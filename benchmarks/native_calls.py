@@ -1,4 +1,4 @@
-"""Makes calls of the engine's C kernels show in torch's profiler, each under its own name."""
+"""Marking of calls of the engine's C kernels, so that torch's profiler shows them by name."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,8 +11,9 @@ PREFIX = "native::"
 
 
 def name_native_calls() -> None:
-    """To be called before an engine is made in this process; does nothing where there are no C
-    kernels.
+    """Mark the calls of C kernels, if there are any.
+
+    Call this before an engine is created in this process.
     """
     with suppress(NativeUnavailable):
         library = load()

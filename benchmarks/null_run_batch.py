@@ -12,7 +12,7 @@ from pipeline.main import main
 
 
 class NullSupervisor(supervisor.Supervisor):
-    """Starts one such worker, whatever is asked for."""
+    """Starts one null worker, whatever is requested."""
 
     def start_workers(self, *_: object, **__: object) -> list[Child]:
         return [self._add("worker", partial(supervisor._python, "benchmarks.null_worker"))]

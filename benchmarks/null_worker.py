@@ -55,7 +55,7 @@ class NullWorker:
         self._seen: set[str] = set()
 
     def run(self) -> None:
-        """Answer whatever comes."""
+        """Claim and answer requests until the process is killed."""
         record = WorkerRecord(self._name, [MODEL], "ready", 4096, time.time(), socket.gethostname(), os.getpid())
         self._queue.register_worker(record)
         threading.Thread(target=self._renew, name="leases", daemon=True).start()

@@ -1,4 +1,4 @@
-"""How long `pipeline serve` takes to embed one text, as a client sees it that sends one after
+"""The time in which `pipeline serve` embeds one text, for a client that sends texts one after
 another over one connection.
 
     python -m benchmarks.one_text --model minilm-l6
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _embed(client: httpx.Client, model: str, text: str) -> float:
-    """Return milliseconds. Raise httpx.HTTPStatusError."""
+    """Embed a text; return the milliseconds. Raise httpx.HTTPStatusError."""
     began = time.perf_counter()
     client.post("/v1/embeddings", json={"model": model, "input": text}).raise_for_status()
     return 1000 * (time.perf_counter() - began)

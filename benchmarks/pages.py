@@ -1,9 +1,9 @@
-"""Writes what pages quote of the files of results: `python -m benchmarks.pages`.
+"""Writes the tables and plots of the pages from the files of results: `python -m benchmarks.pages`.
 
-Between its marks, `docs/performance.md` gets the table of goals and those of a step's parts, of
-batch sizes, of admission, of live calls and of the control plane, and `docs/scaling.md` those of a
-fleet, each for every processor that it was measured on; the plots are drawn anew. A test holds that
-the committed pages follow from the committed results.
+Between its marks, `docs/performance.md` gets the tables of goals, of a step's parts, of batch
+sizes, of admission, of live calls and of the control plane; `docs/scaling.md` gets the tables of a
+fleet. Each has all measured processors. The plots are drawn again. A test checks that the committed
+pages follow from the committed results.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _PICTURES = {
     "live": "Latency of each live call, and tokens a second",
     _FLEET: "Redis' share of its core, by the number of workers",
 }
-"""What the pictures above tables show, by the name of the marks."""
+"""Captions of the pictures above tables, by the name of the marks."""
 _TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "step-profile-gpt2-124m": (["step-profile-gpt2-124m"], profile_table),
     "batch-sizes": (["batch-sizes"], sizes_table),
@@ -39,8 +39,8 @@ _TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "live-streams": ([f"{_LIVE}-vllm"], streams_table),
     "control-plane": (control_table.FILES, control_table.control_table),
 }
-"""Of `docs/performance.md`: files of results by the name of the marks, and what makes a table of
-their figures."""
+"""Tables of `docs/performance.md` by the name of the marks: files of results, and the function that
+makes a table of their figures."""
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def write() -> None:
 
 
 def pages(results: Path = RESULTS) -> dict[Path, str]:
-    """Return each page's whole text as these results make it."""
+    """Return each page's whole text, generated from these results."""
     processors = measured_processors(results)
     performance = between_marks((ROOT / PERFORMANCE).read_text(), "goals", table(results))
     for name, (files, make) in _TABLES.items():
@@ -88,7 +88,7 @@ def _titled_table(one: MeasuredProcessor, files: Sequence[str], make: Callable[.
 
 
 def side_by_side(titled: Sequence[tuple[str, str]]) -> str:
-    """Return one table for those that have the same head, with the titles in its first column."""
+    """Return tables with the same head as one, with the titles in its first column."""
     joined: dict[str, list[str]] = {}
     for title, text in titled:
         head, _, *rows = text.splitlines()
@@ -102,14 +102,14 @@ def _shown(one: MeasuredProcessor, name: str) -> str:
 
 
 def _picture(one: MeasuredProcessor, name: str) -> Path:
-    """Return where the plot above a table of its results is."""
+    """Return the path of the plot above a processor's table."""
     return Path(f"benchmarks/{name}-{one.processor.folder}.svg")
 
 
 def between_marks(page: str, name: str, text: str) -> str:
     """Return the page with the text between the marks of that name replaced.
 
-    Raises ValueError where it has none.
+    Raises ValueError if the page has none.
     """
     begin, end = f"<!-- {name}: written by benchmarks/pages.py -->\n", f"<!-- end of {name} -->\n"
     before, _, rest = page.partition(begin)

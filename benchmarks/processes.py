@@ -1,4 +1,4 @@
-"""What /proc says of a process and of all below it: processor time and memory."""
+"""Processor time and memory of a process and its descendants, from /proc."""
 
 import contextlib
 import os
@@ -12,16 +12,15 @@ _LOOK_SECONDS = 0.2
 
 
 class ProcessorTime:
-    """Processor time that each part of a run uses, looked at now and then, since its processes are
-    gone at its end.
+    """The processor time of each part of a run, sampled regularly, since processes may end.
 
-    `roles` name the parts by a word of their processes' command lines.
+    `roles` maps a word of the processes' command lines to the name of the part.
     """
 
     def __init__(self, pid: int, roles: Mapping[str, str]) -> None:
         self._pid = pid
         self._names = roles
-        # As first seen: a process that ends has no command line any more
+        # Recorded at the first sample: an ending process has no command line
         self._roles: dict[int, str] = {}
         self._used: dict[int, float] = {}
         self._before: dict[int, float] = {}
@@ -30,7 +29,7 @@ class ProcessorTime:
         self._thread.start()
 
     def begin(self) -> None:
-        """What was used until now does not count."""
+        """Begin the measurement; processor time until now does not count."""
         self._before = self._look()
 
     def end(self) -> dict[str, float]:
@@ -62,7 +61,7 @@ class ProcessorTime:
 
 
 def family(pid: int) -> list[int]:
-    """Return the process and every one below it; those that end meanwhile may be missing."""
+    """Return the process and its descendants; ending ones may be missing."""
     found = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -73,12 +72,12 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of the process and of those below it that run."""
+    """Return the processor time of a process and its running descendants."""
     return sum(map(own_cpu_seconds, family(pid)))
 
 
 def own_cpu_seconds(pid: int) -> float:
-    """Processor time of one process; 0 for one that is gone."""
+    """Return the processor time of one process; 0 if it has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICK
@@ -86,15 +85,16 @@ def own_cpu_seconds(pid: int) -> float:
 
 
 def command_line(pid: int) -> str:
-    """Return the words that it was started with; empty for one that is gone."""
+    """Return the command line of a process; "" if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Return bytes: the most that ever was resident (`peak`), what is now, and of that what belongs
-    to no file; nothing for one that is gone.
+    """Return bytes: the resident `peak`, the resident bytes now, and the anonymous part of them.
+
+    Return {} for an ended process.
     """
     names = {"VmHWM": "peak", "VmRSS": "resident", "RssAnon": "anonymous"}
     with contextlib.suppress(OSError):
@@ -104,9 +104,7 @@ def memory(pid: int) -> dict[str, int]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Return resident bytes, of which those that several processes share are divided among them; 0
-    for one that is gone.
-    """
+    """Return the proportional resident bytes (PSS) of a process; 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

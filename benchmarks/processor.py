@@ -17,7 +17,7 @@ _INSTRUCTIONS = {  # by Linux' name of them, from the widest down
     "asimd": "NEON",
 }
 _GENERATIONS = {("AuthenticAMD", "26"): "Zen 5"}
-"""Of models whose name does not tell them from the one before, by maker and family."""
+"""Generations whose names equal those of earlier ones, by maker and family."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -39,7 +39,7 @@ class Processor:
 
 
 def this_processor(cpuinfo: Path = _CPUINFO) -> Processor:
-    """Return the first processor of this machine by what Linux says of it."""
+    """Return the first processor of this machine, from /proc/cpuinfo."""
     fields = dict(re.findall(r"^(.*?)\s*: (.*)$", cpuinfo.read_text().split("\n\n", 1)[0], re.MULTILINE))
     flags = fields.get("flags", fields.get("Features", "")).split()
     instructions = next((name for flag, name in _INSTRUCTIONS.items() if flag in flags), "no vectors")

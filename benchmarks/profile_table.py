@@ -1,4 +1,4 @@
-"""Where a step's time goes and how batch sizes fare, as the tables of `docs/performance.md`."""
+"""The tables of `docs/performance.md` on the parts of a step and on batch sizes."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ PARTS = ("matrix", "attention", "norms and elementwise", "sampling", "inputs", "
 
 
 def profile_table(figures: dict[str, Any]) -> str:
-    """From the figures of `step_profile`."""
+    """Return the table of the figures of `step_profile`."""
     decode, prefill = figures["decode"], figures["prefill"]
     steps = {
         f"decode, {figures['rows']} rows at {figures['context']} tokens": decode,
@@ -22,8 +22,9 @@ def profile_table(figures: dict[str, Any]) -> str:
 
 
 def sizes_table(figures: dict[str, Any]) -> str:
-    """From the figures of `batch_sizes`: a row for each shape and context, a column for each number
-    of rows.
+    """Return the table of the figures of `batch_sizes`.
+
+    It has a row for each shape and context, and a column for each number of rows.
     """
     cells: dict[tuple[str, int], dict[int, str]] = {}
     for step in figures["steps"]:

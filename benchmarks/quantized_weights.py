@@ -21,12 +21,15 @@ _GROUP_SIZE = 128
 _DEVIATION = 0.02  # of weights
 
 Draw = Callable[[int], Tensor]
-"""Returns so many random bytes, uint8."""
+"""A function that returns the given number of random bytes, uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKind:
-    """`bytes_per_weight` counts what the engine stores: scales and zero points in float32."""
+    """A kind of quantized weights.
+
+    `bytes_per_weight` counts the engine's storage, with scales and zero points in float32.
+    """
 
     settings: Mapping[str, Any]
     stored: str
@@ -88,7 +91,7 @@ def _int4(drawn: Draw, rows: int, columns: int) -> dict[str, Tensor]:
 
 
 def _float8(drawn: Draw, rows: int, columns: int) -> dict[str, Tensor]:
-    """Numbers below 2, so that none is NaN."""
+    """Return float8 weights below 2, so that none is NaN."""
     values = (drawn(rows * columns) & 0xBF).view(torch.float8_e4m3fn).view(rows, columns)
     return {"weight": values, "weight_scale": torch.full((rows, 1), _DEVIATION / 0.6, dtype=torch.bfloat16)}
 

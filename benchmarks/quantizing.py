@@ -1,6 +1,6 @@
 """A checkpoint of 4 bits made from one in 16 bits, in the format `pack-quantized` of
-compressed-tensors: each number is rounded to the nearest of 16, which are evenly spaced from the
-least to the largest of its group.
+compressed-tensors: each number is rounded to one of 16 values, evenly spaced from the least to the
+largest number of its group.
 """
 
 import json
@@ -27,7 +27,7 @@ def quantize_checkpoint(folder: Path, to: Path) -> None:
         module = name.removesuffix(".weight")
         tensors |= _packed(module, tensor) if module.endswith("_proj") else {name: tensor}
     save_file(tensors, to / "model.safetensors")
-    for file in folder.glob("tokenizer*.json"):  # last, since they say that a folder is whole
+    for file in folder.glob("tokenizer*.json"):  # last: their presence marks a complete folder
         shutil.copy(file, to)
 
 

@@ -1,13 +1,12 @@
-"""What Redis, JSON and the other processes cost: `run-batch` against the engine alone on the same
+"""The cost of Redis, JSON and the other processes: `run-batch` against the engine alone on the same
 lines.
 
     python -m benchmarks.queue_cost --requests 1024
 
-A turn is a whole `run-batch`, then a fresh engine that gets the same lines as token ids, in the
-order of the plan that the run had made. Of the run counts the time from its worker's first claim to
-its last commit, as the worker's own log has them; of the engine from the moment at which it has the
-requests to the last token. Both are warm by then: a worker runs a request of its own before it
-claims.
+A turn is a whole `run-batch`, then a new engine that gets the same lines as token ids, in the order
+of the run's plan. The time of the run is from the worker's first claim to its last commit, from the
+worker's log. The time of the engine is from the submission of the requests to the last token. Both
+are warm by then: a worker runs a request of its own before it claims.
 """
 
 import asyncio
@@ -73,8 +72,9 @@ def measure(source: Path, model: str, turns: int) -> dict[str, Any]:
 
 
 def observed(command: list[str]) -> dict[str, Any]:
-    """Run a `run-batch` that logs at level debug: seconds from first claim to last commit, and
-    each part's processor time.
+    """Run a `run-batch` command that logs at level debug.
+
+    Return the seconds from first claim to last commit, and each part's processor time.
     """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     usage = ProcessorTime(process.pid, _ROLES)
@@ -99,9 +99,7 @@ def observed(command: list[str]) -> dict[str, Any]:
 
 
 def planned_lines(results: Path) -> list[int]:
-    """Return the order in which a finished run took its lines, counted from 1, from the plan beside
-    its output.
-    """
+    """Return a finished run's line numbers, from 1, in the order of the plan beside its output."""
     with results.with_name(f"{results.name}.parts").joinpath(PLAN_NAME).open("rb") as plan:
         return [entry.line for entry in read_plan(plan, 0, 1 << 30)]
 

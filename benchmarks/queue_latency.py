@@ -1,18 +1,18 @@
-"""What the way from the engine to a client adds: worker process, Redis, API and HTTP.
+"""The latency added between the engine and a client: worker process, Redis, API and HTTP.
 
     python -m benchmarks.queue_latency
     python -m benchmarks.queue_latency --only paced --streams 1000 --tokens 100
 
-A token is added latency from the moment at which the engine core hands it out to the moment at
-which the socket of the client has its event, both on the machine's monotonic clock. Scenarios:
+The added latency of a token is the time from its output by the engine core to the arrival of its
+event at the client's socket, on the machine's monotonic clock. Scenarios:
 
 - paced: a core without a model gives each stream a token every `--pace-ms`, so that the way alone
   is measured;
 - engine: the engine with a real shape, whose compute threads share the cores with all that; then
   the same requests on the engine alone;
 - leaving: four calls for each slot of the core, half of them streams, so that some wait in the
-  queue; all clients leave at once: how long until the core has the orders to end what it has of
-  them, and until nothing waits.
+  queue. All clients leave at once. The figures are the times until the core has the orders to end
+  their requests, and until the queue is empty.
 
 The first tokens of a stream count only once all streams have begun; processor time is per output
 token, of each process.
@@ -87,7 +87,7 @@ class MeasuredFleet:
 
 
 def measure(model: str, streams: int, tokens: int, pace_ms: float | None) -> dict[str, Any]:
-    """Run `streams` answers through everything; return latency, throughput and processor time."""
+    """Run `streams` answers through all processes; return latency, throughput and CPU time."""
     with tempfile.TemporaryDirectory() as scratch:
         stamps = Path(scratch) / "stamps"
         with running_fleet(Path(scratch), model, streams, stamps, pace_ms) as fleet:
@@ -115,13 +115,13 @@ def measure(model: str, streams: int, tokens: int, pace_ms: float | None) -> dic
 def running_fleet(
     folder: Path, model: str, streams: int, stamps: Path, pace_ms: float | None
 ) -> Iterator[MeasuredFleet]:
-    """A worker with room for so many streams, behind a Redis and an API of its own."""
+    """Run a worker with slots for `streams` streams, with its own Redis and API."""
     pace = {} if pace_ms is None else {PACE: str(pace_ms)}
     slots = ["--max-num-seqs", str(streams)]
     with ExitStack() as stack:
         server = stack.enter_context(KeptServer(folder / "redis", lambda line: print(line, file=sys.stderr)))
         redis, port = ["--redis-url", server.url, "--log-level", "warning"], free_port()
-        # Of the model's folder a client sees its name alone
+        # Clients use the name of the model, not its folder
         worker = ["benchmarks.stamped_worker", str(model_folder(model)), "--served-model-name", model]
         limits = ["--max-model-len", str(CONTEXT), *slots]
         worker_pid = stack.enter_context(_child([*worker, *limits, *redis], {STAMPS: str(stamps), **pace}))
@@ -136,8 +136,9 @@ def running_fleet(
 
 
 def leaving(model: str, clients: int, pace_ms: float) -> dict[str, Any]:
-    """Return how long after their clients the last calls were gone: those that ran from the core,
-    those that waited from the queue.
+    """Return the time from the clients' departure until their last calls were gone.
+
+    Running calls leave the core, waiting calls leave the queue.
     """
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         stamps = Path(scratch) / "stamps"
@@ -163,7 +164,7 @@ def _call(url: str, model: str, number: int) -> socket.socket:
 
 
 def _added(stamps: Path) -> set[int]:
-    """Return the requests that the core had, but for the worker's own."""
+    """Return the requests that the core received, without the worker's own."""
     notes = read_stamps(stamps) if stamps.exists() else []
     return {note.request_id for note in notes if isinstance(note, Added) and note.prompt[0] >= FIRST_PROMPT_TOKEN}
 
@@ -173,9 +174,7 @@ def _aborted(stamps: Path) -> list[Aborted]:
 
 
 def added_latency(model: str, notes: list[Note], streams: list[dict[str, Any]]) -> list[float]:
-    """Return of each token how long it took from the core to the client, in seconds, from the
-    moment at which all streams have begun.
-    """
+    """Return each token's seconds from the core to the client, after all streams have begun."""
     tokenizer = TextTokenizer.load(str(model_folder(model)))
     emitted: dict[int, list[tuple[float, int]]] = {number: [] for number in range(len(streams))}
     prompts = {note.request_id: note.prompt for note in notes if isinstance(note, Added)}
@@ -196,14 +195,14 @@ def added_latency(model: str, notes: list[Note], streams: list[dict[str, Any]]) 
             characters += text
             while place < len(stream["arrivals"]) and stream["arrivals"][place][1] < characters:
                 place += 1
-            # A token without text comes with the next one that has some
+            # A token without text arrives with the next token that has text
             if text and at > begin and place < len(stream["arrivals"]):
                 added.append(stream["arrivals"][place][0] - at)
     return added
 
 
 def engine_alone(model: str, streams: int, tokens: int, through_everything: float) -> dict[str, Any]:
-    """The same requests on the engine alone, and how much of its rate was left above."""
+    """Run the same requests on the engine alone; compare its rate to `through_everything`."""
 
     async def run() -> float:
         async with running_engine(model) as engine:
@@ -243,11 +242,11 @@ def _wait_until_ready(url: str) -> None:
 
 
 def _wait(reached: Callable[[], bool]) -> None:
-    """Wait until it is so. Raise RuntimeError when that takes too long."""
+    """Wait until `reached()`. Raise RuntimeError if that takes too long."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not reached():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"what the benchmark waits for did not come about in {_PATIENCE_SECONDS:g} s")
+            raise RuntimeError(f"the awaited state of the benchmark was not reached in {_PATIENCE_SECONDS:g} s")
         time.sleep(_LOOK_SECONDS)
 
 

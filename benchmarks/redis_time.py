@@ -53,13 +53,13 @@ def _median(turns: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(lines: int, tokens: int, pace: GpuPace = QWEN3_06B) -> dict[str, float]:
-    """Return µs of Redis' processor time per line by what is done with all lines."""
+    """Return µs of Redis' processor time per line, by call."""
     with tempfile.TemporaryDirectory() as folder, PrivateServer(Path(folder)) as server:
         return dict(_Life(Queue(connect(server.url)), lines, tokens, pace).phases())
 
 
 class _Life:
-    """The lines of one batch, from step to step together."""
+    """The lines of one batch, which go through each step together."""
 
     def __init__(self, queue: Queue, lines: int, tokens: int, pace: GpuPace) -> None:
         self._queue = queue
@@ -132,7 +132,7 @@ def server_name() -> str:
 
 
 def processor_seconds(queue: Queue) -> float:
-    """Return what the server has used of its core."""
+    """Return the processor seconds that the server has used."""
     used: Any = queue.redis.info("cpu")
     return float(used["used_cpu_user_main_thread"] + used["used_cpu_sys_main_thread"])
 

@@ -1,5 +1,5 @@
-"""What a benchmark writes: one JSON file per row and processor with the machine, the versions, the
-seed and the figures.
+"""The file of results of a benchmark: JSON with machine, versions, seed and figures, one file for
+each row and processor.
 """
 
 import argparse
@@ -20,8 +20,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """Return a command line with what every benchmark takes: where its file of results goes, and
-    the seed of its workload.
+    """Return a command line parser with the options of every benchmark.
+
+    These are the folder of the results and the seed of the workload.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -39,7 +40,7 @@ def write_report(
 ) -> Path:
     """Print the figures and write them to `name.json` in this processor's folder in `out`.
 
-    `more_versions` are those of programs that are not installed here.
+    `more_versions` are versions of programs outside of this environment.
     """
     report = {
         "benchmark": name,
@@ -57,14 +58,15 @@ def write_report(
 
 
 def by_turns(seconds: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """Return how many times as fast as its neighbor each turn was, and the median of that."""
+    """Return the speed of each turn relative to its neighbor, and the median."""
     ratios = [other / one for one, other in zip(seconds, others, strict=True)]
     return {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
 
 
 def machine() -> dict[str, Any]:
-    """`busy` is the load of the minute before, so that figures from a machine with other work on it
-    show as such.
+    """Return facts about the machine.
+
+    `busy` is the load of the last minute; it shows whether the machine had other work.
     """
     busy, processor = round(os.getloadavg()[0], 2), this_processor()
     return {
@@ -77,7 +79,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of the installed ones of `packages`."""
     installed = {}
     for package in packages:
         with suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""What `make bench` and `make bench-full` run: one command each, in this order."""
+"""The commands that `make bench` and `make bench-full` run, in this order."""
 
 QUICK: tuple[tuple[str, ...], ...] = (
     ("start_up", "--turns", "3"),

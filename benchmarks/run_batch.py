@@ -89,7 +89,7 @@ def pipeline_run_batch(source: Path, results: Path, model: str, *options: str) -
 
 
 def timed(command: list[str], environment: Mapping[str, str] = os.environ) -> float:
-    """Wall seconds of a command. Raises RuntimeError with its last words where it fails."""
+    """Return a command's wall seconds. Raise RuntimeError with the end of its output on failure."""
     began = time.perf_counter()
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seconds = time.perf_counter() - began

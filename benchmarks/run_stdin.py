@@ -1,4 +1,4 @@
-"""What `run-batch -` adds to a line between stdin and stdout, with a worker that answers at once
+"""The latency of `run-batch -` between stdin and stdout, with a worker that answers at once
 (`null_worker`): milliseconds from the write of a line to the read of its answer.
 
     python -m benchmarks.run_stdin --rate 1000 --seconds 30

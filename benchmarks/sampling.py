@@ -1,11 +1,11 @@
-"""What each stage of sampling adds to a decode step of 64 requests when all of them use it:
-milliseconds, and per cent of the step.
+"""The cost of each stage of sampling in a decode step of 64 requests that all use it: milliseconds,
+and per cent of the step.
 
     OMP_NUM_THREADS=2 python -m benchmarks.sampling
 
-A step, its sampling without the stage and with it take turns, so that what else the machine does
-falls on all; the figures are medians, by the wall clock and in processor time, which other
-processes hardly touch. Random weights make nearly flat distributions, the worst case for the draw
+The step and its sampling without and with the stage take turns, so that other load on the machine
+affects all of them. The figures are medians, in wall time and in processor time; other processes
+hardly affect the latter. Random weights make nearly flat distributions, the worst case for the draw
 and for top-p.
 """
 
@@ -112,7 +112,7 @@ def _sample(runner: ModelRunner, logits: Tensor, rows: SampledRows) -> None:
 
 
 def _seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Wall seconds, and processor seconds of all threads."""
+    """Return wall seconds, and processor seconds of all threads."""
     began = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - began[0], time.process_time() - began[1]

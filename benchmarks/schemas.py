@@ -1,5 +1,5 @@
-"""JSON schemas with a seed, as people who extract records write them: named fields, each of a type
-with limits.
+"""Random JSON schemas with a seed, like those for the extraction of records: named fields with
+types and limits.
 """
 
 import json
@@ -20,8 +20,9 @@ _NESTED = ("list", "record", "records")
 
 
 def schema_of_fields(draw: random.Random, fields: int, depth: int = 1) -> Schema:
-    """Return a schema of an object with so many fields, all required, some of which hold lists and
-    objects down to `depth`.
+    """Return a schema of an object with `fields` required fields.
+
+    Some fields hold lists and objects, nested down to `depth`.
     """
     names = [f"{draw.choice(_WORDS)}_{draw.choice(_WORDS)}_{number}" for number in range(fields)]
     properties = {name: _field(draw, depth) for name in names}
@@ -29,12 +30,12 @@ def schema_of_fields(draw: random.Random, fields: int, depth: int = 1) -> Schema
 
 
 def any_schema(draw: random.Random) -> Schema:
-    """Return one of 1 to 25 fields, nested up to three deep."""
+    """Return a schema of 1 to 25 fields, nested up to three deep."""
     return schema_of_fields(draw, draw.randint(1, 25), draw.randint(0, 2))
 
 
 def grammar_text(schema: Schema) -> str:
-    """Return the grammar of a schema as the engine takes it."""
+    """Return the grammar of a schema in the engine's form."""
     return json.dumps({"grammars": [{"json_schema": schema}]})
 
 

@@ -1,6 +1,4 @@
-"""Servers that benchmarks send their calls to: `pipeline serve` and `vllm serve`, as a user starts
-them.
-"""
+"""Servers for the calls of benchmarks: `pipeline serve` and `vllm serve`, run as by a user."""
 
 import os
 import signal
@@ -27,7 +25,7 @@ _START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 600.0, 30.0, 0.2
 
 _TEXT = "/v1/completions", {"prompt": "def main", "max_tokens": 4}
 _NO_COMMENTS = {"PIPELINE_PING_SECONDS": str(_START_SECONDS)}
-"""`vllm bench serve` loses a stream whose server sends a comment, as after 15 s of silence."""
+"""`vllm bench serve` loses a stream in which the server sends a comment, after 15 s of silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +41,15 @@ class Server:
         return f"http://{HOST}:{self.port}"
 
     def cpu_seconds(self) -> float:
-        """Processor time of all its processes."""
+        """Return the processor time of all processes of the server."""
         return cpu_seconds(self.pid)
 
 
 @contextmanager
 def running_pipeline(model: str) -> Iterator[Server]:
-    """`pipeline serve` with a Redis and a file store of its own and as much KV cache as vLLM gets,
-    warm.
+    """Run a warm `pipeline serve` with a private Redis and file store.
+
+    Its KV cache is as large as that of vLLM.
     """
     with tempfile.TemporaryDirectory() as store:
         options = ["--no-deduplicate", "--kv-cache-memory-bytes", str(KV_CACHE_GIB << 30)]
@@ -62,7 +61,7 @@ def running_pipeline(model: str) -> Iterator[Server]:
 
 @contextmanager
 def running_embeddings(model: str) -> Iterator[Server]:
-    """`pipeline serve` with one of ENCODERS, and a Redis and a file store of its own, warm."""
+    """Run a warm `pipeline serve` with one of ENCODERS and a private Redis and file store."""
     with tempfile.TemporaryDirectory() as store:
         flags = model_flags(encoder_folder(model), model)
         with _running(model, flags, _serve(store), os.environ, ("/v1/embeddings", {"input": "text"})) as server:
@@ -71,8 +70,8 @@ def running_embeddings(model: str) -> Iterator[Server]:
 
 @contextmanager
 def running_vllm_server(model: str) -> Iterator[Server]:
-    """`vllm serve` at the settings of `peers.py`, warm. Raises NoPeer."""
-    command = [str(vllm_folder() / "bin" / "vllm"), "serve"]  # vLLM wants the model next
+    """Run a warm `vllm serve` with the settings of `peers.py`. Raise NoPeer."""
+    command = [str(vllm_folder() / "bin" / "vllm"), "serve"]  # the model follows
     flags = [*_text_flags(model), "--dtype", peer_dtype()]
     with _running(model, flags, command, vllm_environment(), _TEXT) as server:
         yield server
@@ -90,8 +89,9 @@ def _text_flags(model: str) -> list[str]:
 def _running(
     model: str, flags: list[str], command: list[str], environment: Mapping[str, str], warm: tuple[str, dict[str, Any]]
 ) -> Iterator[Server]:
-    """Run a server until the end of the context; it has answered `warm`, a path and a body without
-    the model.
+    """Run a server until the end of the context.
+
+    It has answered the request `warm`: a path, and a body without the model.
     """
     port = free_port()
     words = [*flags, "--host", HOST, "--port", str(port)]

@@ -15,18 +15,18 @@ _WORD = " word"  # the text of one token
 
 
 def request_of(line: int, tokens: int) -> Request:
-    """Return a request of some 500 bytes for so many output tokens."""
+    """Return a request of some 500 bytes for `tokens` output tokens."""
     body = f'{{"model":"{MODEL}","max_tokens":{tokens},"ignore_eos":true,"prompt":"{_WORD * (_PROMPT_TOKENS - 10)}"}}'
     return Request(_URL, MODEL, body.encode(), line, f"line-{line}")
 
 
 def delta_of(claim: Claim, before: int, total: int) -> Delta:
-    """Return the tokens from one count to another, those before published under the same lease."""
+    """Return tokens `before` to `total`; earlier ones were published under the same lease."""
     return Delta(claim.key, claim.fence, total, _chunks(before, total), continues=before > 0)
 
 
 def finished_of(claim: Claim, published: int, tokens: int) -> Finished:
-    """Return the end of a line with so many tokens, of which some were published."""
+    """Return the end of a line with `tokens` tokens, `published` of them published before."""
     return Finished(claim.key, claim.fence, _result(tokens), delta_of(claim, published, tokens))
 
 

@@ -1,6 +1,4 @@
-"""A scheduler at work without a model: outputs end where they were drawn to end, and what it
-computes is counted.
-"""
+"""The scheduler without a model: output lengths are random, and computed tokens are counted."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -21,8 +19,9 @@ EOS = 50_000
 
 @dataclass(frozen=True)
 class SimulatedLine:
-    """A request and how many tokens it will answer with, unless `max_tokens` cuts it; `known`: only
-    `max_tokens` can end it.
+    """A request and the length of its answer, which `max_tokens` may cut.
+
+    `known`: only `max_tokens` can end it.
     """
 
     prompt: list[int]
@@ -35,11 +34,11 @@ class SimulatedLine:
 
 @dataclass
 class Report:
-    """What the engine did.
+    """The counts of a simulation.
 
-    `recomputed` are tokens that the same request had computed before; `hits`, by line, prompt
-    tokens that the cache gave; `computed_at`, by the hash of a whole block of a prompt, the lines
-    that computed it, with the step.
+    - `recomputed`: tokens that the same request had computed before
+    - `hits`: cached prompt tokens, by line
+    - `computed_at`: lines that computed a whole block of a prompt, with the step, by hash
     """
 
     steps: int = 0
@@ -47,7 +46,7 @@ class Report:
     computed: int = 0
     recomputed: int = 0
     hits: dict[int, int] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)  # in which lines ended
+    order: list[int] = field(default_factory=list)  # lines in the order of their ends
     stats: Stats = field(default_factory=Stats)
     computed_at: dict[bytes, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -57,11 +56,10 @@ class Report:
 
 
 class Simulation:
-    """Hands lines to a scheduler as a worker does: as many as there are slots and an eighth more,
-    in order. `admission` makes another policy than the scheduler's own.
+    """Submits lines to a scheduler like a worker: in order, an eighth more than there are slots.
 
-    The last token of each prompt is replaced by the line's number, by which a plan identifies the
-    request.
+    `admission` makes another policy than the scheduler's own. The last token of each prompt is
+    replaced by the line's number, so that a plan identifies the request.
     """
 
     def __init__(
@@ -146,7 +144,7 @@ class Simulation:
 
 
 def _hashes(prompt: list[int]) -> list[bytes]:
-    """Of the whole blocks."""
+    """Return the hashes of a prompt's whole blocks."""
     names: list[bytes] = []
     for end in range(BLOCK_SIZE, len(prompt) + 1, BLOCK_SIZE):
         names.append(hash_block(names[-1] if names else b"", prompt[end - BLOCK_SIZE : end]))

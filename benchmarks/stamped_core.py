@@ -1,9 +1,9 @@
-"""An engine core that notes when it hands out each token, for `queue_latency`.
+"""An engine core that records the time of each output token, for `queue_latency`.
 
     python -m benchmarks.stamped_core --fd N --parent PID
 
-It is the engine core itself, or, with BENCHMARK_PACE_MS in the environment, one without a model:
-every running request gets a token each time so many milliseconds have passed. Its notes go to the
+It is the engine core itself or, with BENCHMARK_PACE_MS in the environment, a core without a model
+that gives every running request a token at this interval in milliseconds. The records go to the
 file BENCHMARK_STAMPS.
 """
 
@@ -37,25 +37,25 @@ from workers.engine.process import leave
 T = TypeVar("T")
 
 PACE, STAMPS = "BENCHMARK_PACE_MS", "BENCHMARK_STAMPS"
-_FIRST_TOKEN, _TOKENS = 1000, 20_000  # which ones the paced core gives
+_FIRST_TOKEN, _TOKENS = 1000, 20_000  # token ids of the paced core
 
 
 class Added(msgspec.Struct, tag="added", array_like=True):
-    """The prompt of a request that came."""
+    """The prompt of an added request."""
 
     request_id: int
     prompt: list[int]
 
 
 class Aborted(msgspec.Struct, tag="aborted", array_like=True):
-    """When an order came to end requests, on the monotonic clock."""
+    """The time of an order to end requests, on the monotonic clock."""
 
     at: float
     request_ids: list[int]
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """When a step's tokens were handed out, on the monotonic clock, and whose they are."""
+    """The time of a step's output tokens, on the monotonic clock, and their requests."""
 
     at: float
     request_ids: list[int]
@@ -67,7 +67,7 @@ Note = Added | Aborted | Step
 
 
 def read_stamps(path: Path) -> list[Note]:
-    """Return what a core noted."""
+    """Return the records of a core."""
     decoder = msgspec.msgpack.Decoder(Note)
     notes, position, data = [], 0, path.read_bytes()
     while position < len(data):
@@ -78,7 +78,7 @@ def read_stamps(path: Path) -> list[Note]:
 
 
 class Notes:
-    """A file that has each note at once, not only at the end of a core."""
+    """A file of records; each record is written at once."""
 
     def __init__(self) -> None:
         self._file = open(os.environ[STAMPS], "ab", buffering=0)  # noqa: SIM115
@@ -90,7 +90,7 @@ class Notes:
 
 
 class StampedReader(FrameReader):
-    """Notes the requests that come, and the orders to end some."""
+    """Records added requests and orders to end requests."""
 
     def read(self, decoder: "msgspec.msgpack.Decoder[T]") -> T | None:
         message = super().read(decoder)
@@ -102,7 +102,7 @@ class StampedReader(FrameReader):
 
 
 class StampedSender(FrameSender):
-    """Notes the steps that go out."""
+    """Records the steps that are sent."""
 
     def put(self, message: msgspec.Struct) -> None:
         at = time.monotonic()
@@ -149,13 +149,13 @@ class PacedCore:
     def __init__(self, pace: float, slots: int) -> None:
         self._pace = pace
         self._slots = slots
-        self._requests: dict[int, EngineRequest] = {}  # in the order in which they came
+        self._requests: dict[int, EngineRequest] = {}  # in the order of their arrival
         self._given: dict[int, int] = {}  # tokens
         self._aborted: list[int] = []
         self._steps = self._tokens = 0
 
     def run(self, inbox: "SimpleQueue[ToCore]", put: Callable[[StepOutput], None]) -> None:
-        """Serve until `Shutdown` comes."""
+        """Serve until a `Shutdown` message."""
         due = 0.0
         while True:
             idle = not (self._requests or self._aborted)
@@ -199,7 +199,7 @@ class PacedCore:
         )
 
     def _advance(self, request_id: int) -> Finish:
-        """Count a token; return whether that was the last one."""
+        """Count a token; return whether it was the last one."""
         self._given[request_id] += 1
         if self._given[request_id] < self._requests[request_id].sampling.max_tokens:
             return Finish.RUNNING

@@ -47,9 +47,9 @@ def measure(model: str, turns: int) -> dict[str, Any]:
 
 
 def command_seconds(model: str) -> tuple[float, float]:
-    """To the first result in Redis, and to the end.
+    """Return the seconds to the first result in Redis, and to the end of the command.
 
-    Raises RuntimeError with the command's last words where it fails.
+    Raises RuntimeError with the end of the command's output if it fails.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = write_workload(Path(scratch) / "input.jsonl", "random", 1, model, tokens=(1, 1))
@@ -67,8 +67,9 @@ def command_seconds(model: str) -> tuple[float, float]:
 
 
 async def engine_seconds(model: str) -> float:
-    """From nothing to the first token of the engine in a process that has imported its client
-    half.
+    """Return the seconds from an engine's start to its first token.
+
+    This process has imported the engine's client before.
     """
     began = time.perf_counter()
     engine = AsyncEngine(EngineConfig(model=str(model_folder(model)), max_model_len=CONTEXT))

@@ -1,14 +1,13 @@
-"""Where one step's time goes, by part: a decode step of 64 rows at 256 tokens of context, and a
-step of prompts alone.
+"""The time of one step by part: a decode step of 64 rows at 256 tokens of context, and a step of
+prompts alone.
 
     python -m benchmarks.step_profile
 
 The whole engine core runs in this process, with its scheduler and with messages as it sends them.
-Steps are timed as they are, then others under torch's profiler, in which each torch operation and
-each call of a C kernel counts for the part that it belongs to. What of a step is none of these is
-Python: the scheduler, the inputs, the way from layer to layer, less what marking the spans costs.
-The queue is measured on a `run-batch`: what all other processes use of the processors for as many
-output tokens as a step makes.
+Some steps are timed without a profiler, others under torch's profiler, which assigns each torch
+operation and each call of a C kernel to a part. The rest of a step is Python: the scheduler, the
+inputs, the calls of layers, without the cost of marking the spans. The queue is measured on a
+`run-batch`: the processor time of all other processes for as many output tokens as in a step.
 """
 
 import statistics
@@ -80,13 +79,11 @@ def main() -> None:
 
 
 class ProfiledStep:
-    """One step as it was run: its seconds, its tokens, and under the profiler the seconds of its
-    parts.
-    """
+    """One step: its seconds, its tokens and, under the profiler, the seconds of its parts."""
 
     def __init__(self, seconds: float, tokens: int, sampled: int) -> None:
         self.seconds, self.tokens, self.sampled = seconds, tokens, sampled
-        # Seconds by part inside the one call of all layers, where there is one
+        # Seconds by part inside a single call of all layers, if there is one
         self.layers: dict[str, float] = {}
         self.parts: dict[str, float] = {}
 
@@ -127,22 +124,22 @@ def _run(core: EngineCore) -> list[ProfiledStep]:
         with record_function(_STEP):
             output = core.step()
             assert output is not None
-            frame(output)  # as it is sent to the worker process
+            frame(output)  # encoded as for the worker process
         seconds = time.perf_counter() - began
         before, computed = computed, output.stats.computed_tokens
-        if before is not None:  # the first step gives each request its place too
+        if before is not None:  # the first step also assigns the requests' slots
             steps.append(ProfiledStep(seconds, computed - before, len(output.token_ids)))
             steps[-1].layers = {part: seconds - inside[part] for part, seconds in layer_seconds(stack).items()}
     return steps
 
 
 def layer_seconds(stack: Any) -> dict[str, float]:
-    """Return what all layers have taken so far, by part, where one call runs them."""
+    """Return the total seconds of all layers by part, if one call runs them."""
     return stack.seconds if isinstance(stack, NativeStack) else {}
 
 
 def _mark_attention(core: EngineCore) -> None:
-    """Whatever runs inside a call of the backend counts as attention."""
+    """Count all work inside a call of the attention backend as attention."""
     attention = core._executor.runner.attention
     for name in ("forward", "forward_rotary"):
         if hasattr(attention, name):
@@ -164,7 +161,7 @@ def _step_events(profiler: Any) -> list[Any]:
 
 
 def _span_seconds(times: int = 1000) -> float:
-    """Return what marking a span costs under the profiler."""
+    """Return the seconds that marking a span takes under the profiler."""
     began = time.perf_counter()
     for _ in range(times):
         with record_function("a span"):
@@ -188,8 +185,9 @@ def parts_of(step: Any, span_seconds: float = 0.0, layers: dict[str, float] | No
 
 
 def _collect(events: Iterable[Any], inside: str, parts: dict[str, float]) -> int:
-    """Add the outermost operations, and count the spans that were marked by hand; `inside` is the
-    innermost span around them.
+    """Add the outermost operations to `parts`; return the number of hand-marked spans.
+
+    `inside` is the innermost span around the events.
     """
     spans = 0
     for event in events:
@@ -212,13 +210,13 @@ def _part(operation: str, inside: str) -> str:
 
 
 class StepBounds:
-    """The least that a part can take, by the measured peaks; None where nothing is compared."""
+    """The least time of a part, from the measured peaks; None without a bound."""
 
     def __init__(self, shape: Shape, peak: float, bandwidth: float) -> None:
         self._shape, self._peak, self._bandwidth = shape, peak, bandwidth
 
     def of(self, part: str, kind: str, tokens: int, sampled: int) -> float | None:
-        """Return seconds. Attention: every key and value of the context is read once."""
+        """Return the least seconds of a part; attention reads all keys and values once."""
         if part == "matrix":
             return max(self._shape.operations(tokens, sampled) / self._peak, self._shape.weight_bytes / self._bandwidth)
         if part == "attention" and kind == "decode":
@@ -227,8 +225,9 @@ class StepBounds:
 
 
 def describe(plain: list[ProfiledStep], profiled: list[ProfiledStep], bounds: StepBounds, kind: str) -> dict[str, Any]:
-    """In milliseconds: the median step as it is, and what the parts take in the middle half of the
-    profiled ones, so that they add up.
+    """Return milliseconds of the median unprofiled step, and of the parts of profiled steps.
+
+    The parts are means over the middle half of the profiled steps, so that they add up.
     """
     middle = sorted(profiled, key=lambda step: step.seconds)[len(profiled) // 4 : -(-3 * len(profiled) // 4)]
     whole = statistics.fmean(sum(step.parts.values()) for step in middle)
@@ -249,8 +248,9 @@ def describe(plain: list[ProfiledStep], profiled: list[ProfiledStep], bounds: St
 
 
 def queue_part(model: str, lines: int, seed: int) -> dict[str, Any]:
-    """Return what the worker process, Redis and the control plane use of the processors for each
-    `ROWS` output tokens, from the first claim on.
+    """Return the processor time of worker process, Redis and control plane per `ROWS` tokens.
+
+    The measurement begins at the first claim.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = write_workload(Path(scratch) / "input.jsonl", "shared", lines, model, seed)

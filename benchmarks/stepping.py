@@ -1,5 +1,5 @@
-"""Single steps of the model runner in this process: a decode step that may be launched over and
-over, with no scheduler and no core.
+"""Single steps of the model runner in this process, without scheduler and core: a decode step that
+can be launched repeatedly.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ _SPARE_TOKENS = 64  # of a row, since its last block may not be full
 
 
 def make_executor(model: str, rows: int, context: int, device: str = "cpu") -> Executor:
-    """With a cache for `rows` requests of `context` tokens."""
+    """Return an executor with a cache for `rows` requests of `context` tokens."""
     tokens = _own_rows(rows, context) * (context + _SPARE_TOKENS) + 2048
     return Executor(
         EngineConfig(
@@ -32,8 +32,9 @@ def make_executor(model: str, rows: int, context: int, device: str = "cpu") -> E
 
 
 def decode_step(executor: Executor, rows: int, context: int, prompt: int | None = None) -> StepPlan:
-    """Return the last of `context` tokens for each of `rows` requests, after a step that took them
-    in.
+    """Return the decode step of the last of `context` tokens for each of `rows` requests.
+
+    A step that adds the requests runs first.
     """
     draw = np.random.default_rng(1)
     numbers = np.arange(rows, dtype=np.int32)

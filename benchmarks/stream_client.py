@@ -1,10 +1,10 @@
-"""Many streamed completions at once from one process, which notes when each piece of an answer
-came, and reads it only when all have ended.
+"""Many concurrent streamed completions from one process, which records the arrival time of each
+piece and parses the answers after all have ended.
 
     python -m benchmarks.stream_client --url http://127.0.0.1:8000 --model NAME --streams 64
 
-It prints one JSON object: processor seconds, and of each stream when it was asked, when each event
-came (monotonic clock) with how many characters of text there were by then, and how it ended.
+It prints one JSON object: processor seconds, and for each stream the time of the request, the
+arrival time of each event (monotonic clock) with the number of characters so far, and its end.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _READ = 1 << 16
 
 @dataclass(slots=True)
 class Stream:
-    """One call, and what came back: the bytes, and how many there were at which time."""
+    """One call and its answer: the bytes, and their number over time."""
 
     connection: socket.socket
     asked: float
@@ -41,7 +41,7 @@ class Stream:
     times: list[float] = field(default_factory=list)
 
     def read(self) -> bool:
-        """Take what has come; return whether more is to come."""
+        """Read the available data; return whether the stream continues."""
         data = self.connection.recv(_READ)
         self.times.append(time.monotonic())
         self.raw += data
@@ -49,7 +49,7 @@ class Stream:
         return bool(data)
 
     def report(self) -> dict[str, Any]:
-        """Return what the answer was, and when its events came."""
+        """Return the answer and the arrival times of its events."""
         arrivals: list[tuple[float, int]] = []
         characters, reason, done = 0, None, False
         for match in _EVENT.finditer(bytes(self.raw)):
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def run(url: str, model: str, streams: int, tokens: int) -> list[Stream]:
-    """Ask for all at once and read until each has ended."""
+    """Send all requests at once and read until each stream has ended."""
     address = urlsplit(url)
     waiting = selectors.DefaultSelector()
     opened = []
@@ -101,7 +101,7 @@ def run(url: str, model: str, streams: int, tokens: int) -> list[Stream]:
 
 
 def request(host: str, model: str, number: int, tokens: int, stream: bool = True) -> bytes:
-    """Return what is sent for one call."""
+    """Return the HTTP request of one call."""
     body = {
         "model": model,
         "prompt": [FIRST_PROMPT_TOKEN + number] * _PROMPT_TOKENS,

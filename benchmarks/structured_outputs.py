@@ -1,13 +1,13 @@
-"""What answers by a JSON schema cost: all of 64 rows by schemas of 20 fields against none, one of
-them against none, and how much later the first token comes with a schema that is new.
+"""The cost of JSON schemas: 64 rows, all of them or one with a schema of 20 fields, against rows
+without schemas, and the delay of the first token by a new schema.
 
     python -m benchmarks.structured_outputs
     PEERS=~/peers python -m benchmarks.structured_outputs --against vllm
 
 One engine, in turns: a pass with schemas, then the same number of tokens from other prompts of the
 same lengths without. With `--against vllm` vLLM's offline engine takes turns with it on the same
-prompts and schemas. No schema comes twice. Random weights follow a schema as real ones do, but for
-what is inside strings, whose length is bounded therefore.
+prompts and schemas. No schema is used twice. Random weights follow a schema like real ones, except
+inside strings, so the length of strings is bounded.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from workers.engine.messages.core import EngineRequest, OutputGuide, SamplingPar
 
 ROWS, FIELDS = 64, 20
 PROMPT, OUTPUT = 32, 64  # tokens
-FIRST_TOKENS = 500  # schemas whose first token is waited for
+FIRST_TOKENS = 500  # schemas in the measurement of the first token
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the schemas cost this engine."""
+    """Return the cost of schemas for this engine."""
     async with engine_of(args.model) as engine:
         run = GuidedTurns(engine, args.seed)
         await run.turn(ROWS, ROWS)  # warms it up
@@ -70,7 +70,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def versus(model: str, turns: int, seed: int, peer: Vllm) -> dict[str, Any]:
-    """Return how many times as fast as the peer it is, all rows by schemas of their own."""
+    """Return the engine's speed relative to the peer; each row has its own schema."""
     async with engine_of(model) as engine:
         run, ours, theirs = GuidedTurns(engine, seed), [], []
         for _ in range(turns + 1):
@@ -93,7 +93,7 @@ def engine_of(model: str) -> AbstractAsyncContextManager[AsyncEngine]:
 
 
 class GuidedTurns:
-    """Passes over one engine, whose prompts and schemas are all different."""
+    """Passes through one engine; all prompts and schemas are different."""
 
     def __init__(self, engine: AsyncEngine, seed: int) -> None:
         self._engine = engine
@@ -102,7 +102,7 @@ class GuidedTurns:
         self._next_id = 0
 
     async def compare(self, rows: int, guided: int, turns: int) -> dict[str, Any]:
-        """Return by how much a pass is slower with schemas, as a whole and by its decode steps."""
+        """Return the slowdown of a pass by schemas, as a whole and for its decode steps."""
         pairs = [await self.turn(rows, guided) for _ in range(turns)]
         return {
             "slower": _slower([(one.seconds, other.seconds) for one, other in pairs]),
@@ -116,7 +116,7 @@ class GuidedTurns:
         }
 
     async def turn(self, rows: int, guided: int) -> tuple["GuidedPass", "GuidedPass"]:
-        """One pass with schemas, and one without that has as many tokens of each row."""
+        """Run a pass with schemas, and one without that has the same number of tokens per row."""
         grammars = [grammar_text(schema) for schema in self.schemas(guided)] + [""] * (rows - guided)
         one = await self.all_of([self.request(OUTPUT, grammar) for grammar in grammars])
         other = await self.all_of([self.request(count) for count in one.counts])
@@ -124,8 +124,9 @@ class GuidedTurns:
         return one, other
 
     async def first_tokens(self, schemas: int) -> dict[str, Any]:
-        """Return how much later the first token of a request alone comes with a new schema, in
-        milliseconds, by turns with one without.
+        """Return the delay of a single request's first token by a new schema, in milliseconds.
+
+        Requests with and without a schema take turns.
         """
         later, without = [], []
         for _ in range(schemas):
@@ -172,9 +173,7 @@ class GuidedTurns:
 
 
 class GuidedPass:
-    """Requests submitted at once, from there to the last token: seconds by the wall clock and of
-    the core's processor time.
-    """
+    """A pass of requests submitted at once: wall seconds and the core's processor seconds."""
 
     def __init__(self, seconds: float, processor: float, counts: list[int], steps: list[float]) -> None:
         self.seconds, self.processor, self.counts = seconds, processor, counts

@@ -1,5 +1,4 @@
-"""Random weights of a real shape, on disk within seconds however large they are: one random block,
-written over and over.
+"""Random weights of a real shape, written within seconds at any size: one random block is repeated.
 
 The block's length is a prime, so that no two rows of a matrix are the same. Matrices are normal
 with a deviation of 0.02, norms are 1 and biases 0. bfloat16 throughout.
@@ -27,7 +26,7 @@ def write_checkpoint(
     """Write config.json and safetensors files for transformers' configuration `settings`; return
     the bytes of the weights. `auto_class` is transformers' name for the kind of model.
 
-    Raises OSError where the disk has no room for them.
+    Raises OSError if the disk has too little space.
     """
     config, shapes = shapes_of(settings, auto_class)
     size = sum(_bytes(shape) for shape in shapes.values())
@@ -87,9 +86,7 @@ def _shards(shapes: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Sequence[
 
 
 def _header(shard: Mapping[str, Sequence[int]]) -> bytes:
-    """As the safetensors format has it: the header's length in 8 bytes, then JSON, padded to a
-    multiple of 8.
-    """
+    """Return a safetensors header: its length in 8 bytes, then JSON, padded to a multiple of 8."""
     entries, offset = {}, 0
     for name, shape in shard.items():
         entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + _bytes(shape)]}

@@ -1,7 +1,7 @@
-"""The arithmetic that a workload asks of a model, whatever runs it: operations of the matrix
-products, and bytes that a step reads.
+"""The arithmetic of a workload on a model, in any engine: operations of the matrix products, and
+bytes that a step reads.
 
-The head counts for sampled rows only, and tokens that the prefix cache gave count nothing.
+The head counts for sampled rows only; tokens from the prefix cache do not count.
 Attention's own products are left out: they are few at these contexts, and counting them would
 flatter the share of the peak.
 """
@@ -32,12 +32,12 @@ class Shape:
         return (self.layer_weights + self.head_weights) * _ITEM_BYTES
 
     def operations(self, computed_tokens: int, sampled_rows: int) -> int:
-        """Multiplications and additions of the matrix products."""
+        """Return the number of multiplications and additions of the matrix products."""
         return 2 * (computed_tokens * self.layer_weights + sampled_rows * self.head_weights)
 
 
 def shape_of(model: str) -> Shape:
-    """Of one of `SHAPES`."""
+    """Return the shape of one of `SHAPES`."""
     settings = SHAPES[model]
     vocabulary = settings.get("vocab_size", VOCABULARY_SIZE)
     if settings["model_type"] == "gpt2":
@@ -51,6 +51,6 @@ def shape_of(model: str) -> Shape:
 
 
 def share_of(figures: dict[str, Any], peak: float, model: str) -> float:
-    """Of the matrix peak (operations a second), by a pass's figures."""
+    """Return a pass's share of the matrix peak (operations per second)."""
     operations = shape_of(model).operations(figures["computed_tokens"], figures["output_tokens"])
     return operations / figures["seconds"] / peak

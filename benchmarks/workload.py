@@ -1,5 +1,5 @@
-"""Batch files with a fixed seed: chat lines that share one system prompt, or completions that share
-nothing.
+"""Batch files with a fixed seed: chat lines with one system prompt, or completions with nothing in
+common.
 """
 
 import json
@@ -19,8 +19,7 @@ SYSTEM_PROMPT = (
 def write_workload(
     path: Path, kind: str, requests: int, model: str, seed: int = 1, tokens: tuple[int, int] = (16, 96)
 ) -> Path:
-    """Write `requests` lines that all ignore end-of-text, so that every run makes the same number
-    of tokens.
+    """Write `requests` lines that ignore end-of-text, so that all runs make the same tokens.
 
     kind: "shared" (chat, one system prompt) or "random" (completions of random words).
     """
@@ -50,7 +49,7 @@ def write_workload(
 
 
 def _passages() -> list[str]:
-    """Comment blocks and docstrings of the standard library, 80 to 900 characters each."""
+    """Return comments and docstrings of the standard library, 80 to 900 characters each."""
     found: set[str] = set()
     for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for passage in re.findall(r'"""(.{80,900}?)"""', source.read_text(errors="replace"), flags=re.DOTALL):

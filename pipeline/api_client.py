@@ -1,4 +1,4 @@
-"""The official client for any server with OpenAI's API; each of its errors is one sentence."""
+"""The official client for any server with OpenAI's API, with errors of one sentence."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_NO_KEY = "none"  # the client insists on one; a server without keys looks at none
+_NO_KEY = "none"  # the client requires a key; a server without keys ignores it
 _LONGEST_MESSAGE = 500
 
 
@@ -38,7 +38,7 @@ def print_json(value: object) -> None:
 
 
 def show(answer: "openai.BaseModel", text: str, as_json: bool) -> None:
-    """Print a server's answer, as JSON if so wanted."""
+    """Print a server's answer as JSON or as `text`."""
     if as_json:
         print_json(answer.to_dict())
     else:
@@ -46,9 +46,7 @@ def show(answer: "openai.BaseModel", text: str, as_json: bool) -> None:
 
 
 class _Id(click.ParamType[str]):
-    """An id, which the server knows or not; the client cannot send one that is no part of a
-    path.
-    """
+    """An id that can be sent as a segment of a path; only the server knows whether it exists."""
 
     name = "id"
 
@@ -59,7 +57,7 @@ class _Id(click.ParamType[str]):
 
 
 def object_id(name: str, shown: str, **attributes: Any) -> Callable[[Command], Command]:
-    """Return an argument that is the id of an object of the API."""
+    """Return a command argument for the id of an API object."""
     return click.argument(name, metavar=shown, type=_Id(), **attributes)
 
 
@@ -108,7 +106,7 @@ def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
 
 
 def _check_answer(response: Any) -> None:
-    """Raise `Refused` for a web page, which the client would return as if it were an object."""
+    """Raise `Refused` for a web page, since the client would return it as an object."""
     kind = response.headers.get("content-type", "")
     if response.status_code < 300 and kind.startswith("text/html"):
         raise Refused(f"{response.request.url} is a web page, not an API: is --base-url right?")
@@ -138,7 +136,7 @@ def _message(error: "openai.APIStatusError") -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the text of the socket's error, which the client's own error hides."""
+    """Return the text of the underlying socket error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return one_line(error)

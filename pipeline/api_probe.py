@@ -1,4 +1,4 @@
-"""Ask the API of this host for its health, over whatever it listens on."""
+"""Health check of this host's API, over its port or Unix socket."""
 
 import http.client
 import socket
@@ -11,7 +11,7 @@ _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def api_fault(settings: HttpSettings) -> str | None:
-    """Return why the API is not healthy, None if it is."""
+    """Return the reason why the API is unhealthy, or None."""
     connection = _ProbeConnection(settings)
     try:
         connection.request("GET", "/health")
@@ -25,7 +25,10 @@ def api_fault(settings: HttpSettings) -> str | None:
 
 
 class _ProbeConnection(http.client.HTTPConnection):
-    """One to this host; the certificate is not checked, whose name is that for other hosts."""
+    """A connection to this host.
+
+    The certificate is not checked, since it names the host as other hosts call it.
+    """
 
     def __init__(self, settings: HttpSettings) -> None:
         super().__init__("localhost", timeout=_TIMEOUT_SECONDS)
@@ -45,7 +48,7 @@ class _ProbeConnection(http.client.HTTPConnection):
 
 
 def _client_context(settings: HttpSettings) -> ssl.SSLContext:
-    """Show the server's own certificate, where it requires one of its clients."""
+    """Return a context that presents the server's own certificate if clients need one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

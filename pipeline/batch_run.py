@@ -1,6 +1,6 @@
 """The batch of one run: create or submit it, follow it to its end, print its summary.
 
-Imported after its worker was started (`batch_start`).
+`batch_start` imports this module after it has started the worker.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from pipeline.summary import check_end, counts_of, print_problems, print_summary
 from pipeline.supervisor import Supervisor
 from pipeline.waiting import GracePeriod
 
-# Between two readings. Reading the state takes a tenth of the time of the whole record, and
-# counting the waiting lines little more.
+# Intervals between reads. Reading the state takes a tenth of the time of reading the whole record;
+# counting the waiting lines takes little more.
 _STATE_SECONDS = 0.05
 _BEGINNING_SECONDS = 0.02  # while nothing runs: tokens/s count from the first claim
 _IDLE_RECORD_SECONDS = 0.15
@@ -36,7 +36,7 @@ _BUSY_RECORD_SECONDS = 0.5
 _REDIS_AWAY_SECONDS = 0.2
 _PROBLEM_SECONDS = 5.0
 _REST_SECONDS = 5.0
-"""Until then the processor is for the first tokens, which need one process of the control plane."""
+"""Start delay of the rest of the control plane; the first tokens need one process and the CPU."""
 _SERVING = ("loading", "initializing", "ready")
 
 log = logging.getLogger("run-batch")
@@ -45,14 +45,16 @@ log = logging.getLogger("run-batch")
 class BatchRun:
     """The batch of one run, from its creation to its end.
 
-    Raises `Refused`, `Unfinished` and `Interrupted`, whose sentences say what is `kept` of it.
+    Methods raise `Refused`, `Unfinished` and `Interrupted`; the message includes `kept`.
     """
 
-    kept = "what is finished is kept, run the same command again to go on"
+    kept = "finished results are kept, run the same command again to go on"
 
     def __init__(self, task: Task, served: list[str], began: float) -> None:
-        """Take the names of the model that is served here, if one is, and the start of the run on
-        the monotonic clock.
+        """Set up the run.
+
+        `served` are the names of the models served here, if any. `began` is the start of the run
+        on the monotonic clock.
         """
         self._task = task
         self._served = served
@@ -70,12 +72,12 @@ class BatchRun:
             return self._create(client, self._spec(None)).id
 
     def run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
-        """Run the batch to its end; the children of the last one end with it."""
+        """Run the batch to its end; stop the child processes after the last batch."""
         with self._failures():
             return self._run(supervisor, signals, progress, is_last)
 
     def check_accepted(self, record: BatchRecord) -> None:
-        """Print what is wrong with a refused input. Raises `Refused`."""
+        """Raise `Refused` for a refused input, after printing its problems."""
         if record.state == "failed":
             print_problems(self._task.source, record.errors)
             raise Refused(f"{self._task.source} was refused: {count_of(record.errors)}; nothing was run")
@@ -120,7 +122,7 @@ class BatchRun:
         return ModelHost(task.hosted, task.hosting, supervisor, progress.say)
 
     def _is_under_way(self, client: redis.Redis) -> bool:
-        """Return whether the fleet has this run's batch already, so no check of workers is due."""
+        """Return whether the fleet already runs this batch; workers are then not checked."""
         manifest = load_manifest(str(self._task.root))
         try:
             return (
@@ -165,10 +167,10 @@ class BatchRun:
         progress: Progress,
         host: ModelHost | None,
     ) -> BatchRecord:
-        """Supervise until the batch has ended; the worker starts once lines of a large input wait,
-        else once it has been found good and something is left to do.
+        """Supervise until the batch has ended, and return its record.
 
-        A Redis that came back empty gets the batch again, from its manifest.
+        The worker starts as soon as lines wait: during validation for a large input, else after
+        it. If Redis lost the batch, it is created again from its manifest.
         """
         while True:
             pause = supervisor.check()
@@ -186,7 +188,7 @@ class BatchRun:
                 self._wait_for_redis(error, signals)
                 continue
             is_over = self._is_over(record)
-            progress.update(self._counts(record, generated))  # read later than that, so the last ones are whole
+            progress.update(self._counts(record, generated))  # read before the counts, so the final counts are complete
             if is_over:
                 return record
             if signals.stops:
@@ -206,8 +208,9 @@ class BatchRun:
         return record.state == "in_progress" and record.completed + record.failed < record.total
 
     def _wait(self, record: BatchRecord, seconds: float, supervisor: Supervisor, signals: Signals) -> None:
-        """Return after `seconds`, at a signal, or soon after the batch has moved: its state or,
-        while nothing ran, the number of waiting lines.
+        """Wait for `seconds`, or until a signal or a change of the batch.
+
+        A change is a new state or, while nothing runs, a new number of waiting lines.
         """
         deadline = time.monotonic() + seconds
         look = _STATE_SECONDS if record.running else _BEGINNING_SECONDS
@@ -219,8 +222,9 @@ class BatchRun:
                 return
 
     def _wait_for_redis(self, error: Exception, signals: Signals) -> None:
-        """Wait a little, or raise once Redis has been away for too long; the next check restarts a
-        private one.
+        """Wait briefly, or raise `Unfinished` if Redis has been unavailable for too long.
+
+        The next check restarts a private Redis.
         """
         if signals.stops:
             raise Interrupted(f"Interrupted: {self.kept}.")
@@ -230,12 +234,13 @@ class BatchRun:
         signals.wait(_REDIS_AWAY_SECONDS)
 
     def _check_moves(self, record: BatchRecord, is_led: bool) -> None:
-        """Raise `Unfinished` for a batch that has made no progress for too long: it waits for
-        validation without a control plane, or has a problem.
+        """Raise `Unfinished` if the batch has made no progress for too long.
+
+        It then waits for validation without a control plane, or its record has a problem.
         """
         self._redis_away.reset()
         if self._leaderless.is_over(self._task.redis_url is not None and record.state == "validating" and not is_led):
-            raise Unfinished(f"no control plane is at work on this queue, so {record.id} waits: start `pipeline jobs`")
+            raise Unfinished(f"no control plane runs on this queue, so {record.id} waits: start `pipeline jobs`")
         if self._stalled.is_over(record.problem is not None):
             raise Unfinished(f"{record.problem}; {self._shared_files()}{self.kept}")
 
@@ -245,12 +250,15 @@ class BatchRun:
         return "the fleet's `pipeline jobs` works on the same paths, so put input and output where it sees them; "
 
     def _has_early_lines(self, supervisor: Supervisor, record: BatchRecord) -> bool:
-        """Return whether lines wait for a worker that ends with a run whose input is refused."""
+        """Return whether lines wait already during validation, on a private Redis.
+
+        If the input is refused, the worker ends with the run.
+        """
         if self._task.redis_url is not None or record.state != "validating":
             return False
         try:
             return bool(supervisor.queue.redis.exists(keys.bodies(record.id)))
-        except redis.RedisError:  # the next look says so
+        except redis.RedisError:  # the next read reports it
             return False
 
     def _ensure_worker(self, supervisor: Supervisor, record: BatchRecord) -> None:
@@ -260,10 +268,10 @@ class BatchRun:
             self._answering_since = time.monotonic()
 
     def _generated(self, supervisor: Supervisor) -> int | None:
-        """Return the output tokens generated so far, None where others share the queue."""
+        """Return the output tokens generated so far, or None if the queue is shared."""
         if self._task.redis_url is not None:
             return None
-        # Not by `token_totals`, which waits for a Redis that is away: this process must restart it.
+        # `token_totals` would wait for an unavailable Redis, which this process must restart
         generated = int(supervisor.queue.redis.hget(keys.TOTALS, "generated") or 0)
         if self._generated_before is None:
             self._generated_before = generated
@@ -287,7 +295,7 @@ class BatchRun:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn errors of the queue into the command's end."""
+        """Convert errors of the queue to `Refused` or `Unfinished`."""
         try:
             yield
         except BatchRefused as error:
@@ -304,9 +312,9 @@ class BatchRun:
         )
 
     def _wind_up(self, ended: bool, supervisor: Supervisor, signals: Signals, progress: Progress) -> None:
-        """Stop the worker, then the control plane, which keeps finished lines.
+        """Stop the worker, then the control plane, which stores finished lines.
 
-        A second order to stop ends everything at once.
+        A second stop signal ends everything at once.
         """
 
         def insisted() -> bool:
@@ -321,7 +329,7 @@ class BatchRun:
 
 
 def _has_moved(client: redis.Redis, record: BatchRecord) -> bool:
-    """Return whether the state changed or, if nothing ran, the number of waiting lines."""
+    """Return whether the state or, if nothing runs, the number of waiting lines changed."""
     models = [] if record.running else record.models
     with client.pipeline(transaction=False) as pipeline:
         pipeline.hget(keys.batch(record.id), "state")
@@ -332,7 +340,7 @@ def _has_moved(client: redis.Redis, record: BatchRecord) -> bool:
 
 
 def count_of(errors: list[Any]) -> str:
-    """Return how many bad lines were found, in words."""
+    """Return the number of bad lines as text."""
     return (
         f"{len(errors)} bad line{'s' if len(errors) != 1 else ''}" if errors and errors[0].line else "it cannot be used"
     )

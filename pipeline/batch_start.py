@@ -1,7 +1,7 @@
 """The first steps of a run: check its input, start the worker, then run or submit the batch.
 
-The worker starts before this process imports what it needs for the batch itself, since loading a
-model takes longer than all the rest.
+The worker starts before this process imports the modules for the batch itself, since loading the
+model takes longest.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ log = logging.getLogger("run-batch")
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
-    """Run batches to their ends, one after the other on the same workers, and print their
-    summaries. One of several that is refused, or has failed lines, does not keep others from
-    running.
+    """Run batches one after the other on the same workers, and print their summaries.
+
+    If there are several, the others run even if one is refused or has failed lines.
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
@@ -72,7 +72,7 @@ def _run_task(
     progress: Progress,
     is_last: bool,
 ) -> None:
-    if _is_complete(task, served):  # meanwhile, by another process
+    if _is_complete(task, served):  # another process has completed it meanwhile
         return
     with progress, batch_folder(task):
         if (
@@ -82,7 +82,7 @@ def _run_task(
             and load_manifest(str(task.root)) is None
             and task.source_file.stat().st_size < _SMALL_BYTES
         ):
-            # Loading the model takes longer than checking so small a file
+            # Loading the model takes longer than checking a small file
             start_worker(task, supervisor)
         from pipeline.batch_run import BatchRun
 
@@ -112,10 +112,10 @@ def submit(task: Task) -> str:
 
 
 def _checked(tasks: Sequence[Task]) -> tuple[list[str], list[Task]]:
-    """Return the names of the models that are served here, none if no worker is started, and the
-    runs that are not complete; print the others.
+    """Check all runs; return the names of the models served here, and the incomplete runs.
 
-    Raises `Refused`.
+    Print the end of each complete run. There are no names if no worker is started. Raises
+    `Refused`.
     """
     served = served_names(tasks[0])
     for task in tasks:
@@ -135,9 +135,9 @@ def _checked(tasks: Sequence[Task]) -> tuple[list[str], list[Task]]:
 
 
 def _is_complete(task: Task, served: list[str], refuses: bool = True) -> bool:
-    """Print the end of a run that is complete already; return whether it is.
+    """Return whether a run is complete already; print its end if so.
 
-    Raise `Refused` where something has changed since, unless that is left to the run itself.
+    Raise `Refused` if the input, a flag or the output has changed since and `refuses` is true.
     """
     if not isinstance(task.output, Path) or task.partition_by:
         return False
@@ -169,7 +169,7 @@ def _fetch(task: Task, source: Uri) -> None:
 
 
 def _check_uploads(tasks: Sequence[Task]) -> None:
-    """Raise `Refused` unless results can be uploaded; those of several inputs have one folder."""
+    """Raise `Refused` unless results can be uploaded; several inputs share one folder."""
     new = next((task for task in tasks if task.upload_to is not None and not task.root.exists()), None)
     if new is None or new.upload_to is None:
         return
@@ -182,7 +182,7 @@ def _check_uploads(tasks: Sequence[Task]) -> None:
 
 
 def served_names(task: Task) -> list[str]:
-    """Return the names of the models that are served here; none if no worker is started.
+    """Return the names of the models served here; none if no worker is started.
 
     Raises `Refused`.
     """
@@ -193,8 +193,9 @@ def served_names(task: Task) -> list[str]:
 
 @contextlib.contextmanager
 def batch_folder(task: Task, locked: bool = False) -> Iterator[None]:
-    """Lock the folder of the run, unless a fleet works in it; remove it after a refusal, but not
-    with results.
+    """Lock the folder of the run, unless a fleet works in it.
+
+    After a refusal, remove the folder unless it has results.
     """
     refusal = f"another run is at work on {task.root}: wait for it, or stop it"
     alone = locked or task.redis_url is None
@@ -211,8 +212,9 @@ def batch_folder(task: Task, locked: bool = False) -> Iterator[None]:
 
 
 def _may_be_removed(manifest: Manifest | None, alone: bool) -> bool:
-    """Return whether a run that was refused leaves nothing in its folder, where another one may be
-    at work unless it is `alone`.
+    """Return whether the folder of a refused run may be removed.
+
+    Unless the run is `alone`, another run may use the folder.
     """
     if manifest is None or manifest.state == "failed":
         return True
@@ -240,7 +242,7 @@ def check_input(task: Task) -> None:
 def check_output(task: Task) -> None:
     """Raise `Refused` if the output is a folder or the input.
 
-    Other faults are found when the batch is made.
+    Other errors are found when the batch is created.
     """
     output, source = task.output, task.source
     if isinstance(source, Uri) and source.contains(output):
@@ -262,8 +264,9 @@ def check_output(task: Task) -> None:
 
 
 def start_over_if_removed(root: Path) -> bool:
-    """Remove what is left of a finished run whose output was removed, so that it runs anew; return
-    whether that was so.
+    """Empty the folder of a finished run if its output was removed, and return whether it was.
+
+    The run then starts from the beginning.
     """
     manifest = load_manifest(str(root))
     if manifest is None or manifest.state != "completed" or not manifest.output or Path(manifest.output).exists():

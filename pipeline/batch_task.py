@@ -28,8 +28,8 @@ _SHUTDOWN_SECONDS = 1.0
 class Task:
     """The parameters of a run.
 
-    With no `redis_url` everything runs here; `model_flags` are the values of the model flags.
-    `hosted` are the models where there are several. An input from the web may come from `allowed`.
+    Without `redis_url` everything runs on this machine. `model_flags` are the values of the model
+    flags. `hosted` are the models if there are several. An http input may come from `allowed`.
     """
 
     source: Location
@@ -53,8 +53,9 @@ class Task:
 
     @property
     def root(self) -> Path:
-        """The folder from which a second start goes on: beside the output, or for one that is a URI
-        in the present folder.
+        """The folder from which a second start resumes.
+
+        It is beside the output; for a URI it is in the current folder.
         """
         if isinstance(self.output, Path):
             return self.output.with_name(f"{self.output.name}{PARTS_SUFFIX}").absolute()
@@ -63,36 +64,38 @@ class Task:
 
     @property
     def keeps_folder(self) -> bool:
-        """Whether the folder stays when the run is complete: where that is asked for, a fleet works
-        in it, or what was fetched or uploaded is compared with it.
+        """Whether the folder is kept when the run is complete.
+
+        It is kept on request, if a fleet works in it, or if it holds the notes on a fetched input
+        or an upload.
         """
         by_uri = isinstance(self.source, Uri) or self.upload_to is not None
         return self.keep_parts or self.redis_url is not None or by_uri
 
     @property
     def source_file(self) -> Path:
-        """The input on disk, which of a URI is what was fetched."""
+        """The input on disk; for a URI, the fetched file."""
         if isinstance(self.source, Path):
             return self.source
         return self.root / INPUT_FOLDER / self.source.file_name
 
     @property
     def output_file(self) -> Path:
-        """The results on disk as one file, from where `upload_to` gets them."""
+        """The results on disk as one file, the source of an upload."""
         if isinstance(self.output, Path) and not self.partition_by:
             return self.output
         return self.root / _RESULTS_FOLDER / (f"{self.output.name}.parquet" if self.partition_by else self.output.name)
 
     @property
     def upload_to(self) -> Uri | None:
-        """What is made of `output_file` at the end; None if that is the output itself."""
+        """The destination of an upload of `output_file`; None if that file is the output."""
         if isinstance(self.output, Path):
             return Uri(self.output.absolute().as_uri()) if self.partition_by else None
         return self.output
 
 
 def spec_of(task: Task, served: Sequence[str], models: tuple[str, ...] | None = None) -> BatchSpec:
-    """Return the specification of the run's batch, whose lines may name `models`."""
+    """Return the specification of the run's batch; its lines may name `models`."""
     default = served[0] if served else task.model
     return BatchSpec(
         input=str(task.source_file.absolute()),

@@ -27,7 +27,7 @@ def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_e
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
-    QueueSettings.from_environment()  # one that cannot be used is refused, as by all commands
+    QueueSettings.from_environment()  # refuses unusable settings, as all commands do
     began, is_known = time.monotonic(), False
     with connect(redis_url) as client:
         check_server(client)
@@ -37,7 +37,7 @@ def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_e
             try:
                 record = get_batch(client, batch_id, retry_seconds=0.0)
             except KeyError:
-                if is_known:  # a Redis that came back empty gets it again
+                if is_known:  # the control plane restores it in an empty Redis
                     raise QueueUnavailable(f"{batch_id} is gone from the queue") from None
                 raise Refused(f"there is no batch {batch_id} in the queue") from None
             is_known = True
@@ -65,7 +65,7 @@ def copy_results(source: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def _writing(target: Path) -> Iterator[Any]:
-    """A file that appears when all of it is on disk; others are written directly."""
+    """Open a file for writing; a regular file appears when all of it is on disk."""
     mode = target.stat().st_mode if target.exists() else None
     if os.path.lexists(target) and not _may_be_replaced(target):
         with target.open("wb") as file:
@@ -79,7 +79,5 @@ def _writing(target: Path) -> Iterator[Any]:
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Return whether it is a file, and neither a link, a pipe or a device, nor in a folder that may
-    not be written.
-    """
+    """Return whether the target is a regular file, not a link, in a writable folder."""
     return target.is_file() and not target.is_symlink() and os.access(target.parent, os.W_OK)

@@ -22,14 +22,14 @@ _LAST_OUTPUT_SECONDS = 2.0  # to read the rest; a grandchild may keep the output
 
 
 class Child:
-    """A process that is kept running.
+    """A process that is restarted when it ends.
 
-    `command` is called at each start; `on_death` gets the process id as soon as the process is
-    found ended. A `named` child has its name before each line that it prints, or in each line of
-    JSON. It inherits `descriptors`.
+    `command` is called at each start. `on_death` is called with the process id as soon as the end
+    of the process is detected. A `named` child's name is put before each line that it prints, or
+    into each line of JSON. The child inherits `descriptors`.
 
-    The kernel ties a child to the thread that started it, so `start` and `check` belong to the main
-    thread.
+    The kernel kills a child when the thread that started it ends, so only the main thread may call
+    `start` and `check`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Child:
         self._start_at: float | None = None
         self._stopping = False
         self.stop_code: int | None = None
-        """The exit code of the process that was waited for after an order to stop."""
+        """The exit code of the process after `wait_until_stopped`."""
 
     @property
     def last_error(self) -> str:
@@ -72,7 +72,7 @@ class Child:
 
     @property
     def has_stopped(self) -> bool:
-        """Return whether `check` has found its end after an order to stop."""
+        """Return whether `check` has detected the end of a process that was asked to stop."""
         return self._stopping and self._process is None
 
     @property
@@ -88,7 +88,7 @@ class Child:
     def start(self) -> None:
         """Start the process; its output goes to `say`, line by line.
 
-        Raise OSError, RuntimeError or subprocess.SubprocessError where the system cannot start it.
+        Raise OSError, RuntimeError or subprocess.SubprocessError if the system cannot start it.
         """
         self._start_at = None
         self._errors.clear()
@@ -109,7 +109,7 @@ class Child:
         )
         try:
             self._reader.start()
-        except RuntimeError:  # no process without a reader, which would block once the pipe is full
+        except RuntimeError:  # without a reader, the process would block once the pipe is full
             self._discard()
             raise
 
@@ -126,7 +126,7 @@ class Child:
             self._say(f"the {self.name} process {how}; trying again" + _after(pause))
 
     def start_later(self, seconds: float) -> None:
-        """Have `check` start a process that does not run yet once so many seconds have passed."""
+        """Let `check` start the process after `seconds`, unless it runs already."""
         if self._process is None and not self._stopping:
             self._start_at = time.monotonic() + seconds
 
@@ -144,25 +144,24 @@ class Child:
             self.start_or_retry()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM, to be followed by `wait_until_stopped`, or by `check` until it
-        `has_stopped`.
+        """Send SIGTERM.
+
+        The caller then calls `wait_until_stopped`, or `check` until `has_stopped`.
         """
         self._start_at, self._stopping = None, True
         self._signal(signal.SIGTERM)
 
     def insist(self) -> None:
-        """Send SIGINT after `ask_to_stop`, which a supervisor takes as a second order: to stop its
-        own children at once.
-        """
+        """Send SIGINT after `ask_to_stop`: a supervisor then stops its own children at once."""
         self._signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """Send SIGKILL, to be followed as `ask_to_stop`."""
+        """Send SIGKILL. The caller then does the same as after `ask_to_stop`."""
         self._start_at, self._stopping = None, True
         self._signal(signal.SIGKILL)
 
     def wait_until_stopped(self, deadline: float, insisted: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the end; force it at `deadline` (time.monotonic), or as soon as `insisted()`."""
+        """Wait for the end; kill the process at `deadline` (monotonic), or once `insisted()`."""
         if self._process is None or self._reader is None:
             return
         while self._process.poll() is None:
@@ -243,8 +242,10 @@ def _after(pause: float) -> str:
 
 
 def _prepare(parent: int) -> None:
-    """Run in the child before its program: its own session gets no Ctrl-C, and SIGINT only from
-    `insist`, also where this process ignores it.
+    """Prepare the child process before its program starts.
+
+    Its own session receives no Ctrl-C. It takes the SIGINT of `insist`, even if the parent ignores
+    SIGINT.
     """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

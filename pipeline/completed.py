@@ -1,4 +1,4 @@
-"""Runs that are complete: a note beside the output takes the place of the run's folder."""
+"""Complete runs: a note beside the output replaces the run's folder."""
 
 import contextlib
 import logging
@@ -21,10 +21,10 @@ log = logging.getLogger("run-batch")
 
 
 class Completed(msgspec.Struct, frozen=True):
-    """A run of which every request succeeded, and its output as the run left it."""
+    """A run whose requests all succeeded, and the stamp of its output."""
 
     manifest: Manifest
-    """Without parts."""
+    """The run's manifest, without parts."""
     stamp: tuple[int, int]
 
 
@@ -32,19 +32,20 @@ _DECODER = msgspec.json.Decoder(Completed)
 
 
 def replace_folder(root: Path) -> None:
-    """Leave a note in the place of the folder of a run that has ended, unless a request failed; for
-    the holder of the run's lock. A folder that cannot be replaced stays.
+    """Replace the folder of an ended run by a note, unless a request failed.
+
+    The caller holds the run's lock. A folder that cannot be replaced is kept.
     """
     try:
         with exclusive(str(root), _PATIENCE_SECONDS):
             if leave_note(root):
                 _remove(root)
     except (Busy, StoreError) as error:
-        log.warning("%s stays, though the run is complete: %s", root, error)
+        log.warning("the run is complete, but its folder %s could not be removed: %s", root, error)
 
 
 def leave_note(root: Path) -> bool:
-    """Store the note of a run that is complete; return whether it is. Raise `StoreError`."""
+    """Store the note of a run if it is complete; return whether it is. Raise `StoreError`."""
     manifest = load_manifest(str(root))
     if manifest is None or manifest.state != "completed" or manifest.failed or manifest.output is None:
         return False
@@ -58,8 +59,8 @@ def leave_note(root: Path) -> bool:
 def find_completed(root: Path, output: Path, spec: BatchSpec) -> Manifest | None:
     """Return the manifest of the same run if it is complete; finish the removal of its folder.
 
-    A note whose output was removed is removed. Raise `Refused` where the input, a flag or the
-    output has changed since.
+    Remove a note whose output was removed. Raise `Refused` if the input, a flag or the output has
+    changed since.
     """
     noted = read_note(output, _DECODER)
     if noted is None:
@@ -78,7 +79,7 @@ def find_completed(root: Path, output: Path, spec: BatchSpec) -> Manifest | None
 
 
 def is_noted(path: Path) -> bool:
-    """Return whether a file is the output of a run that is complete."""
+    """Return whether a file is the output of a complete run."""
     return note_path(path, Completed).is_file()
 
 
@@ -89,13 +90,13 @@ def _check_unchanged(noted: Completed, output: Path, stamp: tuple[int, int], spe
     except InputChanged as error:
         raise Refused(str(error)) from None
     if spec.strict_parameters and found.unknown_members:
-        raise Refused(f"{output} is of lines with unknown members, {described(found.unknown_members)}; {again}")
+        raise Refused(f"{output} was made from lines with unknown members, {described(found.unknown_members)}; {again}")
     if stamp != noted.stamp:
         raise Refused(f"{output} has changed since the run completed it; {again}")
 
 
 def _is_left(root: Path, found: Manifest) -> bool:
-    """Return whether nothing is in the folder but what a removal left there."""
+    """Return whether the folder has no other run, only remains of the complete one."""
     there = load_manifest(str(root))
     return there is None or there.batch_id == found.batch_id
 

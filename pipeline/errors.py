@@ -1,4 +1,4 @@
-"""Why a command ends, and its exit code; 0 is done.
+"""Errors that end a command, and their exit codes; 0 is success.
 
 CommandEnd
   Refused        2      the command cannot do what was asked
@@ -21,10 +21,10 @@ _MAKE_ROOM = "free some space and run the same command again, it resumes"
 
 
 class CommandEnd(click.ClickException):
-    """Base of what ends a command; the message is one sentence."""
+    """Base of the errors that end a command; the message is one sentence."""
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print it on stderr, unless that cannot be written."""
+        """Print the error on stderr, unless stderr cannot be written."""
         write_line(f"Error: {self.format_message()}")
 
 
@@ -39,7 +39,7 @@ class Unfinished(CommandEnd):
 
 
 class LinesFailed(Unfinished):
-    """A batch ended, but not all of its lines have an answer that is no error."""
+    """A batch ended with failed or unanswered lines."""
 
 
 class ChildFailed(Unfinished):
@@ -58,17 +58,17 @@ class Interrupted(CommandEnd):
     exit_code = 130
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the message alone, since this is no error."""
+        """Print the message without a prefix, since an interruption is not an error."""
         write_line(self.message)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Print on stderr, in one sentence, why a command ended, and return its exit code.
+    """Print the reason why a command ended on stderr, as one sentence; return the exit code.
 
-    Raises an unexpected error again.
+    Raises unexpected errors again.
     """
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, (SystemExit, KeyboardInterrupt)):
-        error = error.__cause__  # of a signal in a `__set_name__`, which Python 3.11 wraps
+        error = error.__cause__  # Python 3.11 wraps errors that a signal handler raises in a `__set_name__`
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, click.exceptions.Exit):
@@ -85,8 +85,9 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def explained(error: BaseException) -> CommandEnd | None:
-    """Return the end that an error of ours, of Redis or of the disk means, None for a fault of the
-    program.
+    """Return the `CommandEnd` for an error of the product, Redis or the disk, else None.
+
+    None means a fault of the program.
     """
     if isinstance(error, ModuleNotFoundError):
         install = hint_for(error.name or "")

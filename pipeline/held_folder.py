@@ -1,4 +1,4 @@
-"""Folders that one command holds against other commands."""
+"""Folders that one command locks against other commands."""
 
 import contextlib
 import shutil
@@ -9,14 +9,14 @@ from jobs.store.storage import Busy, StoreError, StoreFull, exclusive, make_fold
 from pipeline.errors import Refused
 
 RUN_LOCK = ".run"
-"""In the folder of a run that is at work."""
+"""Name of the lock file in the folder of a running run."""
 
 
 @contextlib.contextmanager
 def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") -> Iterator[None]:
-    """Make the folder if it is not there, and hold it by a file in it, `lock`.
+    """Create the folder if it is missing, and lock it by the file `lock` in it.
 
-    Raises `Refused`, with the sentence `refusal` if another process holds it, and `StoreFull`.
+    Raises `Refused`, with the message `refusal` if another process has the lock, and `StoreFull`.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -32,7 +32,7 @@ def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") 
 
 
 def empty_folder(folder: Path) -> None:
-    """Remove all that is in a folder but the lock of a run."""
+    """Remove everything in a folder except the lock file of a run."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""The files that `run-batch` reads, and those that it writes."""
+"""The names of the files that `run-batch` reads and writes."""
 
 import glob
 import os
@@ -9,17 +9,17 @@ from pipeline.errors import Refused
 from pipeline.uris.uri import Uri
 
 PARTS_SUFFIX = ".parts"
-"""Of the folder beside an output, from which a run goes on."""
+"""Suffix of the folder beside an output from which a run resumes."""
 
 Location = Path | Uri
 
 
 def named_files(inputs: Iterable[Location], output: Location | None) -> list[tuple[Location, Location]]:
-    """Return each input with its output; a pattern stands for the files that match it, and a
-    folder for the files in it. A folder of Parquet files is one input.
+    """Return each input with its output.
 
-    The outputs of several inputs, or of a pattern, are in the folder `output`. Raise `Refused` and
-    `Unfinished`.
+    A pattern is replaced by the files that match it, and a folder by the files in it. A folder of
+    Parquet files is one input. The outputs of several inputs, or of a pattern, are in the folder
+    `output`. Raise `Refused` and `Unfinished`.
     """
     sources: list[Location] = []
     several = False
@@ -44,17 +44,18 @@ def named_files(inputs: Iterable[Location], output: Location | None) -> list[tup
 
 
 def default_output(source: Location) -> Path:
-    """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
-    requests.results.parquet; requests.csv -> requests.results.csv.
+    """Return the default path of the results of an input.
 
-    That of a URI is in the present folder.
+    requests.jsonl and requests.jsonl.gz -> requests.results.jsonl; requests.parquet ->
+    requests.results.parquet; requests.csv -> requests.results.csv. The results of a URI are in the
+    current folder.
     """
     beside = source if isinstance(source, Path) else _present_folder(source) / _name_of(source)
     return beside.with_name(_output_name(source, ".results"))
 
 
 def _present_folder(source: Uri) -> Path:
-    """Return the folder for what is made of a URI: of a local folder the one that it is in."""
+    """Return the folder for the results of a URI: the parent of a local path, else the current."""
     return Path(source.path).parent if source.scheme == "file" else Path()
 
 
@@ -80,9 +81,9 @@ def _output_name(named: Location, behind: str = "") -> str:
 
 
 def _matches(named: Location) -> Sequence[Location]:
-    """Return the files that match a pattern, or the path itself where it is none.
+    """Return the files that match a pattern, or the path itself if it is not a pattern.
 
-    What an earlier start of the same command wrote does not match.
+    Files that an earlier start of the same command wrote do not match.
     """
     if isinstance(named, Uri):
         return _matching_uris(named)
@@ -110,7 +111,7 @@ def _matching_uris(named: Uri) -> list[Uri]:
 
 
 def _is_one_table(folder: Uri) -> bool:
-    """Return whether all of its files are Parquet. Raise `Refused` if some are an input."""
+    """Return whether all files of a folder are Parquet. Raise `Refused` for a mix."""
     from jobs.batch.input_files import is_parquet
     from pipeline.uris.stores import infos_below
 
@@ -124,7 +125,7 @@ def _is_one_table(folder: Uri) -> bool:
 
 
 def _is_written(path: Path) -> bool:
-    """Return whether a run wrote the file, beside its parts or among them, or is complete."""
+    """Return whether a run wrote the file, as a complete output, beside its parts or in them."""
     from jobs.batch.manifest import NAME
     from pipeline.completed import is_noted
 

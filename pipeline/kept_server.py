@@ -1,5 +1,6 @@
-"""The private Redis of one command, restarted whenever it ends by a thread of its own, which no
-call to Redis can block.
+"""The private Redis of one command.
+
+A separate thread restarts it when it ends, so that no call to Redis can block the restart.
 """
 
 import threading
@@ -16,12 +17,12 @@ _STARTS_ALLOWED = 10
 class KeptServer:
     """A context in which a private server runs.
 
-    The kernel ties the server to the thread that started it, so one thread does all of it: start,
-    restarts and stop.
+    The kernel kills the server when the thread that started it ends, so one thread starts,
+    restarts and stops it.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
-        self.failure: str | None = None  # why it is not started any more
+        self.failure: str | None = None  # the reason why it is not restarted anymore
         self.starts = 0
         self._server = PrivateServer(directory)
         self._say = say
@@ -82,4 +83,4 @@ class KeptServer:
         try:
             self._server.start()
         except (ServerError, OSError) as error:
-            self._say(f"the private Redis does not start: {error}")
+            self._say(f"the private Redis cannot be started: {error}")

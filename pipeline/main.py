@@ -27,7 +27,7 @@ COMMANDS = {
     "wait": "Wait for a batch that was submitted with `run-batch --detach`.",
     "worker": "Answer the requests of a queue with one model.",
 }
-"""What `pipeline --help` says of each; the module of that name is imported when it runs."""
+"""The description of each command in `pipeline --help`; its module is imported when it runs."""
 
 
 class CommandGroup(click.Group):
@@ -59,8 +59,8 @@ def cli() -> None:
 def main(arguments: list[str] | None = None, parent: int | None = None) -> None:
     """Run the command line and exit with its code.
 
-    An error that a user can correct is one sentence, never a traceback. The kernel kills this
-    process with the thread of `parent` that started it.
+    An error that a user can correct is printed as one sentence, never as a traceback. The kernel
+    kills this process when the thread of `parent` that started it ends.
     """
     if parent is not None:
         die_with_parent(parent)
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None, parent: int | None = None) -> None:
     try:
         code = cli.main(args=arguments, prog_name="pipeline", standalone_mode=False)
         if sys.stdout is not None:
-            sys.stdout.flush()  # what it does not take is an error
+            sys.stdout.flush()  # raises an error if stdout cannot be written
     except BaseException as error:
         code = exit_code_of(error)
     drop_unwritten()

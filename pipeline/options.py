@@ -1,5 +1,7 @@
-"""Flags, most of which follow from the fields of settings, and where their values come from: flag,
-then environment, then --config file, then default.
+"""Flags, most of them made from fields of settings.
+
+The value of a flag comes from the command line, else the environment, else the --config file, else
+the default.
 """
 
 import logging
@@ -28,13 +30,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 log = logging.getLogger("pipeline")
 
 CHILD_VARIABLE = "PIPELINE_CHILD"
-"""In the environment of processes that another command starts."""
+"""Environment variable of processes that another command starts."""
 
-# In a command's `meta`: what --redis-password-file holds, and the path of the --config file
+# Keys of a command's `meta`: content of the --redis-password-file, path of the --config file
 _PASSWORD, _CONFIG = "pipeline.redis_password", "pipeline.config"
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-_PROCESSES = ("api", "jobs", "worker")  # which `pipeline serve` starts by itself
+_PROCESSES = ("api", "jobs", "worker")  # `pipeline serve` starts them
 _SOURCES = {
     ParameterSource.COMMANDLINE: "flag",
     ParameterSource.ENVIRONMENT: "environment",
@@ -43,9 +45,7 @@ _SOURCES = {
 
 
 class Size(click.ParamType[int]):
-    """A whole number from 1 up, with k, m, g (thousands) or K, M, G (powers of 1024) behind it if
-    wanted.
-    """
+    """A whole number from 1, with an optional suffix k, m, g (thousands) or K, M, G (1024s)."""
 
     name = "size"
 
@@ -76,7 +76,7 @@ class Device(click.ParamType[str]):
 
 
 class ModelNames(click.ParamType[str]):
-    """Models, which the variable separates as PATH separates folders."""
+    """Models; the environment variable separates them as PATH separates folders."""
 
     name = "model"
     envvar_list_splitter = os.pathsep
@@ -106,7 +106,7 @@ class CheckedText(click.ParamType[str]):
 
 
 class Flag(click.Option):
-    """An option; the error for a bad value of a config file names the file."""
+    """An option whose error for a bad value names the config file, if the value is from it."""
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
         if ctx is not None and self.name and ctx.get_parameter_source(self.name) is ParameterSource.DEFAULT_MAP:
@@ -130,7 +130,7 @@ def flag(*names: str, env: str | None = None, **attributes: Any) -> Callable[[Co
 
 
 def flag_of(settings: type, name: str, note: str = "", **attributes: Any) -> Callable[[Command], Command]:
-    """Return the flag of one field of settings, with `note` behind its help."""
+    """Return the flag of one field of settings, with `note` appended to its help."""
     one = next(one for one in fields(settings) if one.name == name)
     kind, limits, shown = kind_of(one), one.metadata, as_flag(parameter_of(one))
     if kind is bool:
@@ -148,18 +148,18 @@ def flags_of(settings: type, *without: str) -> Callable[[Command], Command]:
 
 
 def declared(settings: type) -> list[Field[Any]]:
-    """Return the fields that `settings` itself declares, of those that are flags."""
+    """Return the flag fields that `settings` itself declares."""
     return [one for one in own_fields(settings) if parameter_of(one)]
 
 
 def parameter_of(one: Field[Any]) -> str:
-    """Return what click calls the flag of a field, "" for a field without one."""
+    """Return click's name of the flag of a field, or "" for a field without a flag."""
     name = one.metadata.get("flag", one.name) if "help" in one.metadata else None
     return (name or "").replace("-", "_")
 
 
 def values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a command's values that are fields of `settings`, by their names there."""
+    """Return the values of a command that belong to `settings`, by field name."""
     return {one.name: values[name] for one in fields(settings) if (name := parameter_of(one)) in values}
 
 
@@ -197,7 +197,7 @@ def _type_of(kind: type, limits: Mapping[str, Any]) -> Any:
 
 
 def all_of(*flags: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return several flags as one decorator, shown in this order."""
+    """Return one decorator for several flags; the help shows them in this order."""
 
     def decorate(command: Command) -> Command:
         for one in reversed(flags):
@@ -227,7 +227,7 @@ def _config_values(ctx: click.Context, path: Path) -> dict[str, Any]:
         raise Refused(f"{path}: no flag is called {', '.join(unknown)}")
     if "model" in values and "models" in own:
         values["models"] = values.pop("model")
-    elif isinstance(values.get("model"), list):  # one is the commands' argument too
+    elif isinstance(values.get("model"), list):  # a single model is also the commands' argument
         values["model_option"] = values.pop("model")
     repeated = {option.name for option in options if option.multiple}
     return {name: [value] if name in repeated and isinstance(value, str) else value for name, value in values.items()}
@@ -266,7 +266,7 @@ def _configure_logs(ctx: click.Context, _param: click.Parameter, level: str) -> 
 
 
 def _set_log_format(ctx: click.Context, _param: click.Parameter, form: str) -> None:
-    """Before the logs are configured, and for the processes that this one starts."""
+    """Set the log format, before logs are configured, for this process and its children."""
     if not ctx.resilient_parsing:
         os.environ[FORMAT_VARIABLE] = form
 
@@ -352,7 +352,7 @@ redis_option, fleet_redis_option, optional_redis_option = (
     all_of(flag_of(QueueSettings, "redis_url", note, callback=check), _password_option)
     for note, check in ((" [default: a private one]", _check_url), (" [required]", _check_fleet_url), ("", _check_url))
 )
-"""The second is for commands that refuse to run without it, the third where it may be needless."""
+"""`fleet_redis_option` is for commands that require a URL, `optional_redis_option` for others."""
 
 
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
@@ -379,7 +379,7 @@ def _check_served_store(ctx: click.Context, param: click.Parameter, location: st
 store_option, served_store_option = (
     flag_of(QueueSettings, "file_store", callback=check) for check in (_check_store, _check_served_store)
 )
-"""The second is for processes that serve, which try what a bucket can do."""
+"""`served_store_option` is for processes that serve; it also tests the features of a bucket."""
 
 json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help="Print JSON for programs.")
 
@@ -392,7 +392,7 @@ webhook_options = all_of(*(flag_of(QueueSettings, name) for name in _WEBHOOKS))
 control_options = flags_of(
     QueueSettings, "redis_url", "file_store", "on_demand_models", "otlp_traces_endpoint", *_WEBHOOKS
 )
-"""Of processes that make no spans."""
+"""Options of processes that do not create tracing spans."""
 
 queue_options = all_of(control_options, tracing_option)
 
@@ -418,7 +418,7 @@ served_models_options = all_of(
     ),
     model_flags_option,
 )
-"""Of commands that serve any number of models."""
+"""Options of commands that serve any number of models."""
 
 replicas_option = flag(
     "--data-parallel-size",
@@ -432,7 +432,7 @@ replicas_option = flag(
 
 
 def require_extra(extra: str, ctx: click.Context) -> None:
-    """Raise `Refused` for a command that needs an extra which is not installed."""
+    """Raise `Refused` if an extra that the command needs is not installed."""
     if (module := missing_module(extra)) is not None:
         raise Refused(
             f"`pipeline {ctx.info_name}` needs the extra {extra}. No module named '{module}': {install_command(extra)}"
@@ -459,14 +459,14 @@ def check_model_flags(ctx: click.Context) -> None:
 
 
 def one_model(ctx: click.Context, positional: str | None, option: str | None) -> str | None:
-    """Return the model of a command that takes it as an argument and as a flag."""
+    """Return the model of a command that accepts it as an argument or as a flag."""
     if positional is not None and option is not None and given_as_flag(ctx, ["model_option"]) and positional != option:
         raise Refused(f"two models are named: {positional} and --model {option}")
     return positional if positional is not None else option
 
 
 def all_models(ctx: click.Context, positional: str | None, options: tuple[str, ...]) -> list[str]:
-    """Return the models of a command that takes one as an argument, and any number as flags."""
+    """Return the models of a command that accepts one argument, or any number of flags."""
     if positional is None:
         return list(options)
     if given_as_flag(ctx, ["model_option"]) and options != (positional,):
@@ -481,14 +481,14 @@ def given(ctx: click.Context, name: str) -> bool:
 
 
 def given_as_flag(ctx: click.Context, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are given on the command line, as flags."""
+    """Return the parameters of `names` that are set on the command line, as flags."""
     return [as_flag(name) for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def log_settings(ctx: click.Context, level: int = logging.INFO) -> None:
     """Log every setting that differs from its default, with its source.
 
-    A child logs none: its parent logged them.
+    A child process logs none, since its parent logged them.
     """
     if CHILD_VARIABLE in os.environ:
         return

@@ -1,8 +1,9 @@
-"""Text of others, as a terminal may show it."""
+"""Untrusted text, made safe for a terminal."""
 
 
 def plain(text: str) -> str:
-    """Return the text with each character that is not printable, such as those that begin control
-    sequences, breaks of lines and marks of writing direction, replaced by U+FFFD.
+    """Return the text with each unprintable character replaced by U+FFFD.
+
+    Unprintable are, for example, line breaks, escape characters and direction marks.
     """
     return "".join(character if character.isprintable() else "\ufffd" for character in text)

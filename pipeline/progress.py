@@ -1,6 +1,6 @@
 """Progress of a batch on stderr: a live bar on a terminal, else a plain line every few seconds.
 
-What cannot be written is dropped.
+Output that cannot be written is dropped.
 """
 
 import sys
@@ -16,11 +16,10 @@ _RATE_WINDOW = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """One reading of a batch.
+    """The counts of a batch at one moment.
 
-    `tokens` are output tokens; `note` names what the batch waits for, if anything.
-
-    `running` is None where the source does not report it.
+    `tokens` are output tokens. `note` says why the batch waits, if it does. `running` is None if
+    the source does not report it.
     """
 
     total: int = 0
@@ -36,11 +35,11 @@ class Counts:
 
 
 class Rate:
-    """Compute tokens per second over the last ten seconds, and the seconds left at the rate of the
-    requests.
+    """Computes tokens per second over the last ten seconds, and the seconds left at the rate of
+    the requests.
 
-    The time before the first request runs does not count, nor what came before counts that fell,
-    as they do where Redis lost some.
+    Time before the first running request does not count. If counts fall, since Redis lost some,
+    the earlier samples are dropped.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class Rate:
 
     @property
     def done_per_second(self) -> float | None:
-        """Requests per second; None before the second reading."""
+        """Requests per second; None before the second sample."""
         seconds, counts = self._span()
         return counts.done / seconds if seconds > 0 else None
 
@@ -81,7 +80,7 @@ class Rate:
 
 
 class Progress(Protocol):
-    """The place where a command shows its progress, and prints lines meanwhile."""
+    """Shows a command's progress, and prints lines meanwhile."""
 
     def __enter__(self) -> Self:
         return self
@@ -94,12 +93,12 @@ class Progress(Protocol):
 
 
 def make_progress() -> Progress:
-    """Return a bar when stderr is a terminal, else plain lines."""
+    """Return a progress bar if stderr is a terminal, else plain lines."""
     return BarProgress() if sys.stderr.isatty() else PlainProgress()
 
 
 class PlainProgress(Progress):
-    """Print a line when something changed: at once for a new note, else every few seconds."""
+    """Prints a line after a change: at once for a new note, else every few seconds."""
 
     def __init__(self) -> None:
         self._rate = Rate()
@@ -130,7 +129,7 @@ class BarProgress(Progress):
 
         self._rate = Rate()
         columns = BarColumn(bar_width=30), TextColumn("{task.description}")
-        stderr = cast(IO[str], LossyStream(sys.stderr))  # rich keeps what cannot be written, and ends its thread
+        stderr = cast(IO[str], LossyStream(sys.stderr))  # an error would end rich's thread
         self._bar = RichProgress(*columns, console=Console(file=stderr), refresh_per_second=5)
         self._task = self._bar.add_task("starting", total=None)
 
@@ -152,8 +151,9 @@ class BarProgress(Progress):
 
 
 def describe(counts: Counts, rate: Rate) -> str:
-    """Return one line: done, running, waiting, tokens/s and the time left, or the note while no
-    request runs.
+    """Return one line: done, running, waiting, tokens/s and time left, or the note.
+
+    The note is shown while no request runs.
     """
     if counts.note and not counts.running:
         return f"{counts.done} of {counts.total} done; {counts.note}" if counts.done else counts.note

@@ -1,6 +1,4 @@
-"""Batches of a server: create them from a local or an uploaded file, wait for them, and fetch their
-results.
-"""
+"""Batches of a server: creation from a local or an uploaded file, waiting, and results."""
 
 import contextlib
 import json
@@ -30,15 +28,15 @@ if TYPE_CHECKING:
     import openai
     from openai.types import Batch
 
-_APPEND_BYTES = 8 * 1024 * 1024  # of one call
+_APPEND_BYTES = 8 * 1024 * 1024  # size of one call
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewRemoteBatch:
-    """The parameters of a batch. `source` is a local file, or the id of one that the server has."""
+    """The parameters of a batch. `source` is a local file, or the id of an uploaded file."""
 
     source: str
-    endpoint: str | None = None  # None: that of the file's first line
+    endpoint: str | None = None  # None: the endpoint of the file's first line
     completion_window: str = "24h"
     metadata: dict[str, str] = field(default_factory=dict)
     priority: int = 0
@@ -46,14 +44,14 @@ class NewRemoteBatch:
 
     @property
     def path(self) -> Path | None:
-        """The local file, if it is one."""
+        """The path of a local `source`, else None."""
         return None if self.source.startswith("file-") and not Path(self.source).exists() else Path(self.source)
 
 
 def submit(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
-    """Upload the file if it is a local one, and create the batch.
+    """Upload a local file, and create the batch.
 
-    Without a batch no file is left behind. Raises `Refused`.
+    If the batch cannot be created, the uploaded file is deleted. Raises `Refused`.
     """
     if new.path is None:
         return _create(client, new, new.source, new.endpoint)
@@ -63,7 +61,7 @@ def submit(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
         batch = _create(client, new, file_id, endpoint)
     except BaseException:
         with contextlib.suppress(Exception):
-            # A batch that was made after all has its own
+            # A batch that was created nevertheless has a copy of the input
             client.with_options(max_retries=0).files.delete(file_id)
         raise
     click.echo(f"{new.path} is uploaded as {file_id}", err=True)
@@ -83,7 +81,7 @@ def _wanted(new: NewRemoteBatch, endpoint: str | None) -> dict[str, Any]:
 
 
 def open_batch(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
-    """Create an open batch. `source` is not looked at."""
+    """Create an open batch; `source` is ignored."""
     from openai.types import Batch
 
     body = {"input": "stream", "priority": new.priority, **_wanted(new, new.endpoint)}
@@ -91,10 +89,10 @@ def open_batch(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
 
 
 def append(client: "openai.OpenAI", batch_id: str, source: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
-    """Append the lines of a file, or of a pipe as they come; yield what became of each group, and
-    how many of its lines are no part of the batch, of which `errors` may name fewer.
+    """Append the lines of a file, or of a pipe as they arrive, in groups.
 
-    The numbers of lines count from the first one of all.
+    Yield the server's answer for each group, and how many of its lines were rejected; `errors` may
+    list fewer. Line numbers count from the first line of all groups.
     """
     number = 0
     for content in _whole_lines(source):
@@ -106,7 +104,7 @@ def append(client: "openai.OpenAI", batch_id: str, source: BinaryIO) -> Iterator
 
 
 def _whole_lines(source: BinaryIO) -> Iterator[bytes]:
-    """Yield what can be read at a time, up to the end of a line."""
+    """Yield the available data, up to the end of a line."""
     begun = b""
     while data := source.read1(_APPEND_BYTES):  # type: ignore[attr-defined]
         whole, line_feed, rest = data.rpartition(b"\n")
@@ -126,13 +124,14 @@ def close(client: "openai.OpenAI", batch_id: str) -> "Batch":
 
 
 def delete(client: "openai.OpenAI", batch_id: str) -> dict[str, Any]:
-    """Delete a batch that has ended, for which the client has no method."""
+    """Delete an ended batch; the official client has no method for it."""
     return cast(dict[str, Any], client.delete(_path(batch_id), cast_to=object))
 
 
 def retry(client: "openai.OpenAI", batch_id: str) -> "Batch":
-    """Create a batch of the lines of an ended one that have no answer; as `delete`. A call that the
-    client repeats creates one.
+    """Create a batch of the unanswered lines of an ended batch.
+
+    The official client has no method for it. A repeated call creates only one batch.
     """
     from openai.types import Batch
 
@@ -144,7 +143,7 @@ def _path(batch_id: str) -> str:
 
 
 def endpoint_of(path: Path) -> str | None:
-    """Return the endpoint of a file's first request; None if it has none.
+    """Return the endpoint of a file's first request, or None.
 
     Raises `Refused` for a file that cannot be read.
     """
@@ -162,7 +161,7 @@ def endpoint_of(path: Path) -> str | None:
 
 
 def wait_for(client: "openai.OpenAI", batch_id: str) -> "Batch":
-    """Show progress until the batch has ended, tolerating a server that is away for under a minute.
+    """Show progress until the batch has ended, even if the server is unavailable for some seconds.
 
     Raises `Interrupted`.
     """
@@ -186,9 +185,7 @@ def see_to_the_end(
 ) -> None:
     """Wait, print how the batch ended, and save its answers if asked to.
 
-    Raises `Refused`, `Unfinished` and `Interrupted`.
-
-    `source` is the input's name in messages.
+    `source` is the input's name in messages. Raises `Refused`, `Unfinished` and `Interrupted`.
     """
     batch = wait_for(client, batch_id)
     if as_json:
@@ -206,7 +203,7 @@ def see_to_the_end(
 def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, errors: bool = False) -> None:
     """Write the batch's answers so far, or its error lines.
 
-    Raises `Refused` where there is nothing.
+    Raises `Refused` if there are none.
     """
     file_id = batch.error_file_id if errors else batch.output_file_id
     if not file_id:
@@ -222,7 +219,7 @@ def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, e
 
 def _why_nothing(batch: "Batch", errors: bool) -> str:
     if batch.status == "failed":
-        return f"{batch.id} was refused, so it has no results; `pipeline batches wait {batch.id}` lists what was wrong"
+        return f"{batch.id} was refused, so it has no results; `pipeline batches wait {batch.id}` lists the problems"
     if batch.status not in END_STATES:
         kind = "errors are written when it has ended" if errors else "no request of it is answered yet"
         return f"{batch.id} is {batch.status}: {kind}"

@@ -1,4 +1,4 @@
-"""Files of a server: from disk to it, and back."""
+"""Upload and download of a server's files."""
 
 import contextlib
 import sys
@@ -16,9 +16,9 @@ _CHUNK = 1 << 18
 
 
 def upload(client: "openai.OpenAI", path: Path, purpose: str = "batch", expires_after: int | None = None) -> Any:
-    """Upload a local file, never whole in memory, and return the file object.
+    """Upload a local file as a stream, and return the file object.
 
-    Raises `Refused` for one that cannot be read.
+    Raises `Refused` if the file cannot be read.
     """
     options: dict[str, Any] = {}
     if expires_after is not None:
@@ -37,9 +37,9 @@ def upload(client: "openai.OpenAI", path: Path, purpose: str = "batch", expires_
 
 
 def download(client: "openai.OpenAI", file_id: str, output: Path | None) -> bool:
-    """Write a file's content to `output`, which appears when all of it is on disk, or to stdout.
+    """Write a file's content to `output`, or to stdout; return whether it was the whole file.
 
-    Return whether it was all of the file.
+    `output` appears when all of it is on disk.
     """
     with client.files.with_streaming_response.content(file_id) as answer, _target(output) as write:
         for chunk in answer.iter_bytes(_CHUNK):

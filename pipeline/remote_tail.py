@@ -1,5 +1,6 @@
-"""Print the tokens of a batch as a server streams them, line by line under the names of their
-requests; resume a stream that was cut.
+"""Print the tokens that a server streams for a batch, as lines under the names of the requests.
+
+A stream that was cut is resumed.
 """
 
 import json
@@ -35,7 +36,7 @@ def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
                 if event.data == "[DONE]":
                     return
                 value = json.loads(event.data)
-                if "error" in value:  # the server cannot reach its queue, and may soon
+                if "error" in value:  # the server cannot reach its queue at the moment
                     raise Unfinished(one_line(value["error"]["message"]))
                 received, last_id = time.monotonic(), event.id or last_id
                 show(value)
@@ -47,18 +48,18 @@ def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
 
 
 class Printer:
-    """Whole lines of every answer, each under its request's name.
+    """Prints whole lines of every answer, each under its request's name.
 
-    Text that arrives twice, as after a cut, is printed once.
+    Text that arrives twice, such as after a reconnect, is printed once.
     """
 
     def __init__(self) -> None:
-        # (line of the file, choice) -> what is begun of a line
+        # (line of the file, choice) -> unfinished line of text
         self._begun: dict[tuple[int, int], str] = {}
-        self._seen: dict[tuple[int, int], int] = {}  # characters that came
+        self._seen: dict[tuple[int, int], int] = {}  # number of received characters
 
     def show(self, value: dict[str, Any]) -> None:
-        """Print what one event adds."""
+        """Print the new text of an event."""
         if value.get("object") == "batch":
             click.echo(f"{value['id']} is {value['status']}", err=True)
             return
@@ -116,6 +117,6 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def write(text: str) -> None:
-    """Print the text now, not when its line is whole."""
+    """Print the text and flush it at once."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Objects of the API as a person reads them."""
+"""API objects as readable text."""
 
 import json
 import time
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def moment(seconds: int | None) -> str:
-    """Return the time in this machine's zone; nothing for None."""
+    """Return the time in this machine's time zone; "" for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def show_object(value: dict[str, Any], as_json: bool) -> None:
-    """Print on stdout: as JSON, or one line for each field that has a value."""
+    """Print an object on stdout: as JSON, or one line for each field that has a value."""
     if as_json:
         click.echo(json.dumps(value))
         return
@@ -34,7 +34,7 @@ def show_object(value: dict[str, Any], as_json: bool) -> None:
 
 
 def shown_status(batch: "Batch") -> str:
-    """Return the status; of an open batch also how long ago requests were last appended."""
+    """Return the status; for an open batch also the time since requests were last appended."""
     fields: dict[str, Any] = batch.to_dict()
     if not fields.get("open"):
         return batch.status
@@ -44,10 +44,7 @@ def shown_status(batch: "Batch") -> str:
 
 
 def counts_of(batch: "Batch") -> Counts:
-    """Return the batch as progress shows it.
-
-    The API does not report how many of its requests run.
-    """
+    """Return the counts that progress shows; the API does not report running requests."""
     counts = batch.request_counts
     note = batch.status if batch.status != "in_progress" else ""
     if counts is None:
@@ -80,7 +77,7 @@ def describe(batch: "Batch") -> str:
 
 
 def _unknown_members(batch: dict[str, Any]) -> list[str]:
-    """Return what members of the lines' bodies were ignored, if some were."""
+    """Return a note on the ignored members of the lines' bodies, if there are any."""
     found = [UnknownMember(one["name"], one["lines"], one["nearest"]) for one in batch.get("unknown_members", [])]
     return [f"unknown members, ignored: {described(found)}"] if found else []
 

@@ -1,4 +1,4 @@
-"""The flags of `run-batch` that say how requests are made of the rows of a table."""
+"""The flags of `run-batch` for requests made from the rows of a table."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jobs.batch.row_requests import RowOptions
 
 _ALONE = ("id_column", "keep_columns", "endpoint", "body")
-"""Flags that say nothing without a prompt; other commands share the variable of one of them."""
+"""Flags that need a prompt flag; other commands share the variable of one of them."""
 
 
 def _check_template(_ctx: click.Context, _param: click.Parameter, template: str | None) -> str | None:
@@ -82,7 +82,7 @@ row_flags = all_of(
 
 
 def row_options(ctx: click.Context) -> "RowOptions | None":
-    """Return the options, None if requests are not made of rows. Raise `Refused`."""
+    """Return the options, or None if requests are not made from rows. Raise `Refused`."""
     from jobs.batch.row_requests import RowOptions
 
     asked = {name: ctx.params[name] for name in ("prompt_column", "template", *_ALONE)}
@@ -101,7 +101,7 @@ def row_options(ctx: click.Context) -> "RowOptions | None":
 
 
 def check_rows(source: Path, rows: "RowOptions") -> None:
-    """Raise `Refused` or `InputError` for a file that the options do not fit."""
+    """Raise `Refused` or `InputError` if the options do not fit the file."""
     from jobs.batch.input_files import first_line, is_table
     from jobs.protocol.validation import LineError, check_line
 
@@ -131,7 +131,7 @@ def _check_body(options: "RowOptions") -> None:
 
     endpoint = BATCH_ENDPOINTS[options.endpoint]
     if endpoint.prompt_field in options.body:
-        raise Refused(f"--body has {endpoint.prompt_field}, which the rows give: leave it out")
+        raise Refused(f"--body has {endpoint.prompt_field}, but the rows supply it: leave it out")
     try:
         check_members(options.body, endpoint)
     except ApiError as error:

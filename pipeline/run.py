@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run_until_stopped(supervisor: Supervisor, host: "ModelHost | None" = None) -> None:
-    """Supervise until SIGINT or SIGTERM; the first one stops in order, a second one at once.
+    """Supervise until SIGINT or SIGTERM: the first stops gracefully, a second at once.
 
     `host` loads and unloads models meanwhile. Raises `ChildFailed`.
     """
@@ -27,5 +27,5 @@ def run_until_stopped(supervisor: Supervisor, host: "ModelHost | None" = None) -
 
 
 def print_line(line: str) -> None:
-    """Print a line to stderr, as JSON if logs are; drop it where it cannot be written."""
+    """Print a line to stderr, as JSON if logs are; drop it if it cannot be written."""
     write_line(as_json_line("supervisor", line) if logs_json() else line)

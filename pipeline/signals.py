@@ -1,4 +1,4 @@
-"""Wait for signals in the main thread without polling: stop orders, ends of children, timeouts."""
+"""Wait in the main thread, without polling, for stop signals, ends of children and timeouts."""
 
 import os
 import select
@@ -9,16 +9,16 @@ from types import FrameType
 from jobs.host import WakeUp
 
 _PATIENCE = 2
-_LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)  # as a shell's `&` and `nohup` have them
+_LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)  # a shell's `&` and `nohup` ignore them
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
 class Signals:
-    """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the
-    orders to stop.
+    """A context in which `wait` returns as soon as one of the signals arrives.
 
-    The third such order ends the process at once, whatever it waits for. SIGHUP counts once, since
-    a shell and the kernel may both send it. SIGHUP and SIGINT stay ignored where they are.
+    `stops` counts the stop signals; the third ends the process at once. SIGHUP counts once, since
+    a shell and the kernel may both send it. SIGHUP and SIGINT stay ignored if the process started
+    that way.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,9 @@ class Signals:
         self._writer.close()
 
     def wait(self, seconds: float, *others: int | WakeUp) -> bool:
-        """Wait for a signal, for one of the other files to be readable, or for `seconds`; return
-        whether a signal came.
+        """Wait for a signal, a readable file of `others`, or `seconds`.
+
+        Return whether a signal arrived.
         """
         files: list[int | WakeUp | socket.socket] = [self._reader, *others]
         readable, _, _ = select.select(files, [], [], max(0.0, seconds))

@@ -15,7 +15,7 @@ from pipeline.tables import new_table
 
 
 def workers_table(queue: Queue) -> Table:
-    """One row per worker that is alive."""
+    """Return one row for each live worker."""
     table = new_table("Workers", "id", "state", "models", "context", "host", "pid", "up", "tokens/s", "GPU")
     workers = queue.workers()
     gauges = queue.gauges([worker.id for worker in workers])
@@ -31,8 +31,8 @@ def workers_table(queue: Queue) -> Table:
 
 
 def models_table(queue: Queue) -> Table:
-    """One row per model that is or was served, or is loaded on demand."""
-    workers = sorted(queue.workers(), key=lambda worker: worker.state == "ready")  # that one counts, of several
+    """Return one row for each model that is or was served, or is loaded on demand."""
+    workers = sorted(queue.workers(), key=lambda worker: worker.state == "ready")  # ready last: it overrides others
     states = {name: worker.state for worker in workers for name in worker.models}
     offers, known = queue.on_demand(), {model.name: model for model in queue.models()}
     table = new_table("Models", "name", "context", "served now", "endpoints")
@@ -43,19 +43,19 @@ def models_table(queue: Queue) -> Table:
 
 
 def _served_now(state: WorkerState | None, offer: OnDemandModel | None) -> str:
-    """Return whether a model is loaded, or is when work for it waits, by the state of a worker."""
+    """Return whether a model is loaded, or is loaded on demand, from its worker's state."""
     if state == "ready":
         return "yes"
     if offer is None:
         return "no"
-    if state in ("loading", "initializing") and not offer.refusal:  # else what one left that was killed
+    if state in ("loading", "initializing") and not offer.refusal:  # else a killed worker left the state
         return "loading"
     trouble = offer.failure or offer.problem
     return f"on demand, but {trouble}" if trouble else "on demand"
 
 
 def batches_tables(queue: Queue) -> list[Table]:
-    """One row per batch that has not ended, and how many ended as what."""
+    """Return a table of the batches that have not ended, and the number in each end state."""
     states = queue.states()
     table = new_table("Batches", "id", "state", "total", "completed", "failed", "waiting")
     for batch, status in queue.statuses([batch for batch, state in states.items() if state not in END_STATES]).items():
@@ -68,7 +68,7 @@ def batches_tables(queue: Queue) -> list[Table]:
 
 
 def tokens_table(queue: Queue) -> Table:
-    """Show what became of all output tokens; a worker's newest ones count once published."""
+    """Return the totals of output tokens; a worker's newest tokens count once published."""
     totals, in_flight = queue.token_totals(), queue.tokens_in_flight()
     # The two are read one after the other; tokens generated in between would make it negative.
     again = max(0, totals.generated - totals.delivered - in_flight)
@@ -79,7 +79,7 @@ def tokens_table(queue: Queue) -> Table:
 
 
 def _gpu(gpu: GpuGauges) -> str:
-    """Return name, use, memory and power, as far as they are known."""
+    """Return a GPU's name, utilization, memory and power, as far as they are known."""
     parts = [gpu.name]
     if gpu.busy is not None:
         parts.append(f"{gpu.busy:.0%} busy")

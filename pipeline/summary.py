@@ -1,4 +1,4 @@
-"""The end of a batch: what is printed of it, and the exit code that follows."""
+"""The printed summary of an ended batch, and the exit code."""
 
 import csv
 import json
@@ -24,11 +24,11 @@ _LONGEST_ANSWER = 100
 _LONGEST_CELL = (1 << 31) - 1
 _NUMBER_COLUMNS = ("embedding", "score")
 _VALUES = (*_NUMBER_COLUMNS, "relevance_score", "label", "probs", "data")
-"""Of an answer's items, in the shapes of the endpoints for numbers."""
+"""Members of an answer's items that may hold its value."""
 
 
 def counts_of(record: "BatchRecord", note: str = "") -> Counts:
-    """Return the record as progress shows it."""
+    """Return the counts of a record that progress shows."""
     return Counts(
         total=record.total,
         done=record.completed + record.failed,
@@ -40,14 +40,14 @@ def counts_of(record: "BatchRecord", note: str = "") -> Counts:
 
 
 def print_problems(source: object, problems: Iterable[Any] | None) -> None:
-    """Print what is wrong with an input on stderr, as `file:line: what is wrong [code]`."""
+    """Print the problems of an input on stderr, as `file:line: message [code]`."""
     for problem in problems or ():
         place = f"{source}:{problem.line}" if problem.line else source
         write_line(f"{place}: {problem.message} [{problem.code}]")
 
 
 def check_end(name: str, state: str, total: int, failed: int, fail_on_error: bool) -> None:
-    """End the command as the batch ended. Raises `Refused` and `LinesFailed`."""
+    """Raise `Refused` or `LinesFailed` if the batch did not end successfully."""
     if state == "failed":
         raise Refused(f"{name} was refused; nothing was run")
     if state != "completed":
@@ -59,13 +59,12 @@ def check_end(name: str, state: str, total: int, failed: int, fail_on_error: boo
 def print_summary(
     record: "BatchRecord", seconds: float, answering: float = 0.0, copied_to: "Path | Uri | None" = None
 ) -> None:
-    """Print the end of a run of `seconds` on stdout: where the results are, the first of them, and
-    the totals.
+    """Print the summary of a run on stdout: the place of the results, the first ones, the totals.
 
-    Requests were answered in `answering` of the seconds (0: unknown).
+    The run took `seconds`; requests were answered during `answering` of them (0: unknown).
     """
     written = local_path(record.output) if record.output is not None else None
-    readable = written or copied_to  # a copy may have another ending
+    readable = written or copied_to  # a copy may have another suffix
     for line in first_answers(readable) if isinstance(readable, Path) else ():
         print(line)
     print(f"results: {copied_to or written or record.output}")
@@ -83,18 +82,18 @@ def print_summary(
 
 
 def print_completed(manifest: "Manifest") -> None:
-    """Print on stdout the end of a run that was complete already."""
+    """Print the summary of a run that was already complete on stdout."""
     print(f"results: {manifest.output}")
     print(f"{requests_line(manifest.completed, 0)}; complete before, nothing was run")
 
 
 def requests_line(total: int, failed: int) -> str:
-    """Return how many requests there were."""
+    """Return a line with the number of requests."""
     return f"{total} request{'s' if total != 1 else ''}, {failed} failed"
 
 
 def tokens_line(prompt: int, cached: int, output: int) -> str:
-    """Return how many tokens there were."""
+    """Return a line with the number of tokens."""
     return f"{prompt:,} prompt tokens ({cached:,} from the cache), {output:,} output tokens"
 
 
@@ -106,7 +105,7 @@ def first_answers(output: Path) -> list[str]:
 
 
 def shown(line: dict[str, Any]) -> str:
-    """Return the result of a line of a result file, shortened, in one line."""
+    """Return the answer in a line of a result file, shortened to one line."""
     return _shown(*_row(line))
 
 
@@ -142,13 +141,13 @@ def _row(line: dict[str, Any]) -> tuple[str, str]:
 
 
 def _numbers(items: Iterable[dict[str, Any]]) -> str:
-    """Return what a model gave for each text or pair, or for the only one."""
+    """Return the numbers of an answer, for each text or pair."""
     values = [next((item[name] for name in _VALUES if item.get(name) is not None), None) for item in items]
     return json.dumps(values[0] if len(values) == 1 else values)
 
 
 def _said(message: dict[str, Any]) -> str:
-    """Return a message's content, or the calls of tools that it has instead."""
+    """Return a message's content, or its tool calls."""
     calls = (call["function"] for call in message.get("tool_calls") or [])
     return message["content"] or " ".join(f"{function['name']} {function['arguments']}" for function in calls)
 
@@ -159,7 +158,7 @@ def _parquet_rows(output: Path) -> list[tuple[str, str]]:
     with parquet.ParquetFile(output) as file:
         numbers = [name for name in _NUMBER_COLUMNS if name in file.schema_arrow.names]
         columns = ["custom_id", "text", "error_message", *numbers]
-        # A thread of Arrow's that reads ahead could outlive the interpreter
+        # An Arrow thread that reads ahead could outlive the interpreter
         batch = next(file.iter_batches(batch_size=_ANSWERS, columns=columns, use_threads=False), None)
     return [] if batch is None else [(row["custom_id"], _cell(row)) for row in batch.to_pylist()]
 
@@ -171,7 +170,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Return one line without control characters."""
+    """Return the text as one short line without control characters."""
     line = "".join(character if character.isprintable() else " " for character in text[: 2 * _LONGEST_ANSWER])
     line = " ".join(line.split())
     return line if len(line) <= _LONGEST_ANSWER else line[: _LONGEST_ANSWER - 1] + "…"

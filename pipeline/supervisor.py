@@ -1,6 +1,4 @@
-"""Every process on one machine: a private Redis if none is given, and the children that use it,
-supervised by this process.
-"""
+"""Supervision of all processes on one machine: a private Redis, if none is given, and children."""
 
 import contextlib
 import socket
@@ -29,12 +27,10 @@ _JOB_PROCESSES = 2
 
 
 class Supervisor:
-    """Start children one by one with the `start_` methods, and keep them running with `check`.
+    """Starts children with the `start_` methods, and keeps them running with `check`.
 
-    Leaving the context stops them in order.
-
-    With no `redis_url` a private server is started in a folder of its own, which is removed at the
-    end.
+    Leaving the context stops them gracefully. Without `redis_url` a private Redis is started in a
+    temporary folder, which is removed at the end.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class Supervisor:
         *,
         stop_seconds: float = _STOP_SECONDS,
     ) -> None:
-        """Give each kind of child `stop_seconds` to end after an order to stop."""
+        """Set up the supervisor; each kind of child has `stop_seconds` to end when stopped."""
         self.settings = settings
         self._stop_seconds = stop_seconds
         self._log_level = log_level
@@ -58,7 +54,7 @@ class Supervisor:
         self._listener: SharedListener | None = None
         self._exit = contextlib.ExitStack()
         self._queue: Queue | None = None
-        self._rest: list[Child] = []  # of the control plane, which may start later
+        self._rest: list[Child] = []  # other processes of the control plane, which may start later
         self._environment: dict[str, str] = {}
 
     def __enter__(self) -> "Supervisor":
@@ -85,7 +81,7 @@ class Supervisor:
     def queue(self) -> "Queue":
         """Return the queue of all children.
 
-        Its imports run at its first use, after the children were started.
+        The first use imports its modules, after the children were started.
         """
         if self._queue is None:
             self._queue = self._connect()
@@ -100,11 +96,11 @@ class Supervisor:
         return self._server.url
 
     def start_jobs(self, file_store: str | None = None, rest_after: float = 0.0) -> None:
-        """Start the control plane: two RQ workers, and the ticker, which rebuilds an empty Redis
-        from the `file_store`. Raise `SettingsError` for webhooks without a usable secret.
+        """Start the control plane: two RQ workers and the ticker.
 
-        `check` starts all but the first process once `rest_after` seconds have passed, or as soon
-        as that process or a private Redis has ended.
+        The ticker rebuilds an empty Redis from the `file_store`. `check` starts all but the first
+        process after `rest_after` seconds, or as soon as that process or a private Redis has
+        ended. Raise `SettingsError` for webhooks without a usable secret.
         """
         if file_store is not None:
             self.settings.webhook_key()
@@ -122,15 +118,14 @@ class Supervisor:
         name: str = "",
         on_failure: Callable[[ChildFailed], None] | None = None,
     ) -> list[Child]:
-        """Start model replicas, each a worker process with an engine core; they take different
-        GPUs.
+        """Start model replicas, each a worker process with an engine core, on different GPUs.
 
-        `arguments` are flags of `pipeline worker`; `name` distinguishes the workers of one model
-        from those of another.
-        The failure of a replica ends the supervisor, unless `on_failure` is called for it. Then a
-        replica that the system cannot start is tried again, too.
+        `arguments` are flags of `pipeline worker`. `name` distinguishes the workers of one model
+        from the workers of another. With `on_failure`, a failed replica is passed to it, and a
+        replica that the system cannot start is tried again; without it, a failure ends the
+        supervisor.
         """
-        # Always given, since the environment that a child inherits may hold another value.
+        # Always set, since the child may inherit another value from the environment
         fixed = ("--log-level", self._log_level, "--data-parallel-size", "1")
         command = partial(python_command, "pipeline", "worker", *fixed, *arguments)
         kind = f"worker-{name}" if name else "worker"
@@ -148,16 +143,16 @@ class Supervisor:
         return started
 
     def forget(self, children: Iterable[Child]) -> None:
-        """Let go of children that have stopped."""
+        """Remove stopped children from the supervisor."""
         for child in children:
             self._children.remove(child)
             self._on_failure.pop(child, None)
 
     def start_api(self, arguments: list[str], listener: socket.socket | None = None, count: int = 1) -> None:
-        """Start `count` API processes, which share `listener` (without one, each listens by
-        itself).
+        """Start `count` API processes.
 
-        `arguments` are the flags of `pipeline api`.
+        They share `listener`; without one, each listens by itself. `arguments` are the flags of
+        `pipeline api`.
         """
         command = partial(python_command, "pipeline", "api", "--log-level", self._log_level, *arguments)
         if listener is None:
@@ -179,9 +174,9 @@ class Supervisor:
         return self._add("fleet", partial(python_command, "pipeline.ray.placement"), environment)
 
     def check(self) -> float:
-        """Restart ended children, and start those whose time has come.
+        """Restart ended children, and start children whose start is due.
 
-        Return the seconds until the next call at the latest. Raises `ChildFailed`.
+        Return the most seconds until the next call. Raises `ChildFailed`.
         """
         if self._server is not None and self._server.failure is not None:
             raise ChildFailed(self._server.failure)
@@ -198,14 +193,13 @@ class Supervisor:
         return min((pause for pause in pauses if pause is not None), default=5.0)
 
     def has(self, kind: str) -> bool:
-        """Return whether there is a child whose name begins with `kind`, until it is stopped."""
+        """Return whether there is a child whose name begins with `kind` and was not stopped."""
         return any(child.name.startswith(kind) for child in self._children)
 
     def stop(self, only: str = "", insisted: Callable[[], bool] = lambda: False) -> None:
-        """Stop the children whose name begins with `only`: first those that take work, then those
-        that take its results.
+        """Stop the children whose name begins with `only`: API, then workers, then control plane.
 
-        Each kind gets some time to end in order; once `insisted()`, none does.
+        Each kind has some time to end gracefully, until `insisted()` is true.
         """
         if self._listener is not None and "api".startswith(only):
             self._listener.close()
@@ -219,7 +213,7 @@ class Supervisor:
                 self._children.remove(child)
 
     def kill(self) -> None:
-        """Kill every child at once, when what they hold is no longer needed."""
+        """Kill every child at once; for use when their state is not needed."""
         for child in self._children:
             child.kill()
         for child in self._children:
@@ -253,12 +247,12 @@ class Supervisor:
         from jobs.queue.request_queue import Queue
 
         client = self._exit.enter_context(connect(self.redis_url))
-        if self._server is None:  # a private server needs no check, and may be restarting
+        if self._server is None:  # a private Redis needs no check, and may be restarting
             check_server(client)
         return Queue(client, self.settings)
 
     def _start_rest(self, _pid: int = 0) -> None:
-        """Start the processes that take over what another one held, once."""
+        """Start the other control plane processes, once; they take over from an ended one."""
         for child in self._rest:
             child.start_later(0.0)
         self._rest = []
@@ -268,15 +262,16 @@ class Supervisor:
             self._listener.leave(number)
 
     def _bury(self, pid: int) -> None:
-        """Requeue the requests of a dead worker at once, if Redis answers; the ticker does it one
-        lease later.
+        """Requeue the requests of a dead worker at once, if Redis answers.
+
+        Otherwise the ticker requeues them one lease later.
         """
         import redis
 
         from jobs.queue.request_queue import Queue
         from jobs.queue.scripts import QueueUnavailable
 
-        # Without retries, since an order to stop is not obeyed meanwhile
+        # Without retries, since they would delay the response to a stop signal
         queue = Queue(self.queue.redis, replace(self.settings, redis_retry_seconds=0.0))
         with contextlib.suppress(QueueUnavailable, redis.RedisError):
             for record in queue.workers():

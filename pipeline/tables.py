@@ -1,4 +1,4 @@
-"""Tables as commands print them."""
+"""Tables that commands print."""
 
 import sys
 from typing import Literal
@@ -10,7 +10,7 @@ _WIDTH_OF_A_FILE = 1000  # columns; a reader may cut lines
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """Return an empty table under a title, whose cells are folded rather than cut."""
+    """Return an empty table with a title; long cells are wrapped, not cut."""
     table = Table(title=title, title_justify="left", caption=None)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -18,7 +18,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def new_listing(*columns: str) -> Table:
-    """Return an empty table without lines, whose first column holds ids, which stay whole."""
+    """Return an empty table without borders; the ids in its first column are never wrapped."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=number == 0)
@@ -26,11 +26,11 @@ def new_listing(*columns: str) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print on stdout, as wide as the terminal."""
+    """Print a table on stdout, as wide as the terminal."""
     new_console().print(table)
 
 
 def new_console(color_system: Literal["auto"] | None = "auto") -> Console:
-    """Return stdout, as wide as the terminal; None for `color_system` gives plain text."""
+    """Return a console on stdout, as wide as the terminal; no `color_system`: plain text."""
     width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
     return Console(width=width, color_system=color_system, markup=False, highlight=False)

@@ -1,5 +1,7 @@
-"""Print tokens from the queue as they are generated: one request as plain text (its first choice),
-a batch as `pipeline batches tail` prints it, under the names of its requests.
+"""Print tokens from the queue as they are generated.
+
+The first choice of a request is plain text. A batch is printed as by `pipeline batches tail`, under
+the names of its requests.
 """
 
 import time

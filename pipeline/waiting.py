@@ -18,20 +18,20 @@ _LONGEST_REQUESTED_PAUSE = 60.0
 
 
 class GracePeriod:
-    """The seconds for which a trouble is tolerated."""
+    """A limit of seconds for which a problem is tolerated."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: float | None = None
 
     def is_over(self, troubled: bool = True) -> bool:
-        """Note whether there is trouble now; return whether it has lasted for too long."""
+        """Record whether the problem exists now; return whether it has lasted too long."""
         now = time.monotonic()
         self._since = (self._since or now) if troubled else None
         return self._since is not None and now - self._since > self._seconds
 
     def reset(self) -> None:
-        """Note that there is no trouble now."""
+        """Record that the problem does not exist now."""
         self._since = None
 
 
@@ -43,9 +43,9 @@ def wait_until_ended(
 ) -> T:
     """Call `read` until it reports the end of the batch, and return what it read.
 
-    It returns the batch, what progress shows of it, and whether it has ended; it may fail for under
-    a minute with errors that are passing. Between two calls it waits, for up to `longest_pause`
-    seconds. Raises `Interrupted` with the sentence `come_back`.
+    `read` returns the batch, its counts for progress, and whether it has ended. It may fail for
+    under a minute with errors that are `is_passing`. The pauses between calls grow up to
+    `longest_pause` seconds. Raises `Interrupted` with the message `come_back`.
     """
     counts, pause, away = Counts(), _FIRST_PAUSE, GracePeriod(_AWAY_SECONDS)
     with Signals() as signals, make_progress() as progress:
@@ -70,7 +70,7 @@ def wait_until_ended(
 
 
 def _requested_pause(error: Exception) -> float:
-    """Return the seconds that the server asks a caller to wait."""
+    """Return the seconds of the server's Retry-After header."""
     headers = getattr(getattr(error, "response", None), "headers", {})
     with contextlib.suppress(ValueError):
         return min(float(headers.get("retry-after", 0)), _LONGEST_REQUESTED_PAUSE)

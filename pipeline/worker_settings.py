@@ -1,4 +1,4 @@
-"""From the values of the model flags to what a worker runs with."""
+"""Conversion of the values of the model flags to the settings of a worker."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]
 
 
 def unchecked_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
-    """Return the same without a look at the model's folder. Raises `Refused`."""
+    """Return the settings of a worker without checking the model's folder. Raises `Refused`."""
     _check_processes(values["tensor_parallel_size"], values.get("data_parallel_size", 1))
     try:
         if values["profile"] is not None:
@@ -43,8 +43,9 @@ def _check_processes(ranks: int, replicas: int) -> None:
 
 
 def check_model_folder(model: str | None) -> None:
-    """Raise `Refused` if the model is plainly a local path without a folder, or if files of its
-    folder are links to nothing; the worker checks the rest.
+    """Raise `Refused` if a model's local folder is missing or has broken links.
+
+    The worker checks the rest.
     """
     looks_local = model is not None and (model.startswith(("/", "./", "../", "~")) or model.count("/") > 1)
     if model is not None and looks_local and not Path(model).is_dir():
@@ -54,7 +55,7 @@ def check_model_folder(model: str | None) -> None:
 
 
 def _check_links(folder: Path) -> None:
-    """Raise `Refused` for a link to nothing, as in a cache of the hub that was moved in part."""
+    """Raise `Refused` for a broken link, such as in a partly moved hub cache."""
     for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if file.suffix in _SUFFIXES and file.is_symlink() and not file.exists():
             raise Refused(

@@ -32,7 +32,7 @@ IDEMPOTENCY_HEADER = "{HEADER}"
 
 PROMPT_FIELDS = {{
 {prompts}}}
-"""The endpoints of batches, aliases among them, and the parameter that a call of each is about."""
+"""The endpoints of batches, with aliases, and the prompt parameter of each."""
 
 END_STATES = (
 {ends})
@@ -40,7 +40,7 @@ END_STATES = (
 
 PARAMETERS = (
 {parameters})
-"""What a body of text in and text out may hold besides."""
+"""The other parameters of bodies for text generation."""
 '''
 
 

@@ -1,5 +1,5 @@
-"""The engine on one GPU, in under 8 minutes: prints the table of the GPU path's aims with what was
-measured, and writes it as JSON.
+"""The engine on one GPU, in under 8 minutes: prints the table of the GPU path's aims and results,
+and writes it as JSON.
 
     # Everything, into benchmarks/results/gpu-<GPU>.{json,md}
     python -m benchmarks.gpu
@@ -7,8 +7,9 @@ measured, and writes it as JSON.
     # Shows on any machine that it runs; nothing is written to results/
     python -m benchmarks.gpu --device cpu
 
-Each row runs in a process of its own; on a GPU it has a time of its own. One that fails says why
-and the others go on. Without a GPU that torch can use it says so and ends with status 2.
+Each row runs in a process of its own, on a GPU with a time limit of its own. If a row fails, its
+error is printed and the others run. Without a GPU that torch can use, the program prints that and
+ends with status 2.
 """
 
 import argparse
@@ -36,15 +37,13 @@ from workers.engine.device.memory import available_memory
 from workers.engine.messages.errors import ModelLoadError
 
 TOTAL_SECONDS = 460.0
-"""Of a whole run on a GPU; what is left of it bounds each row."""
+"""Time limit of a whole run on a GPU; each row may take the rest of it."""
 
 _PLENTY = 64 << 30  # bytes of memory
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0 if every row could be measured, 1 if one could not, 2 where there is no GPU to
-    measure.
-    """
+    """Return 0 if every row could be measured, 1 if one could not, 2 without a usable GPU."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,8 +89,9 @@ def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outco
 
 
 def _roomy_folder() -> str | None:
-    """Where checkpoints of 36 GB go: memory where that is plenty, for no disk is as quick; else
-    where temporary files do.
+    """Return the folder for checkpoints of 36 GB: in memory if there is enough, else None.
+
+    None means the folder of temporary files.
     """
     folder, available = Path("/dev/shm"), available_memory() or 0
     if "BENCHMARK_CACHE" in os.environ:
@@ -101,7 +101,7 @@ def _roomy_folder() -> str | None:
 
 
 def _in_a_process(name: str, setting: Setting, seconds: float | None) -> Outcome:
-    """Return the row's figures, or why there are none. Its engine core dies with its process."""
+    """Return the row's figures or its error. The engine core ends with the row's process."""
     file = Path(setting.scratch) / f"{name}.json"
     command = [
         sys.executable,
@@ -137,7 +137,7 @@ def _measure_here(name: str, setting: str, file: str) -> int:
     except NeedsGpu as error:
         outcome = {"failed": f"it needs a GPU: {error}"}
     except Exception as error:
-        # These explain themselves
+        # These errors have clear messages
         if not isinstance(error, OSError | ModelLoadError | EngineStartError):
             import traceback
 

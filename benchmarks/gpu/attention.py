@@ -24,9 +24,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
 class PagedLayer:
-    """One layer's cache, full of random keys and values, with room for `rows` requests of `context`
-    tokens.
-    """
+    """One layer's cache of random keys and values, for `rows` requests of `context` tokens."""
 
     def __init__(self, setting: Setting, rows: int, context: int) -> None:
         self.device = torch.device(setting.device)
@@ -41,8 +39,9 @@ class PagedLayer:
         self.tables = order.to(torch.int32).view(rows, per_row).to(self.device)
 
     def step(self, contexts: list[int], query: int) -> DeviceMetadata:
-        """Metadata of a step in which the row with `contexts[i]` tokens brings its last `query`
-        ones.
+        """Return the metadata of a step with the last `query` tokens of each row.
+
+        Row i has `contexts[i]` tokens.
         """
         lengths = torch.tensor(contexts, dtype=torch.int32, device=self.device)
         rows = torch.arange(len(contexts), device=self.device)
@@ -55,7 +54,7 @@ class PagedLayer:
         )
 
     def seconds(self, metadata: DeviceMetadata, calls: int) -> float:
-        """Of one call for the step."""
+        """Return the seconds of one call for the step."""
         q, k, v = self.inputs(metadata.slot_mapping.shape[0])
         return median_seconds(
             lambda: self.attention.forward(q, k, v, self.cache, metadata, self.dim**-0.5, AttentionPattern()),
@@ -64,7 +63,7 @@ class PagedLayer:
         )
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of a step's tokens."""
+        """Return q, k and v of a step's tokens."""
         total = self.heads + 2 * self.kv_heads
         qkv = torch.randn(tokens, total, self.dim, device=self.device, dtype=self.dtype)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -131,7 +130,7 @@ def prefill(setting: Setting) -> dict[str, Any]:
 def _sdpa_seconds(layer: PagedLayer, length: int, calls: int) -> float:
     # [1, heads, T, d]
     q, k, v = (part.transpose(0, 1)[None].contiguous() for part in layer.inputs(length))
-    # Where the backend takes only as many heads of keys as of queries
+    # For a backend that requires as many heads of keys as of queries
     if layer.device.type == "cpu":
         k, v = (part.repeat_interleave(layer.heads // layer.kv_heads, 1) for part in (k, v))
     grouped = k.shape[1] != q.shape[1]

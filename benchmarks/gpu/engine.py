@@ -1,9 +1,9 @@
 """Rows that drive the whole engine as a worker does: `AsyncEngine` in this process, its core in one
 of its own.
 
-A pass is a workload submitted at once; its seconds run from there to the last token, as this
-process sees it. What comes up once (kernels loaded and tuned, graphs captured) has come up before
-the measured pass: see `warm_up`. Its duration is reported beside it.
+A pass is a workload submitted at once; its seconds run until the last token arrives in this
+process. One-time work (loading and tuning kernels, capturing graphs) is done before the measured
+pass by `warm_up`, and its duration is reported separately.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.config import EngineConfig
 
 _TINY_LIMIT = 150  # below the tiny models' vocabulary
-_SPARE_STEPS = 3  # of each size, since requests that were let in one after the other end so too
+_SPARE_STEPS = 3  # of each size, since requests admitted one after the other also end one after the other
 
 T = TypeVar("T")
 
@@ -41,12 +41,12 @@ class GpuPass:
 
 
 def qwen3_06b(setting: Setting) -> dict[str, Any]:
-    """nano-vllm's workload."""
+    """Measure nano-vllm's workload."""
     return _throughput(setting, "qwen3-0.6b", _benchmark(setting, 256, 100, 1024), full_warmup=True)
 
 
 def qwen3_06b_fp8(setting: Setting) -> dict[str, Any]:
-    """The same over keys and values of 8 bits."""
+    """Measure nano-vllm's workload with keys and values in 8 bits."""
     if setting.device != "cuda":
         raise NeedsGpu("a CPU has no KV cache of 8 bits")
     work = _benchmark(setting, 256, 100, 1024)
@@ -54,37 +54,39 @@ def qwen3_06b_fp8(setting: Setting) -> dict[str, Any]:
 
 
 def qwen3_06b_queued(setting: Setting) -> dict[str, Any]:
-    """Four requests of nano-vllm's lengths to each of 256 slots, a worker's everyday state: where
-    one ends the next comes in.
+    """Measure four requests of nano-vllm's lengths for each of 256 slots.
+
+    This is a worker's usual state: the next request starts when one ends.
     """
     work, slots = (_benchmark(setting, 0, 0, 0), 3) if setting.tiny else (drawn(1024, 100, 1024), 256)
     return _throughput(setting, "qwen3-0.6b", work, full_warmup=False, max_num_seqs=slots)
 
 
 def qwen25_05b(setting: Setting) -> dict[str, Any]:
-    """nano-vllm's workload on a model so quick that the host decides."""
+    """Measure nano-vllm's workload on a model so fast that the host is the bottleneck."""
     return _throughput(setting, "qwen2.5-0.5b", _benchmark(setting, 256, 100, 1024), full_warmup=True)
 
 
 def qwen3_8b(setting: Setting) -> dict[str, Any]:
-    """1,024 requests of half those lengths, so that all fit into the cache of an H200 at once and
-    the row into its time.
+    """Measure 1,024 requests of half those lengths.
+
+    All fit into the cache of an H200 at once, and the row into its time limit.
     """
     return _throughput(setting, "qwen3-8b", _benchmark(setting, 1024, 50, 512), full_warmup=False)
 
 
 def qwen3_8b_int4(setting: Setting) -> dict[str, Any]:
-    """64 requests of those lengths, whose steps read weights more than anything else."""
+    """Measure 64 requests of those lengths with 4-bit weights; steps mostly read weights."""
     return _throughput(setting, "qwen3-8b", _benchmark(setting, 64, 50, 512), full_warmup=False, kind="int4")
 
 
 def qwen3_8b_float8(setting: Setting) -> dict[str, Any]:
-    """The same in float8."""
+    """Measure the same requests with float8 weights."""
     return _throughput(setting, "qwen3-8b", _benchmark(setting, 64, 50, 512), full_warmup=False, kind="float8")
 
 
 def start_up(setting: Setting) -> dict[str, Any]:
-    """From no engine at all to the first token here."""
+    """Measure the time from the start of an engine to its first token in this process."""
     folder = checkpoint(setting, "qwen3-0.6b")
 
     async def measured() -> dict[str, Any]:
@@ -110,14 +112,14 @@ def start_up(setting: Setting) -> dict[str, Any]:
 
 
 def config_for(setting: Setting, folder: str, **settings: Any) -> EngineConfig:
-    """Return what a worker would run the model with, but for the context, which is nano-vllm's."""
+    """Return a worker's configuration for the model, with nano-vllm's context length."""
     if setting.tiny:
         return EngineConfig(model=folder, device="cpu", max_model_len=128, dtype="float32", threads=1, **settings)
     return EngineConfig(model=folder, device=setting.device, max_model_len=4096, dtype="bfloat16", **settings)
 
 
 async def with_engine(config: EngineConfig, use: Callable[[AsyncEngine], Awaitable[T]]) -> T:
-    """Start an engine, yield it, and stop it in any case."""
+    """Start an engine, call `use` with it, and stop it in any case."""
     engine = AsyncEngine(config)
     await engine.start()
     try:
@@ -148,10 +150,8 @@ async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Gp
 
 
 async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
-    """Decode steps of all sizes that graphs have, up to `rows`, and as many of each as it takes;
-    returns the seconds.
-    """
-    from workers.engine.cuda.graphs import sizes, steps_to_record  # which needs torch
+    """Run enough decode steps of all graph sizes up to `rows`; return the seconds."""
+    from workers.engine.cuda.graphs import sizes, steps_to_record  # imports torch
 
     found = sizes(engine.info.max_num_seqs)
     enough = {found[-1]: 1, **{size: steps_to_record(size, larger) for size, larger in pairwise(found)}}
@@ -163,10 +163,10 @@ async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
 def _throughput(
     setting: Setting, name: str, work: Workload, full_warmup: bool, kind: str | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """`full_warmup`: the whole workload once before it is measured, with other tokens in its
-    prompts; `kind`: of quantized weights.
+    """Measure the throughput of a workload.
 
-    `settings` are the engine's.
+    `full_warmup`: run the whole workload once before, with other prompt tokens. `kind`: the kind
+    of quantized weights. `settings` are the engine's.
     """
     folder = checkpoint(setting, name, kind)
 

@@ -35,9 +35,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def _share(setting: Setting) -> Workload:
-    """Return the benchmark's prompts, with answers so short that the slower side stays within the
-    row's time.
-    """
+    """Return the benchmark's prompts with short answers, for the row's time limit."""
     prompts = drawn(3, 2, 20, token_limit=150).prompts if setting.tiny else drawn(256, 100, 1024).prompts
     return Workload(prompts, [4 if setting.tiny else 128] * len(prompts))
 
@@ -49,7 +47,7 @@ async def _ours(engine: AsyncEngine, setting: Setting, work: Workload) -> GpuPas
 
 
 def _theirs(setting: Setting, folder: str, work: Workload) -> float:
-    """Output tokens per second. Raises RuntimeError where a request got no or too few tokens."""
+    """Return output tokens per second. Raise RuntimeError if a request got too few tokens."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -59,7 +57,7 @@ def _theirs(setting: Setting, folder: str, work: Workload) -> float:
     )
     lengths = GenerationConfig(max_new_tokens=work.output_lengths[0], do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64) if setting.tiny else None
-    for prompts in (work.prompts[:8], work.prompts):  # the first call loads what later ones find
+    for prompts in (work.prompts[:8], work.prompts):  # the first call is a warm-up
         results = list(
             model.generate_batch(prompts, generation_config=lengths, continuous_batching_config=sizes).values()
         )

@@ -1,4 +1,4 @@
-"""What the GPU itself does: the two figures that every bound is computed from."""
+"""The two rates of the GPU that every bound is computed from."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from benchmarks.gpu.timing import median_seconds
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Copy bandwidth and bf16 matrix rate."""
+    """Measure copy bandwidth and bf16 matrix rate."""
     device = torch.device(setting.device)
     copied, side = (1 << 20, 128) if setting.tiny else (4 << 30, 8192)
     source = torch.ones(copied, dtype=torch.uint8, device=device)

@@ -19,7 +19,7 @@ _BETWEEN_STEPS = 5.0  # microseconds; a shorter gap lies between two kernels of 
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """256 rows that all decode while the trace is taken."""
+    """Measure a trace of 256 decoding rows."""
     if setting.device != "cuda":
         raise NeedsGpu("a trace of a CPU has no device in it")
     folder = checkpoint(setting, "qwen3-0.6b")
@@ -37,17 +37,15 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def kernel_intervals(events: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Start and end of every kernel of a Chrome trace, in microseconds, in order of their starts.
+    """Return start and end of every kernel of a Chrome trace, in microseconds, by start.
 
-    Copies are not counted as work.
+    Copies are left out.
     """
     return sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "kernel")
 
 
 def figures_of(kernels: list[tuple[float, float]]) -> dict[str, Any]:
-    """Per cent of the traced time in which no kernel ran: in gaps as between steps, and in all
-    gaps.
-    """
+    """Return the per cent of the traced time without a kernel: between steps, and in all gaps."""
     if not kernels:
         raise RuntimeError("there is no kernel in the trace")
     gaps, busy_until = [], kernels[0][0]

@@ -1,5 +1,5 @@
-"""Products with quantized weights alone, in the shapes of a layer of Qwen3-8B, against torch's with
-the weight in bfloat16.
+"""Products with quantized weights, in the shapes of a layer of Qwen3-8B, against torch's products
+with bfloat16 weights.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from workers.engine.layers.quantized import QuantizedWeight
 SHAPES = ((24576, 4096), (4096, 12288), (6144, 4096))  # outputs and inputs
 KINDS = {"int4": 128, "int8": None, "float8": 128}  # columns of a group
 ROWS = (1, 16, 32, 64, 128, 256, 512)
-JUDGED = ("int4", 64)  # the kind and the most rows that the row's figure is of
+JUDGED = ("int4", 64)  # kind and most rows of the row's figure
 _CALLS = 20  # in one CUDA graph, so that the host launches none of them
 
 

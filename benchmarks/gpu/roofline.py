@@ -1,5 +1,5 @@
-"""The least time that a workload can take on a GPU, from what its memory and its matrix units were
-measured to do.
+"""The least time that a workload can take on a GPU, from the measured rates of its memory and its
+matrix units.
 
 Two kinds of work are counted. Prompts: every token runs through all matrices once, 2 operations per
 weight, at the matrix rate. Decoding: each step reads all weights once and every running request's
@@ -21,7 +21,7 @@ from benchmarks.gpu.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a GPU was measured to do."""
+    """The measured rates of a GPU."""
 
     copy_bytes_per_second: float  # read and written, as a copy moves them
     matrix_operations_per_second: float
@@ -29,8 +29,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one token costs a decoder with gated or plain projections; the head has 2 bytes per
-    weight.
+    """The cost of one token for a decoder with gated or plain projections.
+
+    The head has 2 bytes per weight.
     """
 
     layer_weights: int  # elements of all layers' matrices
@@ -40,14 +41,14 @@ class ModelCost:
 
     @property
     def weight_bytes(self) -> int:
-        """What a decode step reads; rows looked up in the embedding are not counted."""
+        """The bytes of weights that a decode step reads, without embedding rows."""
         return round(self.layer_bytes * self.layer_weights) + 2 * self.head_weights
 
 
 def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2, layer_bytes: float = 2) -> ModelCost:
-    """For a Llama-like shape, by the names of transformers' configurations.
+    """Return the cost for a Llama-like shape, with the names of transformers' configurations.
 
-    `kv_bytes`: of one number of a key or value; `layer_bytes`: of one weight of a layer.
+    `kv_bytes`: bytes of one number of a key or value; `layer_bytes`: of one weight of a layer.
     """
     hidden, inner, layers, heads = (
         shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -64,7 +65,7 @@ def cost_of(shape: Mapping[str, Any], kv_bytes: int = 2, layer_bytes: float = 2)
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A workload's least seconds and what they are made of."""
+    """A workload's least seconds and their parts."""
 
     prompt_seconds: float
     decode_seconds: float
@@ -78,7 +79,7 @@ class Roofline:
 
 
 def roofline(cost: ModelCost, work: Workload, gpu: Gpu) -> Roofline:
-    """See the head of this file."""
+    """Return the least time of a workload; the module docstring defines it."""
     prompts = np.array([len(prompt) for prompt in work.prompts])
     outputs = np.array(work.output_lengths)
     steps = np.arange(1, outputs.max())  # the first token of an answer comes with its prompt

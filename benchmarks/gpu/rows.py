@@ -1,6 +1,4 @@
-"""The rows of the table, in the order in which they are measured: what each needs of its figure,
-and how long it may take.
-"""
+"""The rows of the table, in the order of their measurement, with targets and time limits."""
 
 import importlib
 from collections.abc import Callable
@@ -12,8 +10,9 @@ from benchmarks.gpu.setting import Setting
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`at_least` and `hoped` are in `unit`; `of_bound` says that they are shares of the bound that
-    the row computes.
+    """A row of the table.
+
+    `at_least` and `hoped` are in `unit`; with `of_bound`, they are shares of the row's bound.
     """
 
     title: str
@@ -26,9 +25,7 @@ class Row:
     less_is_better: bool = False
 
     def measure(self, setting: Setting) -> dict[str, Any]:
-        """Return the row's figures; `value` is the one in the table, `how` says how it was
-        measured.
-        """
+        """Return the row's figures: `value` is shown in the table, `how` describes the method."""
         module, function = self.measured_by.split(":")
         measure: Callable[[Setting], dict[str, Any]] = getattr(
             importlib.import_module(f"benchmarks.gpu.{module}"), function
@@ -36,9 +33,7 @@ class Row:
         return measure(setting)
 
     def met(self, figures: dict[str, Any]) -> bool | None:
-        """Return whether the figure is at least what was asked for; None where nothing was, or
-        nothing can be said.
-        """
+        """Return whether the figure meets `at_least`, or None if that is unset or undecidable."""
         if self.at_least is None or (self.of_bound and not figures.get("bound")):
             return None
         value = figures["value"] / figures["bound"] if self.of_bound else figures["value"]
@@ -79,6 +74,6 @@ ROWS = {
     ),
     "qwen3-0.6b-queued": Row("Qwen3-0.6B, bf16, 1,024 requests, 256 at a time", "engine:qwen3_06b_queued", 80, "tok/s"),
 }
-"""Those with a wide limit come last: on a GPU whose kernels have not been compiled and tuned yet,
-what comes first takes longer.
+"""Rows with a wide time limit come last, since on a new GPU the first rows also compile and tune
+kernels.
 """

@@ -1,4 +1,4 @@
-"""What a row is measured with."""
+"""The setting in which a row is measured."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -10,12 +10,11 @@ from workers.engine.messages.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`scratch` is a folder for checkpoints, shared by the rows of a run.
+    """The setting of a row.
 
-    `gpu` is what the row "card" measured, if it did.
-
-    On "cpu" everything is tiny: it shows that the benchmark runs, and its figures compare to
-    nothing.
+    `scratch` is a folder for checkpoints, shared by the rows of a run. `gpu` has the results of
+    the row "card", if it was measured. On "cpu" everything is tiny: such a run only shows that the
+    benchmark works.
     """
 
     device: str  # "cuda" or "cpu"
@@ -32,8 +31,8 @@ class NeedsGpu(Exception):
 
 
 def no_gpu() -> str | None:
-    """Return why there is no GPU to measure; None where there is one."""
-    # Asked in a process of its own: CUDA keeps memory of a GPU for each that uses it.
+    """Return the reason why there is no GPU to measure, or None."""
+    # In a separate process, since CUDA keeps GPU memory for each process that uses it
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as asked:
         return asked.submit(_why_unusable, "cuda").result()
 

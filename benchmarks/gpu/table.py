@@ -16,7 +16,7 @@ def table(outcomes: dict[str, Outcome]) -> str:
 
 
 def notes(outcomes: dict[str, Outcome]) -> str:
-    """Return how each figure was measured, or why there is none."""
+    """Return the method of each figure, or the reason for a missing one."""
     lines = []
     for name, outcome in outcomes.items():
         how = f"not measured: {outcome['failed']}" if "failed" in outcome else outcome["how"]

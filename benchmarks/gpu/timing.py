@@ -1,5 +1,5 @@
-"""How long work takes on a device: CUDA events around calls that are queued back to back, so that
-launching one overlaps with the last.
+"""Timing of work on a device: CUDA events around calls that are queued back to back, so that the
+launch of a call overlaps with the previous one.
 """
 
 import statistics
@@ -12,9 +12,7 @@ _BATCHES = 5
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Return seconds of one call: the median over batches of `calls` calls, after one batch that
-    warms up.
-    """
+    """Return the seconds of one call: the median of batches of `calls`, after a warm-up batch."""
     measure = _by_events if device.type == "cuda" else _by_clock
     return statistics.median([measure(work, calls) for _ in range(_BATCHES + 1)][1:])
 

@@ -1,3 +1,1 @@
-"""One module per subcommand; what a command needs is imported when it runs, so that `--help` stays
-quick.
-"""
+"""One module per subcommand; imports happen when a command runs, so that `--help` is fast."""

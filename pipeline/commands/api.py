@@ -40,7 +40,7 @@ def api(ctx: click.Context, /, redis_url: str, file_store: str, log_level: str, 
     log_settings(ctx)
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     check_open(settings)
-    gc.disable()  # `main` enables it; looking through what the imports make takes a sixth of their time
+    gc.disable()  # until `main` enables it: collections take a sixth of the import time
     from api.main import main
     from jobs.queue.base import QueueBase
     from jobs.queue.connection import check_server, connect
@@ -57,7 +57,7 @@ def api(ctx: click.Context, /, redis_url: str, file_store: str, log_level: str, 
 
 
 def check_open(settings: ApiSettings) -> None:
-    """Refuse to serve without keys on an address that other machines reach, without --insecure.
+    """Raise `Refused` without API keys if other machines reach the address, unless --insecure.
 
     Raises `StoreError` for unreadable keys.
     """

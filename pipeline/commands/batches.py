@@ -77,7 +77,7 @@ def _show_or_wait(
     as_json: bool,
     name: str | None = None,
 ) -> None:
-    """Print what became of a batch, or its end, if that is waited for."""
+    """Print the new state of a batch, or wait for its end and print that."""
     if not wait:
         show(batch, text, as_json)
         return

@@ -9,7 +9,7 @@ from pipeline.options import flag, require_extra
 
 REQUESTS = Path(__file__).parents[1] / "demo_requests.jsonl"
 _STRUCTURED = 2
-"""The last requests, whose answers follow a schema and call a tool."""
+"""Number of last requests; their answers follow a schema or call a tool."""
 
 
 @click.command()

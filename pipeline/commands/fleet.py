@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipeline.hosting.models import ServedModel
     from pipeline.ray.spec import ModelSpec
 
-_DRAIN_MARGIN_SECONDS = 40.0  # for the process that waits for workers, in addition to theirs
+_DRAIN_MARGIN_SECONDS = 40.0  # for the placement process, in addition to the workers' stop time
 _WORKER_SETTINGS = (
     "redis_url",
     "lease_seconds",
@@ -92,20 +92,20 @@ def fleet(
     models = served_models(
         all_models(ctx, model, model_option), model_flags, redis_url, values, flags_of(FleetSettings)
     )
-    # One for each queue, so that two fleets can share a cluster
+    # One namespace for each queue, so that two fleets can share a cluster
     namespace = f"pipeline-{hashlib.sha1(address_of(redis_url).encode(), usedforsecurity=False).hexdigest()[:12]}"
     specs = [_spec(one, log_level) for one in models]
     spec = FleetSpec(ray_address, namespace, redis_url, log_level, specs)
     settings = QueueSettings.from_environment(**values_of(QueueSettings, ctx.params))
     stop_seconds = max(one.worker.stop_seconds for one in specs) + _DRAIN_MARGIN_SECONDS
     with Supervisor(redis_url, settings, print_line, log_level, stop_seconds=stop_seconds) as supervisor:
-        # Ray tries 20 times by default, and takes minutes, before it says that the head is gone
+        # By default Ray tries 20 times, for minutes, before it reports a lost head
         placement = supervisor.start_placement({SPEC_VARIABLE: spec.packed(), "RAY_NUM_REDIS_GET_RETRIES": "1"})
         run_until_stopped(supervisor)
     if placement.stop_code != 0:
         raise Unfinished(
             placement.last_error
-            or "the command ended before its workers had stopped: those that drain end by themselves, others go on"
+            or "the command ended before its workers had stopped: draining workers end by themselves, others go on"
         )
 
 
@@ -145,5 +145,5 @@ def _environment(settings: "QueueSettings") -> dict[str, str]:
 
 
 def _on_every_node(folder: str) -> str:
-    """Return what names the same folder in another one; a name of the hub as it is."""
+    """Return the absolute path of a local folder, for other nodes; a hub name unchanged."""
     return str(Path(folder).resolve()) if Path(folder).is_dir() else folder

@@ -141,7 +141,7 @@ def revoke(ids: tuple[str, ...], file_store: str) -> None:
 
 
 def _usage(file_store: str) -> "KeyUsage | None":
-    """Return the counts of all keys; None, with a warning, where they cannot be read."""
+    """Return the usage of all keys, or None, with a warning, if it cannot be read."""
     from jobs.store.key_usage import load_usage
     from jobs.store.storage import StoreError
     from jobs.store.store_folder import store_root

@@ -54,7 +54,7 @@ def forget(names: tuple[str, ...], redis_url: str) -> None:
 
 def _forget(queue: "Queue", name: str) -> None:
     if name not in {model.name for model in queue.models()}:
-        raise Refused(f"no model {name} is known in this Redis: `pipeline models list` shows those that are")
+        raise Refused(f"no model {name} is known in this Redis: `pipeline models list` shows the known models")
     if batches := [batch for batch, status in queue.active_batches().items() if name in status.line_models]:
         more = f" and {len(batches) - 1} more" if len(batches) > 1 else ""
         raise Refused(f"{batches[0]}{more} has lines for {name}: wait for its end, or cancel it first")

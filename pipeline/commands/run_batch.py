@@ -227,7 +227,7 @@ def _hosted(
     redis_url: str | None,
     settings: HostingSettings,
 ) -> "list[ServedModel]":
-    """Return the models where they are several, or are not given as a folder or hub name alone."""
+    """Return the models; none for one model given by folder or hub name, which needs no host."""
     if len(given) < 2 and not flags and not any("=" in one or Path(one).is_dir() for one in given):
         return []
     from pipeline.hosting.models import served_models
@@ -235,7 +235,7 @@ def _hosted(
     models = served_models(given, flags, redis_url, ctx.params)
     if len(models) == 1 and not flags and given[0] == models[0].settings.engine.model:
         return []
-    from pipeline.hosting.host import check_fits  # which imports redis, before the worker is started
+    from pipeline.hosting.host import check_fits  # imports redis, so only if needed
 
     check_fits(models, settings)
     return models

@@ -28,7 +28,7 @@ from pipeline.options import (
     webhook_options,
 )
 
-_PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
+_PATIENCE_SECONDS = 5.0  # time for a stopping server to end
 
 
 @click.command()
@@ -78,7 +78,7 @@ def serve(
     from pipeline.supervisor import Supervisor
 
     given = all_models(ctx, model, model_option)
-    models = served_models(given, model_flags, redis_url, ctx.params)  # refuses before anything is started
+    models = served_models(given, model_flags, redis_url, ctx.params)  # raises `Refused` before anything is started
     ctx.params["expected_model"] = tuple(name for one in models for name in one.names)
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = len(models) > 1 or hosting.idle_unload is not None
@@ -95,7 +95,7 @@ def serve(
         except OSError as error:
             raise Refused(error.strerror or str(error)) from None
         supervisor = stack.enter_context(Supervisor(redis_url, settings, print_line, log_level))
-        if redis_url is not None:  # a private one knows no other store
+        if redis_url is not None:  # a private Redis knows no other store
             from jobs.store.owner import open_own_store
             from jobs.store.storage import path_of
 
@@ -126,8 +126,8 @@ def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContext
         return contextlib.nullcontext()
     if not is_local(file_store):
         raise Refused(
-            f"the file store {file_store} is a bucket, which no lock keeps from others: set REDIS_URL, to the one"
-            " Redis of all that use this bucket"
+            f"the file store {file_store} is a bucket and cannot be locked: set REDIS_URL, to the Redis of all"
+            " processes that use this bucket"
         )
     refusal = f"another `pipeline serve` uses the file store {file_store}: give each a --file-store of its own"
     return held(file_store, refusal, _PATIENCE_SECONDS)

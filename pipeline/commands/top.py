@@ -8,7 +8,7 @@ from pipeline.options import common_options, flag, fleet_redis_option
 
 
 def _no_nan(_ctx: click.Context, _param: click.Parameter, seconds: float) -> float:
-    if math.isnan(seconds):  # which no range keeps out
+    if math.isnan(seconds):  # a range does not exclude NaN
         raise click.BadParameter("it is not a number")
     return seconds
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from workers.engine.client.launch import LaunchedCore
     from workers.engine.messages.config import EngineConfig
 
-_BESIDES = 10.0  # seconds to stop in, beyond those of its requests
+_BESIDES = 10.0  # seconds to stop, in addition to the shutdown timeout
 
 
 @click.command()
@@ -72,7 +72,7 @@ def worker(
     with (
         _sigterm_as_exit() as early_stop,
         _launched(settings.engine) as core,
-    ):  # first, since it takes longest to be ready
+    ):  # started first, since it takes longest to be ready
         from jobs.queue.connection import check_server, connect
         from workers.worker import main
 
@@ -100,8 +100,9 @@ def _launched(config: "EngineConfig") -> Iterator["LaunchedCore"]:
 
 
 class _EarlyStop:
-    """Ends the process in order at a signal, and notes that it came: the exception is lost where it
-    comes up in a destructor.
+    """Ends the process gracefully at a signal, and records the signal.
+
+    The record is needed because an exception raised in a destructor is lost.
     """
 
     ordered = False
@@ -113,9 +114,9 @@ class _EarlyStop:
 
 @contextlib.contextmanager
 def _sigterm_as_exit() -> Iterator[_EarlyStop]:
-    """End the process in order at SIGTERM, until another handler is set."""
+    """End the process gracefully at SIGTERM, until another handler is set."""
     early_stop = _EarlyStop()
-    drop_lost_exits()  # `ordered` says what came of them
+    drop_lost_exits()  # `ordered` records the signal
     before = signal.signal(signal.SIGTERM, early_stop.end)
     try:
         yield early_stop
@@ -128,7 +129,7 @@ def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: 
     from pipeline.supervisor import Supervisor
     from pipeline.worker_settings import worker_settings
 
-    settings = worker_settings(model, redis_url, ctx.params)  # refuses before anything is started
+    settings = worker_settings(model, redis_url, ctx.params)  # raises `Refused` before anything is started
     arguments = [*([model] if model else []), *model_arguments(ctx.params)]
     with Supervisor(
         redis_url, settings, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES

@@ -1,1 +1,1 @@
-"""Several models on one machine: which there are, what they need, when each is loaded."""
+"""Several models on one machine: their flags, their memory, and loading on demand."""

@@ -1,5 +1,7 @@
-"""Which models are loaded: each one when work for it waits, as far as there is memory, and until it
-has been idle for long enough or another one needs its place.
+"""Loading and unloading of models on demand.
+
+A model is loaded when work for it waits and there is memory. It is unloaded when it has been idle
+for long enough, or when another model needs its memory.
 """
 
 import math
@@ -24,13 +26,13 @@ if TYPE_CHECKING:
     from pipeline.supervisor import Supervisor
 
 TURN_SECONDS = 60.0
-"""How long a model that is at work keeps its place, at least, while another one's work waits."""
+"""Least time that a busy model stays loaded while work for another model waits."""
 
-_LOADS_A_TURN = 5  # it keeps it for so many times as it took to load, if that is longer
-_REPORT_SECONDS = 5.0  # workers report so often what they have done
+_LOADS_A_TURN = 5  # a busy model stays loaded at least this many times its load time
+_REPORT_SECONDS = 5.0  # interval of the workers' reports
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # after a model could not be loaded
 _LOADS_ALLOWED = 4  # worker processes that may end while one model is loaded
-_BESIDES = 10.0  # seconds to stop in, beyond those of its requests
+_BESIDES = 10.0  # seconds to stop, in addition to the shutdown timeout
 _CHECK_SECONDS = 5.0
 _SOON_SECONDS = 0.2
 
@@ -39,31 +41,31 @@ State = Literal["unloaded", "loading", "ready", "unloading"]
 
 @dataclass(eq=False)
 class ModelPlace:
-    """One model, its worker processes and what is known of its work."""
+    """One model, its worker processes and the known state of its work."""
 
     model: ServedModel
     needs: Needs
     state: State = "unloaded"
-    since: float = 0.0  # the state
+    since: float = 0.0  # start of the state
     children: "list[Child]" = field(default_factory=list)
     pids: set[int] = field(default_factory=set)
     work: ModelWork = field(default_factory=ModelWork)
-    waits_since: float | None = None  # work, without a place
+    waits_since: float | None = None  # when work began to wait
     worked_at: float = 0.0
     load_seconds: float = 0.0
-    problem: str = ""  # why it is not loaded though work waits
-    failure: str = ""  # how the last try to load it ended, if badly
+    problem: str = ""  # why the model is not loaded although work waits
+    failure: str = ""  # error of the last attempt to load the model
     refusal: Literal["", "memory", "failed"] = ""
     failures: int = 0  # in a row
     retry_at: float = 0.0
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is lost where it is unloaded now."""
+        """Return whether the model has no work."""
         return self.state == "ready" and not self.work.waiting and not self.work.running
 
     def gives_way(self, now: float) -> bool:
-        """Return whether another model may have its place."""
+        """Return whether the model may be unloaded for another one."""
         turn = max(TURN_SECONDS, _LOADS_A_TURN * self.load_seconds)
         return self.is_idle or (self.state == "ready" and now - self.since > turn)
 
@@ -72,9 +74,9 @@ class ModelPlace:
 
 
 class ModelHost:
-    """A context in which models are on offer; `check` loads and unloads them.
+    """A context in which models are offered; `check` loads and unloads them.
 
-    It is to be called again when `news` can be read.
+    Call `check` again when `news` is readable.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class ModelHost:
 
     @property
     def problem(self) -> str:
-        """Return why the work for a model waits in vain, "" while none does."""
+        """Return the reason why a model with waiting work cannot be loaded, or ""."""
         refused = (place for place in self._places if place.refusal)
         return next((f"the model {one.model.title} {one.problem or one.failure}" for one in refused), "")
 
     def check(self) -> float:
-        """Load and unload; return the seconds until the next call at the latest."""
+        """Load and unload models; return the most seconds until the next call."""
         now, look = time.monotonic(), self._watch.take()
         for place in self._places:
             if look.began > place.since:
@@ -145,8 +147,9 @@ class ModelHost:
         place.pids |= pids
 
     def _load_wanted(self, now: float) -> None:
-        """Load what work waits for, live calls' first; unload others for it, but for one model at a
-        time.
+        """Load models with waiting work, those with live calls first.
+
+        Other models are unloaded for one model at a time.
         """
         wanted = [
             place
@@ -160,7 +163,7 @@ class ModelHost:
             place.problem = self._shortage(place)
             if not place.problem:
                 self._load(place, now)
-            elif self._is_changing:  # so that what is left cannot be said yet
+            elif self._is_changing:  # the free memory is not known yet
                 return
             elif never := self._shortage(place, leaving=self._taken()):
                 self._refuse(place, never, now)
@@ -171,8 +174,9 @@ class ModelHost:
         return _needs(model, self._most_cache)
 
     def _makes_room(self, place: ModelPlace, now: float) -> bool:
-        """Unload what is needed for a model, the one that was idle for longest first; return
-        whether there will be room for it.
+        """Unload models to make room for a model, the longest idle first.
+
+        Return whether there will be room.
         """
         leaving: list[ModelPlace] = []
         for other in sorted(self._taken(), key=lambda one: (not one.is_idle, one.worked_at)):
@@ -259,10 +263,11 @@ class ModelHost:
 
 
 def most_cache_bytes(models: Sequence[ServedModel], room: Room) -> int:
-    """Return how large the KV cache of a replica on a CPU may be where its flags do not say.
+    """Return the most bytes for the KV cache of a replica on a CPU, unless its flags set a size.
 
-    All caches together take the same share of what the models leave as that of one model alone; but
-    each may take CPU_CACHE_BYTES, so that of many models a few can be loaded.
+    All caches together take the same share of the memory left by the models as the cache of a
+    single model. Each may take at least CPU_CACHE_BYTES, so with many models only a few can be
+    loaded at once.
     """
     if room.memory is None:
         return CPU_CACHE_BYTES
@@ -271,7 +276,7 @@ def most_cache_bytes(models: Sequence[ServedModel], room: Room) -> int:
 
 
 def check_fits(models: Sequence[ServedModel], settings: HostingSettings) -> None:
-    """Raise `Refused` for a model that this machine has no room for, also alone."""
+    """Raise `Refused` for a model that does not fit on this machine even alone."""
     room = Room(settings.max_memory)
     most_cache = most_cache_bytes(models, room)
     for model in models:
@@ -280,8 +285,9 @@ def check_fits(models: Sequence[ServedModel], settings: HostingSettings) -> None
 
 
 def sized_alone(model: ServedModel, settings: HostingSettings) -> ServedModel:
-    """Return the model as it is started without a host: the worker sizes its KV cache by what is
-    free, unless models may take less.
+    """Return the model for a start without a host.
+
+    The worker sizes its KV cache by the free memory, unless `max_memory` limits it.
     """
     if settings.max_memory is None:
         return model
@@ -297,7 +303,7 @@ def fit_together(models: Sequence[ServedModel], settings: HostingSettings) -> bo
 
 
 def _measured(place: ModelPlace) -> Needs:
-    if place.state != "ready" or place.needs.gpus:  # what a driver takes in a process says nothing of a GPU
+    if place.state != "ready" or place.needs.gpus:  # host memory of a GPU driver says nothing about GPU memory
         return place.needs
     return replace(place.needs, used=memory_of(child.pid for child in place.children if child.pid is not None))
 

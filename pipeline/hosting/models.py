@@ -1,4 +1,4 @@
-"""From the --model and --model-flags of a command to the models of a server."""
+"""The models of a server, from the flags --model and --model-flags."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from workers.model_folder import MODULES
 from workers.settings import WorkerSettings
 
 _MARKS = ("config.json", MODULES)
-"""Files of which a model's folder has one."""
+"""Files by which a model's folder is recognized; it has at least one."""
 
 _NAME_OF_FLAGS = "--model-flags"
 
@@ -26,7 +26,7 @@ _NAME_OF_FLAGS = "--model-flags"
 class ServedModel:
     """One of a server's models, and the flags of its worker."""
 
-    title: str  # in log lines, and what --model-flags names it by
+    title: str  # name in log lines and in --model-flags
     folder: str | None
     settings: WorkerSettings
     values: Mapping[str, Any]  # of its flags
@@ -38,8 +38,9 @@ class ServedModel:
         return [*([self.folder] if self.folder else []), *model_arguments(self.values)]
 
     def sized(self, most_cache: int) -> "ServedModel":
-        """Return the model with a KV cache of at most so many bytes for each replica, unless its
-        flags say how many, or it runs on a GPU.
+        """Return the model with a KV cache of at most `most_cache` bytes for each replica.
+
+        A model on a GPU, or with a size in its flags, is returned unchanged.
         """
         engine = self.settings.engine
         if engine.kv_cache_memory_bytes is not None or uses_gpus(engine.device):
@@ -61,10 +62,10 @@ def served_models(
     values: Mapping[str, Any],
     more: Callable[[click.Command], click.Command] = replicas_option,
 ) -> list[ServedModel]:
-    """Return the models of a server or of a run, the demo model where none is `given`.
+    """Return the models of a server or of a run; the demo model if none is `given`.
 
-    `values` are the flags for all of them, `flags` those of one each, as NAME=FLAGS; besides those
-    of a worker, the flags that `more` adds. Raises `Refused`.
+    `values` are the flags of all models; `flags` has flags for single models, as NAME=FLAGS. They
+    may be flags of a worker or flags that `more` adds. Raises `Refused`.
     """
     named = [pair for text in given for pair in _named(text)] or [("", None)]
     if len(named) > 1 and values["served_model_name"]:
@@ -99,9 +100,9 @@ def _served(
 
 
 def _named(text: str) -> list[tuple[str, str | None]]:
-    """Return name ("" for the model's own) and folder of each model that one --model gives.
+    """Return name ("" for the model's own) and folder of each model of one --model flag.
 
-    Only what is named is checked: a bad one in a folder of models is refused when it is loaded.
+    A named model is checked here; a bad model in a folder of models is refused when it is loaded.
     """
     name, separator, folder = text.partition("=")
     if separator and name and "/" not in name and not Path(text).exists():

@@ -1,4 +1,4 @@
-"""What a model takes of a machine, as far as it can be said before it is loaded."""
+"""Estimates of a model's memory and GPUs before it is loaded."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from workers.engine.native.levels import processor_features
 from workers.model_folder import MODULES, transformer_folder
 
 _CPU_STEP_TOKENS, _BLOCK_SIZE = 1024, 16  # the engine's defaults
-_GENERATORS = ("ForCausalLM", "LMHeadModel")  # how the names of architectures end
-_PROCESS_BYTES = 384 << 20  # of a worker process with its engine core; about half of it is torch
+_GENERATORS = ("ForCausalLM", "LMHeadModel")  # suffixes of architecture names
+_PROCESS_BYTES = 384 << 20  # a worker process with its engine core; about half of it is torch
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FIRST_NUMBER = re.compile("[0-9]+")  # of the name of a type, as in BF16 and F8_E4M3
+_FIRST_NUMBER = re.compile("[0-9]+")  # bits in the name of a type, such as BF16 and F8_E4M3
 _BITS = ("bits", "w_bit", "num_bits")
 _ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme")
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -24,28 +24,28 @@ _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What all replicas of a model take together."""
+    """The memory and GPUs that all replicas of a model take together."""
 
     memory: int  # bytes, an estimate
     gpus: int = 0
-    used: int | None = None  # bytes that it takes now, once it is loaded; None: the same
+    used: int | None = None  # bytes of the loaded model now; None: `memory`
 
     @property
     def taken(self) -> int:
-        """Return the bytes that it takes now."""
+        """Return the bytes that the model takes now."""
         return self.memory if self.used is None else self.used
 
     @property
     def most(self) -> int:
-        """Return the bytes that it will take: a KV cache fills with work, after the load."""
+        """Return the most bytes the model will take: its KV cache fills while it works."""
         return max(self.memory, self.taken)
 
 
 def needs_of(engine: EngineConfig, replicas: int, most_cache: int = CPU_CACHE_BYTES) -> Needs:
-    """Return an estimate, of a model that is not on this machine yet without its weights.
+    """Return an estimate; weights count only if the model's files are on this machine.
 
-    `most_cache`: bytes for the KV cache of a replica, where `engine` does not say. On a GPU the
-    weights and the KV cache take a GPU's memory, which the worker judges by itself.
+    `most_cache`: bytes for the KV cache of a replica, unless `engine` sets a size. On a GPU the
+    weights and the KV cache are in GPU memory, which the worker checks itself.
     """
     ranks = replicas * engine.tensor_parallel_size
     if uses_gpus(engine.device):
@@ -59,7 +59,7 @@ def needs_of(engine: EngineConfig, replicas: int, most_cache: int = CPU_CACHE_BY
 
 
 def cache_bytes_of(engine: EngineConfig, most: int) -> int:
-    """Return the size of a replica's KV cache on a CPU, `most` where the model is not known yet."""
+    """Return the size of a replica's KV cache on a CPU, `most` if the model is not known yet."""
     folder = _folder(engine.model)
     return most if folder is None else _cache_bytes(engine, _config(folder), most)
 
@@ -70,7 +70,7 @@ def uses_gpus(device: str) -> bool:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs the processes of this one may use."""
+    """Return the number of GPUs that this process and its children may use."""
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -79,7 +79,7 @@ def count_gpus() -> int:
 
 
 def _folder(model: str) -> Path | None:
-    """Return where a model's files are, None where they are not on this machine."""
+    """Return the folder of a model's files, or None if they are not on this machine."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return transformer_folder(folder)
@@ -99,15 +99,16 @@ def _weight_bytes(folder: Path, engine: EngineConfig, config: Mapping[str, Any])
     present = [file for file in files if file.is_file()]  # the worker refuses broken links
     settings = config.get("quantization_config") or config.get("compression_config")
     if settings:
-        bits = min(_packed_bits(settings), default=8)  # the fewest: an estimate too large does no harm
+        bits = min(_packed_bits(settings), default=8)  # fewest bits give the largest estimate, which is safe
         return sum(_count_numbers(file, bits) for file in present) * _item_bytes(engine, config)
     stored = sum(file.stat().st_size for file in present)
     return stored * _item_bytes(engine, config) // _ITEM_BYTES.get(_stored_dtype(config), 4)
 
 
 def _count_numbers(file: Path, packed_bits: int) -> int:
-    """Return about how many numbers a quantized checkpoint's file holds, as they are dequantized
-    when they are loaded; 0 where it cannot be read, which the worker refuses.
+    """Return about how many numbers a quantized checkpoint's file has after dequantization.
+
+    Return 0 for an unreadable file; the worker refuses it.
     """
     try:
         with file.open("rb") as stream:
@@ -130,7 +131,7 @@ def _bits_of(dtype: str) -> int:
 
 
 def _packed_bits(settings: Any) -> Iterator[int]:
-    """Yield each number of bits that a quantization_config names."""
+    """Yield each number of bits in a quantization_config."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             if key in _BITS and isinstance(value, int) and value > 0:
@@ -142,7 +143,7 @@ def _packed_bits(settings: Any) -> Iterator[int]:
 def _config(folder: Path) -> Mapping[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):  # the worker says what is wrong with it
+    except (OSError, ValueError):  # the worker reports the error
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -157,13 +158,13 @@ def _stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _cache_item_bytes(engine: EngineConfig, config: Mapping[str, Any]) -> int:
-    """Return 2 also for a checkpoint in bfloat16 that is computed in float32 by default."""
+    """Return the bytes of a cached number; 2 also for a bfloat16 checkpoint run in float32."""
     narrow = engine.dtype == "auto" and _stored_dtype(config) == "bfloat16" and not _is_encoder(config)
     return 2 if narrow else _item_bytes(engine, config)
 
 
 def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], most: int) -> int:
-    """Return the size of the KV cache on a CPU, `most` where the shape is unknown."""
+    """Return the size of the KV cache on a CPU, `most` if the shape is unknown."""
     if engine.kv_cache_memory_bytes is not None:
         return engine.kv_cache_memory_bytes
     try:
@@ -178,7 +179,7 @@ def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], most: int) -> 
 
 
 def _cache_blocks(engine: EngineConfig, config: Mapping[str, Any], block: int) -> int:
-    """Return how many blocks all requests need at their longest; an encoder has those of a step."""
+    """Return the most blocks that all requests can need; an encoder needs those of a step."""
     length = engine.max_model_len or config["max_position_embeddings"]
     if _is_encoder(config):
         sequences = engine.max_num_seqs or CPU_ENCODER_SEQUENCES
@@ -187,19 +188,17 @@ def _cache_blocks(engine: EngineConfig, config: Mapping[str, Any], block: int) -
 
 
 def _is_encoder(config: Mapping[str, Any]) -> bool:
-    """Return whether a model is an encoder, as far as its config.json shows: it names no key-value
-    heads.
-    """
+    """Return whether a model is an encoder: its config.json has no key-value heads."""
     architectures = config.get("architectures") or []
     generates = not architectures or str(architectures[0]).endswith(_GENERATORS)
     return not generates and "num_key_value_heads" not in config
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
-    """Return the value of the first of the names that is there. Raise KeyError without any."""
+    """Return the value of the first name that `config` has. Raise KeyError if it has none."""
     return config[next((name for name in names if name in config), names[0])]
 
 
 def _has_bfloat16() -> bool:
-    """Return whether `--dtype auto` is bfloat16 on this CPU, of a checkpoint in it."""
+    """Return whether `--dtype auto` keeps bfloat16 for a bfloat16 checkpoint on this CPU."""
     return not _BFLOAT16_FLAGS.isdisjoint(processor_features())

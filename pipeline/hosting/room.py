@@ -1,4 +1,4 @@
-"""Whether a model fits on this machine beside those that are loaded."""
+"""The check whether a model fits on this machine beside the loaded ones."""
 
 from collections.abc import Iterable
 
@@ -15,17 +15,17 @@ class Room:
 
     @property
     def memory(self) -> int | None:
-        """Bytes that models may take now; None where neither a flag nor the machine says."""
+        """Bytes that models may take; None if neither a flag nor the machine sets them."""
         known = [size for size in (self._max_memory, available_memory()) if size is not None]
         return min(known, default=None)
 
     def shortage(
         self, needs: Needs, loaded: Iterable[Needs], starting: Iterable[Needs], leaving: Iterable[Needs]
     ) -> str:
-        """Return what a model lacks beside others, "" if nothing: the end of "The model ...".
+        """Return the reason why a model does not fit, as the end of "The model ...", or "".
 
-        `loaded` have taken what they use, `starting` may still take all that they need, and
-        `leaving` are among the loaded and give back what they use.
+        `loaded` models have allocated their memory. `starting` models may still allocate all they
+        need. `leaving` models are loaded, and will free their memory.
         """
         loaded, starting, leaving = list(loaded), list(starting), list(leaving)
         others = [*loaded, *starting]

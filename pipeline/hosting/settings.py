@@ -1,4 +1,4 @@
-"""What a server runs its models with, besides what each of them runs with."""
+"""Settings of a server for all of its models together."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How much memory processes take, with all that they started, as /proc has it."""
+"""Memory use of processes and their descendants, from /proc."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -7,8 +7,9 @@ _PROC = Path("/proc")
 
 
 def memory_of(pids: Iterable[int]) -> int | None:
-    """Return bytes, in which a page that several processes have counts once; None where the kernel
-    does not say.
+    """Return the bytes of processes and their descendants; a shared page counts once.
+
+    Return None if the kernel does not report them.
     """
     sizes = [_proportional(one) for pid in pids for one in _tree(pid)]
     return None if None in sizes else sum(filter(None, sizes)) or None
@@ -26,7 +27,7 @@ def _tree(pid: int) -> Iterator[int]:
 
 
 def _proportional(pid: int) -> int | None:
-    """Return 0 for a process that has ended, None for one that may not be read."""
+    """Return a process's proportional memory: 0 if it ended, None if it may not be read."""
     try:
         rows = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,5 +1,6 @@
-"""How much work waits for the models of a server, read in a thread of its own, so that a Redis that
-is away holds nothing up.
+"""The amount of work that waits for the models of a server.
+
+A separate thread reads it, so that an unavailable Redis does not block the server.
 """
 
 import contextlib
@@ -29,23 +30,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pipeline")
 
-_UNSETTLED_SECONDS = 0.5  # between two looks while a model is loaded or unloaded
+_UNSETTLED_SECONDS = 0.5  # between two reads while a model is loaded or unloaded
 _PAUSE_AFTER_ERROR = 1.0
 
 
 class ModelWork(NamedTuple):
     """The work for one model at one moment."""
 
-    live: int = 0  # calls, or tenants of calls, that wait
-    waiting: int = 0  # those, and the same of batches
-    running: int = 0  # requests that its workers hold
-    counted: float = 0.0  # grows with everything that its workers do
-    ready: bool = False  # whether one of them takes requests
+    live: int = 0  # waiting live calls, or their tenants
+    waiting: int = 0  # `live`, plus the same count for batches
+    running: int = 0  # requests claimed by the model's workers
+    counted: float = 0.0  # sum of the workers' counters
+    ready: bool = False  # whether a worker is ready
 
 
 @dataclass(frozen=True)
 class ModelToWatch:
-    """What the watch has to know of a model."""
+    """The names, offer and processes of a model."""
 
     names: tuple[str, ...]
     offer: OnDemandModel
@@ -53,26 +54,26 @@ class ModelToWatch:
 
 
 class Look(NamedTuple):
-    """What one look found."""
+    """The work of all models, from one read."""
 
     began: float  # by the monotonic clock
     works: Mapping[str, ModelWork]
 
 
 class WorkWatch:
-    """Looks when work comes for a model that is not loaded, and every few seconds.
+    """Reads the waiting work every few seconds, and when work arrives for an unloaded model.
 
-    `news` can be read after each look.
+    `news` is readable after each read.
     """
 
     def __init__(self, queue: "Queue") -> None:
         self.server = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.news = WakeUp()
-        self.unsettled = False  # whether to look again soon
+        self.unsettled = False  # whether to read again soon
         self._queue = queue
         self._models: Mapping[str, ModelToWatch] = {}
         self._found = Look(-math.inf, {})
-        self._waiting: frozenset[str] = frozenset()  # models for which the last look found work, and no worker
+        self._waiting: frozenset[str] = frozenset()  # models with work but no worker at the last read
         self._stopped = threading.Event()
         self._offering = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="work-watch", daemon=True)
@@ -82,16 +83,16 @@ class WorkWatch:
         self._thread.start()
 
     def tell(self, models: Mapping[str, ModelToWatch]) -> None:
-        """Replace what the next look goes by."""
+        """Replace the models for the next read."""
         self._models = models
 
     def take(self) -> Look:
-        """Return what the last look found."""
+        """Return the last read."""
         self.news.clear()
         return self._found
 
     def stop(self) -> None:
-        """Take the offers back; the thread ends with its blocking read."""
+        """Withdraw the offers; the thread ends after its blocking read."""
         self._stopped.set()
         with self._offering, contextlib.suppress(redis.RedisError, QueueUnavailable):  # else they expire
             self._queue.withdraw(_offers(self._models.values()))
@@ -104,29 +105,32 @@ class WorkWatch:
                 last_id = orders[-1].id if orders else last_id
             except Exception as error:
                 if not self._stopped.is_set():
-                    logger.warning("failed to look for work; models are neither loaded nor unloaded: %s", error)
+                    logger.warning("waiting work could not be read; models are neither loaded nor unloaded: %s", error)
                 self._stopped.wait(_PAUSE_AFTER_ERROR)
 
     def look(self) -> float:
-        """Look once; return the seconds until the next look, where no work rings before."""
+        """Read the waiting work once; return the seconds until the next read.
+
+        New work for an unloaded model may trigger an earlier read.
+        """
         began, models = time.monotonic(), self._models
         offers = _offers(models.values())
-        # Where work waits, the next look comes anyway, and more of it would ring without end
+        # Models with waiting work are read again anyway; further work must not trigger more reads
         rings = [name for title, one in models.items() if title not in self._waiting for name in one.names]
         with self._offering:
             if self._stopped.is_set():
                 return 0.0
-            self._queue.offer(offers, rings)  # first, so that work which comes after the look rings
+            self._queue.offer(offers, rings)  # first, so that work after this read triggers another
         workers = self._queue.workers()
         waiting = self._queue.waiting_work(list(offers))
-        # After what waits: what is claimed meanwhile is seen twice, and not never
+        # Read after `waiting`, so that work claimed meanwhile is counted twice, not missed
         held = self._queue.held_by([worker.id for worker in workers])
         gauges = self._queue.gauges([worker.id for worker in workers])
         works = {title: _work(model, workers, waiting, held, gauges) for title, model in models.items()}
         self._found = Look(began, works)
         self.news.ring()
         before, self._waiting = self._waiting, frozenset(_without_worker(works))
-        if not self._waiting.issuperset(before):  # what waited is gone, and the next work has to ring
+        if not self._waiting.issuperset(before):  # the work is gone, so new work must trigger again
             return 0.0
         is_loading = any(not models[title].offer.refusal for title in self._waiting)
         return _UNSETTLED_SECONDS if is_loading or self.unsettled else MAX_BLOCK_SECONDS
@@ -159,6 +163,6 @@ def _work(
 
 
 def _counted(worker: WorkerRecord, gauges: WorkerGauges) -> float:
-    """Return the sum of all that a worker counts."""
+    """Return the sum of all counters of a worker."""
     metrics = zip(worker.metrics, gauges.metrics, strict=False)
     return sum(one.value for declared, samples in metrics if declared.kind != "gauge" for one in samples)

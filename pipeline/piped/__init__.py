@@ -1,1 +1,1 @@
-"""`run-batch -`: lines of a pipe run as they arrive, and leave as they finish."""
+"""`run-batch -`: lines of stdin run as they arrive; answers are written as they finish."""

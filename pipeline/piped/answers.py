@@ -1,4 +1,4 @@
-"""The answers of outstanding lines, from Redis or from the parts where they were drained before."""
+"""The answers of outstanding lines, from Redis or from the parts into which they were drained."""
 
 import heapq
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from jobs.queue.scripts import MAX_ITEMS
 from pipeline.piped.outstanding import Outstanding
 
 _MOST_BYTES = 8 * 1024 * 1024
-"""Of answers that are read before they are written: the one with which they get there is the
-last."""
+"""Size of answers read before they are written; the last one may exceed it."""
 
 
 class AnswerReader:
-    """Brings the answers of one batch to `outstanding`. Raises `QueueUnavailable` and
-    `StoreError`.
+    """Adds the answers of one batch to `outstanding`.
+
+    Methods raise `QueueUnavailable` and `StoreError`.
     """
 
     def __init__(self, queue: Queue, batch: str, root: str, outstanding: Outstanding) -> None:
@@ -32,18 +32,18 @@ class AnswerReader:
         self._missing: set[int] = set()
 
     def collect(self, lines: Sequence[int]) -> None:
-        """Note lines that finished."""
+        """Record finished lines."""
         self._outstanding.finish(lines)
 
     def collect_all(self) -> None:
-        """Note all outstanding lines that finished, also those that were missed."""
+        """Record all finished outstanding lines, including lines missed by `collect`."""
         self.collect(self._queue.finished_of(self._batch, list(self._outstanding.unanswered())))
 
     def read(self, with_gaps: bool = False) -> bool:
-        """Read answers that may be written next, of some MiB; return whether there were any.
+        """Read some MiB of answers that may be written next; return whether there were any.
 
-        Raise `PartDamaged` for one that is twice in none of the places where it should be: once,
-        parts may just be made one.
+        Raise `PartDamaged` if an answer is missing from Redis and the parts at two reads; at one
+        read, the parts may just be being merged.
         """
         wanted = self._outstanding.to_read(MAX_ITEMS, with_gaps)
         if not wanted:
@@ -62,7 +62,7 @@ class AnswerReader:
         return True
 
     def _read_drained(self, lines: list[int], found: dict[int, Result]) -> set[int]:
-        """Find results of lines, which ascend, in the parts; return those that no part has."""
+        """Add results of the ascending lines from the parts to `found`; return missing lines."""
         manifest = load_manifest(self._root)
         names = [] if manifest is None else [part.name for part in manifest.parts]
         kept = {name: part for name, part in self._parts.items() if part.damage is None}
@@ -77,7 +77,10 @@ class AnswerReader:
         return left
 
     def _note_missing(self, lines: set[int]) -> None:
-        """Wait for them again: Redis may have lost that they finished."""
+        """Mark lines as unfinished again, since Redis may have lost their answers.
+
+        Raise `PartDamaged` for a finished line that is missing for the second time.
+        """
         self._outstanding.finish(lines, is_finished=False)
         missing = set(self._queue.finished_of(self._batch, sorted(lines)))
         twice = self._missing & missing

@@ -1,4 +1,4 @@
-"""Lines of stdin become lines of the open batch, and go on to its workers at once."""
+"""Appending of lines of stdin to the open batch, and feeding them to its workers at once."""
 
 import contextlib
 import hashlib
@@ -30,18 +30,21 @@ from pipeline.piped.outstanding import Outstanding
 class _Added(NamedTuple):
     """A line that is new in the batch."""
 
-    line: int  # its number there
+    line: int  # its number in the batch
     custom_id: str
-    content: bytes  # as it is stored
+    content: bytes  # in its stored form
 
 
 class LineIntake:
-    """Takes lines of stdin. Raises `StoreError` and `QueueUnavailable`.
+    """Appends lines of stdin. Methods raise `StoreError` and `QueueUnavailable`.
 
-    `read` counts lines, `answered` those that came again and had their answers before, and
-    `earlier` those of earlier runs that are still to be taken up. `failed` counts lines that are
-    answered by what is wrong with them, and errors among the `answered`. `are_new`: lines came that
-    the record of the batch may not count yet.
+    Counters:
+    - `read`: lines read from stdin
+    - `answered`: repeated lines whose answers were written by an earlier run
+    - `earlier`: unanswered lines of earlier runs that are not resumed yet
+    - `failed`: invalid lines, and errors among the `answered` lines
+
+    `are_new` is true if the record of the batch may not count the last lines yet.
     """
 
     def __init__(self, queue: Queue, batch: str, spec: BatchSpec, outstanding: Outstanding, durable: bool) -> None:
@@ -53,17 +56,16 @@ class LineIntake:
         self._served = dict.fromkeys(spec.models or ())
         self._outstanding = outstanding
         self._requests = OpenRequests(spec, durable, keeps_open=True)
-        self._before = 0  # lines that runs before this one took
-        self._again = Bitmap()  # those of them that came again
+        self._before = 0  # lines of earlier runs
+        self._again = Bitmap()  # lines of earlier runs that were read again
         self._written = self._failed = Bitmap()
         self._refused: Container[str] = ()
 
     def resume(self, written: Bitmap, failed: Bitmap, refused: Container[str] = ()) -> bool:
-        """Take up the lines of earlier runs whose answers are not among the `written` ones, as far
-        as there is room; return whether all were.
+        """Resume the lines of earlier runs that are not `written`; return whether all were resumed.
 
-        The answers of the `failed` ones are errors. Of lines that are no part of the batch, the
-        `refused` ones have their answers.
+        `failed` are the written lines whose answers are errors. `refused` are the invalid lines,
+        outside of the batch, that have their answers.
         """
         self._written, self._failed, self._refused = written, failed, refused
         self._before = self._requests.committed().lines
@@ -81,8 +83,10 @@ class LineIntake:
         return True
 
     def _unwritten(self, written: Bitmap) -> Iterator[PlanEntry]:
-        """Yield the lines in their order. The plan has each less than `MAX_ITEMS` places off, since
-        it orders only those that were taken together.
+        """Yield the unwritten lines in input order.
+
+        The plan moves a line by less than `MAX_ITEMS` places, since it orders only lines that were
+        appended together.
         """
         near: list[PlanEntry] = []
         for place, entry in enumerate(self._planned(), 1):
@@ -100,9 +104,8 @@ class LineIntake:
     def take(self, lines: Sequence[InputLine]) -> bool:
         """Append at most `MAX_ITEMS` lines, and feed them to the workers.
 
-        A line that an earlier run took has, or gets, the answer of that one; where it comes twice,
-        the second one is a duplicate in both. Return whether some have their answers already, since
-        they cannot run.
+        A line of an earlier run keeps the answer of that run; a second copy is a duplicate in both
+        runs. Return whether some lines failed at once, so that their answers can be written.
         """
         failed = self.failed
         checked = self._requests.check(lines, self._served, AppendBounds())
@@ -139,7 +142,7 @@ class LineIntake:
         self._outstanding.add(appended.line, appended.custom_id, len(appended.content), answer)
 
     def _refuse(self, line: InputLine, problem: LineProblem) -> None:
-        """Answer a line that is no part of the batch, unless an earlier run did."""
+        """Answer a line that is rejected from the batch, unless an earlier run did."""
         digest = hashlib.blake2b(line.raw or b"", digest_size=8).hexdigest()
         self.failed += 1
         if (name := f"stdin_{line.number}_{digest}") in self._refused:
@@ -151,8 +154,9 @@ class LineIntake:
         self._outstanding.add(-line.number, custom_id or "", 0, answer)
 
     def _feed(self, lines: list[_Added], total: int) -> None:
-        """Hand the lines to the workers, if these have got all lines before; else the control plane
-        does so, as it does for any batch.
+        """Ingest the lines directly, if all earlier lines were ingested.
+
+        Otherwise the control plane ingests them, as for any batch.
         """
         now = time.time()
         rows = [(one.line, request_of(self._spec, one.line, one.content, now)) for one in lines]
@@ -162,7 +166,7 @@ class LineIntake:
 
 
 def _custom_id(raw: bytes | None) -> str | None:
-    """Return the custom_id of a line, None where none can be read."""
+    """Return the custom_id of a line, or None if it cannot be read."""
     with contextlib.suppress(ValueError):
         values = decode_json(raw or b"")
         if isinstance(values, dict) and isinstance(found := values.get("custom_id"), str):

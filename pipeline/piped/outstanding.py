@@ -1,4 +1,4 @@
-"""The lines that were read and whose answers are not written yet."""
+"""The outstanding lines: read, but without a written answer."""
 
 import itertools
 import threading
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 MOST_LINES = 4096
 MOST_BYTES = 32 * 1024 * 1024
-"""Of lines and of answers that wait to be written, after which no more are read."""
+"""Limit for outstanding lines with their unwritten answers; beyond it no lines are read."""
 
 
 @dataclass(slots=True)
@@ -19,28 +19,29 @@ class _Entry:
 
 
 class Outstanding:
-    """Bounds them: the reader waits in `wait_for_room` until answers are written. Thread-safe.
+    """A bounded set of outstanding lines. Thread-safe.
 
-    Answers are taken in the order in which they came; `ordered`: in that of their lines.
+    The reader waits in `wait_for_room` until answers are written. Answers are written in the order
+    of their arrival; with `ordered`, in the order of their lines.
     """
 
     def __init__(self, ordered: bool) -> None:
         self._ordered = ordered
         self._changed = threading.Condition()
-        self._entries: dict[int, _Entry] = {}  # by line, in the order in which they were added
-        self._finished: dict[int, None] = {}  # in the order in which they did, until their answers are read
-        self._answered: list[int] = []  # in the order in which their answers came
+        self._entries: dict[int, _Entry] = {}  # by line, in the order of their addition
+        self._finished: dict[int, None] = {}  # finished lines with unread answers, in order
+        self._answered: list[int] = []  # in the order of their answers' arrival
         self._bytes = self._answer_bytes = 0
         self._is_closed = False
 
     def wait_for_room(self) -> int:
-        """Return how many lines may be added, at least one; 0 once no more are to be read."""
+        """Wait for room; return how many lines may be added, 0 after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._room > 0)
             return 0 if self._is_closed else self._room
 
     def close(self) -> None:
-        """End the waits for room."""
+        """Close the set: `wait_for_room` returns 0 from now on."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -56,13 +57,13 @@ class Outstanding:
                 self._answer(line, answer)
 
     def unanswered(self, lines: Iterable[int] | None = None) -> dict[int, str]:
-        """Return the custom_ids by line of those (default: of all) that have no answer yet."""
+        """Return the custom_id of each unanswered line of `lines`, by default of all lines."""
         with self._changed:
             found = [(line, self._entries.get(line)) for line in (self._entries if lines is None else lines)]
             return {line: entry.custom_id for line, entry in found if entry is not None and entry.answer is None}
 
     def finish(self, lines: Iterable[int], is_finished: bool = True) -> None:
-        """Note that the answers of lines can be read, or cannot after all."""
+        """Record that the answers of lines can be read, or that they cannot."""
         with self._changed:
             for line in lines:
                 if (entry := self._entries.get(line)) is not None and entry.answer is None:
@@ -73,27 +74,29 @@ class Outstanding:
                         self._finished.pop(line, None)
 
     def to_read(self, most: int, with_gaps: bool = False) -> dict[int, str]:
-        """Return the custom_ids by line of at most so many that finished, and whose answers, once
-        they are read, may be written next.
+        """Return the custom_ids of at most `most` finished lines whose answers are to be read.
+
+        With `ordered`, no line before them lacks its answer, unless `with_gaps`.
         """
         with self._changed:
             lines = self._unread(with_gaps) if self._ordered else self._finished
             return {line: self._entries[line].custom_id for line in itertools.islice(lines, most)}
 
     def answer(self, line: int, answer: bytes) -> bool:
-        """Note the answer of a line, unless it has one; return whether that is new."""
+        """Store the answer of a line, unless it has one; return whether it was stored."""
         with self._changed:
             return self._answer(line, answer)
 
     def to_write(self, with_gaps: bool = False) -> dict[int, bytes]:
-        """Return the answers that may be written now, in their order; `with_gaps` also those behind
-        lines without one.
+        """Return the answers that may be written now, in order.
+
+        With `ordered`, answers behind an unanswered line are included only if `with_gaps`.
         """
         with self._changed:
             return dict(self._ahead(with_gaps) if self._ordered else self._in_turn())
 
     def note_written(self, lines: Iterable[int]) -> None:
-        """Let go of lines whose answers are written."""
+        """Remove lines whose answers are written."""
         with self._changed:
             for line in lines:
                 entry = self._entries.pop(line)

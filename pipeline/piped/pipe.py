@@ -1,6 +1,4 @@
-"""The two threads of a pipe: lines go from stdin into an open batch, and answers from there to
-where they are written.
-"""
+"""The two threads of a pipe: one appends lines of stdin to an open batch, one writes answers."""
 
 import threading
 import time
@@ -20,23 +18,23 @@ from pipeline.piped.stdin_lines import StdinLines
 from pipeline.signals import Signals
 
 _STDIN = 0
-_LOOK_SECONDS = 1.0  # between two looks at all lines, since a note of an answer may be lost
+_LOOK_SECONDS = 1.0  # between two checks of all lines, since a notification may be lost
 _FOLLOW_SECONDS = 60
-_PATIENCE_SECONDS = 5.0  # for a reader of stdout that takes nothing at an end, or leaves before it
+_PATIENCE_SECONDS = 5.0  # for a blocked reader of stdout at the end, and for stdin after it left
 _POLL_SECONDS = 0.05
 
 
 class Pipe:
     """A context in which both threads run.
 
-    It is over when every line of stdin has its answer written, or when the reader of stdout is
-    gone. At an order to stop, what has finished by then is written, as long as it is taken.
+    It is over when the answers to all lines of stdin are written, or when the reader of stdout is
+    gone. At a stop signal, finished answers are written as long as the reader accepts them.
     """
 
     def __init__(self, queue: Queue, batch: str, spec: BatchSpec, sink: Sink, ordered: bool, signals: Signals) -> None:
         self.written = 0
         self.news = WakeUp()
-        """Readable once it is over."""
+        """Readable when the pipe is over."""
         self.outstanding = Outstanding(ordered)
         self.intake = LineIntake(queue, batch, spec, self.outstanding, durable=sink.resumes)
         self.answers = AnswerReader(queue, batch, spec.root, self.outstanding)
@@ -46,7 +44,7 @@ class Pipe:
         self._signals = signals
         self._stop = WakeUp()
         self._is_stopping = self._is_left = False
-        self._wait_until = 0.0  # for the end of stdin, once the reader of stdout is gone
+        self._wait_until = 0.0  # deadline for the end of stdin after the reader of stdout left
         self._is_resumed = self.is_read = False
         self._failure: Exception | None = None
         self._reader = threading.Thread(target=self._run, args=(self._read,), name="stdin", daemon=True)
@@ -63,7 +61,7 @@ class Pipe:
         self.outstanding.close()
         for thread in (self._reader, self._writer):
             self._wait_for(thread)
-        if not self._writer.is_alive():  # else it would go on with a descriptor of another file
+        if not self._writer.is_alive():  # a live writer would write to a reused descriptor
             self._sink.close()
 
     def _wait_for(self, thread: threading.Thread) -> None:
@@ -76,12 +74,12 @@ class Pipe:
             thread.join(_POLL_SECONDS)
 
     def check(self) -> bool:
-        """Return whether it is over. Raise what ended a thread, `BrokenPipeError` for one."""
-        is_over = not self._writer.is_alive()  # asked first: a thread notes its failure before it ends
+        """Return whether the pipe is over. Raise the error of a thread, or `BrokenPipeError`."""
+        is_over = not self._writer.is_alive()  # read first: a thread stores its failure before it ends
         if self._failure is not None:
             raise self._failure
         was_left, self._is_left = self._is_left, self._sink.is_left()
-        if not was_left:  # a look before, since it may leave with the last answer
+        if not was_left:  # the reader may leave right after the last answer
             self._wait_until = time.monotonic() + _PATIENCE_SECONDS
         elif not is_over and (len(self.outstanding) or time.monotonic() >= self._wait_until):
             raise BrokenPipeError
@@ -89,12 +87,12 @@ class Pipe:
 
     @property
     def answered(self) -> int:
-        """How many lines have their answers, those included that came again and had them before."""
+        """Number of answered lines, including repeated lines that were answered earlier."""
         return self.written + self.intake.answered
 
     @property
     def failed(self) -> int:
-        """How many of these answers are errors."""
+        """Number of errors among these answers."""
         return self.intake.failed + self.answers.failed
 
     def _run(self, body: Callable[[], None]) -> None:
@@ -131,7 +129,7 @@ class Pipe:
                 look_at = time.monotonic() + _LOOK_SECONDS
                 self._look()
                 if self._write_answers() and not self._is_resumed:
-                    look_at = 0.0  # there is room for more lines of earlier runs, which no note names
+                    look_at = 0.0  # lines of earlier runs that have room now get no notification
         self.answers.collect_all()
         self._write_answers(with_gaps=not self._sink.resumes)
         self.news.ring()
@@ -140,22 +138,22 @@ class Pipe:
         self._follow()
         if self.intake.are_new:
             self.intake.are_new = False
-            wake(self._queue.redis, self._batch)  # the record says then how many lines there are
+            wake(self._queue.redis, self._batch)  # updates the number of lines in the record
         self.answers.collect_all()
 
     def _follow(self) -> str:
-        """Have commits notify the writer for some time, and notify it now."""
+        """Let commits notify the writer for the next minute, and notify it now."""
         return self._queue.follow_answers(self._batch, _FOLLOW_SECONDS)
 
     def _write_answers(self, with_gaps: bool = False) -> int:
-        """Write what has finished, some MiB at a time; return how many lines that is."""
+        """Write finished answers, some MiB at a time; return their number."""
         before, is_more = self.written, True
         try:
             while is_more:
                 is_more = self.answers.read(with_gaps)
                 self._write_some(with_gaps)
         except PartDamaged:
-            self._write_answers(with_gaps)  # those of other lines
+            self._write_answers(with_gaps)  # the answers of other lines
             raise
         return self.written - before
 

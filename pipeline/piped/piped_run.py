@@ -1,4 +1,4 @@
-"""The open batch of one pipe: make it or take it up, and follow it until the pipe is over."""
+"""The open batch of one pipe: create or resume it, and follow it until the pipe is over."""
 
 import time
 from dataclasses import replace
@@ -25,22 +25,22 @@ from pipeline.supervisor import Supervisor
 
 
 class PipedRun(BatchRun):
-    """The batch stays open, since a later run may go on with it.
+    """A run of lines of stdin. The batch stays open, since a later run may resume it.
 
-    Raises `BrokenPipeError` too, when the reader of stdout is gone.
+    Methods also raise `BrokenPipeError` when the reader of stdout is gone.
     """
 
     def __init__(self, task: Task, served: list[str], began: float, output: Path | None, ordered: bool) -> None:
-        """Take what `BatchRun` takes, and the file for the answers (None: stdout)."""
+        """Set up the run as `BatchRun`; `output` is the file for the answers (None: stdout)."""
         super().__init__(task, served, began)
         self._output = output
         self._ordered = ordered
         self._pipe: Pipe
         if output is None:
-            self.kept = "what was answered is on stdout, and nothing else is kept"
+            self.kept = "the answers so far are on stdout, and nothing else is kept"
 
     def run(self, supervisor: Supervisor, signals: Signals, progress: Progress, is_last: bool) -> BatchRecord:
-        """Run it as any batch; an end by the disk or by lost answers says what is kept, too."""
+        """Run the batch; errors of the disk and lost answers also raise `Unfinished`."""
         try:
             return super().run(supervisor, signals, progress, is_last)
         except (PartDamaged, StoreError) as error:
@@ -80,7 +80,7 @@ class PipedRun(BatchRun):
         if self._pipe.check():
             return True
         if record.ended:
-            raise Unfinished(f"{record.id} was {record.state} while lines came; {self._counted()}")
+            raise Unfinished(f"{record.id} was {record.state} while lines arrived; {self._counted()}")
         return False
 
     def _has_work(self, record: BatchRecord) -> bool:
@@ -101,7 +101,7 @@ class PipedRun(BatchRun):
         return "" if record.running else "waiting for the model to load"
 
     def _wind_up(self, ended: bool, supervisor: Supervisor, signals: Signals, progress: Progress) -> None:
-        """Have the control plane keep what a later run goes on with, if one can."""
+        """Let the control plane store results if a later run can resume, else kill everything."""
         if self._output is None:
             supervisor.kill()
         else:

@@ -1,4 +1,4 @@
-"""Where answers go as they finish: stdout, or a file that a later run goes on with."""
+"""Destinations of answers: stdout, or a file that a later run resumes."""
 
 import os
 import re
@@ -16,19 +16,19 @@ from pipeline.errors import Refused
 _STDOUT = 1
 _BLOCK_BYTES = 1 << 16
 _LEAST_ERROR = 400
-_RETRIED_STATUS = 500  # and those above: `create_batch` has such lines run again
+_RETRIED_STATUS = 500  # and above: `create_batch` runs such lines again
 _REST = rb'(?:(\d+)|(stdin_\d+_[0-9a-f]+))","custom_id":(?:null|"(?:[^"\\]|\\.)*"),"response":\{"status_code":(\d+)'
-"""Of an answer, behind the id of its batch: the line's number or the name of one that is no part of
-it, and the status.
-"""
+"""Matches an answer behind its batch's id: line number or rejected line's name, then status."""
 
 
 class Sink(Protocol):
-    """Takes lines of answers, whole and in order. Raises `StoreError` and `BrokenPipeError`.
+    """Accepts whole lines of answers, in order. Raises `StoreError` and `BrokenPipeError`.
 
-    `resumes`: a later run goes on with it. `written` are the lines of the batch whose answers it
-    has from earlier runs, `failed` those of them whose answers are errors, `refused` what is in the
-    ids of those that are no part of it. `taken` counts its bytes, also while it waits.
+    - `resumes`: whether a later run can resume it
+    - `written`: lines of the batch whose answers it has from earlier runs
+    - `failed`: `written` lines whose answers are errors
+    - `refused`: names of rejected lines whose answers it has
+    - `taken`: number of bytes written, also updated during a write
     """
 
     resumes: bool
@@ -43,7 +43,7 @@ class Sink(Protocol):
 
 
 class StdoutSink(Sink):
-    """Waits while the reader of the pipe does."""
+    """Writes to stdout; blocks while the reader of the pipe does not read."""
 
     resumes = False
 
@@ -55,7 +55,7 @@ class StdoutSink(Sink):
             self.taken += count
 
     def is_left(self) -> bool:
-        """Return whether its readers are gone."""
+        """Return whether the readers of stdout are gone."""
         poll = select.poll()
         poll.register(_STDOUT, 0)
         return bool(poll.poll(0))
@@ -65,7 +65,7 @@ class StdoutSink(Sink):
 
 
 class FileSink(Sink):
-    """Appends to a file; a last line that a killed run left torn is cut off."""
+    """Appends to a file; an incomplete last line of a killed run is removed."""
 
     resumes = True
 
@@ -88,8 +88,9 @@ class FileSink(Sink):
             os.fsync(self._file.fileno())
 
     def _read(self, path: Path, batch_id: str) -> None:
-        """Note what the file has. Lines with a status of 500 and above run again, and the last
-        answer of a line counts.
+        """Record the lines in the file; the last answer of a line counts.
+
+        Lines with a status of 500 or above run again.
         """
         pattern = re.compile(re.escape(_head(batch_id)) + _REST)
         with path.open("rb") as file:
@@ -113,7 +114,7 @@ class FileSink(Sink):
 def check_sink(output: Path, root: Path) -> None:
     """Raise `Refused` for an output that answers cannot be appended to.
 
-    A file that exists must have `root` beside it, which says what is in it.
+    An existing file must have the run's folder `root` beside it.
     """
     from jobs.batch.input_files import compression_of, is_csv, is_parquet
 
@@ -121,14 +122,15 @@ def check_sink(output: Path, root: Path) -> None:
     if is_parquet(name) or is_csv(name) or compression_of(name) is not None:
         raise Refused(f"answers to stdin are written line by line as JSONL: {output} names another format")
     if output.exists() and not output.is_file():
-        raise Refused(f"the output {output} is no file")
+        raise Refused(f"the output {output} is not a file")
     if output.exists() and output.stat().st_size and not root.exists():
-        raise Refused(f"{output} exists, and is of no run that could go on: remove it, or name another output")
+        raise Refused(f"{output} exists, but no run that wrote it can be resumed: remove it, or name another output")
 
 
 def check_answers(output: Path, root: Path) -> None:
-    """Raise `Refused` for a folder of another run than that which wrote the output; for the holder
-    of its lock.
+    """Raise `Refused` if the folder belongs to another run than the output.
+
+    The caller holds the folder's lock.
     """
     manifest = load_manifest(str(root))
     if manifest is not None and not manifest.spec.streams_input:
@@ -139,18 +141,16 @@ def check_answers(output: Path, root: Path) -> None:
         head = _head("" if manifest is None else manifest.batch_id)
         begun = file.read(len(head))
     if begun and (manifest is None or not head.startswith(begun)):
-        raise Refused(
-            f"{output} has lines of another run than that of {root}: remove that folder, or name another output"
-        )
+        raise Refused(f"{output} has lines of another run than {root}: remove that folder, or name another output")
 
 
 def _head(batch_id: str) -> bytes:
-    """Return the beginning of the batch's answers, which the line's number follows."""
+    """Return the beginning of the batch's answers, up to the line number."""
     return b'{"id":"' + batch_request_id(batch_id, 0)[:-1].encode()
 
 
 def _write_all(descriptor: int, name: str, data: bytes) -> Iterator[int]:
-    """Write, and yield how many bytes each time; wait for room where the file itself does not.
+    """Write data, and yield the number of bytes of each write; wait if the file is non-blocking.
 
     Raise `StoreError` and `BrokenPipeError`.
     """

@@ -1,4 +1,4 @@
-"""The first steps of `run-batch -`: check where answers go, start the worker, then run the pipe."""
+"""The first steps of `run-batch -`: check the output, start the worker, then run the pipe."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger("run-batch")
 
 
 def run_pipe(task: Task, output: Path | None, ordered: bool) -> None:
-    """Answer the lines of stdin in the file `output`, or on stdout, until stdin ends.
+    """Answer the lines of stdin, in the file `output` or on stdout, until stdin ends.
 
     Raises `Refused`, `Unfinished`, `Interrupted` and `BrokenPipeError`.
     """
@@ -59,7 +59,7 @@ def _run(
 
 @contextlib.contextmanager
 def _placed(task: Task, output: Path | None) -> Iterator[Task]:
-    """Hold the folder beside the output, or one that goes with this run."""
+    """Lock the folder beside the output, or a temporary one, and yield the task with it."""
     with contextlib.ExitStack() as stack:
         if output is None:
             task = replace(task, output=stack.enter_context(private_folder()) / "answers")
@@ -76,9 +76,10 @@ def _placed(task: Task, output: Path | None) -> Iterator[Task]:
 
 
 def _start_over(root: Path, output: Path) -> None:
-    """Empty the folder of an earlier pipe whose answers were removed; for the holder of its lock.
+    """Empty the folder of an earlier pipe whose output was removed.
 
-    That of a file, which has no output until it ends, stays.
+    The folder of a run with an input file is kept, since that run has no output until it ends. The
+    caller holds the folder's lock.
     """
     manifest = load_manifest(str(root))
     if manifest is None or not manifest.spec.streams_input:

@@ -12,10 +12,10 @@ _READ_BYTES = 1 << 16
 
 
 class StdinLines:
-    """Iterate over groups of lines that are not blank: those that one read completed.
+    """Iterates over groups of non-blank lines; each group has the lines completed by one read.
 
-    It ends at the end of the input, or as soon as `stop` has rung. One read and the
-    line in which it ends are in memory; nothing is read while the caller works on a group.
+    It ends at the end of the input, or as soon as `stop` has rung. Memory holds one read and one
+    incomplete line; nothing is read while the caller works on a group.
     """
 
     def __init__(self, descriptor: int, stop: WakeUp) -> None:
@@ -32,14 +32,14 @@ class StdinLines:
                 return
 
     def _read(self) -> bytes | None:
-        """Return what has arrived, b"" at the end, None once the reading is to stop."""
+        """Return the available data: b"" at the end, None after `stop`."""
         files: list[int | WakeUp] = [self._descriptor, self._stop]
         readable, _, _ = select.select(files, [], [])
         return None if self._stop in readable else os.read(self._descriptor, _READ_BYTES)
 
 
 def _without_mark(line: InputLine) -> InputLine | None:
-    """Return a line without the byte order mark of the first one; None if nothing else is in it."""
+    """Return the first line without its byte order mark; None if it is empty then."""
     if line.number > 1 or line.raw is None or not line.raw.startswith(BOM):
         return line
     raw = line.raw.removeprefix(BOM)

@@ -18,19 +18,19 @@ _CHECK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class ActorStatus:
-    """What an actor says of itself."""
+    """The status that an actor reports."""
 
     node: str
-    digest: str  # of its flags
+    digest: str  # digest of the worker's spec
     draining: bool
     ended: bool  # no worker process is left, and none will be started
-    failure: str  # why, if it was not to end
+    failure: str  # reason of an unexpected end, else ""
 
 
 class WorkerActor:
-    """Starts a worker process, restarts it, and drains it on request, after which the actor ends.
+    """Starts a worker process, restarts it, and drains it on request; then the actor ends.
 
-    The process ends with the actor: the kernel ties it to the thread here that started it.
+    The kernel kills the process when the actor's thread that started it ends.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -45,12 +45,12 @@ class WorkerActor:
         self._thread.start()
 
     def status(self) -> ActorStatus:
-        """Return how it is."""
+        """Return the actor's status."""
         ended = not self._thread.is_alive()
         return ActorStatus(self._node, self._digest, self._draining.is_set(), ended, self._failure)
 
     def drain(self) -> None:
-        """Begin to stop the worker, which requeues what it cannot end in time."""
+        """Begin to stop the worker; it requeues requests that it cannot finish in time."""
         self._draining.set()
 
     def _run(self, spec: WorkerSpec) -> None:
@@ -59,7 +59,7 @@ class WorkerActor:
         except Exception as error:
             end = explained(error)
             self._failure = one_line(getattr(error, "message", error) if end is None else end.message)
-        if self._draining.is_set():  # the fleet process may be gone, and Ray would start it again
+        if self._draining.is_set():  # Ray would restart the actor, and the fleet process may be gone
             ray.kill(self._actor, no_restart=True)
 
     def _supervise(self, spec: WorkerSpec) -> None:
@@ -74,7 +74,7 @@ class WorkerActor:
 
 
 def _set_environment(spec: WorkerSpec) -> None:
-    """Replace the settings of this node by those of the fleet."""
+    """Replace this node's settings by the fleet's settings."""
     ours = {variable(one) for one in fields(QueueSettings)}
     for name in [name for name in os.environ if name in ours or name.startswith("PIPELINE_")]:
         del os.environ[name]

@@ -1,4 +1,4 @@
-"""The process that places workers as Ray actors, as many as the queue needs.
+"""The process that places as many workers as the queue needs, as Ray actors.
 
 `pipeline fleet` runs it as a child, since Ray ends the process of a driver that loses the head.
 """
@@ -38,40 +38,40 @@ logger = logging.getLogger("pipeline")
 
 _POLL_SECONDS = 0.5
 _OFFER_SECONDS = 5.0
-_HEAD_SECONDS = 10.0  # for which the head may be silent
+_HEAD_SECONDS = 10.0  # the head may be silent for this long
 _CONNECT_SECONDS = 2.0
 _LEAD_SECONDS = 10.0
-_COUNT_SECONDS = 1.0  # between counts of what is unfinished, while anything is
-_ANSWER_SECONDS = 30.0  # for which a worker may be without a node, or not answer, before that counts
+_COUNT_SECONDS = 1.0  # between counts of unfinished requests, while there are any
+_ANSWER_SECONDS = 30.0  # a worker may be without a node, or not answer, for this long
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # after a worker failed
-_MOST_FAILURES = 8  # that make the pause longer
+_MOST_FAILURES = 8  # failures that lengthen the pause
 
 
 @dataclass(eq=False)
 class PlacedModel:
-    """A model, and what follows from the failures of its workers."""
+    """A model, and the failures of its workers."""
 
     spec: ModelSpec
-    packed: bytes  # what its workers run with
-    options: dict[str, Any]  # what they take of a node
+    packed: bytes  # encoded spec of its workers
+    options: dict[str, Any]  # Ray resources of one worker
     scale: Scale
-    digest: str  # of what they run with
+    digest: str  # digest of the spec
     failure: str = ""
-    failures: int = 0  # rounds in a row in which one failed
+    failures: int = 0  # successive rounds with a failed worker
     failed_at: float = -math.inf
     retry_at: float = -math.inf
 
     @property
     def needs(self) -> str:
-        """What a node must have, behind "a Ray node"."""
+        """The resources that a node must have, to follow "a Ray node"."""
         amounts = {"CPU": self.options["num_cpus"], "GPU": self.options["num_gpus"], **self.options["resources"]}
         shown = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
         return f" with {shown} free" if shown else ""
 
     def fail(self, reason: str, placed_at: float, now: float) -> float | None:
-        """Note the failure of a worker, and return the seconds for which none is placed.
+        """Record the failure of a worker; return the seconds until another is placed.
 
-        None where another of its round failed before, which counts once.
+        Return None if another worker of the same round failed before: a round counts once.
         """
         self.failure = reason
         if now - self.retry_at > _LONGEST_PAUSE:
@@ -91,13 +91,13 @@ class WorkerSlot:
     model: PlacedModel
     number: int
     actor: Any
-    placed_at: float  # or adopted
-    asked: Any  # the status that is to come
+    placed_at: float  # time of placement or adoption
+    asked: Any  # reference to the requested status
     is_adopted: bool
     status: ActorStatus | None = None  # the last one; None before the first
-    silent_since: float | None = None  # since when it is without a node, or does not answer
+    silent_since: float | None = None  # start of the time without a node or an answer
     leaving: bool = False
-    is_late: bool = False  # silent for long, and this was said
+    is_late: bool = False  # silent for long, and logged
 
     @property
     def name(self) -> str:
@@ -105,18 +105,18 @@ class WorkerSlot:
 
     @property
     def may_be_busy(self) -> bool:
-        """Whether it has requests for all that is known."""
+        """Whether the worker may have requests."""
         return self.is_adopted or self.status is not None
 
     def is_lost(self, now: float) -> bool:
-        """Return whether it has been silent for so long that no answer is expected."""
+        """Return whether the worker has been silent for too long to answer."""
         return self.silent_since is not None and now - self.silent_since > _ANSWER_SECONDS
 
 
 class Placement:
-    """Places, watches and drains the workers of all models until it is to stop.
+    """Places, watches and drains the workers of all models until a stop signal.
 
-    One process at a time does, of all that are started for a queue; the others wait.
+    Only one process for each queue is the leader; the others wait.
     """
 
     def __init__(self, spec: FleetSpec, queue: Queue) -> None:
@@ -134,7 +134,7 @@ class Placement:
         self._queue_away = False
 
     def run(self) -> None:
-        """Return once all workers have stopped, after an order to stop. Raises `Unfinished`."""
+        """Run until a stop signal and the end of all workers. Raises `Unfinished`."""
         try:
             with Signals() as signals:
                 while not signals.stops:
@@ -146,7 +146,7 @@ class Placement:
             self._lead.end()
 
     def step(self, now: float) -> None:
-        """Do what is due, if this process leads."""
+        """Observe and scale the workers, if this process is the leader."""
         if self._head_answers(now) and self._keep_lead():
             self._observe(now)
             self._scale(now)
@@ -165,7 +165,7 @@ class Placement:
             signals.wait(_POLL_SECONDS)
 
     def _keep_lead(self) -> bool:
-        """Return whether this process leads, and take over the workers when it comes to lead."""
+        """Return whether this process is the leader; a new leader adopts the workers."""
         try:
             leads = self._lead.take(_LEAD_SECONDS)
         except (redis.RedisError, QueueUnavailable) as error:
@@ -180,7 +180,10 @@ class Placement:
         return leads
 
     def _head_answers(self, now: float) -> bool:
-        """Return whether Ray may be called, which else would block, and end this process."""
+        """Return whether the Ray head answers; otherwise a call of Ray would block.
+
+        Raises `Unfinished` if the head has been silent for too long.
+        """
         host, _, port = self._head.rpartition(":")
         with suppress(OSError):
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
@@ -188,8 +191,8 @@ class Placement:
             return True
         if now - self._head_answered > _HEAD_SECONDS:
             raise Unfinished(
-                f"the Ray head at {self._head} does not answer: workers on nodes that end with it are gone, and their"
-                " requests wait for others"
+                f"the Ray head at {self._head} does not answer: workers on nodes that ended with it are gone, and their"
+                " requests wait for other workers"
             )
         return False
 
@@ -202,7 +205,7 @@ class Placement:
                 continue
             with suppress(ValueError):  # it has ended meanwhile
                 self._watch(models[title], int(number), ray.get_actor(name), is_adopted=True)
-                logger.info("the worker %s is there already", name)
+                logger.info("adopting the running worker %s", name)
 
     def _of(self, model: PlacedModel) -> list[WorkerSlot]:
         return [slot for slot in self._slots if slot.model is model and not slot.leaving]
@@ -221,7 +224,7 @@ class Placement:
             except ActorDiedError as error:
                 self._end(slot, error, now)
                 continue
-            except RayActorError:  # the network, or Ray places it again
+            except RayActorError:  # the network failed, or Ray places the actor again
                 if slot.silent_since is None:
                     logger.warning("the worker %s does not answer; Ray places it again if its node is lost", slot.name)
                     slot.silent_since, slot.is_late = now, False
@@ -244,18 +247,18 @@ class Placement:
             self._fail(slot, f"on node {status.node}: {status.failure}", now)
         elif status.ended:
             self._kill(slot)
-        elif status.draining:  # also by the order of an earlier process
+        elif status.draining:  # an earlier process may have drained it
             slot.leaving = True
         elif slot.leaving:  # Ray placed it again meanwhile
             slot.actor.drain.remote()
         elif status.digest != slot.model.digest:
-            self._drain(slot, "its flags are others now")
+            self._drain(slot, "its flags have changed")
         if is_first and slot.is_adopted:
             running = [one for one in self._of(slot.model) if one.status is not None]
             slot.model.scale.note(len(running), now)
 
     def _end(self, slot: WorkerSlot, error: ActorDiedError, now: float) -> None:
-        """Let go of an actor that Ray will not start again."""
+        """Remove an actor that Ray will not restart."""
         self._slots.remove(slot)
         if slot.leaving or (slot.is_adopted and slot.status is None):
             logger.info("the worker %s has stopped", slot.name)
@@ -268,7 +271,7 @@ class Placement:
 
     def _postpone(self, slot: WorkerSlot, reason: str, now: float) -> None:
         pause = slot.model.fail(reason, slot.placed_at, now)
-        then = "" if pause is None else f"; no other is placed for {pause:g} s"
+        then = "" if pause is None else f"; not placing another for {pause:g} s"
         logger.warning("the worker %s failed, %s%s", slot.name, reason, then)
 
     def _drain(self, slot: WorkerSlot, reason: str) -> None:
@@ -282,7 +285,7 @@ class Placement:
             slot.actor.drain.remote()
 
     def _kill(self, slot: WorkerSlot) -> None:
-        """End the actor; its next status says that it is gone."""
+        """Kill the actor; the next status call reports its death."""
         slot.leaving = True
         ray.kill(slot.actor, no_restart=True)
 
@@ -301,21 +304,21 @@ class Placement:
 
     def _miss_queue(self, error: Exception) -> None:
         if not self._queue_away:
-            logger.warning("Redis is away, no worker is placed or stopped: %s", one_line(error))
+            logger.warning("Redis unavailable; no worker is placed or stopped: %s", one_line(error))
         self._queue_away = True
 
     def _fit(self, model: PlacedModel, requests: int, now: float) -> None:
         slots = self._of(model)
         surplus = len(slots) - model.scale.target(requests, now)
         if surplus < 0 and now >= model.retry_at:
-            taken = sum(slot.model is model for slot in self._slots)  # with those that drain
+            taken = sum(slot.model is model for slot in self._slots)  # including draining ones
             for _ in range(min(-surplus, model.spec.max_workers - taken)):
                 self._place(model, requests)
         if any(slot.is_adopted and slot.status is None and not slot.is_lost(now) for slot in slots):
             return  # it may be draining already
-        # Those without a node first, then the youngest
+        # Workers without a node first, then the highest numbers
         for slot in sorted(slots, key=lambda one: (one.may_be_busy, -one.number))[: max(0, surplus)]:
-            self._drain(slot, "fewer are enough")
+            self._drain(slot, "fewer workers are enough")
 
     def _place(self, model: PlacedModel, requests: int) -> None:
         taken = {slot.number for slot in self._slots if slot.model is model}
@@ -327,8 +330,9 @@ class Placement:
         self._watch(model, number, actor, is_adopted=False)
 
     def _requests(self, now: float) -> dict[str, int]:
-        """Return how many requests wait or run for each model, lines that Redis does not hold yet
-        included.
+        """Return how many requests wait or run for each model.
+
+        The numbers include batch lines that are not in Redis yet.
         """
         workers = self._queue.workers()
         held = self._queue.held_by([worker.id for worker in workers])
@@ -347,7 +351,7 @@ class Placement:
         }
 
     def _offers(self, now: float) -> dict[str, OnDemandModel]:
-        """Return what makes the API take requests of models without a worker."""
+        """Return the offers that let the API accept requests for models without a worker."""
         return {name: self._offer(model, now) for model in self._models for name in model.spec.names}
 
     def _offer(self, model: PlacedModel, now: float) -> OnDemandModel:
@@ -357,7 +361,7 @@ class Placement:
 
 
 def main() -> None:
-    """Run until the process is to stop."""
+    """Place workers until a stop signal."""
     fleet = decode_fleet(os.environ[SPEC_VARIABLE])
     configure_logs("fleet", fleet.log_level)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - where Ray prints the end of each lost node's own log
@@ -369,7 +373,7 @@ def main() -> None:
     except BaseException as error:
         code = exit_code_of(error)
     sys.stderr.flush()
-    os._exit(code)  # Ray's own end would wait for a head that is gone
+    os._exit(code)  # Ray's shutdown would wait for a lost head
 
 
 def _connect(fleet: FleetSpec) -> None:

@@ -1,4 +1,4 @@
-"""A stage of Ray Data whose rows are answered by a server or a fleet."""
+"""A stage of Ray Data that lets a server or a fleet answer the rows."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ class Predictor:
         parameters: dict[str, Any] | None = None,
         **client: Any,
     ) -> None:
-        """`parameters` are those of all requests, `client` the arguments of `Pipeline`."""
+        """Set up the stage; `parameters` are for all requests, `client` is passed to `Pipeline`."""
         from batch_inference_pipeline import Pipeline
 
         self._rows, self._column, self._error_column = rows, column, error_column
@@ -30,7 +30,7 @@ class Predictor:
         self._pipeline = Pipeline(**client)
 
     def __call__(self, batch: Any) -> Any:
-        """Return the rows as a pyarrow.Table, in their order; `batch` has any format of Ray's."""
+        """Return the rows with answers as a pyarrow.Table; `batch` has any format of Ray Data."""
         import pyarrow
 
         table = (
@@ -41,6 +41,6 @@ class Predictor:
         results = list(self._pipeline.map(table, rows=self._rows, return_errors=True, **self._parameters))
         answers = pyarrow.array([None if one.error is not None else one.value for one in results])
         if pyarrow.types.is_null(answers.type):
-            answers = answers.cast(pyarrow.string())  # as in blocks with answers
+            answers = answers.cast(pyarrow.string())  # the type in blocks with answers
         errors = pyarrow.array([None if one.error is None else one.problem[1] for one in results], pyarrow.string())
         return table.append_column(self._column, answers).append_column(self._error_column, errors)

@@ -1,4 +1,4 @@
-"""How many workers a model has in a fleet, and what each takes of a Ray node."""
+"""Settings of a fleet: the number of workers, and their resources of a Ray node."""
 
 from dataclasses import dataclass
 from math import isfinite

@@ -1,17 +1,17 @@
-"""What the command `pipeline fleet` hands to the process that places workers, and that to them."""
+"""Specifications that `pipeline fleet` passes to the placement process, and that to workers."""
 
 import hashlib
 
 import msgspec
 
 SPEC_VARIABLE = "PIPELINE_FLEET"
-"""Holds a `FleetSpec` as JSON."""
+"""Environment variable with a `FleetSpec` as JSON."""
 
-_STOP_MARGIN_SECONDS = 10.0  # for a worker to stop in, in addition to those of its requests
+_STOP_MARGIN_SECONDS = 10.0  # to stop a worker, in addition to the shutdown timeout
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker runs with, on whichever node."""
+    """The configuration of a worker, the same on every node."""
 
     arguments: list[str]  # flags of `pipeline worker`
     environment: dict[str, str]  # settings of its queue
@@ -25,23 +25,23 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     @property
     def stop_seconds(self) -> float:
-        """How long it may take to stop."""
+        """Most seconds that a worker takes to stop."""
         return self.shutdown_timeout + _STOP_MARGIN_SECONDS
 
     def packed(self) -> bytes:
         return msgspec.json.encode(self)
 
     def digest(self) -> str:
-        """Return what distinguishes workers whose flags or version differ.
+        """Return a digest that differs for workers with other flags or another version.
 
-        Log level and time to stop are left out: nothing is worth a restart for them.
+        It ignores log level and shutdown timeout: a change of these needs no restart.
         """
         packed = msgspec.structs.replace(self, log_level="", shutdown_timeout=0.0).packed()
         return hashlib.sha1(packed, usedforsecurity=False).hexdigest()
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """A model and how many workers it may have."""
+    """A model and the bounds of its number of workers."""
 
     title: str
     names: list[str]  # that requests may use

@@ -1,1 +1,1 @@
-"""`pipeline top`: what is read of a fleet, the rates that follow, and how a terminal shows it."""
+"""`pipeline top`: samples of a fleet, rates computed from them, and the display in a terminal."""

@@ -15,18 +15,18 @@ _MORE = "…"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table, and what may be done to it where the window is narrow."""
+    """A column of a table, and how it may be narrowed in a small window."""
 
     title: str
     justify: Literal["left", "right"] = "right"
-    width: int = 0  # of what has none of its own, as a bar
-    least: int | None = None  # the width that it may be cut to; None: it is not cut
-    keep_end: bool = False  # it is cut at its beginning, as ids whose ends differ
-    optional: bool = False  # it is left out where not all fit
+    width: int = 0  # width of content without its own, such as a bar
+    least: int | None = None  # least width after cutting; None: it is not cut
+    keep_end: bool = False  # cut at the beginning, for ids whose ends differ
+    optional: bool = False  # left out if not all columns fit
 
 
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Table:
-    """Return a table of at most `width`, unless its numbers alone need more."""
+    """Return a table of at most `width`, unless its uncut columns need more."""
     natural = [_width(column, [row[place] for row in rows]) for place, column in enumerate(columns)]
     places, gap = _places(columns, natural, width)
     shown = _cut(columns, natural, places, width - gap * (len(places) - 1))
@@ -46,7 +46,7 @@ def _width(column: Column, cells: Sequence[Cell]) -> int:
 
 
 def _places(columns: Sequence[Column], natural: Sequence[int], width: int) -> tuple[list[int], int]:
-    """Return which columns there is room for, and the width of the gap between them."""
+    """Return the indexes of the columns that fit, and the width of the gap between them."""
     places = list(range(len(columns)))
     for gap in (2, 1):
         if sum(natural) + gap * (len(places) - 1) <= width:
@@ -55,7 +55,7 @@ def _places(columns: Sequence[Column], natural: Sequence[int], width: int) -> tu
 
 
 def _cut(columns: Sequence[Column], natural: Sequence[int], places: Sequence[int], width: int) -> list[int]:
-    """Return the widths, the widest of what may be cut made narrower until all fit."""
+    """Return the widths; the widest column that may be cut is narrowed until all fit."""
     widths = list(natural)
     while sum(widths[place] for place in places) > width:
         longer = [place for place in places if widths[place] > (columns[place].least or widths[place])]

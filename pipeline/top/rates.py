@@ -1,11 +1,11 @@
-"""What follows from several samples: how fast batches and the fleet get on."""
+"""Rates of batches and of the fleet, computed from several samples."""
 
 from pipeline.progress import Counts, Rate
 from pipeline.top.sample import Sample
 
 
 class Rates:
-    """Rates over the last ten seconds; of a batch that is no longer read nothing is kept."""
+    """Rates over the last ten seconds; a batch that left the samples is forgotten."""
 
     def __init__(self) -> None:
         self._batches: dict[str, Rate] = {}
@@ -16,7 +16,7 @@ class Rates:
         for batch in sample.batches:
             counts = Counts(total=batch.status.total, done=batch.status.finished)
             self._batches[batch.id].add(counts, sample.taken)
-        # As if one ran at all times: an idle fleet has a rate too
+        # `running=1` gives an idle fleet a rate too
         self._requests.add(Counts(done=sample.fleet.requests_ended, running=1), sample.taken)
 
     @property

@@ -1,4 +1,4 @@
-"""One reading of a fleet and of its batches, from which a frame is made."""
+"""One sample of a fleet and its batches, the data of a frame."""
 
 import time
 from typing import NamedTuple
@@ -12,9 +12,7 @@ _ENDED_BATCHES = 50  # more than a window has rows for
 
 
 class BatchSample(NamedTuple):
-    """A batch, and how many seconds ago it ended, and lines were last appended; None while it has
-    not, and where none were.
-    """
+    """A batch with the seconds since its end and since lines were last appended, or None."""
 
     id: str
     status: BatchStatus
@@ -23,19 +21,19 @@ class BatchSample(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What Redis had at one moment."""
+    """The state of the fleet in Redis at one moment."""
 
     taken: float  # by the monotonic clock of this process
     fleet: QueueReading
-    batches: list[BatchSample]  # those at work, then those that ended, the latest first
+    batches: list[BatchSample]  # active ones, then ended ones, the latest first
 
 
 def take_sample(queue: Queue) -> Sample:
-    """Read it. Raise `QueueUnavailable` or a `RedisError` while Redis does not answer."""
+    """Take a sample. Raise `QueueUnavailable` or a `RedisError` while Redis does not answer."""
     fleet, now = read_fleet(queue), queue.now()
     active, ended = queue.active_batches(), queue.ended_batches(_ENDED_BATCHES)
     statuses = queue.statuses([batch for batch in ended if batch not in active])
-    # One that has just ended is still being cleaned
+    # A batch that has just ended may still be among the active ones
     found = [_sample(batch, one, now, now if one.state in END_STATES else None) for batch, one in active.items()]
     found += [_sample(batch, one, now, ended[batch]) for batch, one in statuses.items()]
     known = [one for one in found if one.status.exists and (one.ended_ago is None) != (one.status.state in END_STATES)]
@@ -48,5 +46,5 @@ def _sample(batch: str, status: BatchStatus, now: float, ended: float | None) ->
 
 
 def _place(batch: BatchSample) -> tuple[float, bool, str]:
-    """Batches whose lines run come before those that are checked, and the oldest first."""
+    """Return the sort key: running batches before those in validation, the oldest first."""
     return -1 if batch.ended_ago is None else batch.ended_ago, batch.status.state == "validating", batch.id

@@ -1,4 +1,4 @@
-"""Samples that a thread takes, so that a Redis that is away holds up neither keys nor frames."""
+"""A thread that takes samples, so that an unavailable Redis blocks neither keys nor frames."""
 
 import contextlib
 import queue
@@ -13,7 +13,7 @@ from pipeline.top.sample import Sample, take_sample
 class SampleThread:
     """A context in which a sample is taken every `interval` seconds.
 
-    `fileno` is readable when there is news. The thread is not waited for at the end.
+    `fileno` is readable when there is news. Leaving the context does not wait for the thread.
     """
 
     def __init__(self, source: Queue, interval: float) -> None:
@@ -36,7 +36,7 @@ class SampleThread:
         return self._bell.fileno()
 
     def news(self) -> list[Sample | Exception]:
-        """Return the samples since the last call, and why others failed."""
+        """Return the samples since the last call, and the errors of failed ones."""
         with contextlib.suppress(BlockingIOError):
             self._bell.recv(4096)
         found: list[Sample | Exception] = []

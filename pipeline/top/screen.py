@@ -43,7 +43,7 @@ def show_live(queue: Queue, interval: float, server: str) -> None:
     to stop.
     """
     state = _State(server, interval, take_sample(queue))
-    # By COLUMNS and LINES rich would keep to the size that the window had at first
+    # With COLUMNS and LINES, rich would always use the initial size of the window
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     console = Console(markup=False, highlight=False, _environ=environment)
     with (
@@ -60,12 +60,12 @@ def show_live(queue: Queue, interval: float, server: str) -> None:
 
 
 def is_terminal() -> bool:
-    """Return whether stdout can be drawn on again and again."""
+    """Return whether stdout is a terminal that frames can be redrawn on."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 class _State:
-    """The last sample, and why there is no newer one."""
+    """The last sample, and the error if there is no newer one."""
 
     def __init__(self, server: str, interval: float, first: Sample) -> None:
         self._server = server
@@ -76,7 +76,7 @@ class _State:
         self._rates.add(first)
 
     def add(self, news: list[Sample | Exception]) -> None:
-        """Take in what the thread found. Raise what no return of Redis can mend."""
+        """Store new samples and errors of Redis. Raise other errors."""
         for one in news:
             if isinstance(one, Sample):
                 self._sample, self._error = one, None
@@ -97,10 +97,9 @@ class _State:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[tuple[int, ...]]:
-    """Yield the file that keys come from, each at once and unseen; none where stdin is no
-    terminal.
+    """Yield the file of pressed keys, unbuffered and without echo; none without a terminal.
 
-    Reading it does not wait: Ctrl-C takes back keys that were there a moment ago.
+    A read does not block, since Ctrl-C may have flushed the keys meanwhile.
     """
     if not sys.stdin.isatty():
         yield ()
@@ -127,7 +126,7 @@ def _is_quit(keys: tuple[int, ...]) -> bool:
 
 @contextlib.contextmanager
 def _resizes() -> Iterator[None]:
-    """Let a new size of the window end the wait for signals."""
+    """Let a change of the window's size end the wait for signals."""
     before = signal.signal(signal.SIGWINCH, lambda *_: None)
     try:
         yield

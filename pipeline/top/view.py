@@ -49,10 +49,10 @@ _WORKERS = (
 )
 _GPUS = (Column("GPU"), Column("memory"))
 FIGURES = ("vllm:kv_cache_usage_perc", "vllm:prefix_cache_hits", "vllm:prefix_cache_queries")
-"""Names of the metrics of workers that are shown."""
+"""Names of the shown worker metrics."""
 
 _UNKNOWN = "–"
-_LINES_BESIDE_ROWS = 2  # of a table: its head, and an empty line above it
+_LINES_BESIDE_ROWS = 2  # of a table: its header, and an empty line above it
 _COLORS = {
     "ready": "green",
     "loading": "yellow",
@@ -73,14 +73,14 @@ class Section(NamedTuple):
 
     columns: tuple[Column, ...]
     items: Sequence[Any]
-    row: Callable[[Any], list[Cell]]  # of an item
-    empty: str  # in place of rows where there are none
+    row: Callable[[Any], list[Cell]]  # makes the cells of an item
+    empty: str  # text in place of rows if there are none
 
 
 class Frame:
-    """What rich renders, for the width of the console, and `in_window` for its height.
+    """A frame that rich renders for the width of the console and, if `in_window`, its height.
 
-    `trouble` says why the sample is old.
+    `trouble` is the reason why the sample is old.
     """
 
     def __init__(self, sample: Sample, rates: Rates, server: str, trouble: str = "", in_window: bool = False) -> None:
@@ -104,7 +104,7 @@ class Frame:
                 yield Text(f"… {left_out} more" if left_out else section.empty, "dim")
 
     def _header(self, width: int) -> Text:
-        """Return one line, of which the server's address is cut first."""
+        """Return the header line; in a narrow window, the server's address is cut first."""
         fleet = self._sample.fleet
         workers = len(fleet.workers)
         tokens = sum(gauges.tokens_per_second for _, gauges in fleet.reported)
@@ -161,7 +161,7 @@ class Frame:
 
 
 def shared(room: int, wanted: list[int]) -> list[int]:
-    """Return how many rows each of several gets: all alike, but none more than it wants."""
+    """Return the number of rows of each table: equal shares, at most the wanted number."""
     given = [0] * len(wanted)
     while room > 0 and given != wanted:
         for place, want in enumerate(wanted):
@@ -172,7 +172,7 @@ def shared(room: int, wanted: list[int]) -> list[int]:
 
 
 def _models(depths: Depths) -> list[str]:
-    """Return the models, those that most requests wait for first."""
+    """Return the models, in falling order of waiting requests."""
     waiting: Counter[str] = Counter()
     for by_model in (depths.live, depths.batch, depths.quarantined):
         waiting.update(by_model)
@@ -216,9 +216,7 @@ def _figure(worker: WorkerRecord, gauges: WorkerGauges, name: str) -> float | No
 
 
 def _gpu_figures(gpus: list[GpuGauges]) -> Iterator[str]:
-    """Return the mean use of a worker's GPUs, and their memory together, as far as they are
-    known.
-    """
+    """Yield the mean utilization of a worker's GPUs and their total memory, if known."""
     busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
     yield _share(sum(busy), len(busy))
     known = [gpu for gpu in gpus if gpu.memory_used is not None and gpu.memory_total is not None]
@@ -235,8 +233,9 @@ def _state(state: str) -> Text:
 
 
 def _batch_state(batch: BatchSample) -> Text:
-    """Return the state, or the risk; of an open batch how long ago lines were last appended, in as
-    many columns as `in_progress` has.
+    """Return the state or the risk; for an open batch, the time since the last appended lines.
+
+    The text is at most as wide as `in_progress`.
     """
     status = batch.status
     if status.shown_risk or not status.open or status.state != "in_progress":
@@ -250,7 +249,7 @@ def _age(ages: Mapping[str, float], model: str) -> str:
 
 
 def _coarse(seconds: float) -> str:
-    """Return the larger unit of a duration alone."""
+    """Return only the larger unit of a duration."""
     return " ".join(duration(seconds).split()[:2])
 
 

@@ -1,1 +1,1 @@
-"""Inputs and outputs of `run-batch` that are URIs: fetched before a run, uploaded behind it."""
+"""Inputs and outputs of `run-batch` that are URIs: fetched before a run, uploaded after it."""

@@ -1,4 +1,4 @@
-"""Which addresses http inputs may come from: those of the public internet, and those allowed."""
+"""The check that http inputs come from public or allowed addresses."""
 
 import ipaddress
 import socket
@@ -8,15 +8,15 @@ from pipeline.errors import Refused, Unfinished
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
-"""NAT64: the last 32 bits are an address of IPv4."""
+"""NAT64: the last 32 bits are an IPv4 address."""
 _COMPATIBLE = ipaddress.ip_network("::/96")
-"""The same, of old."""
+"""Deprecated IPv4-compatible addresses: the last 32 bits are an IPv4 address."""
 _OF_CLOUDS = ipaddress.ip_address("168.63.129.16")
-"""Azure's services for a machine, at an address that is public otherwise."""
+"""Azure's internal services for virtual machines; the address is formally public."""
 
 
 class AllowedHosts(NamedTuple):
-    """Hosts by name, and networks, that are allowed besides public addresses."""
+    """Host names and networks that are allowed in addition to public addresses."""
 
     names: frozenset[str] = frozenset()
     networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
@@ -39,13 +39,14 @@ def parse_allowed(text: str) -> AllowedHosts:
 
 
 def checked_addresses(host: str, port: int, allowed: AllowedHosts) -> list[str]:
-    """Return the addresses of a host, to connect to these and look up no others. Raise `Refused`
-    if one is not allowed, and `Unfinished` if there is none.
+    """Return the checked addresses of a host; connect to these without another lookup.
+
+    Raise `Refused` if one is not allowed, and `Unfinished` if there is none.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError:
-        raise Refused(f"{host!r} is no name of a host") from None
+        raise Refused(f"{host!r} is not a host name") from None
     except OSError as error:
         raise Unfinished(f"the host {host} cannot be found: {error.strerror}") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -62,7 +63,7 @@ def _is_allowed(text: str, allowed: AllowedHosts) -> bool:
 
 
 def _reached(address: _Address) -> list[_Address]:
-    """Return an address with those of IPv4 that it stands for."""
+    """Return an address and the IPv4 addresses embedded in it."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]

@@ -1,4 +1,4 @@
-"""Folders of Parquet files as one table, whose partitions are columns."""
+"""Folders of Parquet files as one table; partitions become columns."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,8 +16,9 @@ _READ_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def open_dataset(uri: Uri) -> Iterator[OpenSource]:
-    """Open all Parquet files of a folder, in the order of their paths, as one of such files. Raise
-    `Refused` and `Unfinished`.
+    """Open all Parquet files of a folder, in the order of their paths, as one Parquet file.
+
+    Raise `Refused` and `Unfinished`.
     """
     import pyarrow
     from pyarrow import dataset
@@ -39,7 +40,7 @@ def open_dataset(uri: Uri) -> Iterator[OpenSource]:
     except pyarrow.ArrowException as error:
         if isinstance(error, MemoryError):
             raise
-        raise Refused(f"{uri} is no table of Parquet files: {without_secrets(error, uri)}") from None
+        raise Refused(f"{uri} is not a table of Parquet files: {without_secrets(error, uri)}") from None
 
 
 def _as_one_file(fragments: list[Any], schema: Any) -> Iterator[bytes]:
@@ -55,7 +56,7 @@ def _as_one_file(fragments: list[Any], schema: Any) -> Iterator[bytes]:
 
 
 def _batches(fragment: Any, schema: Any) -> Iterator[Any]:
-    """Yield the rows of a file a few at a time, which a `Scanner` does not."""
+    """Yield the rows of a file in small batches; a `Scanner` would read more at once."""
     import pyarrow
     from pyarrow import dataset, parquet
 
@@ -74,7 +75,7 @@ def _batches(fragment: Any, schema: Any) -> Iterator[Any]:
 
 
 def _groups(batches: Iterator[Any]) -> Iterator[list[Any]]:
-    """Yield as many batches together as a row group holds."""
+    """Yield groups of batches with the size of a row group."""
     group, rows, size = [], 0, 0
     for batch in batches:
         group.append(batch)
@@ -87,7 +88,7 @@ def _groups(batches: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 class _Sink:
-    """A file in memory, whose content is taken while it is written."""
+    """A file in memory; its content is read out while it is written."""
 
     closed = False
 

@@ -1,4 +1,4 @@
-"""Fetch an input. A program that `order_process` runs."""
+"""The program that fetches an input; `order_process` runs it."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class FetchOrder(StoreOrder, frozen=True, kw_only=True):
 
 
 def run_fetch(uri: Uri, path: Path, allowed: AllowedHosts, has_begun: bool) -> None:
-    """Run `fetch` in a process of its own. Raise `Refused`, `Unfinished` and `Interrupted`."""
+    """Run `fetch` in a separate process. Raise `Refused`, `Unfinished` and `Interrupted`."""
     order = FetchOrder(uri=uri.text, path=str(path), allowed=str(allowed), has_begun=has_begun)
     with Signals() as signals:
         run_order(__name__, order, signals, _INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Fetch an input into the folder of its run, whole and on disk, once."""
+"""Fetching of an input into the folder of its run, once and completely."""
 
 import contextlib
 import hashlib
@@ -18,18 +18,18 @@ from pipeline.uris.stores import open_stored
 from pipeline.uris.uri import Uri
 
 FOLDER = "input"
-"""In the folder of a run."""
+"""Name of the subfolder in the folder of a run."""
 
 _PROGRESS_SECONDS = 5.0
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """What was fetched."""
+    """The note on a fetched input."""
 
     uri: str
-    """Without its secrets."""
+    """The URI without its secrets."""
     digest: str
-    """Of the whole URI."""
+    """Digest of the whole URI."""
     stamp: SourceStamp
 
 
@@ -52,10 +52,11 @@ def open_source(uri: Uri, allowed: AllowedHosts) -> contextlib.AbstractContextMa
 def fetch(
     uri: Uri, path: Path, allowed: AllowedHosts, has_begun: bool, say: Callable[[str], object] = lambda line: None
 ) -> None:
-    """Make the input a local file, unless it is there already; for the holder of the run's folder.
+    """Fetch the input to a local file, unless it is fetched already.
 
-    A run that has begun goes on with what it fetched, also where the server is away. Raise
-    `Refused` if the input has changed since, or cannot be used, `Unfinished` and `StoreError`.
+    The caller holds the lock of the run's folder. If the server is unavailable, a run uses the
+    file that it fetched before. Raise `Refused` if the input has changed since a run `has_begun`,
+    or cannot be used; raise `Unfinished` and `StoreError`.
     """
     folder = str(path.parent)
     with contextlib.ExitStack() as stack:
@@ -64,7 +65,7 @@ def fetch(
         except Unfinished as end:
             if not is_fetched(uri, path):
                 raise
-            say(f"{end.message}; going on with what was fetched before")
+            say(f"{end.message}; using the file that was fetched before")
             return
         known, found = read_note(path, _DECODER), Fetched(str(uri), _digest(uri), source.stamp)
         if known == found and path.is_file():
@@ -84,13 +85,13 @@ def fetch(
 
 
 def is_fetched(uri: Uri, path: Path) -> bool:
-    """Return whether the input is a local file already, as it was then."""
+    """Return whether the input is already fetched; it may have changed since."""
     known = read_note(path, _DECODER)
     return known is not None and known.digest == _digest(uri) and path.is_file()
 
 
 def holds_input_alone(root: Path) -> bool:
-    """Return whether nothing of a run is in its folder but what was fetched."""
+    """Return whether the folder of a run has only the fetched input."""
     return bool(names := set(list_names(str(root)))) and names <= {FOLDER, RUN_LOCK}
 
 

@@ -1,4 +1,4 @@
-"""Notes beside files, of what is known of these."""
+"""Notes on files, stored beside them."""
 
 import contextlib
 from pathlib import Path
@@ -12,7 +12,7 @@ Note = TypeVar("Note", bound=msgspec.Struct)
 
 
 def read_note(path: Path, decoder: msgspec.json.Decoder[Note]) -> Note | None:
-    """Return the decoder's note on a file, None if there is none that can be read."""
+    """Return the decoder's note on a file, or None if it is missing or unreadable."""
     with contextlib.suppress(StoreError, msgspec.DecodeError):
         return decoder.decode(read_bytes(str(note_path(path, decoder.type))))
     return None
@@ -24,5 +24,5 @@ def write_note(path: Path, note: msgspec.Struct) -> None:
 
 
 def note_path(path: Path, kind: type[msgspec.Struct]) -> Path:
-    """Return where the note of a kind on a file is."""
+    """Return the path of the note of a kind on a file."""
     return path.with_name(f".{path.name}.{kind.__name__.lower()}")

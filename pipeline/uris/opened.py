@@ -1,4 +1,4 @@
-"""Inputs that are open, and of which nothing was read."""
+"""Opened inputs, before anything is read."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 GROUP_ROWS = 1 << 13
-"""Rows of a table that are in memory together, at most."""
+"""Most rows of a table in memory at once."""
 
 
 class SourceStamp(msgspec.Struct, frozen=True):
@@ -14,7 +14,7 @@ class SourceStamp(msgspec.Struct, frozen=True):
 
     size: int | None
     changed: str
-    """Its time of change, or the tag that its server gives it; "" if there is none."""
+    """Modification time, or the tag from its server; "" if there is none."""
 
 
 class OpenSource(NamedTuple):

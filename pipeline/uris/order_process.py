@@ -1,7 +1,6 @@
 """Processes that carry out an order on a store, and their parent's side.
 
-A process of its own ends at once when it is stopped, whatever a store is doing, and bounds what its
-memory takes.
+A separate process can be stopped at once, whatever a store is doing, and its memory is limited.
 """
 
 import os
@@ -27,16 +26,16 @@ Given = TypeVar("Given", bound="StoreOrder")
 
 
 class StoreOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is started for."""
+    """The order for a process."""
 
     uri: str
     memory_bytes: int = OWN_FILE.memory_bytes
 
 
 def run_order(module: str, order: StoreOrder, signals: Signals, interrupted: str) -> None:
-    """Run a process until it has carried out its order. What it prints goes to stderr.
+    """Run a process until it has carried out its order. Its output goes to stderr.
 
-    Raise `Refused`, `Unfinished`, and `Interrupted` with the sentence `interrupted`.
+    Raise `Refused`, `Unfinished`, and `Interrupted` with the message `interrupted`.
     """
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(msgspec.json.encode(order))  # not as an argument, since a URI may hold secrets
@@ -61,13 +60,13 @@ def run_order(module: str, order: StoreOrder, signals: Signals, interrupted: str
         reason = stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
     if process.returncode:
         end = Refused if process.returncode == Refused.exit_code else Unfinished
-        raise end(reason or f"the process for {Uri(order.uri)} ended with {process.returncode}")
+        raise end(reason or f"the process for {Uri(order.uri)} ended with exit code {process.returncode}")
 
 
 def carry_out(decoder: msgspec.json.Decoder[Given], verb: str, action: Callable[[Given], None]) -> None:
-    """Read the order from stdin and carry it out; print on stderr, in one sentence, why it failed.
+    """Read the order from stdin and carry it out; print an error as one sentence on stderr.
 
-    End without freeing what was opened, so that an object appears only when all of it was written.
+    Exit without freeing open streams, so that an object appears only after it was written whole.
     """
     order = decoder.decode(sys.stdin.buffer.read())
     uri, code = Uri(order.uri), 0

@@ -17,20 +17,20 @@ from pipeline.uris.stores import OBJECT_STORES, filesystem_of, infos_below
 from pipeline.uris.uri import Uri
 
 SUCCESS = "_SUCCESS"
-"""The name of an empty file that is written last, and that readers of datasets pass over."""
+"""Name of an empty file that is written last; readers of datasets ignore it."""
 
 _MOST_PARTITIONS = 1 << 16
 _MOST_OPEN_FILES = 64
 
 
 def check_empty(uri: Uri) -> None:
-    """Raise `Refused` if something is in the folder, and `Unfinished`."""
+    """Raise `Refused` if the folder is not empty, and `Unfinished`."""
     if found := infos_below(uri):
         raise Refused(f"the output {uri} has files already, such as {found[0].base_name}: name another folder")
 
 
 def check_types(path: Path, kept: Sequence[str], columns: Sequence[str]) -> None:
-    """Raise `Refused` if a kept column of a Parquet file has values that name no folders."""
+    """Raise `Refused` if values of a kept Parquet column cannot be folder names."""
     from pyarrow import types
 
     schema = open_table(str(path), PARQUET).schema
@@ -42,8 +42,8 @@ def check_types(path: Path, kept: Sequence[str], columns: Sequence[str]) -> None
 def write_partitions(uri: Uri, path: str, columns: Sequence[str]) -> None:
     """Write the rows of a Parquet file into the folder, and then `SUCCESS`.
 
-    Files of an earlier start that came less far are replaced. Their names hold a digest of the
-    results. Raise `Refused` where others are there.
+    Files of an earlier, incomplete start are replaced; their names contain a digest of the
+    results. Raise `Refused` if there are other files.
     """
     import pyarrow
     from pyarrow import dataset
@@ -95,11 +95,11 @@ def _failures_of_values(uri: Uri, columns: Sequence[str]) -> Iterator[None]:
     except pyarrow.ArrowInvalid as error:
         if "exceeds the maximum" not in str(error):
             raise
-        raise Refused(f"{where}, which are more than {_MOST_PARTITIONS:,}: {again}") from None
+        raise Refused(f"{where}, since there are more than {_MOST_PARTITIONS:,} of them: {again}") from None
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG and "KeyTooLong" not in str(error):
             raise
-        raise Refused(f"{where}, some of which are too long for a name: {again}") from None
+        raise Refused(f"{where}, since some are too long for a file name: {again}") from None
 
 
 def _check_own(uri: Uri, own: str) -> None:

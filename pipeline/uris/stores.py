@@ -1,4 +1,4 @@
-"""Files of stores such as S3, through pyarrow, or fsspec where that knows the scheme."""
+"""Files of stores such as S3, through pyarrow, or through fsspec for its schemes."""
 
 import contextlib
 import hashlib
@@ -13,13 +13,13 @@ from pipeline.uris.opened import OpenSource, SourceStamp
 from pipeline.uris.uri import MAGIC, Uri
 
 _SCHEMES_OF_FSSPEC = ("adl", "ftp", "gdrive", "hf", "local", "memory", "oci", "oss", "s3a", "sftp", "smb", "ssh", "tos")
-"""Those of stores; others lead past the checks of http inputs, or to other URIs."""
+"""Schemes of stores; others bypass the checks of http inputs, or lead to other URIs."""
 
 OBJECT_STORES = ("s3", "gcs")
-"""Those without folders, in which an object appears when its stream is closed."""
+"""Stores without folders; an object appears when its stream is closed."""
 
 _CHUNK = 16 << 20
-"""Each is a request of its own."""
+"""Each chunk is a separate request."""
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def open_stored(uri: Uri) -> Iterator[OpenSource]:
 
 
 def stamp_of_stored(uri: Uri) -> SourceStamp | None:
-    """Return the stamp of a file, None if there is none. Raise `Refused` and `Unfinished`."""
+    """Return the stamp of a file, or None without one. Raise `Refused` and `Unfinished`."""
     with failures(uri, "read"):
         filesystem, inside = filesystem_of(uri)
         info = filesystem.get_file_info(inside)
@@ -41,28 +41,30 @@ def stamp_of_stored(uri: Uri) -> SourceStamp | None:
 
 
 def stamp_of_files(infos: Iterable[Any]) -> SourceStamp:
-    """Return the stamp of several files together."""
+    """Return one stamp for several files."""
     stamps = [(info.path, info.size, info.mtime_ns) for info in infos]
     return SourceStamp(None, hashlib.sha256(repr(stamps).encode()).hexdigest())
 
 
 def files_of(uri: Uri) -> list[Uri]:
-    """Return the files of a folder, or those that match a pattern, in the order of their names;
-    without hidden ones. Raise `Refused` and `Unfinished`.
+    """Return the files of a folder, or the matches of a pattern, in the order of their names.
+
+    Hidden files are left out. Raise `Refused` and `Unfinished`.
     """
     folder, wanted = _split(uri)
     return [folder / name for name in sorted(_found_in(folder, wanted))]
 
 
 def infos_below(uri: Uri) -> list[Any]:
-    """Return pyarrow's information on the files in a folder and its folders, in the order of their
-    paths; without hidden ones. Raise `Refused` and `Unfinished`.
+    """Return pyarrow's information on all files below a folder, in the order of their paths.
+
+    Hidden files are left out. Raise `Refused` and `Unfinished`.
     """
     return [info for _, info in sorted(_found_in(uri, ["**", "*"]).items())]
 
 
 def _found_in(folder: Uri, wanted: list[str]) -> dict[str, Any]:
-    """Return the files of a folder that fit, by their paths in it."""
+    """Return the matching files of a folder, by their paths in it."""
     from pyarrow.fs import FileSelector
 
     with failures(folder, "list"):
@@ -76,7 +78,7 @@ def _found_in(folder: Uri, wanted: list[str]) -> dict[str, Any]:
 
 
 def filesystem_of(uri: Uri) -> tuple[Any, str]:
-    """Return the file system of a URI and the path in it. Raise `Refused` and what pyarrow does."""
+    """Return the file system of a URI and the path in it. Raise `Refused` and pyarrow's errors."""
     import pyarrow
     from pyarrow.fs import FileSystem
 
@@ -95,7 +97,7 @@ def filesystem_of(uri: Uri) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def failures(uri: Uri, verb: str) -> Iterator[None]:
-    """Turn errors of a store into the end of the command."""
+    """Convert errors of a store to `Refused` or `Unfinished`."""
     try:
         yield
     except CommandEnd:
@@ -132,7 +134,7 @@ def _chunks(filesystem: Any, inside: str, uri: Uri, file: Any, stamp: SourceStam
 
 
 def _split(uri: Uri) -> tuple[Uri, list[str]]:
-    """Return the folder of a pattern, and the parts of the pattern behind it."""
+    """Return the folder of a pattern, and the remaining parts of the pattern."""
     if not uri.is_pattern:
         return uri.without_slash(), ["*"]
     parts = urlsplit(uri.text).path.strip("/").split("/")
@@ -141,7 +143,7 @@ def _split(uri: Uri) -> tuple[Uri, list[str]]:
 
 
 def _decoded_pattern(part: str) -> str:
-    """Decode a part of a pattern; what is encoded stands for itself."""
+    """Decode a part of a pattern; encoded pattern characters become literals."""
     return unquote(re.sub("%(5B|2A|3F)", lambda found: f"[{unquote(found[0])}]", part, flags=re.IGNORECASE))
 
 
@@ -176,14 +178,14 @@ def _unknown_scheme(uri: Uri) -> Refused:
 
 
 def _end(uri: Uri, verb: str, error: OSError) -> CommandEnd:
-    """Return how the command ends after an error of a store."""
+    """Return the `CommandEnd` for an error of a store."""
     text = str(error)
     if isinstance(error, FileNotFoundError):
         return Refused(f"there is no file {uri}")
     if "NO_SUCH_BUCKET" in text:
         return Refused(f"there is no bucket {uri.bucket}, of {uri}")
     if isinstance(error, PermissionError) or re.search("ACCESS_DENIED|ACCESS_KEY|SIGNATURE|status 40[13]", text):
-        return Refused(f"no right to {verb} {uri}: check its credentials, and what they allow")
+        return Refused(f"no permission to {verb} {uri}: check the credentials and their permissions")
     if re.search("status 301|configured region|PermanentRedirect|AuthorizationHeaderMalformed", text):
         return Refused(f"the bucket of {uri} is in another region: set AWS_REGION, or add ?region=NAME to the URI")
     if re.search("NETWORK_CONNECTION|resolve host|[Cc]ould ?n.t connect", text):
@@ -192,5 +194,5 @@ def _end(uri: Uri, verb: str, error: OSError) -> CommandEnd:
 
 
 def without_secrets(error: BaseException, uri: Uri) -> str:
-    """Return the error's text as part of a sentence, in which the URI is as it is shown."""
+    """Return the error's text as part of a sentence, with secrets removed from the URI."""
     return one_line(str(error).replace(uri.text, str(uri)))

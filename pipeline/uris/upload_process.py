@@ -1,7 +1,7 @@
-"""Write results to a store; without a path, check alone that they can be written.
+"""The program that writes results to a store; without a path, it only checks write access.
 
-A program that `order_process` runs: pyarrow publishes what a stream has so far when the stream is
-closed or freed, and only a process that ends at once leaves no half object behind.
+`order_process` runs it: pyarrow publishes the data of a stream when the stream is closed or freed,
+so only a process that exits at once leaves no incomplete object.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from pipeline.uris.uri import Uri
 
 _CHUNK = 8 << 20
 _FLUSH_CHUNKS = 8
-"""After so many all must be stored, which bounds the memory that a slow store takes."""
+"""Chunks between flushes, which limit the memory for a slow store."""
 
 _opened: list[Any] = []
-"""Streams of stores, which publish what they have when they are freed, and so never are."""
+"""References to the streams of stores, which would publish their data if they were freed."""
 
 
 class UploadOrder(StoreOrder, frozen=True, kw_only=True):
-    """What is written; by columns into a folder."""
+    """The file to write; with `partition_by`, into a folder by the values of columns."""
 
     path: str | None
     partition_by: Sequence[str] = ()
@@ -52,7 +52,7 @@ def _check(uri: Uri, renames: bool) -> None:
         if renames:
             try:
                 filesystem.move(temporary, f"{temporary}.moved")
-            except NotImplementedError:  # Azure's, without folders
+            except NotImplementedError:  # an Azure store without folders
                 raise Refused(f"the store of {uri} cannot rename a file, and {uri} would appear half written") from None
             filesystem.move(f"{temporary}.moved", temporary)
         filesystem.delete_file(temporary)
@@ -71,7 +71,7 @@ def _write(uri: Uri, path: str) -> None:
 
 @contextlib.contextmanager
 def _temporary(filesystem: Any, inside: str) -> Iterator[str]:
-    """Give a path beside a file, whose folder is made; remove what is there after an error."""
+    """Yield a temporary path beside a file, in an existing folder; remove it after an error."""
     folder, _, name = inside.rpartition("/")
     filesystem.create_dir(folder, recursive=True)
     temporary = f"{folder}/.{name}.tmp"

@@ -1,4 +1,4 @@
-"""Upload results, and check before a run that this will be possible."""
+"""Upload of results, and the check before a run that it will be possible."""
 
 import contextlib
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _PROGRAM = "pipeline.uris.upload_process"
 
 
 class Uploaded(msgspec.Struct, frozen=True):
-    """What was uploaded, and what is stored since; None if that may not be read."""
+    """The note on an upload; `stored` is None if the store may not be read."""
 
     sha256: str
     uri: str
@@ -33,8 +33,9 @@ _DECODER = msgspec.json.Decoder(Uploaded)
 
 
 def check_writable(uri: Uri, partition_by: tuple[str, ...]) -> None:
-    """Raise `Refused` unless results can be written, `Unfinished` and `Interrupted`; no result is
-    written.
+    """Raise `Refused` unless results can be written; write no result.
+
+    Raise `Unfinished` and `Interrupted`.
     """
     with Signals() as signals:
         order = UploadOrder(uri=uri.text, path=None, partition_by=partition_by)
@@ -42,10 +43,10 @@ def check_writable(uri: Uri, partition_by: tuple[str, ...]) -> None:
 
 
 def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals, say: Callable[[str], None]) -> None:
-    """Make a local file of results the object `uri`, which is whole or as it was before, or the
-    folder `uri`, by columns; nothing is done where that is there.
+    """Upload a local file of results to the object `uri`, or by columns to the folder `uri`.
 
-    Raise `Unfinished` and `Interrupted`.
+    An object is replaced atomically. Results that are already uploaded are skipped. Raise
+    `Unfinished` and `Interrupted`.
     """
     known, where = read_note(path, _DECODER), f"the results are in {path}"
     try:
@@ -56,13 +57,13 @@ def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals
         run_order(_PROGRAM, order, signals, f"Interrupted: {where}, run the same command again to upload them.")
         write_note(path, _uploaded(path, uri, partition_by))
     except (Refused, Unfinished) as end:
-        again = "run the command again to upload them, or take them from there"
+        again = "run the command again to upload them, or copy them from there"
         raise Unfinished(f"{end.message}; {where}: {again}") from None
 
 
 def _uploaded(path: Path, uri: Uri, partition_by: tuple[str, ...]) -> Uploaded:
     stored = None
-    with contextlib.suppress(Refused):  # of a user who may write there, and not read
+    with contextlib.suppress(Refused):  # the user may have only write access
         stored = stamp_of_stored(uri / SUCCESS if partition_by else uri)
         if partition_by and stored is not None:
             stored = stamp_of_files(infos_below(uri))

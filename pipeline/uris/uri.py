@@ -12,7 +12,7 @@ from jobs.store.storage import local_path
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MAGIC = re.compile(r"[*\[]")
-"""What makes a pattern of a path, where it is not encoded."""
+"""Matches characters that make a path a pattern, if they are not encoded."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Uri:
 
     @property
     def path(self) -> str:
-        """Return the path behind the bucket, decoded."""
+        """Return the decoded path after the bucket."""
         return unquote(urlsplit(self.text).path)
 
     @property
     def name(self) -> str:
-        """Return the name that the file has on disk, "" for a folder."""
+        """Return the file's name on disk, "" for a folder."""
         name = unquote(urlsplit(self.text).path.rpartition("/")[2])
         return "" if name in (".", "..") else re.sub(r"[/\0]", "_", name)
 
     @property
     def file_name(self) -> str:
-        """Return the name of what is fetched; a folder becomes one Parquet file."""
+        """Return the name of the fetched file; a folder becomes one Parquet file."""
         if not self.is_folder:
             return self.name
         return f"{Uri(self.text.partition('?')[0].rstrip('/')).name or self.bucket}.parquet"
@@ -66,11 +66,11 @@ class Uri:
         return not self.is_http and self.path.endswith("/")
 
     def with_path(self, path: str) -> "Uri":
-        """Return another file of the bucket."""
+        """Return the URI of another file of the bucket."""
         return Uri(urlsplit(self.text)._replace(path=quote(f"/{path.lstrip('/')}")).geturl())
 
     def without_slash(self) -> "Uri":
-        """Return the same folder, as a file is named."""
+        """Return the folder's URI without the slash at its end."""
         return self.with_path(self.path.rstrip("/"))
 
     def __truediv__(self, name: str) -> "Uri":
@@ -85,7 +85,7 @@ class Uri:
         )
 
     def contains(self, other: "Uri | Path") -> bool:
-        """Return whether this is a folder that the other is in."""
+        """Return whether this is a folder that contains the other location."""
         if isinstance(other, Path):
             return self.is_folder and self.scheme == "file" and Path(self.path).resolve() in other.resolve().parents
         is_beside = (self.scheme, self.bucket) == (other.scheme, other.bucket)
@@ -93,7 +93,7 @@ class Uri:
 
 
 class PathOrUri(click.Path):
-    """A `Path`, or a `Uri` where a scheme says so."""
+    """A `Path`, or a `Uri` if the value has a scheme."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)

@@ -1,4 +1,4 @@
-"""Inputs from web servers, within limits and from addresses that were checked."""
+"""Inputs from web servers, with limits and checked addresses."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ _MOST_REDIRECTS = 5
 _CHUNK = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 _ENCODINGS = ("identity", "gzip", "deflate")
-"""Those that unpack a byte to a thousand at most."""
+"""Encodings that expand a byte to a thousand bytes at most."""
 
 _GONE = (404, 410)
 _NO_RIGHTS = (401, 403, 407)
 
 
 class WebLimits(NamedTuple):
-    """How much an input from a web server may hold, and how long it may make no progress."""
+    """The limits of size and idle time for an input from a web server."""
 
     most_bytes: int = 10 << 30
     idle_seconds: float = 60.0
@@ -32,7 +32,7 @@ class WebLimits(NamedTuple):
 @contextlib.contextmanager
 def open_web(uri: Uri, allowed: AllowedHosts, limits: WebLimits = WebLimits()) -> Iterator[OpenSource]:
     """Open a file of a web server. Raise `Refused` and `Unfinished`."""
-    # A proxy would look up the name again, and a compressed answer is another size than the file
+    # No proxy, since it would look up the name again; no compression, since it changes the size
     with (
         _failures(uri, limits),
         httpx2.Client(trust_env=False, timeout=limits.idle_seconds, headers={"accept-encoding": "identity"}) as client,
@@ -47,7 +47,7 @@ def open_web(uri: Uri, allowed: AllowedHosts, limits: WebLimits = WebLimits()) -
 
 
 def _answer(client: httpx2.Client, uri: Uri, allowed: AllowedHosts) -> httpx2.Response:
-    """Follow redirects, each of which is checked as the first address is."""
+    """Return the answer after redirects; each address is checked like the first."""
     url = httpx2.URL(uri.text)
     for _ in range(1 + _MOST_REDIRECTS):
         if url.scheme not in _PORTS or not url.host:
@@ -61,7 +61,7 @@ def _answer(client: httpx2.Client, uri: Uri, allowed: AllowedHosts) -> httpx2.Re
 
 
 def _send(client: httpx2.Client, url: httpx2.URL, allowed: AllowedHosts) -> httpx2.Response:
-    """Connect to an address that was checked, whatever the name stands for a moment later."""
+    """Send the request to a checked address, without another lookup of the name."""
     host = url.raw_host.decode()
     addresses = checked_addresses(host, url.port or _PORTS[url.scheme], allowed)
     for address in addresses:
@@ -93,7 +93,7 @@ def _checked(answer: httpx2.Response, uri: Uri) -> httpx2.Response:
 
 
 def _chunks(answer: httpx2.Response, uri: Uri, limits: WebLimits) -> Iterator[bytes]:
-    # What is compressed by its name stays so
+    # A file with the suffix of a compressed file stays compressed
     is_kept = compression_of(uri.name) is not None
     encoding = answer.headers.get("content-encoding", "identity")
     if not is_kept and encoding not in _ENCODINGS:

@@ -249,6 +249,6 @@ def test_a_fork_may_exit_and_its_parent_goes_on(client_server: ClientServer) -> 
         check=True,
     )
     first, second = ran.stdout.splitlines()
-    assert first == "the client belongs to the process that made it: make another after a fork"
+    assert first == "the client belongs to the process that created it: create another after a fork"
     assert second == "7 Count: 2, 3, 4"
     assert ran.stderr == ""

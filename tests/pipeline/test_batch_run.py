@@ -66,7 +66,8 @@ def test_a_redis_that_stays_away_then_ends_the_run_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(redis_client, "exists", Away(redis_client, 1000))
     with pytest.raises(
-        Unfinished, match=r"^Redis cannot be used: gone; what is finished is kept, run the same command again to go on$"
+        Unfinished,
+        match=r"^Redis cannot be used: gone; finished results are kept, run the same command again to go on$",
     ):
         _follow(redis_client, tmp_path, patience=0.0)
 

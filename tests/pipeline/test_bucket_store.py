@@ -192,7 +192,7 @@ def test_a_bucket_needs_a_redis_that_all_share(run_here: RunHere) -> None:
     with bucket() as remote:
         done = run_here("serve", "--file-store", remote.uri)
     assert done.code == 2
-    assert "is a bucket, which no lock keeps from others: set REDIS_URL" in done.err
+    assert "is a bucket and cannot be locked: set REDIS_URL" in done.err
 
 
 @pytest.mark.proof

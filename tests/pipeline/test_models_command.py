@@ -51,7 +51,7 @@ def test_one_that_is_needed_is_not_forgotten(
     for name, reason in {
         "typo": "a worker serves typo: stop it first",
         "m": f"{batch} has lines for m: wait for its end, or cancel it first",
-        "other": "no model other is known in this Redis: `pipeline models list` shows those that are",
+        "other": "no model other is known in this Redis: `pipeline models list` shows the known models",
     }.items():
         refused = run_here("models", "forget", name, REDIS_URL=redis_url)
         assert (refused.code, refused.err) == (2, f"Error: {reason}\n")

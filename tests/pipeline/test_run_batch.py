@@ -217,7 +217,8 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
         assert (
-            run.output.splitlines()[-1] == "Interrupted: what is finished is kept, run the same command again to go on."
+            run.output.splitlines()[-1]
+            == "Interrupted: finished results are kept, run the same command again to go on."
         )
         assert "Traceback" not in run.output
     assert not output.exists()

@@ -238,7 +238,7 @@ def test_a_full_disk_behind_stdout_promises_no_later_run(tmp_path: Path) -> None
         run.write(b"broken\n")
         assert run.wait() == 1
         assert run.stderr.splitlines()[-1] == (
-            "Error: cannot write stdout: No space left on device; what was answered is on stdout, and nothing else is"
+            "Error: cannot write stdout: No space left on device; the answers so far are on stdout, and nothing else is"
             " kept"
         )
 
@@ -305,7 +305,7 @@ def test_a_damaged_part_ends_the_run_and_the_next_one_mends_it(tmp_path: Path) -
         end = run.stderr.splitlines()[-1]
         assert end.startswith("Error: the answer of line 2 of batch_")
         assert " is damaged at line 0" in end
-        assert end.endswith("; what is finished is kept, run the same command again to go on")
+        assert end.endswith("; finished results are kept, run the same command again to go on")
     assert ids(read_results(output)) == ["first"]
     with piped(tmp_path, "-o", output, "--ordered") as run:
         run.finish()
@@ -390,7 +390,7 @@ def test_a_file_of_others_is_left_alone(run_here: RunHere, tmp_path: Path) -> No
     output.write_text("not ours\n")
     done = run_here("run-batch", "-", "-o", output)
     assert done.code == 2
-    assert "of no run that could go on" in done.err
+    assert "no run that wrote it can be resumed" in done.err
     assert output.read_text() == "not ours\n"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]
 

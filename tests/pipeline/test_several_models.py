@@ -178,7 +178,7 @@ def test_run_batch_refuses_what_none_of_its_models_can_answer(folder: Path, tmp_
     write_lines(tmp_path / "requests.jsonl", ["chat", "embed"])
     done = run_both(bad, tmp_path)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"the model embed could not be loaded: .*holds no weights.*what is finished is kept", done.stderr)
+    assert re.search(r"the model embed could not be loaded: .*holds no weights.*finished results are kept", done.stderr)
     shutil.copy(folder / "embed" / "model.safetensors", bad / "embed")
     assert run_both(bad, tmp_path).returncode == 0
 

@@ -137,7 +137,7 @@ OPTIONS: list[tuple[str, list[str], str]] = [
     ("words.csv", ["--prompt-column", "word", "--body", "@{tmp}/words.csv"], "words.csv is not a JSON object"),
     ("words.csv", ["--prompt-column", "word", "--body", "@{tmp}/none"], "/none cannot be read: No such file"),
     ("words.csv", ["--prompt-column", "word", "--body", '{"max_token": 4}'], "Did you mean 'max_tokens'?"),
-    ("words.csv", ["--prompt-column", "word", "--body", '{"messages": []}'], "--body has messages, which the rows"),
+    ("words.csv", ["--prompt-column", "word", "--body", '{"messages": []}'], "--body has messages, but the rows"),
     ("words.csv", ["--prompt-column", "word", "--body", '{"stream": true}'], "Streaming is not supported"),
     ("words.csv", ["--template", "{word}\udcff"], "hold bytes that are not UTF-8 text"),
     ("words.csv", [], "needs a column custom_id, and one of body, messages"),

@@ -226,7 +226,7 @@ def test_an_upload_that_fails_halfway_leaves_what_was_there(in_s3: S3Server, her
     in_s3.put("results/run/answers.jsonl", b"before")
     in_s3.refused = "partNumber=2"
     with Signals() as signals:
-        with pytest.raises(Unfinished, match=r"no right to write .*; the results are in .*answers"):
+        with pytest.raises(Unfinished, match=r"no permission to write .*; the results are in .*answers"):
             upload(path, Uri(OUTPUT), (), signals, lambda line: None)
         with pytest.raises(Unfinished, match="failed to write"):
             upload(Path("/proc/self/mem"), Uri(OUTPUT), (), signals, lambda line: None)  # which cannot be read
@@ -281,7 +281,7 @@ def test_values_that_are_no_names_of_folders_leave_the_results(here: Path) -> No
     parquet.write_table(pyarrow.table({"word": ["x" * 300], "year": [2026]}), path)
     with Signals() as signals:
         with pytest.raises(
-            Unfinished, match="too long for a name: name other columns with --partition-by; the results"
+            Unfinished, match="too long for a file name: name other columns with --partition-by; the results"
         ):
             upload(path, Uri((here / "words").as_uri()), ("word",), signals, lambda line: None)
         upload(path, Uri((here / "words").as_uri()), ("year",), signals, lambda line: None)
@@ -299,7 +299,7 @@ def test_results_that_cannot_be_uploaded_are_kept_for_the_next_start(s3: S3Serve
     release(s3)
     refused = run_pipeline(*command, folder=here, **s3.environment)
     assert refused.returncode == 1, refused.stderr
-    assert f"no right to write {OUTPUT}" in refused.stderr
+    assert f"no permission to write {OUTPUT}" in refused.stderr
     assert s3.keys("results") == []
     s3.read_only = False
     assert run_pipeline(*command, folder=here, **s3.environment).returncode == 0
@@ -369,12 +369,12 @@ def test_what_is_wrong_is_refused_before_anything_begins(
 def test_a_bucket_without_rights_is_refused(in_s3: S3Server, here: Path, run_here: RunHere) -> None:
     in_s3.read_only = True
     done = run_here("run-batch", "s3://data/in/a.jsonl", "-o", OUTPUT)
-    assert (done.code, f"no right to write {OUTPUT}: check its credentials" in done.err) == (2, True), done.err
+    assert (done.code, f"no permission to write {OUTPUT}: check the credentials" in done.err) == (2, True), done.err
     in_s3.denied = True
     for source in ("s3://data/in/a.jsonl", "s3://data/in/*.jsonl"):
         done = run_here("run-batch", source)
         assert done.code == 2, done.err
-        assert "check its credentials, and what they allow" in done.err
+        assert "check the credentials and their permissions" in done.err
     assert list(here.iterdir()) == []
 
 
@@ -520,7 +520,7 @@ def test_parquet_files_that_are_no_table_are_refused(here: Path, run_here: RunHe
             (folder / "b.parquet").write_bytes(content)
         done = run_here("run-batch", folder, "--prompt-column", "word")
         assert done.code == 2, done.err
-        assert "/words/ is no table of Parquet files" in done.err
+        assert "/words/ is not a table of Parquet files" in done.err
     (folder / "b.parquet").unlink()
     parquet.write_table(pyarrow.table({"word": ["wolf"], "legs": [[4]]}), folder / "a.parquet")
     kept = ["--prompt-column", "word", "--keep-columns", "legs", "--partition-by", "legs", "-o", here / "answers"]

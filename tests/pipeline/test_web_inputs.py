@@ -258,7 +258,7 @@ def test_what_was_fetched_needs_no_server(web: FileServer, tmp_path: Path) -> No
     web.at["/a.jsonl"] = answer_with(503)
     for has_begun in (False, True):
         fetch(uri, path, HERE, has_begun, lines.append)
-    assert lines == [f"the server of {uri} answers with status 503; going on with what was fetched before"] * 2
+    assert lines == [f"the server of {uri} answers with status 503; using the file that was fetched before"] * 2
     assert path.read_bytes() == CONTENT
     path.unlink()
     with pytest.raises(Unfinished, match="answers with status 503"):

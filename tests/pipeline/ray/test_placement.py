@@ -189,6 +189,6 @@ def test_only_flags_and_version_tell_workers_apart(contenders: Contenders, caplo
     assert "stopping the worker" not in caplog.text
     contenders.end_lead()
     others = contenders.placement(1, 1, arguments=["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "2"])
-    contenders.step_until(others, lambda: "its flags are others now" in caplog.text, "the worker to be replaced")
+    contenders.step_until(others, lambda: "its flags have changed" in caplog.text, "the worker to be replaced")
     contenders.step_until(others, lambda: contenders.stopped and contenders.ready(), "another worker")
     assert contenders.stopped == set(before)

@@ -52,7 +52,7 @@ def test_workers_come_with_the_first_line_and_go_when_it_is_quiet(ray_fleet: Ray
         check_all_answered_once(ray_fleet, batch)
         command.wait_for("the worker demo/0 has stopped")
         command.wait_for("the worker demo/1 has stopped")
-        assert "fewer are enough" in command.output
+        assert "fewer workers are enough" in command.output
         assert ray_fleet.ready() == []
 
 
@@ -199,15 +199,15 @@ def test_a_killed_fleet_leaves_its_workers_to_the_next_one(ray_fleet: RayFleet) 
         command.process.kill()
         command.wait()
     with ray_fleet.running(*flags) as command:
-        command.wait_for("the worker demo/0 is there already")
-        command.wait_for("the worker demo/1 is there already")
+        command.wait_for("adopting the running worker demo/0")
+        command.wait_for("adopting the running worker demo/1")
         check_all_answered_once(ray_fleet, batch)
         assert {worker.id for worker in ray_fleet.ready()} == {worker.id for worker in before}
         assert "placing" not in command.output
         command.process.kill()
         command.wait()
     with ray_fleet.running(*flags, "--max-num-batched-tokens", 512) as command:
-        command.wait_for("stopping the worker demo/0: its flags are others now")
+        command.wait_for("stopping the worker demo/0: its flags have changed")
         wait_until(
             lambda: not {worker.id for worker in ray_fleet.ready()} & {worker.id for worker in before},
             START_SECONDS,

@@ -118,12 +118,16 @@ static void forget_helpers(void) {
     atomic_store(&pool.met, 0);
 }
 
-/* With all signals blocked: they are for the threads of Python. Returns whether it started. */
+/* With signals blocked that are for the threads of Python; those of its own faults end the process with a traceback.
+   Returns whether it started. */
 static int start_helper(helper *new, ptrdiff_t part) {
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
     sigset_t all, before;
     pthread_attr_t attributes;
     *new = (helper){.part = part, .seen = atomic_load(&pool.order)};
     sigfillset(&all);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        sigdelset(&all, faults[i]);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
