@@ -102,6 +102,22 @@ def test_a_file_that_would_not_end_in_time_is_not_started_and_listed(
     record = tmp_path / "not_run"
     record.touch()
     budget = ProofBudget(time.time() + seconds_left, {"tests/a.py": 10, "tests/b.py": 40}, record)
-    ran = [budget.pytest_runtest_protocol(Item(f"tests/{name}.py")) is None for name in "abb"]  # type: ignore[arg-type]
-    assert ran == [True, not not_run, not not_run]
+    assert [runs(budget, name) for name in "abb"] == [True, not not_run, not not_run]
     assert record.read_text() == not_run
+
+
+def test_a_file_that_takes_longer_than_expected_is_cut_and_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "not_run"
+    budget = ProofBudget(time.time() + 100, {"tests/a.py": 10}, record)
+    assert runs(budget, "a")
+    later = time.time() + 101
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert not runs(budget, "a")
+    assert not runs(budget, "a")
+    assert record.read_text() == "tests/a.py\n"
+
+
+def runs(budget: ProofBudget, name: str) -> bool:
+    return budget.pytest_runtest_protocol(Item(f"tests/{name}.py")) is None  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def report(table: ProofTable, core: list[str], touched: list[str], not_run: list
     """Say what was run, and each file of proofs that the change touches and that was not."""
     print(f"Proofs of the core: {len(core)} ids" if core else "Proofs of the core: not touched")
     print(f"Files of proofs: {len(touched) - len(not_run)} run of {len(touched)} touched, {len(table.seconds)} in all")
-    print(f"Touched and not run, for want of time: {len(not_run)}")
+    print(f"Touched and not run to their end, for want of time: {len(not_run)}")
     for file in not_run:
         print(f"  {file}")
 

@@ -1,7 +1,7 @@
 """Start no file of proofs that would not end in time, for `tests/touched_proofs.py`.
 
-The environment variable PROOF_DEADLINE (seconds since the epoch) asks for it. Files that were not
-started are written to the file that NOT_RUN_PROOFS names.
+The environment variable PROOF_DEADLINE (seconds since the epoch) asks for it. Files that did not
+run to their end are written to the file that NOT_RUN_PROOFS names.
 """
 
 import os
@@ -17,8 +17,8 @@ UNKNOWN_SECONDS = 60
 
 
 class ProofBudget:
-    """Decide about each file as its first test comes: by its seconds in the table, and by how much
-    longer the files before it took.
+    """Start a file if its seconds in the table fit into the time left, stretched by how much longer
+    the files before it took; end it where the time is used up all the same.
     """
 
     def __init__(self, deadline: float, seconds: dict[str, int], not_run: Path) -> None:
@@ -33,12 +33,14 @@ class ProofBudget:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         file = item.nodeid.partition("::")[0]
-        if file != self._file:
+        is_new = file != self._file
+        if is_new:
             self._close()
-            self._file, self._runs, self._began = file, self._fits(file), time.time()
-            if not self._runs:
-                with self._not_run.open("a") as record:
-                    record.write(f"{file}\n")
+            self._file, self._runs, self._began = file, True, time.time()
+        if self._runs and not (self._fits(file) if is_new else time.time() < self._deadline):
+            self._runs = False
+            with self._not_run.open("a") as record:
+                record.write(f"{file}\n")
         return None if self._runs else True
 
     def _fits(self, file: str) -> bool:
