@@ -1,5 +1,7 @@
 """A note takes the place of a complete run's folder, wherever the process is killed between."""
 
+import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
 from jobs.store.storage import write_bytes
 from pipeline.completed import find_completed, is_noted, leave_note, replace_folder
-from pipeline.held_folder import RUN_LOCK
+from pipeline.held_folder import RUN_LOCK, held
 from tests.support.batch_steps import begin, run_to_end
 from tests.support.control_plane import Answer, chat_line, echo
 
@@ -81,3 +83,17 @@ def test_a_note_of_a_removed_output_or_an_older_run_is_dropped(redis_client: red
     assert find(manifest, tmp_path) is None
     assert root.exists()
     assert not is_noted(tmp_path / "out.jsonl")
+
+
+def test_a_folder_that_its_holder_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the opening of the lock file and the lock."""
+    flock, root = fcntl.flock, tmp_path / "out.parts"
+
+    def lock_too_late(handle: int, kind: int) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(root)
+        flock(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    with held(str(root), "in use", lock=RUN_LOCK):
+        assert names_in(root) == {RUN_LOCK}
