@@ -151,7 +151,7 @@ def _is_complete(task: Task, served: list[str], refuses: bool = True, is_held: b
         return False
     if manifest is None:
         return False
-    is_kept = finish_removal(task.root, is_held, task.keep_parts)
+    is_kept = finish_removal(task.root, manifest, is_held, task.keep_parts)
     print_completed(manifest, lacks_parts=task.keep_parts and not is_kept)
     return True
 

@@ -75,14 +75,15 @@ def find_completed(root: Path, output: Path, spec: BatchSpec) -> Manifest | None
     return noted.manifest
 
 
-def finish_removal(root: Path, is_held: bool, keep_parts: bool) -> bool:
+def finish_removal(root: Path, found: Manifest, is_held: bool, keep_parts: bool) -> bool:
     """Remove the rest of a complete run's folder, but with `keep_parts` only what an interrupted
     removal left; return whether the folder is kept. Take the run's lock unless it `is_held`.
     """
     if keep_parts and (root / NAME).is_file():
         return True
     with _staying(root), contextlib.nullcontext() if is_held else exclusive(str(root), 0, RUN_LOCK):
-        _remove(root)
+        if _is_left(root, found):
+            _remove(root)
     return False
 
 

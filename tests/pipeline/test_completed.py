@@ -59,7 +59,7 @@ def test_a_removal_that_was_cut_short_is_finished(
         (root / name).unlink()
     (root / RUN_LOCK).touch()
     assert find(manifest, tmp_path) is not None
-    assert finish_removal(root, is_held=False, keep_parts=bool(removed)) is False
+    assert finish_removal(root, manifest, is_held=False, keep_parts=bool(removed)) is False
     assert not root.exists()
 
 
@@ -67,7 +67,7 @@ def test_a_whole_folder_is_kept_where_that_is_asked_for(redis_client: redis.Redi
     manifest, root = run(redis_client, tmp_path), tmp_path / "out.parts"
     assert leave_note(root)
     before = names_in(root)
-    assert finish_removal(root, is_held=False, keep_parts=True) is True
+    assert finish_removal(root, manifest, is_held=False, keep_parts=True) is True
     assert (names_in(root), load_manifest(str(root))) == (before, manifest)
 
 
@@ -89,13 +89,13 @@ def test_a_folder_that_cannot_be_removed_is_named_in_one_warning(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, function, refuse)
-        for begin_removal in (lambda: replace_folder(root), lambda: finish_removal(root, False, False)):
+        for begin_removal in (lambda: replace_folder(root), lambda: finish_removal(root, manifest, False, False)):
             caplog.clear()
             begin_removal()
             [warning] = caplog.messages
             assert f"{root} stays, though the run is complete: " in warning
             assert find(manifest, tmp_path) is not None
-    finish_removal(root, is_held=False, keep_parts=False)
+    finish_removal(root, manifest, is_held=False, keep_parts=False)
     assert not root.exists()
 
 
