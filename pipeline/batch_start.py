@@ -14,7 +14,7 @@ from pathlib import Path
 from jobs.batch.input_files import InputError, is_parquet
 from jobs.batch.manifest import Manifest, load_manifest
 from pipeline.batch_task import Task, spec_of, start_worker
-from pipeline.completed import find_completed, replace_folder
+from pipeline.completed import find_completed, finish_removal, replace_folder
 from pipeline.errors import CommandEnd, LinesFailed, Refused
 from pipeline.held_folder import RUN_LOCK, empty_folder, held
 from pipeline.progress import Progress, make_progress
@@ -72,29 +72,30 @@ def _run_task(
     progress: Progress,
     is_last: bool,
 ) -> None:
-    if _is_complete(task, served):  # another process has completed it meanwhile
-        return
-    with progress, batch_folder(task):
-        if (
-            task.redis_url is None
-            and not task.hosted
-            and not supervisor.has("worker")
-            and load_manifest(str(task.root)) is None
-            and task.source_file.stat().st_size < _SMALL_BYTES
-        ):
-            # Loading the model takes longer than checking a small file
-            start_worker(task, supervisor)
-        from pipeline.batch_run import BatchRun
+    with batch_folder(task):
+        if _is_complete(task, served, is_held=task.redis_url is None):  # by another process, since the first look
+            return
+        with progress:
+            if (
+                task.redis_url is None
+                and not task.hosted
+                and not supervisor.has("worker")
+                and load_manifest(str(task.root)) is None
+                and task.source_file.stat().st_size < _SMALL_BYTES
+            ):
+                # Loading the model takes longer than checking a small file
+                start_worker(task, supervisor)
+            from pipeline.batch_run import BatchRun
 
-        run = BatchRun(task, served, began)
-        record = run.run(supervisor, signals, progress, is_last)
-        run.check_accepted(record)
-        if task.upload_to is not None and record.output is not None:
-            from pipeline.uris.uploading import upload
+            run = BatchRun(task, served, began)
+            record = run.run(supervisor, signals, progress, is_last)
+            run.check_accepted(record)
+            if task.upload_to is not None and record.output is not None:
+                from pipeline.uris.uploading import upload
 
-            upload(task.output_file, task.upload_to, task.partition_by, signals, progress.say)
-        if not task.keeps_folder:
-            replace_folder(task.root)
+                upload(task.output_file, task.upload_to, task.partition_by, signals, progress.say)
+            if not task.keeps_folder:
+                replace_folder(task.root)
     run.conclude(record)
 
 
@@ -134,10 +135,11 @@ def _checked(tasks: Sequence[Task]) -> tuple[list[str], list[Task]]:
     return served, tasks
 
 
-def _is_complete(task: Task, served: list[str], refuses: bool = True) -> bool:
+def _is_complete(task: Task, served: list[str], refuses: bool = True, is_held: bool = False) -> bool:
     """Return whether a run is complete already; print its end if so.
 
     Raise `Refused` if the input, a flag or the output has changed since and `refuses` is true.
+    `is_held` is whether this process holds the run's lock.
     """
     if not isinstance(task.output, Path) or task.partition_by:
         return False
@@ -147,9 +149,11 @@ def _is_complete(task: Task, served: list[str], refuses: bool = True) -> bool:
         if refuses:
             raise
         return False
-    if manifest is not None:
-        print_completed(manifest)
-    return manifest is not None
+    if manifest is None:
+        return False
+    is_kept = finish_removal(task.root, manifest, is_held, task.keep_parts)
+    print_completed(manifest, lacks_parts=task.keep_parts and not is_kept)
+    return True
 
 
 def _check_rows(task: Task) -> None:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.store.storage import Busy, StoreError, StoreFull, exclusive, make_folder
+from jobs.store.storage import Busy, StoreError, StoreFull, exclusive, is_missing, make_folder
 from pipeline.errors import Refused
 
 RUN_LOCK = ".run"
@@ -20,8 +20,8 @@ def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") 
     """
     with contextlib.ExitStack() as stack:
         try:
-            make_folder(folder)
-            stack.enter_context(exclusive(folder, patience, lock))
+            while not _enter(stack, exclusive(folder, patience, lock), folder):
+                pass
         except Busy:
             raise Refused(refusal) from None
         except StoreFull:
@@ -29,6 +29,18 @@ def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") 
         except StoreError as error:
             raise Refused(str(error)) from None
         yield
+
+
+def _enter(stack: contextlib.ExitStack, hold: contextlib.AbstractContextManager[None], folder: str) -> bool:
+    """Make the folder and hold it; return False if its holder removed it between."""
+    make_folder(folder)
+    try:
+        stack.enter_context(hold)
+    except StoreError as error:
+        if is_missing(error) and not Path(folder).exists():
+            return False
+        raise
+    return True
 
 
 def empty_folder(folder: Path) -> None:

@@ -81,10 +81,14 @@ def print_summary(
         print(f"unknown members, ignored: {described(record.unknown_members)}")
 
 
-def print_completed(manifest: "Manifest") -> None:
-    """Print the summary of a run that was already complete on stdout."""
+def print_completed(manifest: "Manifest", lacks_parts: bool = False) -> None:
+    """Print the summary of a run that was already complete on stdout.
+
+    `lacks_parts` says that the folder to keep was removed.
+    """
     print(f"results: {manifest.output}")
-    print(f"{requests_line(manifest.completed, 0)}; complete before, nothing was run")
+    note = "; there is no folder to keep any more" if lacks_parts else ""
+    print(f"{requests_line(manifest.completed, 0)}; complete before, nothing was run{note}")
 
 
 def requests_line(total: int, failed: int) -> str:

@@ -121,9 +121,8 @@ class LocalStorage:
     def hold(self, folder: str, lock: str, patience: float, is_shared: bool = False) -> Iterator[None]:
         """Hold the lock. Raise BlockingIOError after `patience` seconds."""
         kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-        handle = os.open(os.path.join(folder, lock), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = _open_locked(os.path.join(folder, lock), kind, time.monotonic() + patience)
         try:
-            _lock(handle, kind, time.monotonic() + patience)
             yield
         finally:
             os.close(handle)
@@ -213,6 +212,24 @@ class LocalWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _open_locked(path: str, kind: int, deadline: float) -> int:
+    """Return a handle of the locked file that has the name; a holder may remove it."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            stack.callback(os.close, handle)
+            _lock(handle, kind, deadline)
+            if _has_name(handle, path):
+                stack.pop_all()
+                return handle
+
+
+def _has_name(handle: int, path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    return False
 
 
 def _lock(handle: int, kind: int, deadline: float) -> None:

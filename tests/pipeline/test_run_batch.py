@@ -2,6 +2,7 @@
 remain.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pyarrow import Table, parquet
 
 from jobs.batch.manifest import NAME, BatchSpec, Manifest, load_manifest, save_manifest
 from jobs.batch.parts import merge_parts
+from pipeline import batch_start
+from pipeline.batch_task import Task
 from pipeline.held_folder import RUN_LOCK, held
 from tests.pipeline.conftest import RunHere
 from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
@@ -137,6 +140,28 @@ def test_the_folder_of_a_complete_run_is_kept_where_that_is_asked_for(tmp_path: 
     assert run_pipeline("run-batch", source, "-o", output, "--keep-parts").returncode == 0
     assert names_in(tmp_path) == ["empty.jsonl", "out.jsonl", "out.jsonl.parts"]
     assert run_pipeline("run-batch", source, "-o", output).returncode == 0
+    assert names_in(tmp_path) == [".out.jsonl.completed", "empty.jsonl", "out.jsonl"]
+    again = run_pipeline("run-batch", source, "-o", output, "--keep-parts")
+    assert "nothing was run; there is no folder to keep any more" in again.stdout
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("flags", [(), ("--keep-parts",)])
+def test_a_run_that_another_one_has_completed_since_is_not_run_again(
+    tmp_path: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """Between its look for a note and its lock."""
+    source, output = tmp_path / "empty.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"")
+    hold_folder = batch_start.batch_folder
+
+    def hold_too_late(task: Task) -> contextlib.AbstractContextManager[None]:
+        assert run_pipeline("run-batch", source, "-o", output).returncode == 0
+        return hold_folder(task)
+
+    monkeypatch.setattr(batch_start, "batch_folder", hold_too_late)
+    done = run_here("run-batch", source, "-o", output, *flags)
+    assert (done.code, "0 requests, 0 failed; complete before, nothing was run" in done.out) == (0, True), done
     assert names_in(tmp_path) == [".out.jsonl.completed", "empty.jsonl", "out.jsonl"]
 
 

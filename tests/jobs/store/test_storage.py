@@ -1,6 +1,7 @@
 """A file is there whole or not at all, on this machine and on a remote store."""
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -234,6 +235,20 @@ def test_a_folder_is_shared_by_many_or_held_by_one(tmp_path: Path) -> None:
         with exclusive(root, 0), pytest.raises(Busy), hold(root, 0):
             raise AssertionError
     with pytest.raises(StoreError, match="is remote"), shared("memory://x", 0):
+        raise AssertionError
+
+
+def test_a_lock_file_that_its_holder_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the opening of the file and its lock."""
+    flock = fcntl.flock
+
+    def lock_too_late(handle: int, kind: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / ".lock").unlink()
+        flock(handle, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
+    with exclusive(str(tmp_path), 0), pytest.raises(Busy), exclusive(str(tmp_path), 0):
         raise AssertionError
 
 
