@@ -37,10 +37,9 @@ def _enter(stack: contextlib.ExitStack, hold: contextlib.AbstractContextManager[
     try:
         stack.enter_context(hold)
     except StoreError as error:
-        if is_missing(error) and not Path(folder).exists():
-            return False
-        raise
-    return True
+        if not is_missing(error):
+            raise
+    return Path(folder).exists()
 
 
 def empty_folder(folder: Path) -> None:

@@ -215,13 +215,15 @@ class LocalWriter:
 
 
 def _open_locked(path: str, kind: int, deadline: float) -> int:
-    """Return a handle of the locked file that has the name; a holder may remove it."""
+    """Return a handle of the locked file that has the name, since its holder may remove it; of the
+    removed one if the folder is gone too, where nothing is left to protect.
+    """
     while True:
         with contextlib.ExitStack() as stack:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             stack.callback(os.close, handle)
             _lock(handle, kind, deadline)
-            if _has_name(handle, path):
+            if _has_name(handle, path) or not os.path.isdir(os.path.dirname(path)):
                 stack.pop_all()
                 return handle
 

@@ -35,7 +35,7 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}"
     "{%- if enable_thinking -%}{{ '<think>\n' }}{%- else -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{%- endif -%}"
 )
-WORKER = ("--chat-template", TEMPLATE)  # from which the parsers follow: hermes and qwen3
+WORKER = ("--chat-template", TEMPLATE, "--reasoning-parser", "qwen3")  # the parser of calls, hermes, follows from it
 PARAMETERS = {
     "type": "object",
     "properties": {"place": {"enum": ["Köln", "Bonn"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
