@@ -152,7 +152,7 @@ def test_a_request_goes_on_from_any_checkpoint(depth: int) -> None:
     one.output_token_ids = whole.tokens
     assert answer(core, one) == Answer(finish=Finish.STOP)
     one.output_token_ids = [token("X")]
-    assert "does not follow the grammar" in answer(core, one).error
+    assert "does not follow its grammar" in answer(core, one).error
 
 
 def test_choices_of_one_request_differ_and_all_follow_the_grammar() -> None:
