@@ -1,4 +1,4 @@
-"""What a change has to pass: `.ci/run` in a repository of its own, and the table of proofs."""
+"""`.ci/run` in a repository of its own: which failures it repeats, and which end it."""
 
 import os
 import shutil

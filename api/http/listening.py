@@ -65,7 +65,7 @@ class SharedListener:
         return self._listener.fileno(), self._memory.fileno()
 
     def environment(self, number: int) -> dict[str, str]:
-        """Return the variable that tells process `number` its descriptors."""
+        """Return the variable with the descriptors of process `number`."""
         return {INHERITED_VARIABLE: ",".join(map(str, (*self.descriptors, number)))}
 
     def leave(self, number: int) -> None:

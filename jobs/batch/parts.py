@@ -95,7 +95,7 @@ def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
 class PartIndex:
     """Finds the records of a part by line, with a sparse index in memory.
 
-    `damage` tells why records are not found: only those before the damage are.
+    `damage` is why records are missing: only those before the damage are found.
     """
 
     def __init__(self, root: str, name: str) -> None:

@@ -64,7 +64,7 @@ def main() -> None:
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    drop_lost_exits(_StoppedWhileIdle, StopRequested)  # `driver.stopping` tells the reason
+    drop_lost_exits(_StoppedWhileIdle, StopRequested)  # `driver.stopping` has the reason
     driver = Driver(Queue(connect(options.redis_url)))
     driver.start()  # before the handlers are set: `Thread.start` breaks if one raises in it
     code = 1

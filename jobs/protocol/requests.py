@@ -108,7 +108,7 @@ class ToolCallDelta(msgspec.Struct, array_like=True):
 class ParsedDelta(msgspec.Struct, array_like=True):
     """The parts of reasoning and tool calls parsed from the text up to one token, or at its end.
 
-    `tokens` tells a reader which deltas it has seen: it never decreases within a choice.
+    A reader knows by `tokens` which deltas it has seen: it never decreases within a choice.
     """
 
     tokens: int  # output tokens of the choice parsed so far; at the end one more than all

@@ -22,7 +22,7 @@ class ProofRow:
 
     def has(self, path: str) -> bool:
         """Return whether the file at this path of the repository is one of the sources."""
-        return any(path == source or path.startswith(f"{source}/") for source in self.sources)
+        return _is_among(path, self.sources)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ProofTable:
 
     def touches_core(self, changed: set[str]) -> bool:
         """Return whether one of the changed files is of the build, a wire or disk format or Lua."""
-        return any(ProofRow("core", self.core_sources, {}).has(path) for path in changed)
+        return any(_is_among(path, self.core_sources) for path in changed)
 
     def touched(self, changed: set[str]) -> list[str]:
         """Return the files with proofs that the changed files touch, in the table's order."""
@@ -46,6 +46,10 @@ class ProofTable:
         files = {file for row in rows for file in row.proofs}
         of_tests = [path for path in changed if path.startswith("tests/")]
         return [file for file in self.seconds if file in files or any(uses(file, path) for path in of_tests)]
+
+
+def _is_among(path: str, sources: tuple[str, ...]) -> bool:
+    return any(path == source or path.startswith(f"{source}/") for source in sources)
 
 
 @cache
