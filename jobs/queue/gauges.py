@@ -47,17 +47,13 @@ class MetricSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerGauges(msgspec.Struct, frozen=True):
-    """One worker's engine. `tokens` counts those generated in its life, the other fields are
-    current.
+    """Current figures of one worker's engine.
 
     `metrics` has the samples of each metric that the worker's record declares, in that order.
     """
 
     running: int
     waiting: int
-    free_blocks: int
-    num_blocks: int
-    tokens: int
     tokens_per_second: float
     gpus: list[GpuGauges] = []
     metrics: list[list[MetricSample]] = []

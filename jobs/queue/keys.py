@@ -3,7 +3,7 @@
 All keys of the request path share the hash tag {q}, so that scripts may access any of them.
 """
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 
 SCHEMA = "{q}:schema"
 FENCE = "{q}:fence"  # counter; each claim of a request takes the next number

@@ -37,7 +37,7 @@ def register(queue: Queue, worker: str, *metrics: MetricDescriptor, state: str =
 
 
 def report(queue: Queue, worker: str, *samples: list[MetricSample], gpus: list[GpuGauges] | None = None) -> None:
-    queue.report_gauges(worker, WorkerGauges(7, 2, 30, 40, 1000, 12.5, gpus or [], list(samples)))
+    queue.report_gauges(worker, WorkerGauges(7, 2, 12.5, gpus or [], list(samples)))
 
 
 def samples_of(http: httpx.Client, name: str) -> dict[tuple[str, ...], float]:

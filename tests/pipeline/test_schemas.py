@@ -10,12 +10,12 @@ import redis
 from tests.pipeline.conftest import RunHere
 
 QUEUE_SENTENCE = (
-    "Error: The Redis server holds a queue of schema {}, and this version reads schema 2: run the version that wrote it"
+    "Error: The Redis server holds a queue of schema {}, and this version reads schema 3: run the version that wrote it"
     " until no batch and no live call is left, then empty the database, or use another one"
 )
 
 
-@pytest.mark.parametrize("schema", ["1", "3"], ids=["older", "newer"])
+@pytest.mark.parametrize("schema", ["2", "4"], ids=["older", "newer"])
 @pytest.mark.parametrize("command", ["api", "jobs", "worker", "serve"])
 def test_a_queue_of_another_schema_is_refused(
     command: str, schema: str, redis_client: redis.Redis, redis_url: str, run_here: RunHere

@@ -19,7 +19,7 @@ def test_workers_are_shown_with_what_they_do_and_what_their_gpus_report(queue: Q
     for name in ("busy", "silent"):
         queue.register_worker(WorkerRecord(name, ["m"], "ready", 128, time.time(), "host", 1))
     gpus = [GpuGauges("NVIDIA H200", "GPU-1", 0.5, 60 << 30, 140 << 30, 400.4), GpuGauges("MIG slice", "GPU-2")]
-    queue.report_gauges("busy", WorkerGauges(1, 0, 5, 10, 100, 1234.5, gpus))
+    queue.report_gauges("busy", WorkerGauges(1, 0, 1234.5, gpus))
     console = Console(width=200, record=True)
     console.print(workers_table(queue))
     busy, more, silent = (line for line in console.export_text().splitlines() if "│" in line)

@@ -87,4 +87,4 @@ def _gauges(engine: AsyncEngine, metrics: RequestMetrics, rate: float, gpus: lis
     metrics.tokens_per_second.set(rate)
     samples = [metric.samples() for metric in (*engine.metrics.all(), *metrics.all())]
     values = msgspec.convert(samples, list[list[MetricSample]])
-    return WorkerGauges(stats.running, stats.waiting, stats.free_blocks, blocks, stats.tokens, rate, gpus, values)
+    return WorkerGauges(stats.running, stats.waiting, rate, gpus, values)

@@ -288,10 +288,10 @@ end
 -- stream.
 local function has_client(name)
   local counted = redis.call('HGET', key.LIVE_CALLS, name)
-  local api = counted and string.match(counted, '^%d+ (%S+)') or '-'
-  if redis.call('EXISTS', key.bodies((split(name)))) == 0 then
+  if not counted or redis.call('EXISTS', key.bodies((split(name)))) == 0 then
     return false
   end
+  local api = string.match(counted, '^%d+ (%S+)')
   return api == '-' or redis.call('EXISTS', key.api_alive(api)) == 1
     or tonumber(redis.call('ZSCORE', key.WATCHED, name) or 0) > now_ms()
 end

@@ -12,8 +12,8 @@ GPU = GpuGauges("NVIDIA H200", "GPU-1", 0.5, 10, 20, 400.5)
 
 def test_gauges_are_the_last_that_were_reported_and_do_not_last(queue: Queue, redis_client: redis.Redis) -> None:
     for running in (1, 2):
-        queue.report_gauges("w", WorkerGauges(running, 0, 5, 10, 100, 3.5, [GPU]))
-    assert queue.gauges(["w", "silent"]) == {"w": WorkerGauges(2, 0, 5, 10, 100, 3.5, [GPU])}
+        queue.report_gauges("w", WorkerGauges(running, 0, 3.5, [GPU]))
+    assert queue.gauges(["w", "silent"]) == {"w": WorkerGauges(2, 0, 3.5, [GPU])}
     assert queue.gauges([]) == {}
     assert 0 < redis_client.ttl(keys.gauges("w")) <= GAUGES_SECONDS
 

@@ -46,7 +46,7 @@ def render(
 def add_worker(queue: Queue, name: str, *gpus: GpuGauges, model: str = MODEL, host: str = "host") -> None:
     queue.register_worker(WorkerRecord(name, [model], "ready", 128, time.time(), host, 1, METRICS))
     samples = [[MetricSample("", value)] for value in (0.25, 30.0, 120.0)]
-    queue.report_gauges(name, WorkerGauges(7, 2, 30, 40, 1000, 1234.5, list(gpus), samples))
+    queue.report_gauges(name, WorkerGauges(7, 2, 1234.5, list(gpus), samples))
 
 
 def add_work(queue: Queue) -> None:
