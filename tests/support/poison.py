@@ -51,10 +51,13 @@ def noted_steps(file: Path) -> list[NotedStep]:
     return [NotedStep(*json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def poisoned_environment(*poisons: Poison, hold: Path | None = None, notes: Path | None = None) -> dict[str, str]:
-    """What a worker's environment needs beside the usual for these words to do harm.
+def poisoned_environment(
+    *poisons: Poison, hold: Path | None = None, notes: Path | None = None, path: str | None = None
+) -> dict[str, str]:
+    """Return the variables with which these words do harm to a worker.
 
-    `hold` is the file that holds requests, `notes` one for the steps, as `noted_steps` reads it.
+    `hold` is the file that holds requests, `notes` one for the steps, as `noted_steps` reads it,
+    `path` the worker's PYTHONPATH if it is not that of this process.
     """
     tokenizer = TextTokenizer.load(DEMO_MODEL)
     words = tokenizer.encode([poison.word and f" {poison.word}" for poison in poisons], special_tokens=False)
@@ -62,7 +65,7 @@ def poisoned_environment(*poisons: Poison, hold: Path | None = None, notes: Path
         {"token_ids": ids, "harm": poison.harm, "from": poison.start}
         for poison, ids in zip(poisons, words, strict=True)
     ]
-    path = os.pathsep.join([str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(_FOLDER), *filter(None, [path or os.environ.get("PYTHONPATH")])])
     files = {"HOLD_FILE": str(hold or ""), "STEP_NOTES": str(notes or "")}
     return {"PYTHONPATH": path, "POISONS": json.dumps(found), **files}
 

@@ -14,6 +14,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from tests.support.commands import command_environment
 from tests.support.fleet import Member
+from tests.support.poison import Poison, poisoned_environment
 from tests.support.ports import reserved_port
 from tests.support.processes import catches
 from tests.support.redis_machine import RedisMachine
@@ -22,6 +23,8 @@ from tests.upgrades.versions import code_of
 
 LEASE_SECONDS = 2.0
 CHAT = "/v1/chat/completions"
+FATAL = "wombat"
+"""The word of a request at which the engine core exits."""
 
 
 class MixedFleet:
@@ -75,8 +78,9 @@ class MixedFleet:
         return "\n".join(f"--- {name}\n{member.log}" for name, member in self.members.items())
 
     def _start(self, name: str, tree: Path | None, *arguments: object) -> None:
-        code = {} if tree is None else code_of(tree)
-        environment = command_environment(self.redis.url, {"LEASE_SECONDS": str(LEASE_SECONDS), **code})
+        with_path = {} if tree is None else code_of(tree)
+        environment = command_environment(self.redis.url, {"LEASE_SECONDS": str(LEASE_SECONDS), **with_path})
+        environment |= poisoned_environment(Poison(FATAL, "exit"), path=with_path.get("PYTHONPATH"))
         self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
 
     def _kill(self) -> None:
@@ -110,14 +114,21 @@ class Client:
         return found
 
     def wait_completed(self, batch: str) -> None:
-        """Wait for the end of the batch; check that each of its lines has its answer once."""
+        """Wait for the end of the batch; check that each of its lines has its answer once, and each
+        fatal one its error.
+        """
         wait_until(lambda: self.batch(batch)["status"] == "completed", 120, f"{batch} to be completed")
         record = self.batch(batch)
         inputs, outputs = self._lines(record["input_file_id"]), self._lines(record["output_file_id"])
-        asked = [(row["custom_id"], row["body"]["max_tokens"]) for row in inputs]
+        fatal = [row["custom_id"] for row in inputs if FATAL in row["custom_id"]]
+        asked = [(row["custom_id"], row["body"]["max_tokens"]) for row in inputs if FATAL not in row["custom_id"]]
         given = [(row["custom_id"], row["response"]["body"]["usage"]["completion_tokens"]) for row in outputs]
         assert given == asked
-        assert record["request_counts"] == {"total": len(inputs), "completed": len(inputs), "failed": 0}
+        errors = self._lines(record["error_file_id"]) if fatal else []
+        assert [row["custom_id"] for row in errors] == fatal
+        assert {row["response"]["body"]["error"]["code"] for row in errors} <= {"engine_crashed"}
+        counts = {"total": len(inputs), "completed": len(asked), "failed": len(fatal)}
+        assert record["request_counts"] == counts
 
     def check_views(self) -> None:
         """Check that it shows the fleet, whatever the versions of its processes."""

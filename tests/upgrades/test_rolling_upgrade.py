@@ -13,7 +13,7 @@ from tests.pipeline.results import check_answers, examples
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.integrity import faults
 from tests.support.waiting import wait_until
-from tests.upgrades.mixed_fleet import CHAT, Client, MixedFleet, line, lines
+from tests.upgrades.mixed_fleet import CHAT, FATAL, Client, MixedFleet, line, lines
 from tests.upgrades.versions import code_of, unpack_previous
 
 pytestmark = pytest.mark.proof
@@ -117,6 +117,11 @@ class _Upgrade:
         self._stop("old-jobs")
 
     def _replace_workers(self) -> None:
+        """Start new ones while requests are in quarantine, and end the old ones."""
+        self._batches.append(self._client.create("fatal", [*lines(FATAL, 3, 10), *lines("beside-fatal", 10, 300)]))
+        wait_until(
+            lambda: sum(self._fleet.queue.depths(["demo"]).quarantined.values()) > 0, 60, "requests in quarantine"
+        )
         for number in range(2):
             self._fleet.start_worker(f"worker-{number}", None, "--max-num-seqs", 4)
             self._fleet.wait_serving(f"worker-{number}")

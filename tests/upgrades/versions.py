@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import REPOSITORY
 
-PREVIOUS = "c45616363bcf7dc0eee7401e0256530c799e0e85"
+PREVIOUS = "f3db12a91fc6216c5459fc4475cab67093cebb57"
 """The commit of the last released version."""
 
 
