@@ -21,7 +21,7 @@ pytestmark = pytest.mark.proof
 
 CHATTY = """
 import sys
-for _ in range(10_000):
+for _ in range(2_000):
     print("a line of an eighth of a kilobyte, of which a pipe holds half a thousand" + 56 * ".")
 open(sys.argv[1], "a").write("ended\\n")
 sys.exit(1)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import ray
@@ -76,6 +77,11 @@ class Contenders:
     def end_lead(self) -> None:
         """As when the leader was killed long ago."""
         self.queue.redis.delete(keys.FLEET_LEADER)
+
+    def drain(self, worker: str) -> None:
+        """Drain a worker."""
+        with suppress(ray.exceptions.ActorDiedError):  # the actor may end before its answer is sent
+            ray.get(ray.get_actor(worker).drain.remote())
 
 
 @pytest.fixture
@@ -165,7 +171,7 @@ def test_an_adopted_worker_is_asked_before_it_is_stopped(
 
 def test_a_drained_worker_ends_with_its_actor_whoever_watches(contenders: Contenders) -> None:
     contenders.step_until_ready(contenders.placement(1, 1), 1)
-    ray.get(ray.get_actor("demo/0").drain.remote())
+    contenders.drain("demo/0")
     contenders.wait_until(lambda: not contenders.actors(), "the actor to end by itself")
     assert (contenders.ready(), len(contenders.stopped)) == ([], 1)
 
@@ -174,7 +180,7 @@ def test_an_adopted_worker_that_drains_is_no_capacity(contenders: Contenders, ca
     contenders.step_until_ready(contenders.placement(1, 2), 1)
     contenders.end_lead()
     caplog.clear()
-    ray.get(ray.get_actor("demo/0").drain.remote())
+    contenders.drain("demo/0")
     placement = contenders.placement(1, 2)
     contenders.step_until(placement, lambda: "placing the worker" in caplog.text, "another one to be placed")
     contenders.step_until_ready(placement, 1)
