@@ -8,6 +8,7 @@ expires, the ticker gives its batches to another process.
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -190,11 +191,11 @@ class Driver:
         return run
 
     def _stay_alive(self) -> None:
-        name = keys.driver(self.name)
         is_hung = time.monotonic() - self._look_at > _HUNG_SECONDS
-        # A full server creates no key, but can extend one.
-        if not is_hung and not self.queue.redis.expire(name, ALIVE_SECONDS):
-            self.queue.redis.set(name, 1, ex=ALIVE_SECONDS)
+        for name in () if is_hung else (keys.driver(self.name), keys.driver_host(socket.gethostname())):
+            # A full server creates no key, but can extend one.
+            if not self.queue.redis.expire(name, ALIVE_SECONDS):
+                self.queue.redis.set(name, 1, ex=ALIVE_SECONDS)
         self._ended.wait(BEAT_SECONDS)
 
     def _check_records(self) -> None:

@@ -177,6 +177,11 @@ def driver(name: str) -> str:
     return f"{{q}}:driver:{name}"
 
 
+def driver_host(host: str) -> str:
+    """Key that the processes of the control plane on `host` renew, with the same lifetime."""
+    return f"{{q}}:driver_host:{host}"
+
+
 def control(worker: str) -> str:
     """Stream of orders to one worker, or to the control plane (`JOBS_CONTROL`)."""
     return f"{{q}}:ctl:{worker}"
