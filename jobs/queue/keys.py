@@ -43,6 +43,7 @@ ON_DEMAND = "{q}:on_demand"  # hash: "<server> <model>" -> OnDemandModel; lasts 
 # began
 FILE_EXPIRY = "{q}:file_expiry"
 STORE = "{q}:store"  # id of the file store, as in its marker file
+WRITTEN = "{q}:written"  # what `write_fault` writes; expires within seconds
 QUEUE_ID = "{q}:id"  # id of this queue; a file store in a bucket names it as its owner
 
 JOBS_CONTROL = "jobs"
