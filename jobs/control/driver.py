@@ -24,6 +24,7 @@ from jobs.control.turns import Turn, Turns
 from jobs.protocol.states import JOBS
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields, BatchStatus
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.streams import FIRST_ID
@@ -52,7 +53,8 @@ class Driver:
         self.name = uuid.uuid4().hex
         self.stopping = threading.Event()
         """Set when the process was ordered to end."""
-        self._runner = Runner(queue, self.name, self.stopping)
+        self.outage = OutageLog(logger, "batches wait until it answers", "batches go on")
+        self._runner = Runner(queue, self.name, self.stopping, self.outage)
         self._turns = Turns(self.stopping)
         self._changed = threading.Condition()
         self._batches: dict[str, Driven] = {}
@@ -77,7 +79,7 @@ class Driver:
         try:
             batches = [] if self.stopping.is_set() else take_batches(self.queue, _TAKEN_AT_ONCE)
         except _REDIS_ERRORS as error:
-            logger.warning("Redis unavailable; pending batches will be dispatched again: %s", error)
+            self.outage.failed(error)
             return
         for batch in batches:
             if self.stopping.is_set():
@@ -85,7 +87,7 @@ class Driver:
             try:
                 self._adopt(batch)
             except _REDIS_ERRORS as error:
-                logger.warning("batch %s: Redis unavailable; the batch will be dispatched again: %s", batch, error)
+                self.outage.failed(error)
             except Exception:
                 logger.exception("batch %s: internal error; the batch will be dispatched again", batch)
 

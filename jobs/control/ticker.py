@@ -40,6 +40,7 @@ from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.connection import check_server, connect
 from jobs.queue.lease import Lease
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
 from jobs.queue.settings import QueueSettings
@@ -104,7 +105,7 @@ def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
                 check_server(client)
                 ticker.run()
             except (redis.RedisError, QueueUnavailable, ServerError) as error:
-                logger.warning("Redis unavailable or full; the ticker resumes when it answers: %s", error)
+                ticker.outage.failed(error)
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
@@ -138,6 +139,7 @@ class Ticker:
 
     def __init__(self, queue: Queue, file_store: str | None = None) -> None:
         self.upkeep = Upkeep(queue, file_store)
+        self.outage = OutageLog(logger, "the ticker waits until it answers", "the ticker goes on")
         self._queue = queue
         self._client = queue.redis
         self._deadlines = Deadlines(queue)
@@ -167,6 +169,7 @@ class Ticker:
                 self._leads = self.lead()
                 if self._leads:
                     self.tick()
+                self.outage.worked()
                 time.sleep(TICK_SECONDS)  # not the event's wait, whose lock may be held as the handler sets it
         finally:
             self._leads = False
@@ -195,9 +198,9 @@ class Ticker:
         A full server accepts no RQ jobs, so the lines that fill it are drained here.
         """
         try:
-            Runner(self._queue, stopping=_stopping).flush()
+            Runner(self._queue, stopping=_stopping, outage=self.outage).flush()
         except (redis.RedisError, QueueUnavailable) as error:
-            logger.warning("failed to drain finished lines from a full Redis: %s", error)
+            self.outage.failed(error)
 
     def _run_upkeep(self) -> None:
         while not _stopping.is_set():
