@@ -169,11 +169,12 @@ class FullServer:
 
 
 class _BoundedConnection(h11.Connection):
-    """h11's connection with a limit of headers, and with a fast way for chunks."""
+    """h11's connection with limits of headers and trailers, and with a fast way for chunks."""
 
     def __init__(self, limits: HttpSettings) -> None:
         super().__init__(h11.SERVER, limits.h11_max_incomplete_event_size)
         self._most_headers = limits.h11_max_header_count
+        self._most_bytes = limits.h11_max_incomplete_event_size  # h11 itself checks incomplete heads alone
         self.chunked = False  # whether the last answer has a chunked body
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
@@ -190,9 +191,12 @@ class _BoundedConnection(h11.Connection):
         return output
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        before = len(self._receive_buffer)
         event = super().next_event()
-        if isinstance(event, h11.Request) and len(event.headers) > self._most_headers:
-            raise h11.RemoteProtocolError("too many headers", error_status_hint=_TOO_LARGE)
+        if isinstance(event, h11.Request | h11.EndOfMessage) and (
+            len(event.headers) > self._most_headers or before - len(self._receive_buffer) > self._most_bytes
+        ):
+            raise h11.RemoteProtocolError("the head or the trailer is too large", error_status_hint=_TOO_LARGE)
         return event
 
 
