@@ -2,8 +2,8 @@
 
 An RQ job makes a process take batches; their records then name it. The process runs slices of the
 batch's jobs, each in a thread of its own, whenever a claim or a commit asks for one; it also reads
-all records each second, for missed requests. Its key in Redis shows that it is alive: once the key
-expires, the ticker gives its batches to another process.
+records each second, for missed requests (`rounds`). Its key in Redis shows that it is alive: once
+the key expires, the ticker gives its batches to another process.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import redis
 
 from jobs.control.advance import needs_slice
+from jobs.control.rounds import LOOK_BATCHES, Rounds
 from jobs.control.runner import Next, Runner
 from jobs.control.slice_queue import Driven, SliceQueue
 from jobs.control.slices import BEAT_SECONDS
@@ -61,6 +62,7 @@ class Driver:
         self._slices = SliceQueue(self._turns.served)
         self._last_id = FIRST_ID
         self._look_at = 0.0  # monotonic seconds
+        self._rounds = Rounds(queue)
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -239,11 +241,14 @@ class Driver:
             for driven in self._slices.note_stuck():
                 self._turns.count(driven.tenant, now - driven.turn.began if driven.turn else 0.0)
             known = dict(self._batches)
-        records = self.queue.active_batches()  # read afterwards: these batches' records name this process
-        for batch, fields in records.items():
+        look = self._rounds.look(set(known))  # read afterwards: these batches' records name this process
+        for batch, fields in look.records.items():
             if fields.driver == self.name and fields.state in JOBS and batch not in self._batches:
                 self._adopt(batch)  # Redis lost data, or its reply was lost
-        due = [driven for driven in known.values() if driven.not_before <= now and not driven.turn]
+        failed = [one.batch for one in known.values() if one.pause and one.batch not in look.records]
+        records = {**look.records, **self.queue.statuses(failed[:LOOK_BATCHES])}
+        looked = [known[batch] for batch in (*records, *look.gone) if batch in known]
+        due = [driven for driven in looked if driven.not_before <= now and not driven.turn]
         self._ask_for([driven.batch for driven in due if self._is_due(driven, records.get(driven.batch))])
 
     def _is_due(self, driven: Driven, fields: BatchStatus | None) -> bool:
