@@ -13,6 +13,7 @@ from api.http.cors import with_cors
 from api.http.errors import Stoppable, install_error_handlers
 from api.http.framing import Framing
 from api.http.head import HeadAsGet
+from api.http.held_shares import ReturnShares
 from api.http.lingering import Lingering
 from api.http.openapi import describe
 from api.http.own_middleware import add_middleware
@@ -105,7 +106,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
 def _add_middleware(app: FastAPI, ring: KeyRing, settings: ApiSettings) -> None:
     """Put middleware around the routes, the last one outermost. Raise `SettingsError`."""
     app.add_middleware(WebPages, ring, settings)
-    for middleware in (HeadAsGet, Lingering, Stoppable, Framing):
+    for middleware in (HeadAsGet, Lingering, Stoppable, Framing, ReturnShares):
         app.add_middleware(middleware)
     add_middleware(app, settings.middleware)
     app.add_middleware(with_cors, settings)

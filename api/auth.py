@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.http.answer_headers import note_headers, openai_duration, rate_limit
+from api.http.held_shares import take_call
 from api.settings import ApiSettings
 from api.state import queue_reachable, state_of
 from api.threads import KEYS, LIVE, run_in
@@ -56,6 +57,8 @@ async def authorize(
     found = await run_in(KEYS, state.keys.look) if state.keys.due else state.keys.latest
     caller = _caller(found, state.settings, secret)
     request.state.caller = caller
+    if caller.key_id is not None:
+        take_call(request, state.calls, caller.key_id)
     if caller.key_id is not None and caller.requests_per_minute is not None:
         await queue_reachable(request)
         admitting = run_in(LIVE, state.queue.admit, caller.key_id, caller.requests_per_minute)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import redis
 
-from api.tasks import start
+from api.tasks import start, within
 from api.threads import run_in
 from jobs.protocol import fields
 from jobs.protocol.endpoint import Endpoint
@@ -42,6 +42,7 @@ class Snapshot:
     on_demand: Mapping[str, OnDemandModel] = field(default_factory=dict)  # loaded when a call waits
     # Models of earlier readings, if Redis may have come back empty since
     missed: frozenset[str] = frozenset()
+    write_fault: str | None = None  # why Redis writes nothing
 
     def names(self, *states: str) -> set[str]:
         """Return the models of workers in one of `states`."""
@@ -114,16 +115,19 @@ class Fleet:
 
         Raise `QueueUnavailable` once Redis has been away for longer than one call retries.
         """
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        now = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout_at(max(self._away_from(now) + self._timeout, now + _PROBE_SECONDS)):
-                while True:
-                    with contextlib.suppress(QueueUnavailable):
-                        return await self._shared(fresh)
-                    await asyncio.sleep(self._began + _FRESH_SECONDS - loop.time())
+            return await within(
+                self._read_until_it_works(fresh), max(self._away_from(now) + self._timeout - now, _PROBE_SECONDS)
+            )
         except TimeoutError:
             raise QueueUnavailable(f"the registry could not be read for {self._timeout:g} s") from None
+
+    async def _read_until_it_works(self, fresh: bool) -> Snapshot:
+        while True:
+            with contextlib.suppress(QueueUnavailable):
+                return await self._shared(fresh)
+            await asyncio.sleep(self._began + _FRESH_SECONDS - asyncio.get_running_loop().time())
 
     async def unless_away(self, work: Awaitable[T]) -> T:
         """Return the result of `work`, which asks Redis, unless Redis stays away.
@@ -157,8 +161,7 @@ class Fleet:
     async def probe(self) -> Snapshot:
         """Return what is served, for probes. Raise `QueueUnavailable` after `_PROBE_SECONDS`."""
         try:
-            async with asyncio.timeout(_PROBE_SECONDS):
-                return await self._shared(fresh=False)
+            return await within(self._shared(fresh=False), _PROBE_SECONDS)
         except TimeoutError:
             raise QueueUnavailable("Redis does not answer") from None
 
@@ -232,7 +235,8 @@ class Fleet:
         missed = self._seen - models.keys()
         if missed and self.probe_queue.registry_age() > self.load_timeout:  # they were removed on purpose
             self._seen, missed = frozenset(models), frozenset()
-        return Snapshot(self.probe_queue.workers(), models, self._expected, on_demand, missed)
+        fault = self.probe_queue.write_fault()
+        return Snapshot(self.probe_queue.workers(), models, self._expected, on_demand, missed, fault)
 
 
 async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:

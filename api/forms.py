@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 from starlette.requests import Request
 
 from api.http.multipart import FormPart, MultipartReader
-from api.http.request_body import chunks_of
+from api.http.request_body import announced, body_memory, chunks_of
 from api.state import state_of
 from jobs.protocol import fields
 from jobs.protocol.results import ApiError
@@ -57,7 +57,8 @@ class MultipartForm(ABC, Generic[W, T]):
         self.given: dict[str, bytes] = {}
         self.part = FormPart("", None)
         self.size = 0  # of the content
-        self._announced = _announced(request)
+        self._announced = announced(request)
+        self._memory = body_memory(request)
         self._buffer = bytearray()
 
     @abstractmethod
@@ -82,7 +83,7 @@ class MultipartForm(ABC, Generic[W, T]):
         elif self.part.name == self.content:
             self.size += len(piece)
             self._buffer += piece
-            if len(self._buffer) >= _WRITE_BYTES:
+            if len(self._buffer) >= _WRITE_BYTES or not self._memory.fits(len(piece)):
                 self.check_size()
                 await self.write()
         elif self.part.name in self.field_names:
@@ -120,6 +121,7 @@ class MultipartForm(ABC, Generic[W, T]):
         data, self._buffer = bytes(self._buffer), bytearray()
         if self.writer is not None:
             await on_disk(self.writer.write, data)
+        self._memory.give_back()
 
     def check_size(self) -> None:
         """Raise the 413 as soon as it is certain, from the announced size or the received bytes."""
@@ -170,9 +172,3 @@ async def on_disk(action: Callable[P, T], *arguments: P.args, **options: P.kwarg
 def _abandon(beginning: asyncio.Future[W]) -> None:
     if not beginning.cancelled() and beginning.exception() is None:
         _WRITERS.submit(beginning.result().close)
-
-
-def _announced(request: Request) -> int:
-    """Return the bytes of the body by its Content-Length, 0 without one."""
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() else 0

@@ -36,6 +36,13 @@ class ApiSettings(HttpSettings):
     )
     max_file_bytes: int = setting(200 * 2**20, "Largest input file of a batch.", above=0, kind="size")
     max_body_bytes: int = setting(32 * 2**20, "Largest body of a live call, in bytes.", above=0, flag=None)
+    body_memory_bytes: int = setting(
+        256 * 2**20,
+        "Memory for bodies of requests until their answers, in bytes, but at least two of the largest live calls; a key"
+        " may take half.",
+        above=0,
+        flag=None,
+    )
     ping_seconds: float = setting(15.0, "Seconds after which a silent event stream gets a comment.", above=0, flag=None)
     upload_silence_seconds: float = setting(
         60.0, "Seconds without a byte after which a request's body is given up.", above=0, flag=None

@@ -14,6 +14,7 @@ from api.fleet import Fleet
 from api.followers import Followers
 from api.reader import Reader
 from api.settings import ApiSettings
+from api.shares import Shares
 from jobs.protocol.requests import RequestKey, is_live_id_of
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
@@ -41,6 +42,18 @@ class ApiState:
     def followers(self) -> Followers:
         """Return the clients that read with `stream_client`."""
         return Followers(self.stream_client)
+
+    @cached_property
+    def bodies(self) -> Shares:
+        """Return the memory for bodies on their way."""
+        most = max(self.settings.body_memory_bytes, 2 * self.settings.max_body_bytes)
+        return Shares(most, most // 2)
+
+    @cached_property
+    def calls(self) -> Shares:
+        """Return the calls of keys; each may have half as many as there are connections."""
+        most = self.settings.max_connections
+        return Shares(most, max(1, most // 2))
 
     @cached_property
     def uploads(self) -> UploadStore:

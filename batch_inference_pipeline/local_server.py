@@ -10,7 +10,7 @@ from typing import Any
 
 from batch_inference_pipeline.command_process import CommandProcess
 from batch_inference_pipeline.errors import ServerFailed
-from batch_inference_pipeline.private_folder import private_folder
+from batch_inference_pipeline.private_folder import private_folder, socket_folder
 
 _START_SECONDS = 300.0
 _STOP_SECONDS = 30.0
@@ -44,7 +44,7 @@ class LocalServer:
     def start(self) -> None:
         """Start the process."""
         folder = self._exit.enter_context(private_folder())
-        self.uds = str(folder / "api.sock")
+        self.uds = str(socket_folder(folder, self._exit) / "api.sock")
         environment = {"REDIS_URL": self._redis_url or "", "PIPELINE_LOG_FORMAT": "text"}
         self._process = CommandProcess(self._arguments(self._store or str(folder / "store")), environment)
         self._process.start()

@@ -8,19 +8,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from batch_inference_pipeline.errors import ServerFailed
+
 _PREFIX = "pipeline-"
 _OWNER = "owner.lock"
+_LONGEST_FOLDER_PATH = 90  # the kernel allows a socket path only 107 bytes
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 @contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """Make a fresh 0700 folder, and remove it at the end.
-
-    Its path is short, since the kernel allows a socket path only 107 bytes.
-    """
-    remove_abandoned()
+def private_folder(parent: str | None = None) -> Iterator[Path]:
+    """Make a fresh 0700 folder in `parent`, or the temporary folder, and remove it at the end."""
+    remove_abandoned(parent)
     process = os.getpid()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     unheld = folder / f"{_OWNER}.new"  # renamed once locked: an unlocked owner file marks an abandoned folder
     lock = os.open(unheld, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -33,12 +34,27 @@ def private_folder() -> Iterator[Path]:
             os.close(lock)
 
 
-def remove_abandoned() -> None:
-    """Remove this user's private folders whose process has ended.
+def socket_folder(folder: Path, exit_stack: contextlib.ExitStack) -> Path:
+    """Return `folder`, or a private folder until `exit_stack` ends if its path is too long for
+    sockets.
+    """
+    if len(os.fsencode(folder)) <= _LONGEST_FOLDER_PATH:
+        return folder
+    for parent in _SHORT_FOLDERS:
+        with contextlib.suppress(OSError):
+            return exit_stack.enter_context(private_folder(parent))
+    raise ServerFailed(
+        f"the path of {folder} is too long for a socket, and none of {', '.join(_SHORT_FOLDERS)} can be written: set"
+        " TMPDIR to a shorter path"
+    )
+
+
+def remove_abandoned(parent: str | None = None) -> None:
+    """Remove this user's private folders in `parent` whose process has ended.
 
     The kernel releases the lock of an ended process.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.getuid() and _is_abandoned(folder / _OWNER):
                 shutil.rmtree(folder, ignore_errors=True)

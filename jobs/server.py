@@ -19,6 +19,8 @@ from jobs.errors import JobsError
 from jobs.process import die_with_parent
 
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders for the socket where the path of the temporary folder (`TMPDIR`) is too long."""
 _OLDEST_MAJOR = 7
 _PING_SECONDS = 5.0
 _CLOCK_TICKS = 3
@@ -127,12 +129,12 @@ class PrivateServer:
 
     def _make_socket_folder(self) -> Path:
         beside = self.directory / "socket"
-        if len(os.fsencode(beside / "redis.sock")) > _LONGEST_SOCKET_PATH:
+        if _is_too_long(beside):
             if self._short_folder is not None:
                 with contextlib.suppress(FileExistsError):  # another program took the name
                     self._short_folder.mkdir(mode=0o700)
                     return self._short_folder
-            self._short_folder = Path(tempfile.mkdtemp(prefix="redis-"))
+            self._short_folder = _make_short_folder()
             return self._short_folder
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(mode=0o700)
@@ -183,6 +185,24 @@ class PrivateServer:
         except OSError:
             lines = []
         return " | ".join(lines[-5:]) or f"it wrote nothing to {self.log_path}."
+
+
+def _make_short_folder() -> Path:
+    """Make a temporary folder in which a socket can be. Raise `ServerError`."""
+    for parent in (tempfile.gettempdir(), *_SHORT_FOLDERS):
+        with contextlib.suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="redis-", dir=parent))
+            if not _is_too_long(folder):
+                return folder
+            folder.rmdir()
+    raise ServerError(
+        "The private Redis has no folder for its socket: the path of TMPDIR is too long, and none of"
+        f" {', '.join(_SHORT_FOLDERS)} can be written: set TMPDIR to a shorter path."
+    )
+
+
+def _is_too_long(folder: Path) -> bool:
+    return len(os.fsencode(folder / "redis.sock")) > _LONGEST_SOCKET_PATH
 
 
 def find_server() -> Path:

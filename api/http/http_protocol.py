@@ -4,10 +4,13 @@ Invalid requests get OpenAI's shape and a request id too.
 """
 
 import asyncio
+import ipaddress
 import logging
 import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import h11
@@ -47,22 +50,25 @@ class HttpProtocol(H11Protocol):
         app_state: dict[str, Any],
         limits: HttpSettings,
         full: "FullServer",
+        addresses: "AddressCounts",
     ) -> None:
         super().__init__(config, server_state, {**app_state, BODY_WRITER: self})
         self.conn: _BoundedConnection = _BoundedConnection(limits)
         self._limits = limits
         self._full = full
+        self._addresses = addresses
         self._head_timer: asyncio.TimerHandle | None = None
         self._head = b""  # the received part of an unfinished head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
+        if len(self.connections) > self._limits.max_connections or self._addresses.are_many(self._address):
             self.app = self._full
         self._set_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_head_timer()
+        self._addresses.leave(self._address)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -74,6 +80,10 @@ class HttpProtocol(H11Protocol):
             self._unset_head_timer()
         elif self._head_timer is None:  # the first part of a later head on the same connection
             self._set_head_timer()
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
 
     @property
     def writable(self) -> bool:
@@ -143,6 +153,36 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
 
+class AddressCounts:
+    """The connections of each address, of which one may have half of all that there may be.
+
+    The addresses of trusted proxies are not counted, nor are Unix sockets. An IPv6 address is
+    counted with its /64.
+    """
+
+    def __init__(self, max_connections: int, trusted: Container[str]) -> None:
+        self._most = max(1, max_connections // 2)
+        self._trusted = trusted
+        self._counts: Counter[str] = Counter()
+
+    def are_many(self, address: str, more: int = 0) -> bool:
+        """Return whether the address has more than it may have, and `more` beside them."""
+        return self._counts[_network(address)] > self._most + more
+
+    def enter(self, address: str) -> None:
+        """Count a connection of the address."""
+        if address and address not in self._trusted:
+            self._counts[_network(address)] += 1
+
+    def leave(self, address: str) -> None:
+        """Count a connection of the address no more."""
+        network = _network(address)
+        if self._counts[network] <= 1:
+            del self._counts[network]
+        else:
+            self._counts[network] -= 1
+
+
 class FullServer:
     """The ASGI app of connections beyond the limit: probes get their answer, other calls a 503."""
 
@@ -161,19 +201,22 @@ class FullServer:
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         if time.monotonic() >= self._log_at:
             self._log_at = time.monotonic() + _LOG_AGAIN_SECONDS
-            logger.warning("refusing calls on more than %d connections (--max-connections)", self._limit)
-        error = ApiError(
-            503, "The server has as many connections as it may have; try again.", "server_error", code="server_full"
-        )
+            logger.warning(
+                "refusing calls on more than %d connections, or half of them from one address (--max-connections)",
+                self._limit,
+            )
+        message = "The server, or your address, has as many connections as it may have; try again."
+        error = ApiError(503, message, "server_error", code="server_full")
         await error_response(error, {"retry-after": "1"})(scope, receive, send)
 
 
 class _BoundedConnection(h11.Connection):
-    """h11's connection with a limit of headers, and with a fast way for chunks."""
+    """h11's connection with limits of headers and trailers, and with a fast way for chunks."""
 
     def __init__(self, limits: HttpSettings) -> None:
         super().__init__(h11.SERVER, limits.h11_max_incomplete_event_size)
         self._most_headers = limits.h11_max_header_count
+        self._most_bytes = limits.h11_max_incomplete_event_size  # h11 itself checks incomplete heads alone
         self.chunked = False  # whether the last answer has a chunked body
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
@@ -190,10 +233,21 @@ class _BoundedConnection(h11.Connection):
         return output
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        before = len(self._receive_buffer)
         event = super().next_event()
-        if isinstance(event, h11.Request) and len(event.headers) > self._most_headers:
-            raise h11.RemoteProtocolError("too many headers", error_status_hint=_TOO_LARGE)
+        if isinstance(event, h11.Request | h11.EndOfMessage) and (
+            len(event.headers) > self._most_headers or before - len(self._receive_buffer) > self._most_bytes
+        ):
+            raise h11.RemoteProtocolError("the head or the trailer is too large", error_status_hint=_TOO_LARGE)
         return event
+
+
+def _network(address: str) -> str:
+    """Return an IPv4 address, or the first four groups of an IPv6 address."""
+    if ":" not in address:
+        return address
+    found = ipaddress.IPv6Address(address.partition("%")[0])
+    return str(found.ipv4_mapped or ipaddress.IPv6Address(found.packed[:8] + bytes(8)))
 
 
 def _chunk(data: bytes) -> bytes:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from api.http import tls
-from api.http.http_protocol import FullServer, HttpProtocol
+from api.http.http_protocol import AddressCounts, FullServer, HttpProtocol
 from api.http.listening import ConnectionCounts
 from api.http_settings import HttpSettings
 from jobs.process import raise_open_files
@@ -59,6 +59,8 @@ class HttpServer(uvicorn.Server):
         config.ssl = tls.server_context(settings)
         self._settings = replace(settings, max_connections=_most_connections(settings))
         self._full = FullServer(config.loaded_app, self._settings)
+        trusted = getattr(config.loaded_app, "trusted_hosts", ())  # of uvicorn's ProxyHeadersMiddleware
+        self._addresses = AddressCounts(self._settings.max_connections, trusted)
         self._counts = counts
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting = 0
@@ -115,20 +117,28 @@ class HttpServer(uvicorn.Server):
             await _readable(listener)
             await self._give_way()
             try:
-                connection, _ = listener.accept()
+                connection, peer = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 continue  # another process has it, or its client left
             except OSError as error:
                 logger.error("cannot accept connections, trying again in %g s: %s", _PAUSE_SECONDS, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            if self._connections >= self._settings.max_connections + _REFUSED_AT_ONCE:
+            address = peer[0] if isinstance(peer, tuple) else ""
+            self._addresses.enter(address)
+            if self._is_beyond(address):
+                self._addresses.leave(address)
                 connection.close()  # otherwise silent connections would use up the file descriptors
                 continue
             connection.setblocking(False)
             self._connecting += 1
             self._publish()
-            self._start(self._connect(connection))
+            self._start(self._connect(connection, address))
+
+    def _is_beyond(self, address: str) -> bool:
+        """Return whether a connection gets no answer either."""
+        most = self._settings.max_connections + _REFUSED_AT_ONCE
+        return self._connections >= most or self._addresses.are_many(address, _REFUSED_AT_ONCE)
 
     async def _give_way(self) -> None:
         """Leave a connection for a moment to a process with fewer, which may be busy."""
@@ -140,8 +150,8 @@ class HttpServer(uvicorn.Server):
                 return
             await asyncio.sleep(_WAIT_SECONDS)
 
-    async def _connect(self, connection: socket.socket) -> None:
-        """Set up TLS, if any, and the protocol."""
+    async def _connect(self, connection: socket.socket, address: str) -> None:
+        """Set up TLS, if any, and the protocol, which counts the address until it is lost."""
         context = self.config.ssl
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -152,8 +162,10 @@ class HttpServer(uvicorn.Server):
             )
         except OSError as error:  # a client that left, or does not speak TLS
             logger.debug("a connection could not be set up: %s", error)
+            self._addresses.leave(address)
             connection.close()
         except asyncio.CancelledError:
+            self._addresses.leave(address)
             connection.close()
             raise
         finally:
@@ -163,7 +175,9 @@ class HttpServer(uvicorn.Server):
         self.config.ssl = context
 
     def _protocol(self) -> HttpProtocol:
-        return HttpProtocol(self.config, self.server_state, self.lifespan.state, self._settings, self._full)
+        return HttpProtocol(
+            self.config, self.server_state, self.lifespan.state, self._settings, self._full, self._addresses
+        )
 
     @property
     def _connections(self) -> int:

@@ -13,7 +13,7 @@ from api.answer_objects import Batch, BatchError, BatchRequests
 from api.auth import caller_of
 from api.batch_objects import batch_object, find_batch
 from api.http.openapi import answered
-from api.http.request_body import check_type, chunks_of
+from api.http.request_body import body_memory, check_type, chunks_of
 from api.http.responses import json_response
 from api.state import ApiState, BlockingRoute, queue_reachable, state_of
 from api.threads import APPENDS, run_in
@@ -165,19 +165,23 @@ def _check_open(record: BatchRecord) -> None:
 async def _groups(request: Request, most: int) -> AsyncIterator[list[InputLine]]:
     """Yield the lines of the body without blank ones, some megabytes at a time.
 
-    A line that the connection cut is left out. Raise `ApiError` 408 and 413.
+    A line that the connection cut is left out. Raise `ApiError` 408, 413, 429 and 503.
     """
-    arriving, lines, size, held = ArrivingLines(), list[InputLine](), 0, 0
+    arriving, lines, size, memory = ArrivingLines(), list[InputLine](), 0, body_memory(request)
     async for chunk in chunks_of(request):
         size += len(chunk)
         if size > most:
             message = f"The body is larger than {most} bytes: append the rest in calls of their own."
             raise ApiError(413, message, code="request_too_large")
+        fits = memory.fits(len(chunk))
         lines += arriving.add(chunk)
-        held += len(chunk)
-        if held >= _GROUP_BYTES and lines:
+        if (not fits or memory.bytes >= _GROUP_BYTES) and lines:
             yield lines
-            lines, held = [], 0
+            lines, fits = [], True
+            memory.give_back()
+            memory.take(arriving.begun)
+        if not fits:
+            memory.take(len(chunk))
     if lines := lines + arriving.end():
         yield lines
 

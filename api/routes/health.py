@@ -20,12 +20,14 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"description": "Not now."
 
 @router.get("/health", responses=_UNAVAILABLE)
 async def health(request: Request) -> Response:
-    """Return 200 while the queue answers, else 503, with the workers by state."""
+    """Return 200 while the queue answers and takes calls, with the workers by state, else 503."""
     state = state_of(request)
     try:
         snapshot = await state.fleet.probe()
     except QueueUnavailable:
         return _not_now({"status": "queue unavailable"})
+    if snapshot.write_fault:
+        return _not_now({"status": "queue unavailable", "reason": snapshot.write_fault})
     content: dict[str, Any] = {
         "status": "ok",
         "workers": dict(Counter(worker.state for worker in snapshot.workers)),
@@ -42,6 +44,8 @@ async def ready(request: Request) -> Response:
         snapshot = await state_of(request).fleet.probe()
     except QueueUnavailable:
         return _not_now({"status": "not ready", "reason": "the queue is out of reach"})
+    if snapshot.write_fault:
+        return _not_now({"status": "not ready", "reason": snapshot.write_fault})
     if models := snapshot.callable_names:
         return JSONResponse({"status": "ready", "models": models})
     loading = ", ".join(snapshot.loading)

@@ -167,6 +167,11 @@ class ArrivingLines:
         self._number = 0
         self._begun = bytearray()
 
+    @property
+    def begun(self) -> int:
+        """Return the bytes of the line that has begun."""
+        return len(self._begun)
+
     def add(self, data: bytes) -> list[InputLine]:
         """Return the lines that the next piece completes. Their offsets are 0."""
         *ends, rest = data.split(b"\n")

@@ -46,10 +46,13 @@ class Deadlines:
         self._judged_at = -math.inf  # unix seconds
         self._estimate = RiskEstimate()
 
-    def judge(self, records: Mapping[str, BatchStatus], now: float) -> None:
-        """Update the risks of these batches, every few seconds. Raise what redis-py raises."""
+    def judge(self, records: Mapping[str, BatchStatus], now: float) -> dict[str, Risk]:
+        """Update the risks of these batches, every few seconds, and return those that changed.
+
+        Raise what redis-py raises.
+        """
         if 0 <= now - self._judged_at < JUDGE_SECONDS:
-            return
+            return {}
         self._judged_at = now
         served = {model for worker in self._queue.workers() if worker.state == "ready" for model in worker.models}
         risks = self._estimate.judge(records, served, now)
@@ -57,6 +60,7 @@ class Deadlines:
         self._queue.note_risks(changed)
         for batch, risk in changed.items():
             logger.info("batch %s: %s", batch, _SAID[risk])
+        return changed
 
 
 _SAID: dict[Risk, str] = {

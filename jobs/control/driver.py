@@ -2,12 +2,13 @@
 
 An RQ job makes a process take batches; their records then name it. The process runs slices of the
 batch's jobs, each in a thread of its own, whenever a claim or a commit asks for one; it also reads
-all records each second, for missed requests. Its key in Redis shows that it is alive: once the key
-expires, the ticker gives its batches to another process.
+records each second, for missed requests (`rounds`). Its key in Redis shows that it is alive: once
+the key expires, the ticker gives its batches to another process.
 """
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable
 import redis
 
 from jobs.control.advance import needs_slice
+from jobs.control.rounds import LOOK_BATCHES, Rounds
 from jobs.control.runner import Next, Runner
 from jobs.control.slice_queue import Driven, SliceQueue
 from jobs.control.slices import BEAT_SECONDS
@@ -23,6 +25,7 @@ from jobs.control.turns import Turn, Turns
 from jobs.protocol.states import JOBS
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields, BatchStatus
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.streams import FIRST_ID
@@ -51,13 +54,15 @@ class Driver:
         self.name = uuid.uuid4().hex
         self.stopping = threading.Event()
         """Set when the process was ordered to end."""
-        self._runner = Runner(queue, self.name, self.stopping)
+        self.outage = OutageLog(logger, "batches wait until it answers", "batches go on")
+        self._runner = Runner(queue, self.name, self.stopping, self.outage)
         self._turns = Turns(self.stopping)
         self._changed = threading.Condition()
         self._batches: dict[str, Driven] = {}
         self._slices = SliceQueue(self._turns.served)
         self._last_id = FIRST_ID
         self._look_at = 0.0  # monotonic seconds
+        self._rounds = Rounds(queue)
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -76,7 +81,7 @@ class Driver:
         try:
             batches = [] if self.stopping.is_set() else take_batches(self.queue, _TAKEN_AT_ONCE)
         except _REDIS_ERRORS as error:
-            logger.warning("Redis unavailable; pending batches will be dispatched again: %s", error)
+            self.outage.failed(error)
             return
         for batch in batches:
             if self.stopping.is_set():
@@ -84,7 +89,7 @@ class Driver:
             try:
                 self._adopt(batch)
             except _REDIS_ERRORS as error:
-                logger.warning("batch %s: Redis unavailable; the batch will be dispatched again: %s", batch, error)
+                self.outage.failed(error)
             except Exception:
                 logger.exception("batch %s: internal error; the batch will be dispatched again", batch)
 
@@ -190,11 +195,11 @@ class Driver:
         return run
 
     def _stay_alive(self) -> None:
-        name = keys.driver(self.name)
         is_hung = time.monotonic() - self._look_at > _HUNG_SECONDS
-        # A full server creates no key, but can extend one.
-        if not is_hung and not self.queue.redis.expire(name, ALIVE_SECONDS):
-            self.queue.redis.set(name, 1, ex=ALIVE_SECONDS)
+        for name in () if is_hung else (keys.driver(self.name), keys.driver_host(socket.gethostname())):
+            # A full server creates no key, but can extend one.
+            if not self.queue.redis.expire(name, ALIVE_SECONDS):
+                self.queue.redis.set(name, 1, ex=ALIVE_SECONDS)
         self._ended.wait(BEAT_SECONDS)
 
     def _check_records(self) -> None:
@@ -236,11 +241,14 @@ class Driver:
             for driven in self._slices.note_stuck():
                 self._turns.count(driven.tenant, now - driven.turn.began if driven.turn else 0.0)
             known = dict(self._batches)
-        records = self.queue.active_batches()  # read afterwards: these batches' records name this process
-        for batch, fields in records.items():
+        look = self._rounds.look(set(known))  # read afterwards: these batches' records name this process
+        for batch, fields in look.records.items():
             if fields.driver == self.name and fields.state in JOBS and batch not in self._batches:
                 self._adopt(batch)  # Redis lost data, or its reply was lost
-        due = [driven for driven in known.values() if driven.not_before <= now and not driven.turn]
+        failed = [one.batch for one in known.values() if one.pause and one.batch not in look.records]
+        records = {**look.records, **self.queue.statuses(failed[:LOOK_BATCHES])}
+        looked = [known[batch] for batch in (*records, *look.gone) if batch in known]
+        due = [driven for driven in looked if driven.not_before <= now and not driven.turn]
         self._ask_for([driven.batch for driven in due if self._is_due(driven, records.get(driven.batch))])
 
     def _is_due(self, driven: Driven, fields: BatchStatus | None) -> bool:

@@ -3,16 +3,8 @@
 For probes: a fault is one sentence.
 """
 
-from datetime import UTC, datetime
-
-from rq import Worker
-
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
-from jobs.queue.tasks import QUEUE
-
-SILENT_SECONDS = 40.0
-"""Our RQ workers send a heartbeat every 10 s, also when idle."""
 
 
 def worker_fault(queue: Queue, host: str) -> str | None:
@@ -29,16 +21,9 @@ def worker_fault(queue: Queue, host: str) -> str | None:
 def control_plane_fault(queue: Queue, host: str) -> str | None:
     """Return why batches make no progress on `host`, or None.
 
-    Progress requires a live RQ worker there and a leading ticker on any host.
+    Progress requires a live driver there and a leading ticker on any host. RQ's own set of workers
+    does not count: RQ writes to it only as a worker starts.
     """
-    now = datetime.now(UTC)
-    is_alive = any(
-        worker.hostname == host
-        and QUEUE in worker.queue_names()
-        and worker.last_heartbeat
-        and (now - worker.last_heartbeat).total_seconds() < SILENT_SECONDS
-        for worker in Worker.all(queue.rq)
-    )
-    if not is_alive:
+    if not queue.redis.exists(keys.driver_host(host)):
         return f"no process on {host} takes batches"
     return None if queue.redis.exists(keys.LEADER) else "no ticker leads"

@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -34,6 +35,7 @@ from jobs.process import (
     raise_open_files,
 )
 from jobs.queue.connection import check_server, connect
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.tasks import FUNCTION, QUEUE
@@ -62,10 +64,10 @@ def main() -> None:
     raise_open_files()
     # RQ's registries report killed jobs that have long run again.
     logging.getLogger("rq").setLevel(logging.ERROR)
-    logging.getLogger("rq.worker").addFilter(_is_news)
     sys.setswitchinterval(_SWITCH_SECONDS)
     drop_lost_exits(_StoppedWhileIdle, StopRequested)  # `driver.stopping` has the reason
     driver = Driver(Queue(connect(options.redis_url)))
+    logging.getLogger("rq.worker").addFilter(partial(_is_news, driver.outage))
     driver.start()  # before the handlers are set: `Thread.start` breaks if one raises in it
     code = 1
     try:
@@ -162,7 +164,7 @@ class ControlWorker(SimpleWorker):
     def handle_exception(self, job: Job, *exc_info: Any, **named: Any) -> None:
         """Log an outage of Redis around a job in one line, without RQ's traceback."""
         if isinstance(exc_info[1], redis.RedisError):
-            logger.warning("Redis unavailable; pending batches will be dispatched again: %s", exc_info[1])
+            self._driver.outage.failed(exc_info[1])
         else:
             super().handle_exception(job, *exc_info, **named)
 
@@ -186,6 +188,7 @@ class ControlWorker(SimpleWorker):
         """
         if self._driver.stopping.is_set():
             raise StopRequested
+        self._driver.outage.worked()  # RQ has just written its heartbeat
         return bool(super().should_run_maintenance_tasks)
 
     def get_heartbeat_ttl(self, job: Job) -> int:
@@ -206,7 +209,7 @@ def _serve(url: str, driver: Driver) -> None:
         check_server(driver.queue.redis)
         ControlWorker(client, driver).work(logging_level="WARNING")
     except (redis.RedisError, QueueUnavailable, ServerError) as error:
-        logger.warning("Redis unavailable; this process resumes taking batches when it answers: %s", error)
+        driver.outage.failed(error)
     finally:
         client.close()
     if not driver.stopping.is_set():
@@ -221,9 +224,13 @@ def _stop(driver: Driver) -> None:
         logger.warning("Redis unavailable; finished lines stay in Redis: %s", error)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for RQ's traceback of a Redis outage, which `_serve` logs in one line."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], redis.RedisError)
+def _is_news(outage: OutageLog, record: logging.LogRecord) -> bool:
+    """Return False for RQ's lines about an outage of Redis, which `outage` logs."""
+    said = record.args if isinstance(record.args, tuple) else ()
+    errors = [one for one in (*said, (record.exc_info or (None, None))[1]) if isinstance(one, redis.RedisError)]
+    for error in errors:
+        outage.failed(error)
+    return not errors
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, hold
 from jobs.control.validate import validate
 from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, JobName
 from jobs.queue import keys
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import Busy, StoreError
@@ -34,8 +35,15 @@ logger = logging.getLogger(__name__)
 class Runner:
     """Runs slices for the process `driver`; without a name, of all batches."""
 
-    def __init__(self, queue: Queue, driver: str | None = None, stopping: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        driver: str | None = None,
+        stopping: threading.Event | None = None,
+        outage: OutageLog | None = None,
+    ) -> None:
         self.queue = queue
+        self._outage = outage or OutageLog(logger, "batches wait until it answers", "batches go on")
         self._driver = driver
         self._stopping = stopping or threading.Event()
         self._held: dict[str, Slice] = {}
@@ -74,6 +82,7 @@ class Runner:
                 began = held.state
                 self._held[batch] = held
                 more = work(held)
+                self._outage.worked()
                 if held.state in END_STATES:
                     return "drop"
                 return "again" if more or held.state != began else "wait"
@@ -83,7 +92,7 @@ class Runner:
             logger.debug("batch %s: another process works on it, or this process is stopping", batch)
             return "wait"
         except (QueueUnavailable, redis.RedisError) as error:
-            logger.warning("batch %s: Redis unavailable; the job runs again when it answers: %s", batch, error)
+            self._outage.failed(error)
         except (StoreError, InputError) as error:
             logger.error("batch %s: %s", batch, error)
             self._note_problem(batch, str(error))
@@ -110,7 +119,7 @@ class Runner:
                 self.queue.transition(batch, [state], state, {"problem": problem})
                 end_if_lost(self.queue, batch)
         except (QueueUnavailable, redis.RedisError) as error:
-            logger.warning("batch %s: Redis unavailable; failed to record its problem: %s", batch, error)
+            self._outage.failed(error)
 
 
 def _drain(held: Slice) -> None:

@@ -14,15 +14,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
 from dataclasses import replace
+from itertools import islice
 from types import FrameType
 from typing import Any
 
+import msgspec
 import redis
 
 from jobs.control.deadlines import Deadlines
 from jobs.control.driver import ALIVE_SECONDS
+from jobs.control.rounds import LOOK_BATCHES, Rounds
 from jobs.control.runner import Runner
 from jobs.control.upkeep import Upkeep
 from jobs.errors import SettingsError
@@ -40,11 +43,11 @@ from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.connection import check_server, connect
 from jobs.queue.lease import Lease
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
 from jobs.queue.settings import QueueSettings
 from jobs.queue.tasks import (
-    WAITING,
     Execution,
     ask_for_process,
     executions,
@@ -104,7 +107,7 @@ def _run_until_stopped(ticker: "Ticker", client: redis.Redis) -> None:
                 check_server(client)
                 ticker.run()
             except (redis.RedisError, QueueUnavailable, ServerError) as error:
-                logger.warning("Redis unavailable or full; the ticker resumes when it answers: %s", error)
+                ticker.outage.failed(error)
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
@@ -138,6 +141,7 @@ class Ticker:
 
     def __init__(self, queue: Queue, file_store: str | None = None) -> None:
         self.upkeep = Upkeep(queue, file_store)
+        self.outage = OutageLog(logger, "the ticker waits until it answers", "the ticker goes on")
         self._queue = queue
         self._client = queue.redis
         self._deadlines = Deadlines(queue)
@@ -148,6 +152,8 @@ class Ticker:
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
         self._orphans: dict[Execution, float] = {}  # jobs that RQ lists as running, since when (monotonic seconds)
         self._seen = ""  # the last batch that the previous tick handled
+        self._rounds = Rounds(queue)
+        self._records: dict[str, BatchStatus] = {}  # of active batches, as of the last look at each
 
     def leads(self) -> bool:
         """Return whether this ticker leads now."""
@@ -167,6 +173,7 @@ class Ticker:
                 self._leads = self.lead()
                 if self._leads:
                     self.tick()
+                self.outage.worked()
                 time.sleep(TICK_SECONDS)  # not the event's wait, whose lock may be held as the handler sets it
         finally:
             self._leads = False
@@ -195,9 +202,9 @@ class Ticker:
         A full server accepts no RQ jobs, so the lines that fill it are drained here.
         """
         try:
-            Runner(self._queue, stopping=_stopping).flush()
+            Runner(self._queue, stopping=_stopping, outage=self.outage).flush()
         except (redis.RedisError, QueueUnavailable) as error:
-            logger.warning("failed to drain finished lines from a full Redis: %s", error)
+            self.outage.failed(error)
 
     def _run_upkeep(self) -> None:
         while not _stopping.is_set():
@@ -214,21 +221,29 @@ class Ticker:
             _attempt(self.upkeep.renew_owner)
 
     def _look_after_all(self) -> None:
-        """Check all batches, continuing at the next tick after a moment: thousands of windows may
-        end at once.
+        """Check batches, continuing at the next tick after a moment: thousands of windows may end
+        at once.
         """
-        found, notes = self._queue.commands([WAITING, ("HMGET", keys.TICK, "run_id", "restored")])
-        waiting, records = set(map(bytes.decode, found)), self._queue.active_batches()
-        if waiting:
+        waits, notes = self._queue.commands(
+            [("EXISTS", keys.WAITING_BATCHES), ("HMGET", keys.TICK, "run_id", "restored")]
+        )
+        if waits:
             ask_for_process(self._queue)
-        self.upkeep.ended = [batch for batch, fields in records.items() if fields.state in END_STATES]
+        look = self._rounds.look(set(self._records))
+        for batch in look.gone:
+            del self._records[batch]
+        self._records.update(look.records)
+        self.upkeep.ended = [batch for batch, fields in look.records.items() if fields.state in END_STATES]
         if self.upkeep.is_due(*notes):
             self._upkeep_due.set()
         self._tidy_rq()
-        self._look_for_drivers(records)
-        now = self._queue.now() if records else 0.0
-        self._deadlines.judge(records, now)
+        self._look_for_drivers(self._records)
+        now = self._queue.now() if self._records else 0.0
+        self._judge(now)
         deadline = time.monotonic() + MOMENT_SECONDS
+        records = {**look.records, **self._queue.statuses(self._due(look.records, now))}
+        self._records.update(records)
+        waiting = self._waiting(records)
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
         self._seen = ""
         for place, batch in enumerate(batches, 1):
@@ -236,6 +251,29 @@ class Ticker:
             if place < len(batches) and time.monotonic() >= deadline:
                 self._seen = batch
                 break
+
+    def _judge(self, now: float) -> None:
+        for batch, risk in self._deadlines.judge(self._records, now).items():
+            self._records[batch] = msgspec.structs.replace(self._records[batch], risk=risk)
+
+    def _due(self, looked: Container[str], now: float) -> list[str]:
+        """Return some batches beside those just read whose window or driver has ended."""
+        due = (batch for batch, fields in self._records.items() if batch not in looked and self._is_due(fields, now))
+        return list(islice(due, LOOK_BATCHES))
+
+    def _is_due(self, fields: BatchStatus, now: float) -> bool:
+        return fields.state in JOBS and (self._is_expired(fields, now) or self._is_dead(fields.driver))
+
+    def _is_expired(self, fields: BatchStatus, now: float) -> bool:
+        return fields.state in MAY_EXPIRE and now > fields.expires_at
+
+    def _is_dead(self, driver: str) -> bool:
+        return time.monotonic() - self._gone.get(driver, math.inf) > GONE_SECONDS
+
+    def _waiting(self, batches: Collection[str]) -> set[str]:
+        """Return those of these batches that no process has claimed yet."""
+        [scores] = self._queue.commands([("ZMSCORE", keys.WAITING_BATCHES, *batches)]) if batches else [[]]
+        return {batch for batch, score in zip(batches, scores, strict=True) if score is not None}
 
     def _look_for_drivers(self, records: dict[str, BatchStatus]) -> None:
         """Record since when drivers have no key: a live one sets it again within a second.
@@ -258,10 +296,10 @@ class Ticker:
     def _look_after(self, batch: str, fields: BatchStatus, now: float, is_waiting: bool) -> None:
         if fields.state not in JOBS:
             return
-        if now > fields.expires_at and self._expire(batch):
+        if self._is_expired(fields, now) and self._expire(batch):
             return
         if fields.driver:
-            if time.monotonic() - self._gone.get(fields.driver, math.inf) > GONE_SECONDS:
+            if self._is_dead(fields.driver):
                 self._take_from_dead(batch, fields)
         elif not is_waiting:
             hand_out(self._queue, batch)

@@ -38,6 +38,9 @@ _BATCH_CODES = frozenset(
         "unknown_parameter",
     }
 )
+MOST_CUSTOM_ID = 512
+"""Most characters of a `custom_id`, as in the hosted service."""
+
 _NO_JSON = "This line is not parseable as valid JSON."
 
 
@@ -192,7 +195,7 @@ def _read_line(
     models: Mapping[str, Collection[str] | None] | None,
     default_model: str | None,
 ) -> Line:
-    custom_id = fields.text(fields.required(line, "custom_id"), "custom_id", least=1)
+    custom_id = fields.text(fields.required(line, "custom_id"), "custom_id", MOST_CUSTOM_ID, least=1)
     method = fields.required(line, "method")
     if method != "POST":
         fields.fail("Invalid method: each request of a batch must be a 'POST'.", "method", "invalid_method")

@@ -77,6 +77,22 @@ class BatchQueue(QueueBase):
         Not retried while Redis is unavailable, unlike the other methods.
         """
         members: Any = self.redis.smembers(keys.ACTIVE)
+        return self._read_statuses(members)
+
+    def some_active_batches(self, cursor: int, count: int) -> tuple[int, dict[str, BatchStatus]]:
+        """Return the next cursor, and the status of about `count` of these batches, or of the rest.
+
+        The first cursor is 0; 0 comes back with the last ones. Not retried either.
+        """
+        found = set[bytes]()
+        while True:
+            answer: Any = self.redis.sscan(keys.ACTIVE, cursor, count=count)
+            cursor = int(answer[0])
+            found |= set(answer[1])
+            if not cursor or len(found) >= count:
+                return cursor, self._read_statuses(found)
+
+    def _read_statuses(self, members: Iterable[bytes]) -> dict[str, BatchStatus]:
         batches, names = sorted(map(text, members)), BatchStatus.__struct_fields__
         with self.redis.pipeline(transaction=False) as pipeline:
             for batch in batches:

@@ -38,6 +38,8 @@ _OPTIONS: dict[str, Any] = {
     "socket_connect_timeout": 5.0,
     "decode_responses": False,
 }
+_ENCRYPTED = (redis.SSLConnection, redis.asyncio.SSLConnection)
+_CUT = re.compile("reset by peer|broken pipe|closed by server|lost connection|Protocol Error", re.IGNORECASE)
 _MAX_CONNECTIONS = 256
 _OLDEST_VERSION = (7, 0)
 
@@ -85,7 +87,7 @@ def check_server(client: redis.Redis) -> None:
     Writes the schema version if none is stored.
     """
     try:
-        with _explained():
+        with _explained(), _wrong_encryption(client.connection_pool.connection_class):
             info: Any = client.info()
             _judge(info)
             # Read before writing: a server that is full refuses writes.
@@ -167,16 +169,36 @@ def _pool(
 
 def _check_new(connection: Any) -> None:
     with _explained():
-        connection.on_connect()
-        connection.send_command("INFO")
-        _judge(_parse(connection.read_response()), connection)
+        with _wrong_encryption(type(connection)):
+            connection.on_connect()
+            connection.send_command("INFO")
+            info = connection.read_response()
+        _judge(_parse(info), connection)
 
 
 async def _check_new_async(connection: Any) -> None:
     with _explained():
-        await connection.on_connect()
-        await connection.send_command("INFO")
-        _judge(_parse(await connection.read_response()), connection)
+        with _wrong_encryption(type(connection)):
+            await connection.on_connect()
+            await connection.send_command("INFO")
+            info = await connection.read_response()
+        _judge(_parse(info), connection)
+
+
+@contextlib.contextmanager
+def _wrong_encryption(kind: type) -> Iterator[None]:
+    """Add to the error of a first exchange what a wrong scheme of the URL looks like."""
+    try:
+        yield
+    except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.InvalidResponse) as error:
+        said = str(error)
+        if not issubclass(kind, _ENCRYPTED) and _CUT.search(said) and "://" not in said:
+            raise redis.ConnectionError(
+                f"{said.rstrip('.')}: if the port wants TLS, use rediss:// in the URL"
+            ) from error
+        if issubclass(kind, _ENCRYPTED) and isinstance(error, redis.TimeoutError):
+            raise redis.TimeoutError(f"{said}: if the port has no TLS, use redis:// in the URL") from error
+        raise
 
 
 @contextlib.contextmanager

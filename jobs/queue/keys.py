@@ -43,6 +43,7 @@ ON_DEMAND = "{q}:on_demand"  # hash: "<server> <model>" -> OnDemandModel; lasts 
 # began
 FILE_EXPIRY = "{q}:file_expiry"
 STORE = "{q}:store"  # id of the file store, as in its marker file
+WRITTEN = "{q}:written"  # what `write_fault` writes; expires within seconds
 QUEUE_ID = "{q}:id"  # id of this queue; a file store in a bucket names it as its owner
 
 JOBS_CONTROL = "jobs"
@@ -175,6 +176,11 @@ def api_alive(api_id: str) -> str:
 def driver(name: str) -> str:
     """Key that a process of the control plane renews; expires some seconds after its death."""
     return f"{{q}}:driver:{name}"
+
+
+def driver_host(host: str) -> str:
+    """Key that the processes of the control plane on `host` renew, with the same lifetime."""
+    return f"{{q}}:driver_host:{host}"
 
 
 def control(worker: str) -> str:

@@ -13,13 +13,14 @@ from jobs.protocol.requests import pack
 from jobs.queue import keys
 from jobs.queue.base import QueueBase
 from jobs.queue.gauges import MetricDescriptor
-from jobs.queue.scripts import QueueFull
+from jobs.queue.scripts import QueueFull, QueueUnavailable, passing_reason
 from jobs.queue.settings import QueueSettings
 
 WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
 
 STOPPED_SECONDS = 10.0
 """How long a worker that shut down cleanly is still shown."""
+_WRITTEN_SECONDS = 5
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
@@ -120,6 +121,16 @@ class Registry(QueueBase):
         with contextlib.suppress(QueueFull):
             self._command("SET", keys.REGISTRY_SINCE, int(self.now() * 1000), "NX")
         return 0.0
+
+    def write_fault(self) -> str | None:
+        """Return why Redis, which can be read, refuses to write; None if it writes."""
+        try:
+            self._command("SET", keys.WRITTEN, 1, "EX", _WRITTEN_SECONDS)
+        except QueueUnavailable as error:
+            if not isinstance(error.__cause__, redis.ResponseError):
+                raise
+            return passing_reason(error.__cause__)
+        return None
 
     def forget_model(self, name: str) -> bool:
         """Remove the record of a model; return False, changing nothing, if a worker serves it."""

@@ -24,9 +24,6 @@ QUEUE = "batches"
 FUNCTION = "jobs.drive.run"
 """The name of the job's function in RQ. It is not an import path."""
 
-WAITING = ("ZRANGE", keys.WAITING_BATCHES, 0, -1)
-"""The command that returns the batches that no process has claimed yet."""
-
 _FAILURE_TTL = 3600
 _CONTROL_SECONDS = 600
 
@@ -53,7 +50,7 @@ def take_batches(queue: Queue, count: int) -> list[str]:
 
 def waiting_batches(queue: Queue) -> set[str]:
     """Return the batches that no process has claimed yet."""
-    [found] = queue.commands([WAITING])
+    [found] = queue.commands([("ZRANGE", keys.WAITING_BATCHES, 0, -1)])
     return set(map(bytes.decode, found))
 
 

@@ -12,8 +12,8 @@ from pipeline.errors import CommandEnd, Refused, Unfinished, one_line
 from pipeline.uris.opened import OpenSource, SourceStamp
 from pipeline.uris.uri import MAGIC, Uri
 
-_SCHEMES_OF_FSSPEC = ("adl", "ftp", "gdrive", "hf", "local", "memory", "oci", "oss", "s3a", "sftp", "smb", "ssh", "tos")
-"""Schemes of stores; others bypass the checks of http inputs, or lead to other URIs."""
+_SCHEMES_OF_FSSPEC = ("adl", "gdrive", "hf", "local", "memory", "oci", "oss", "s3a", "sftp", "smb", "ssh", "tos")
+"""Schemes of stores; others, such as ftp, bypass the checks of http inputs, or lead elsewhere."""
 
 OBJECT_STORES = ("s3", "gcs")
 """Stores without folders; an object appears when its stream is closed."""

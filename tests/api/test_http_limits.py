@@ -39,6 +39,15 @@ def test_a_head_beyond_the_limit_is_answered_431(api: Api) -> None:
             assert error_of(answer) == (431, "request_head_too_large")
             assert answer.headers["x-request-id"].startswith("req_")
             assert connection.recv(1) == b""
+        for size, status in ((2000, 200), (2001, 431)):  # whole, in one read
+            with connected(url) as connection:
+                start = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx: "
+                connection.sendall(start + (size - len(start) - 4) * b"x" + b"\r\n\r\n")
+                assert answer_on(connection).status == status
+        with connected(url) as connection:
+            start = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
+            connection.sendall(start + 2000 * b"x" + b"\r\n\r\n")
+            assert error_of(answer_on(connection)) == (431, "request_head_too_large")
         for headers, status in ((9, 200), (10, 431)):
             with connected(url) as connection:
                 many = b"".join(b"x-%d: 1\r\n" % number for number in range(headers))

@@ -1,5 +1,7 @@
 """What is served, and whether the process can work."""
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import openai
 import pytest
 import redis
 
+from api.fleet import Fleet
 from api.settings import ApiSettings
 from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord, WorkerState
@@ -133,3 +136,40 @@ def test_health_counts_workers_by_state(
     assert answer.status_code == 200
     assert answer.json()["workers"] == {"ready": 1}
     assert answer.json()["models"] == [MODEL]
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"), [("full", "Redis is out of memory"), ("read-only", "Redis is a read-only replica")]
+)
+def test_a_redis_that_writes_nothing_is_unhealthy(
+    http: httpx.Client, scripted: Callable[..., ScriptedWorker], redis_client: redis.Redis, option: str, reason: str
+) -> None:
+    def answers(status: int, reason: str | None) -> bool:
+        both = [http.get("/health"), http.get("/ready")]
+        return all(one.status_code == status and one.json().get("reason") == reason for one in both)
+
+    scripted(lambda claim: [])
+    wait_until(lambda: answers(200, None), 60, "a healthy API")
+    try:
+        if option == "full":
+            redis_client.config_set("maxmemory", "1")
+        else:
+            redis_client.replicaof("127.0.0.1", 1)
+        wait_until(lambda: answers(503, reason), 60, reason)
+    finally:
+        redis_client.config_set("maxmemory", "0")
+        redis_client.replicaof("NO", "ONE")
+    wait_until(lambda: answers(200, None), 60, "a healthy API")
+
+
+def test_a_probe_that_got_its_answer_late_is_healthy(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.fleet._PROBE_SECONDS", 0.3)
+
+    async def starved() -> None:
+        with contextlib.closing(Fleet(queue)) as fleet:
+            probe = asyncio.create_task(fleet.probe())
+            await asyncio.sleep(0)
+            time.sleep(0.6)  # no processor for the loop, while a thread reads
+            assert (await probe).workers == []
+
+    asyncio.run(starved())

@@ -115,11 +115,14 @@ def test_a_batch_is_open_runs_what_comes_and_ends_when_it_is_closed(
     assert members(batch)["last_append_at"] >= batch.created_at
     step(redis_client, batch.id)
     answer_all(redis_client, refusing)
-    answer = append(client, batch, chat_line("a") + b"{broken\n" + chat_line("b", "other") + chat_line("c"))
+    answer = append(
+        client, batch, chat_line("a") + b"{broken\n" + chat_line("b", "other") + chat_line("c" * 513) + chat_line("c")
+    )
     assert (answer["appended"], answer["repeated"], answer["total"]) == (1, 1, 4)
     assert [(error["line"], error["code"]) for error in answer["errors"]] == [
         (2, "invalid_json_line"),
         (3, "duplicate_custom_id"),
+        (4, "invalid_request"),
     ]
     step(redis_client, batch.id)
     assert close(client, batch).status == "in_progress"

@@ -1,6 +1,7 @@
 """The processes that the client starts: a server of its own, or an API of a fleet."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from batch_inference_pipeline import AsyncPipeline, Pipeline, ServerFailed
+from batch_inference_pipeline.private_folder import socket_folder
 from tests.support.commands import REPOSITORY, running_pipeline
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.redis_server import running_server
@@ -122,13 +124,27 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
     assert set(server_children()) == before
 
 
-def test_a_folder_with_too_long_a_path_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.proof
+def test_a_server_of_its_own_works_in_a_temporary_folder_with_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(ServerFailed, match=r"the server does not run: cannot listen at .*path too long"):
-        Pipeline()
+    with Pipeline(device="cpu", max_num_seqs=8, log_level="warning") as p:
+        assert [one.text for one in p.map(["Count from 2 to 4."], temperature=0)] == ["Count: 2, 3, 4"]
     assert not list(folder.iterdir())
+
+
+def test_sockets_are_not_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 25)
+    with contextlib.ExitStack() as stack:
+        assert socket_folder(Path("/short"), stack) == Path("/short")
+        folder = socket_folder(long, stack)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert len(str(folder / "api.sock")) < 107
+    assert not folder.exists()
 
 
 @pytest.mark.proof

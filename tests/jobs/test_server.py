@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_a_long_path_gets_a_short_socket_that_is_the_same_after_a_restart(tmp_pa
         folder = Path(url.removeprefix("unix://")).parent
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
+
+
+def test_a_long_temporary_folder_is_not_used_for_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("long" * 20) / ("er" * 30)
+    long.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with PrivateServer(long / "redis") as server:
+        assert connect(server.url).ping()
+    assert [path.name for path in long.iterdir()] == ["redis"]
+    monkeypatch.setattr(server_module, "_SHORT_FOLDERS", (str(long),))
+    with pytest.raises(ServerError, match="set TMPDIR to a shorter path"):
+        PrivateServer(long / "other").start()
 
 
 def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:

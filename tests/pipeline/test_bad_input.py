@@ -48,6 +48,7 @@ def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path, invoke: Refus
         (b"[1]", "not a JSON object"),
         (line(None), "custom_id"),
         (line("a"), "The custom_id 'a' for this request is a duplicate"),
+        (line("b" * 513), "maximum length 512"),
         (line("c", method="GET"), "method"),
         (line("d", url="/v1/responses"), "url"),
         (line("e", body={**good["body"], "stream": True}), "stream"),
@@ -66,6 +67,16 @@ def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path, invoke: Refus
         assert reason in found[0]
     assert stderr.splitlines()[-1] == f"Error: {source} was refused: {len(bad)} bad lines; nothing was run"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
+
+
+def test_a_row_with_too_long_an_id_is_refused(tmp_path: Path, invoke: Refusal) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_text(f"custom_id,text\n{'a' * 512},Hello\n{'b' * 513},Hello\n")
+    code, stderr = invoke("run-batch", source, "--prompt-column", "text")
+    assert code == 2
+    assert [text for text in stderr.splitlines() if "maximum length 512" in text] == [
+        text for text in stderr.splitlines() if text.startswith(f"{source}:2: ")
+    ]
 
 
 @pytest.mark.proof

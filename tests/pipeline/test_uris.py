@@ -330,6 +330,7 @@ REFUSED = [
     (["zz://data/a.jsonl"], "zz://data/a.jsonl has an unknown scheme"),
     (["gdrive://data/a.jsonl"], "the scheme of gdrive://data/a.jsonl needs a package"),
     (["fsspec+http://127.0.0.1/a.jsonl"], "has an unknown scheme"),
+    (["ftp://127.0.0.1/a.jsonl"], "has an unknown scheme"),
     (["webhdfs://127.0.0.1/a.jsonl"], "has an unknown scheme"),
     (["github://owner:repository@main/a.jsonl"], "has an unknown scheme"),
     (["simplecache::zz://data/a.jsonl"], "there is no file simplecache::zz:/data/a.jsonl"),

@@ -19,7 +19,8 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:claim:.*": 120,
     r"\{q\}:counted:.*": 24 * 3600,
     r"\{q\}:published:.*": 24 * 3600,
-    r"\{q\}:driver:.*": 60,
+    r"\{q\}:driver(_host)?:.*": 60,
+    r"\{q\}:written": 5,
     r"\{q\}:ctl:.*": 600,
     r"\{q\}:(on_demand|loaders:.*)": 30,  # of servers that were killed
     r"\{q\}:file_place:.*": 6 * 3600,  # of deleted results, for listings that go on behind them

@@ -14,6 +14,7 @@ from functools import partial
 
 from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING
 from jobs.protocol.requests import Claim, Finished
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.scripts import MAX_ITEMS
 from workers.replica.leases import Leases
@@ -82,6 +83,7 @@ class Intake:
         self._tokenization = tokenization
         self._load = load
         self._traces = traces
+        self._outage = OutageLog(logger, "not claiming requests", "claiming requests")
         self._state = IntakeState.WOKEN
         self.has_backlog = False  # whether the last claim of batch lines was full
         self._changed = asyncio.Event()
@@ -153,7 +155,7 @@ class Intake:
 
     async def _take(self, load: Load, start: Callable[[list[Prepared], list[Finished]], None]) -> None:
         """Claim once and pass the requests on."""
-        before, self._state = self._state, IntakeState.CLAIMING
+        self._state = IntakeState.CLAIMING
         slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
         room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs, slots))
         room = max(0, min(room, self._room_beside(load)))
@@ -161,10 +163,10 @@ class Intake:
         try:
             claims = await in_thread(self._claim, room, live_room)
         except QueueUnavailable as error:
-            if before is not IntakeState.UNAVAILABLE:
-                logger.warning("Redis unavailable; not claiming requests: %s", error)
+            self._outage.failed(error)
             self._change(IntakeState.UNAVAILABLE, IntakeState.CLAIMING, IntakeState.WOKEN)
             return
+        self._outage.worked()
         self._seq += 1
         if room:
             self.has_backlog = sum(not claim.live for claim in claims) >= min(room, MAX_ITEMS)

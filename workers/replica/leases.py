@@ -8,7 +8,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+import redis
+
 from jobs.protocol.requests import RequestKey
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Held, Queue, QueueUnavailable
 from jobs.queue.streams import ControlMessage
 
@@ -81,21 +84,17 @@ class Leases:
             return list(self._fences.items())
 
     def _renew_until_stopped(self) -> None:
-        failing = False
+        outage = OutageLog(logger, "cannot renew leases", "renewing leases")
         while not self._stopped.wait(self._pause):
             held = self.all()
             try:
                 lost = set(self._queue.renew(self._worker, held, self._generated()))
-            except QueueUnavailable as error:
-                if not failing:
-                    logger.warning("Redis unavailable; cannot renew leases: %s", error)
-                failing = True
+            except (QueueUnavailable, redis.RedisError) as error:
+                outage.failed(error)
                 continue
             except Exception:
                 logger.exception("failed to renew leases")
                 continue
-            if failing:
-                logger.info("Redis available again; renewing leases")
-                failing = False
+            outage.worked()
             if lost and not self._stopped.is_set():
                 self._on_lost([(key, fence) for key, fence in held if key in lost])

@@ -8,6 +8,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+import redis
+
 from jobs.queue.connection import MAX_BLOCK_SECONDS
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.streams import FIRST_ID, ControlMessage
@@ -40,7 +42,8 @@ class Orders:
         while not self._stopped.is_set():
             try:
                 orders = self._queue.control_messages(self._worker, last_id, MAX_BLOCK_SECONDS)
-            except QueueUnavailable:
+            except (QueueUnavailable, redis.RedisError) as error:  # also logged by the renewal of leases
+                logger.debug("cannot read control messages: %s", error)
                 self._stopped.wait(_PAUSE_AFTER_ERROR)
                 continue
             except Exception:

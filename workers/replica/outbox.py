@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from jobs.protocol.requests import Delta, Finished
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.publisher import Publisher
 from jobs.queue.request_queue import Held, Queue, QueueFull, QueueUnavailable
 
@@ -87,7 +88,7 @@ class Outbox:
         self._is_answered = True  # whether Redis has answered everything sent
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outbox")
-        self._failing = False
+        self._outage = OutageLog(logger, "holding tokens and results", "publishing results")
 
     def accept(self, delta: Delta) -> None:
         """Send the first message of a live call at once."""
@@ -210,26 +211,20 @@ class Outbox:
                 try:
                     lost = set(self._publisher.finish(deltas, generated)) if deltas else set()
                 except QueueFull as error:
-                    self._warn(error)
+                    self._outage.failed(error)
                     finished, self._refused = with_their_tokens(finished, deltas)
                     deltas, lost = [], set()
                 if finished:
                     self._queue.commit(self._worker, finished, generated)
                     logger.debug("committed %d results", len(finished))
             except QueueUnavailable as error:
-                self._warn(error)
+                self._outage.failed(error)
                 self._closed.wait(_PAUSE_AFTER_ERROR)
                 continue
-            if self._failing and not self._refused:
-                logger.info("Redis available again; publishing results")
-                self._failing = False
+            if not self._refused:
+                self._outage.worked()
             return [(delta.key, delta.fence) for delta in deltas if delta.key in lost]
         return None
-
-    def _warn(self, error: QueueUnavailable) -> None:
-        if not self._failing:
-            logger.warning("Redis unavailable; holding tokens and results: %s", error)
-        self._failing = True
 
     def _wake_at(self, when: float) -> None:
         loop = asyncio.get_running_loop()

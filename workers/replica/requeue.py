@@ -9,6 +9,7 @@ from typing import Any
 
 from jobs.protocol.requests import Delta, RequestKey
 from jobs.protocol.results import ApiError, Result, new_request_id
+from jobs.queue.outage_log import OutageLog
 from jobs.queue.request_queue import Held, Queue, QueueUnavailable
 from workers.engine.client.async_engine import EngineDeadError
 from workers.replica.leases import Leases
@@ -93,15 +94,13 @@ class Requeue:
 
 
 async def _until_recorded(action: Callable[[], object]) -> None:
-    failing = False
+    outage = OutageLog(logger, "retrying to requeue requests", "requests are requeued")
     while True:
         try:
             await asyncio.to_thread(action)
             return
         except QueueUnavailable as error:
-            if not failing:
-                logger.warning("Redis unavailable; retrying requeue every %.1f s: %s", _RETRY_SECONDS, error)
-            failing = True
+            outage.failed(error)
             await asyncio.sleep(_RETRY_SECONDS)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 
 import msgspec
+import redis
 
 from jobs.queue.gauges import GpuGauges, MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.request_queue import Queue, QueueUnavailable
@@ -71,7 +72,7 @@ async def report_gauges(worker: str, engine: AsyncEngine, metrics: RequestMetric
             gpus = await asyncio.to_thread(gpu_gauges, engine.info.gpus)
             gauges = _gauges(engine, metrics, round(rate, 1), gpus)
             await asyncio.to_thread(queue.report_gauges, worker, gauges)
-        except QueueUnavailable:
+        except (QueueUnavailable, redis.RedisError):
             pass  # already logged by intake and outbox
         except Exception as error:
             if repr(error) != problem:

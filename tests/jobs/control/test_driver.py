@@ -214,14 +214,14 @@ def test_a_look_while_batches_are_taken_lets_no_more_large_ones_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, most = drivers(), MOST_OF_TENANT[True]
-    read = one.queue.active_batches
+    read = one.queue.some_active_batches
 
-    def read_and_take() -> dict[str, BatchStatus]:
-        records = read()
+    def read_and_take(cursor: int, count: int) -> tuple[int, dict[str, BatchStatus]]:
+        found = read(cursor, count)
         take_all(one)
-        return records
+        return found
 
-    monkeypatch.setattr(one.queue, "active_batches", read_and_take)
+    monkeypatch.setattr(one.queue, "some_active_batches", read_and_take)
     make_batches(redis_client, tmp_path, most + 3)
     one._look_after_all()
     assert len(one._slices.running) == most

@@ -27,6 +27,7 @@ from jobs.batch.manifest import load_manifest
 from jobs.control.driver import Driver
 from jobs.control.health import control_plane_fault
 from jobs.control.rq_worker import ControlJob, ControlWorker
+from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.tasks import FUNCTION, hand_out, take_batches
@@ -111,8 +112,42 @@ def test_an_outage_around_a_job_is_one_line(
 
     monkeypatch.setattr(ControlWorker, "prepare_job_execution", fail)
     run_one_job(redis_client, FUNCTION, job_id="unlucky", result_ttl=0)
-    assert warnings_in(caplog) == ["Redis unavailable; pending batches will be dispatched again: gone"]
+    assert warnings_in(caplog) == ["Redis unavailable; batches wait until it answers: Redis is out of reach: gone"]
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("process", "kind"), [("rq_worker", "OOM"), ("rq_worker", "NOAUTH"), ("ticker", "NOAUTH")])
+def test_an_outage_that_lasts_takes_two_lines(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, process: str, kind: str
+) -> None:
+    def refusals() -> int:
+        errors: Any = redis_client.info("errorstats")
+        return int(errors.get(f"errorstat_{kind}", {"count": 0})["count"])
+
+    log = tmp_path / "log"
+    options = {"maxmemory": ("1", "0")} if kind == "OOM" else {"requirepass": ("secret", "")}
+    [(option, (refuse, accept))] = options.items()
+    command = [sys.executable, "-m", f"jobs.control.{process}", "--redis-url", redis_url]
+    with log.open("wb") as file, subprocess.Popen(command, stderr=file, cwd=ROOT) as running:
+        try:
+            name = keys.LEADER if process == "ticker" else "rq:workers"
+            wait_until(lambda: redis_client.exists(name), 60, "the process to work")
+            before = refusals()
+            redis_client.config_set(option, refuse)
+            redis_client.client_kill_filter(_type="normal", skipme=True)
+            wait_until(lambda: refusals() > before + 10, 60, "many refusals")
+            redis_client.config_set(option, accept)
+            wait_until(lambda: "Redis available again" in log.read_text(), 60, "the end of the outage")
+        finally:
+            redis_client.config_set(option, accept)
+            running.terminate()
+    lines = log.read_text().splitlines()
+    assert [line.partition(" Redis ")[2].partition(";")[0] for line in lines if "available" in line] == [
+        "unavailable",
+        "available again",
+    ], lines
+    assert "Traceback" not in log.read_text()
 
 
 def test_a_job_whose_run_redis_lost_ends_without_a_trace(

@@ -325,6 +325,7 @@ class TestLines:
             (json.dumps(line(custom_id=None)).encode(), "custom_id", "missing_required_parameter"),
             (json.dumps(line(custom_id=5)).encode(), "custom_id", "invalid_type"),
             (json.dumps(line(custom_id="")).encode(), "custom_id", "empty_string"),
+            (json.dumps(line(custom_id="ä" * 513)).encode(), "custom_id", "string_above_max_length"),
             (json.dumps(line(custom_id="\ud800")).encode(), "custom_id", "invalid_value"),
             (json.dumps(without(line(), "method")).encode(), "method", "missing_required_parameter"),
             (json.dumps(line(method="GET")).encode(), "method", "invalid_method"),

@@ -1,0 +1,39 @@
+"""Rounds over the active batches, a bounded number at a time.
+
+What happens to a batch asks for its own slice. The rounds find what was lost on the way, and cost
+the same each second, however many batches wait.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jobs.queue.batch_fields import BatchStatus
+from jobs.queue.request_queue import Queue
+
+LOOK_BATCHES = 500
+"""Batches of one look; a round over more of them takes several looks."""
+
+
+class Look(NamedTuple):
+    """The batches of one look."""
+
+    records: Mapping[str, BatchStatus]
+    gone: set[str]
+    """At the end of a round: batches that were known at its begin, and are not active any more."""
+
+
+class Rounds:
+    """The looks of one process."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._cursor = 0
+        self._missing = set[str]()
+
+    def look(self, known: set[str]) -> Look:
+        """Read the next batches; `known` are those of the caller. Raise what redis-py raises."""
+        if not self._cursor:
+            self._missing = known
+        self._cursor, records = self._queue.some_active_batches(self._cursor, LOOK_BATCHES)
+        self._missing = self._missing - records.keys()
+        return Look(records, set() if self._cursor else self._missing)
