@@ -62,7 +62,8 @@ class Call(Parameters, frozen=True, kw_only=True):
     endpoint: TextEndpoint
     model: str
     prompts: Sequence[str | list[int]] = ()  # texts, or lists of token ids
-    # Role, content (a string), and name, tool_calls, tool_call_id, reasoning_content, reasoning
+    # Role, content (a string or text parts), name, tool_calls, tool_call_id, reasoning_content,
+    # reasoning
     messages: Sequence[dict[str, Any]] = ()
     output_format: OutputFormat | None = None
     tool_name: str | None = None  # of the function that must be called

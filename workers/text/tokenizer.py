@@ -21,10 +21,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from workers.model_folder import transformer_folder
-from workers.text.chat_template import ChatTemplate, Message, read_chat_template
+from workers.text.chat_template import ChatTemplate, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
 from workers.text.errors import TokenizerError, is_panic
 from workers.text.inputs import InputEncoder, encode_batch
+from workers.text.message_contents import Message
 from workers.text.sentence_files import SENTENCE_FILES
 from workers.text.vocabulary import longest_token
 
