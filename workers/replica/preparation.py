@@ -192,11 +192,12 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
     def _echo(self, call: Call, number: int, token_ids: list[int]) -> str:
         """Return the prompt's text as it was given.
 
-        A prompt that was cut or given as token ids is decoded, including its special tokens.
+        A prompt that was cut or given as token ids is decoded, including its special tokens; half a
+        character at its end is decoded with the answer.
         """
         given = call.prompts[number]
         if isinstance(given, str) and call.truncate_prompt_tokens is None:
             return given
-        return self._tokenizer.decode(
+        return self._tokenizer.prompt_text(
             token_ids, skip_special_tokens=call.skip_special_tokens and isinstance(given, str)
         )

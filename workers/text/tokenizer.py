@@ -107,9 +107,17 @@ class TextTokenizer:
         """Return the most bytes of text that one token can have, or None if unknown."""
         return longest_token(self._tokenizer)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a detokenizer for the output that follows this prompt."""
-        return self._detokenizers.start(prompt_token_ids, skip_special_tokens)
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True, after_text: bool = False
+    ) -> Detokenizer:
+        """Return a detokenizer for the output that follows this prompt; see
+        `DetokenizerFactory.start`.
+        """
+        return self._detokenizers.start(prompt_token_ids, skip_special_tokens, after_text)
+
+    def prompt_text(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return a prompt's text without half a character at its end."""
+        return self._detokenizers.prompt_text(token_ids, skip_special_tokens)
 
     def are_special(self, texts: Iterable[str]) -> bool:
         """Return whether one of these texts is a special token."""

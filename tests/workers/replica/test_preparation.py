@@ -186,11 +186,12 @@ def test_an_echo_is_the_prompt_as_it_was_given_or_the_text_of_its_tokens() -> No
         claim(2, prompt=[end, *ids], echo=True, skip_special_tokens=False),
         claim(3, prompt="a fox", echo=True, truncate_prompt_tokens=1),
         claim(4, prompt="a fox"),
+        claim(5, prompt=tokenizer.encode(["a 🙂"], special_tokens=False)[0][:-1], echo=True),
     ]
     prepared, _ = demo().prepare(claims)
     name = tokenizer.special_tokens["eos_token"]
     texts = [[prompt.text for prompt in item.prompts] for item in prepared]
-    assert texts == [["a fox ", "two"], [f"{name}a fox"], [f"{name}a fox"], [tokenizer.decode(ids[-1:])], [""]]
+    assert texts == [["a fox ", "two"], [f"{name}a fox"], [f"{name}a fox"], [tokenizer.decode(ids[-1:])], [""], ["a "]]
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(1, [5]), (3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])
