@@ -74,6 +74,11 @@ class Call(Parameters, frozen=True, kw_only=True):
         return max(1, len(self.prompts)) * self.best_of
 
     @property
+    def adds_special_tokens(self) -> bool:
+        """Return whether the tokenizer adds special tokens to texts; a rendered chat has them."""
+        return not self.endpoint.is_chat if self.add_special_tokens is None else self.add_special_tokens
+
+    @property
     def is_deterministic(self) -> bool:
         """Return whether repeated calls have the same answer: by temperature 0, or by a seed."""
         return self.temperature == 0 or self.seed is not None
