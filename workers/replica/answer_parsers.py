@@ -89,7 +89,7 @@ class AnswerParsers:
         if call.tool_name is not None:
             return partial(NamedCallParser, call.tool_name)
         if call.tool_choice == "required":
-            return RequiredCallsParser
+            return partial(RequiredCallsParser, call.tools)
         if call.tool_choice == "none" or self._tools is None:
             return None
         form = call.output_format
