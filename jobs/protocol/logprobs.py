@@ -170,12 +170,14 @@ class TextOffsets:
 
     def _length(self, token: bytes) -> int:
         """Return how many bytes of the text belong to this token."""
-        # The end of a character that the token or the prompt began, then a broken one
-        ends = token[: len(token) - len(token.lstrip(_CONTINUATION))]
-        half = ends + token[len(ends) :].decode(errors="replace").encode()
-        for form in (token, half, token.decode(errors="replace").encode()):
+        if self._text.startswith(token):
+            return len(token)
+        # Broken characters were replaced, but not the end of one that another token began
+        end = token[: len(token) - len(token.lstrip(_CONTINUATION))]
+        for kept in (end, b""):
+            form = kept + token[len(kept) :].decode(errors="replace").encode()
             if self._text.startswith(form):
-                self._broken = b"" if form == token else token[codecs.utf_8_decode(token, "replace")[1] :]
+                self._broken = token[codecs.utf_8_decode(token, "replace")[1] :]
                 return len(form)
         at_start = self._characters == 0 and token.startswith(b" ")
         return len(token) - 1 if at_start and self._text.startswith(token[1:]) else 0

@@ -292,10 +292,7 @@ JSON_COLUMNS = (
 """Parameters that are objects; a column of a file may hold them as their text."""
 
 _TYPES = {
-    chat: ParameterTypes(
-        UNSUPPORTED,
-        {row.name: row.parameter.values_of(chat) for row in _ROWS},
-    )
+    chat: ParameterTypes(UNSUPPORTED, {row.name: row.parameter.values_of(chat) for row in _ROWS})
     for chat in (True, False)
 }
 

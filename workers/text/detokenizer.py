@@ -94,7 +94,7 @@ class DetokenizerFactory:
             data = self._full_table[token_id] + data
             if len(data) >= _MOST_HELD:
                 break
-        return unfinished(data)
+        return _half_character(data)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes inside a text: a special token's name, b"" for unknown ids."""
@@ -253,7 +253,7 @@ class _WindowDetokenizer:
             return ""
 
 
-def unfinished(data: bytes) -> bytes:
+def _half_character(data: bytes) -> bytes:
     """Return the bytes of an incomplete character at the end."""
     return data[codecs.utf_8_decode(data, "replace")[1] :]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -13,7 +13,9 @@ Message = Mapping[str, Any]
 Content = str | list[dict[str, Any]]
 """A text, or text parts."""
 
-_MARKER = re.compile(r"qz\d+x\d+zq", re.IGNORECASE)
+_MARK = re.compile(r"qz\d+x\d+zq")
+_PRINTED = "{'type': 'text', 'text': "
+_PRINTED_MARK = re.compile(re.escape(_PRINTED) + f"'({_MARK.pattern})'")
 
 
 class ContentFormat(Enum):
@@ -66,30 +68,25 @@ def find_omitted(messages: Sequence[Message], prompt: str, render: Callable[[lis
         shown = render(marked)
     except TemplateError:  # the template reads the texts
         return []
-    found = set(_MARKER.findall(shown.lower()))
+    found = {*_MARK.findall(shown.lower())} - {*_PRINTED_MARK.findall(shown)}
     return [
         number
         for number, message in enumerate(marked)
-        if not found.issuperset(_MARKER.findall(text_of(message.get("content", "")))) or _is_printed(message, shown)
+        if not found.issuperset(_MARK.findall(text_of(message.get("content", ""))))
     ]
 
 
-def _has_all(messages: Iterable[Message], prompt: str) -> bool:
+def _has_all(messages: Sequence[Message], prompt: str) -> bool:
+    contents = [message.get("content", "") for message in messages]
+    if _PRINTED in prompt and any(isinstance(content, list) for content in contents):
+        return False
     end = 0
-    for message in messages:
-        for text in map(str.strip, _texts(message.get("content", ""))):
-            if (start := prompt.find(text, end)) >= 0:
-                end = start + len(text)
-            elif text not in prompt:
-                return False
-        if _is_printed(message, prompt):
+    for text in (text.strip() for content in contents for text in _texts(content)):
+        if (start := prompt.find(text, end)) >= 0:
+            end = start + len(text)
+        elif text not in prompt:
             return False
     return True
-
-
-def _is_printed(message: Message, prompt: str) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and any(str(part) in prompt for part in content)
 
 
 def _marked(message: Message, number: int) -> dict[str, Any]:

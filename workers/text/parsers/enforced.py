@@ -40,7 +40,7 @@ class RequiredCallsParser(CallListReader):
         return bool(self._text)
 
     def _between_calls(self, final: bool) -> bool:
-        if final and self._raw == "[" and not self._text.strip():
+        if final and self._raw and not self._text.strip():
             self._text = ""
             self._read = self._begin_object()
             return True

@@ -159,6 +159,7 @@ _BEGUN_FIRST = ("get_weather", "")
     ("text", "of_one_tool", "of_all_tools"),
     [
         ("[", [_BEGUN_FIRST], []),
+        ("[ ", [_BEGUN_FIRST], []),
         ('[{"na', [_BEGUN_FIRST], []),
         ('[{"name": "get', [_BEGUN_FIRST], [_BEGUN_FIRST]),
         ('[{"name": "get_weather", "para', [_BEGUN_FIRST], [_BEGUN_FIRST]),
