@@ -53,6 +53,7 @@ PARAMETERS = (
     "top_logprobs",
     "prompt_logprobs",
     "echo",
+    "add_special_tokens",
     "truncate_prompt_tokens",
     "priority",
     "service_tier",

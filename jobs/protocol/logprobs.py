@@ -119,28 +119,41 @@ class TextOffsets:
     """Finds the position of one choice's tokens in its text, in characters, as both arrive in
     pieces.
 
-    A token that continues a character begins where the character does. A token without text (a
-    special token, a space that some vocabularies drop at the start) has length 0. While a token's
-    text is held back, its bytes are taken for its text.
+    A token that continues a character begins where the character does; the first one may continue
+    a character of the prompt. A token without text (a special token, a space that some vocabularies
+    drop at the start) has length 0. While a token's text is held back, its bytes are taken for its
+    text.
     """
 
     def __init__(self) -> None:
         self._text = b""  # after the last token with a known position
         self._characters = 0  # up to that position
+        self._begun = False  # whether any text has arrived
+        self._broken = b""  # bytes of an incomplete character that the text shows as U+FFFD
         self._waiting: list[bytes] = []  # tokens whose text has not arrived yet
 
     def of(self, positions: Sequence[PositionLogprobs], text: str) -> list[int]:
         """Return the offsets of the next tokens, given the next piece of text."""
         self._text += text.encode(errors="replace")
         waiting, self._waiting = self._waiting, []
+        if self._text and not self._begun:
+            self._begun = True
+            self._skip_begun(b"".join([*waiting, *(position.chosen.token for position in positions[:4])])[:4])
         for token in waiting:
             self._place(token)
         return [self._place(position.chosen.token) for position in positions]
 
     def _place(self, token: bytes) -> int:
+        if inside := self._in_broken(token):
+            offset, self._broken = self._characters - 1, self._broken + token[:inside]
+            if rest := token[inside:]:
+                self._place(rest)
+            return offset
+        self._broken = b""
         inside = _goes_on(self._text)  # inside a character that is counted already
         if self._waiting or (len(self._text) < len(token) and token.startswith(self._text)):
-            before = b"".join(self._waiting).lstrip(_CONTINUATION if inside else b"")
+            counted = inside or self._characters == 0
+            before = b"".join(self._waiting).lstrip(_CONTINUATION if counted else b"")
             self._waiting.append(token)
             return self._characters + (_characters(before, token) if before else -(inside and _goes_on(token)))
         offset = self._characters - inside
@@ -149,14 +162,32 @@ class TextOffsets:
         self._text = self._text[length:]
         return offset
 
+    def _in_broken(self, token: bytes) -> int:
+        """Return how many bytes of a token continue the incomplete character before it."""
+        if not self._broken:
+            return 0
+        return next((length for length in range(len(token[:3]), 0, -1) if _is_begun(self._broken + token[:length])), 0)
+
     def _length(self, token: bytes) -> int:
         """Return how many bytes of the text belong to this token."""
-        # A broken character was replaced.
-        for form in (token, token.decode(errors="replace").encode()):
+        if self._text.startswith(token):
+            return len(token)
+        # Broken characters were replaced, but not the end of one that another token began
+        end = token[: len(token) - len(token.lstrip(_CONTINUATION))]
+        for kept in (end, b""):
+            form = kept + token[len(kept) :].decode(errors="replace").encode()
             if self._text.startswith(form):
+                self._broken = token[codecs.utf_8_decode(token, "replace")[1] :]
                 return len(form)
         at_start = self._characters == 0 and token.startswith(b" ")
         return len(token) - 1 if at_start and self._text.startswith(token[1:]) else 0
+
+    def _skip_begun(self, tokens: bytes) -> None:
+        """Pass over the bytes that a prompt has of the text's first character."""
+        first = self._text[:4].decode(errors="ignore")[:1].encode()
+        length = len(tokens) - len(tokens.lstrip(_CONTINUATION))
+        if 0 < length < len(first) and first.endswith(tokens[:length]):
+            self._text, self._characters = self._text[len(first) - length :], 1
 
 
 def _characters(written: bytes, following: bytes) -> int:
@@ -166,6 +197,11 @@ def _characters(written: bytes, following: bytes) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     count = len(decoder.decode(written))
     return count + (bool(decoder.getstate()[0]) and not _goes_on(following))
+
+
+def _is_begun(text: bytes) -> bool:
+    """Return whether the text is an incomplete character."""
+    return codecs.utf_8_decode(text, "replace") == ("", 0)
 
 
 def _goes_on(text: bytes) -> bool:

@@ -146,6 +146,10 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
             Unsupported((False,), "is for completions: a chat's answer cannot begin with its prompt.", Boolean()),
         ),
     ] = False
+    add_special_tokens: Annotated[
+        bool | None,
+        Parameter(Boolean(), "a text gets the tokens that the model expects around it", default="true; in chats false"),
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
         Parameter(Truncation(), "keep only that many of the prompt's last tokens; -1: as many as the model can take"),
@@ -288,10 +292,7 @@ JSON_COLUMNS = (
 """Parameters that are objects; a column of a file may hold them as their text."""
 
 _TYPES = {
-    chat: ParameterTypes(
-        UNSUPPORTED | {"add_special_tokens": must_be(not chat)},  # a rendered chat has them
-        {row.name: row.parameter.values_of(chat) for row in _ROWS},
-    )
+    chat: ParameterTypes(UNSUPPORTED, {row.name: row.parameter.values_of(chat) for row in _ROWS})
     for chat in (True, False)
 }
 

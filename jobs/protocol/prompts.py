@@ -99,7 +99,7 @@ def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
 
 
 def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
-    """Return messages with a role and a content that is a string. Raise `ApiError`."""
+    """Return messages with a role and a content: a string, or text parts. Raise `ApiError`."""
     return [
         _message(message, f"{param}[{i}]")
         for i, message in enumerate(fields.array(value, param, MOST_MESSAGES, least=1))
@@ -142,7 +142,7 @@ def _message(value: Any, param: str) -> dict[str, Any]:
     return message
 
 
-def _content(message: dict[str, Any], role: str, param: str) -> str:
+def _content(message: dict[str, Any], role: str, param: str) -> str | list[dict[str, str]]:
     content = message.get("content")
     if content is None:
         if role == "assistant" and (message.get("tool_calls") or _has_reasoning(message)):
@@ -153,17 +153,18 @@ def _content(message: dict[str, Any], role: str, param: str) -> str:
     if not isinstance(content, list):
         fields.wrong_type(content, "one of a string or array of objects", param)
     parts = fields.array(content, param, MOST_MESSAGES, least=1)
-    return "\n".join(_text_part(part, f"{param}[{i}]") for i, part in enumerate(parts))
+    return [_text_part(part, f"{param}[{i}]") for i, part in enumerate(parts)]
 
 
 def _has_reasoning(message: dict[str, Any]) -> bool:
     return any(message.get(name) is not None for name in REASONING)
 
 
-def _text_part(value: Any, param: str) -> str:
+def _text_part(value: Any, param: str) -> dict[str, str]:
     part = fields.mapping(value, param)
     fields.choice(fields.required(part, "type", f"{param}."), f"{param}.type", ("text",))
-    return fields.text(fields.required(part, "text", f"{param}."), f"{param}.text")
+    text = fields.text(fields.required(part, "text", f"{param}."), f"{param}.text")
+    return {"type": "text", "text": text}
 
 
 def _tool_calls(value: Any, param: str) -> list[Any]:

@@ -65,7 +65,8 @@ class Call(Parameters, frozen=True, kw_only=True):
     endpoint: TextEndpoint
     model: str
     prompts: Sequence[str | list[int]] = ()  # texts, or lists of token ids
-    # Role, content (a string), and name, tool_calls, tool_call_id, reasoning_content, reasoning
+    # Role, content (a string or text parts), name, tool_calls, tool_call_id, reasoning_content,
+    # reasoning
     messages: Sequence[dict[str, Any]] = ()
     output_format: OutputFormat | None = None
     tool_name: str | None = None  # of the function that must be called
@@ -74,6 +75,11 @@ class Call(Parameters, frozen=True, kw_only=True):
     def sequences(self) -> int:
         """Return the number of sequences that the engine generates."""
         return max(1, len(self.prompts)) * self.best_of
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Return whether the tokenizer adds special tokens to texts; a rendered chat has them."""
+        return not self.endpoint.is_chat if self.add_special_tokens is None else self.add_special_tokens
 
     @property
     def is_deterministic(self) -> bool:

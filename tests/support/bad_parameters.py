@@ -288,7 +288,6 @@ def _unsupported() -> Iterator[BadRequest]:
         ("prompt_embeds", "AAAA", "must be left out"),
         ("use_beam_search", True, "must be left out"),
         ("length_penalty", 0.5, "must be 1.0"),
-        ("add_special_tokens", True, "must be false"),
         ("cache_salt", "mine alone", "must be left out"),
         ("vllm_xargs", {"a": 1}, "must be left out"),
         ("suffix", 0.0, "must be left out"),
@@ -306,15 +305,6 @@ def _unsupported() -> Iterator[BadRequest]:
     ]
     for number, (name, value, words) in enumerate(table):
         yield bad(CHAT, chat(**{name: value}), f"{name} {number}", name, "unsupported_value", words)
-    body = completion(add_special_tokens=False)
-    yield bad(
-        COMPLETIONS,
-        body,
-        "a completion without special tokens",
-        "add_special_tokens",
-        "unsupported_value",
-        "must be true",
-    )
 
 
 def _sizes() -> Iterator[BadRequest]:

@@ -13,6 +13,7 @@ from workers.engine.messages.core import OutputGuide
 from workers.replica.prepared import Parsing
 from workers.settings import WorkerSettings
 from workers.text.chat_template import ChatTemplate
+from workers.text.message_contents import text_of
 from workers.text.parsers.answer import AnswerParser
 from workers.text.parsers.base import OutputParser, ToolParser
 from workers.text.parsers.enforced import NamedCallParser, RequiredCallsParser
@@ -54,7 +55,7 @@ class AnswerParsers:
         if self._reasoning is None or not call.messages:
             return False
         if call.continue_final_message:
-            return bool(self._reasoning.in_continued(call.messages[-1]["content"]))
+            return bool(self._reasoning.in_continued(text_of(call.messages[-1]["content"])))
         return self._reasoning.in_reasoning(prompt)
 
     def guide(self, call: Call, inside: bool | None, output_format: OutputFormat | None) -> OutputGuide | None:
@@ -88,7 +89,7 @@ class AnswerParsers:
         if call.tool_name is not None:
             return partial(NamedCallParser, call.tool_name)
         if call.tool_choice == "required":
-            return RequiredCallsParser
+            return partial(RequiredCallsParser, call.tools)
         if call.tool_choice == "none" or self._tools is None:
             return None
         form = call.output_format

@@ -108,7 +108,7 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         return call.truncate_prompt_tokens
 
     def _adds_special_tokens(self, item: _Pending) -> bool:
-        return not item.call.messages  # a rendered chat has its own
+        return item.call.adds_special_tokens
 
     def _encode(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
         texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
@@ -165,7 +165,9 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         call, param = item.call, item.param(number)
         kept = self._kept(call)
         if kept is not None and len(token_ids) > kept:
-            token_ids = self._last(token_ids, kept, framed=not call.messages and isinstance(item.given[number], str))
+            token_ids = self._last(
+                token_ids, kept, framed=call.adds_special_tokens and isinstance(item.given[number], str)
+            )
         token_ids = token_ids or self._tokenizer.empty_prompt
         if not token_ids:
             message = f"Invalid '{param}': it has no tokens, and the model has no token that begins a text."
@@ -192,11 +194,12 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
     def _echo(self, call: Call, number: int, token_ids: list[int]) -> str:
         """Return the prompt's text as it was given.
 
-        A prompt that was cut or given as token ids is decoded, including its special tokens.
+        A prompt that was cut or given as token ids is decoded, including its special tokens; half a
+        character at its end is decoded with the answer.
         """
         given = call.prompts[number]
         if isinstance(given, str) and call.truncate_prompt_tokens is None:
             return given
-        return self._tokenizer.decode(
+        return self._tokenizer.prompt_text(
             token_ids, skip_special_tokens=call.skip_special_tokens and isinstance(given, str)
         )

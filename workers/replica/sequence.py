@@ -80,7 +80,7 @@ class Sequence:
         self._parsed = parsed
         needed = parsed is not None and tokenizer.are_special(parsed.parsing.markers)
         skipped = call.skip_special_tokens and not needed
-        self._detokenizer = tokenizer.detokenizer(prompt.token_ids, skipped)
+        self._detokenizer = tokenizer.detokenizer(prompt.token_ids, skipped, after_text=call.echo)
         self._stops = StopStrings(call.stop, call.include_stop_str_in_output) if call.stop else None
         self._min_tokens = prompt.sampling.min_tokens
         self._decoded = 0

@@ -4,9 +4,9 @@ Byte-level BPE and SentencePiece-like vocabularies are decoded by a table from t
 incremental UTF-8 decoder, which costs well under a microsecond per token. Other vocabularies use
 the tokenizer's own decoder over a window of the last tokens.
 
-The joined pieces equal the tokenizer's decoding of all ids at once, with two differences: an
-incomplete character at the very end is dropped, and a broken byte sequence of a byte-fallback
-vocabulary does not affect its valid neighbors.
+The joined pieces equal the tokenizer's decoding of all ids at once, with one difference: a broken
+byte sequence of a byte-fallback vocabulary does not affect its valid neighbors. A prompt that ends
+inside a character is decoded together with its output.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from workers.text.errors import FormatError, is_panic
 
 _WINDOW = 8  # prompt tokens that give context to the first output tokens
 _UNFINISHED = "\ufffd"
+_MOST_HELD = 3  # bytes of a character without its last one
 
 
 class Detokenizer(Protocol):
@@ -33,7 +34,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """Return the complete characters held back, once no more tokens come."""
+        """Return the text held back, once no more tokens come; U+FFFD for half a character."""
         ...
 
 
@@ -53,16 +54,47 @@ class DetokenizerFactory:
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id in self._special else None
 
-    def start(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a detokenizer for the output that follows this prompt."""
-        skipped = self._special if skip_special_tokens else frozenset()
-        context = [token_id for token_id in prompt_token_ids[-_WINDOW:] if token_id not in skipped]
+    def start(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True, after_text: bool = False
+    ) -> Detokenizer:
+        """Return a detokenizer for the output that follows this prompt.
+
+        A character that the prompt begins and the output completes is in the output. With
+        `after_text`, for an output that follows `prompt_text`, so is half a character at the
+        prompt's end.
+        """
         if self._table is None:
-            return _WindowDetokenizer(self._tokenizer, context, skip_special_tokens)
-        at_start = (
-            self._leading_space_goes and not context and all(token_id in skipped for token_id in prompt_token_ids)
-        )
-        return _TableDetokenizer(self._table if skip_special_tokens else self._full_table, at_start)
+            return self._window(prompt_token_ids, skip_special_tokens, after_text)
+        skipped = self._special if skip_special_tokens else frozenset()
+        at_start = self._leading_space_goes and all(token_id in skipped for token_id in prompt_token_ids)
+        table = self._table if skip_special_tokens else self._full_table
+        return _TableDetokenizer(table, at_start, self._begun(prompt_token_ids), after_text)
+
+    def prompt_text(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return a prompt's text without half a character at its end."""
+        detokenizer = self.start([], skip_special_tokens)
+        text = detokenizer.feed(token_ids)
+        if self._table is None:
+            held = self._window(token_ids, skip_special_tokens, after_text=True).held
+            return (text + detokenizer.finish()).removesuffix(held)
+        return text if self._begun(token_ids) else text + detokenizer.finish()
+
+    def _window(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, after_text: bool
+    ) -> _WindowDetokenizer:
+        last = prompt_token_ids[-_WINDOW:]
+        context = [token_id for token_id in last if not (skip_special_tokens and token_id in self._special)]
+        holds = bool(last) and last[-1] not in self._special
+        return _WindowDetokenizer(self._tokenizer, context, skip_special_tokens, holds, after_text)
+
+    def _begun(self, prompt_token_ids: Sequence[int]) -> bytes:
+        """Return the bytes of half a character at the end of a prompt."""
+        data = b""
+        for token_id in reversed(prompt_token_ids):
+            data = self._full_table[token_id] + data
+            if len(data) >= _MOST_HELD:
+                break
+        return _half_character(data)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes inside a text: a special token's name, b"" for unknown ids."""
@@ -141,16 +173,22 @@ class _WindowBytes(_TokenBytes):
 
 
 class _TableDetokenizer:
-    __slots__ = ("_at_start", "_rest", "_table")
+    __slots__ = ("_at_start", "_hides", "_rest", "_table")
 
-    def __init__(self, table: _TokenBytes, at_start: bool) -> None:
+    def __init__(self, table: _TokenBytes, at_start: bool, begun: bytes, after_text: bool) -> None:
         self._table = table
-        self._rest = b""  # of an incomplete character
+        self._rest = begun  # of an incomplete character
+        self._hides = bool(begun) and not after_text  # the rest is the prompt's alone
         self._at_start = at_start
 
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
-        data = self._rest + b"".join([table[token_id] for token_id in token_ids])
+        data = b"".join([table[token_id] for token_id in token_ids])
+        if self._hides and data:
+            self._hides = False
+            if codecs.utf_8_decode(self._rest + data[:1], "replace")[0].startswith(_UNFINISHED):
+                self._rest = b""
+        data = self._rest + data
         text, used = codecs.utf_8_decode(data, "replace")
         self._rest = data[used:]
         if self._at_start and text:
@@ -159,7 +197,7 @@ class _TableDetokenizer:
         return text
 
     def finish(self) -> str:
-        return ""
+        return _UNFINISHED if self._rest and not self._hides else ""
 
 
 class _WindowDetokenizer:
@@ -168,29 +206,43 @@ class _WindowDetokenizer:
     text-generation-inference uses the same method.
     """
 
-    __slots__ = ("_known", "_skip_special_tokens", "_tokenizer", "_window")
+    __slots__ = ("_hidden", "_known", "_skip_special_tokens", "_tokenizer", "_window", "held")
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool, holds: bool, after_text: bool
+    ) -> None:
+        """Start after the last tokens of a prompt; `holds` if it may end inside a character."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window = list(context)
         self._known = len(self._window)  # tokens of the window with released text
+        while holds and self._known and self._decode(self._window[: self._known]).endswith(_UNFINISHED):
+            self._known -= 1
+        self.held = self._new_text()  # at the prompt's end
+        self._hidden = "" if after_text else self.held
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(map(self._feed_one, token_ids))
 
     def finish(self) -> str:
-        return self._decode(self._window).rstrip(_UNFINISHED)[len(self._decode(self._window[: self._known])) :]
+        return self._shown(self._new_text())
 
     def _feed_one(self, token_id: int) -> str:
         self._window.append(token_id)
-        before = self._decode(self._window[: self._known])
-        text = self._decode(self._window)
-        if len(text) <= len(before) or text.endswith(_UNFINISHED):
+        text = self._new_text()
+        if not text or text.endswith(_UNFINISHED):
             return ""
         self._window = self._window[self._known :]
         self._known = len(self._window)
-        return text[len(before) :]
+        return self._shown(text)
+
+    def _new_text(self) -> str:
+        return self._decode(self._window)[len(self._decode(self._window[: self._known])) :]
+
+    def _shown(self, text: str) -> str:
+        """Return new text without that of the prompt."""
+        hidden, self._hidden = self._hidden, ""
+        return text.removeprefix(hidden if text.startswith(hidden) else hidden.rstrip(_UNFINISHED))
 
     def _decode(self, token_ids: list[int]) -> str:
         try:
@@ -199,6 +251,11 @@ class _WindowDetokenizer:
             if not is_panic(error):
                 raise
             return ""
+
+
+def _half_character(data: bytes) -> bytes:
+    """Return the bytes of an incomplete character at the end."""
+    return data[codecs.utf_8_decode(data, "replace")[1] :]
 
 
 def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBytes | None, bool]:

@@ -20,6 +20,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from workers.text.content_format import content_format
+from workers.text.message_contents import ContentFormat
+
 _REASONING = (
     "reasoning_content",
     "thinking",
@@ -27,9 +30,14 @@ _REASONING = (
 )  # names of a message's reasoning, in the order in which templates prefer them
 
 
-def compile_template(source: str) -> jinja2.Template:
-    """Compile a template. Raise jinja2.TemplateSyntaxError."""
-    return _environment().from_string(source)
+def compile_template(source: str) -> tuple[jinja2.Template, ContentFormat]:
+    """Compile a template, and return the form of contents that it reads.
+
+    Raise jinja2.TemplateSyntaxError.
+    """
+    environment = _environment()
+    tree = environment.parse(source)
+    return environment.from_string(tree), content_format(tree)
 
 
 def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:

@@ -21,10 +21,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from workers.model_folder import transformer_folder
-from workers.text.chat_template import ChatTemplate, Message, read_chat_template
+from workers.text.chat_template import ChatTemplate, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
 from workers.text.errors import TokenizerError, is_panic
 from workers.text.inputs import InputEncoder, encode_batch
+from workers.text.message_contents import Message
 from workers.text.sentence_files import SENTENCE_FILES
 from workers.text.vocabulary import longest_token
 
@@ -106,9 +107,17 @@ class TextTokenizer:
         """Return the most bytes of text that one token can have, or None if unknown."""
         return longest_token(self._tokenizer)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a detokenizer for the output that follows this prompt."""
-        return self._detokenizers.start(prompt_token_ids, skip_special_tokens)
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True, after_text: bool = False
+    ) -> Detokenizer:
+        """Return a detokenizer for the output that follows this prompt; see
+        `DetokenizerFactory.start`.
+        """
+        return self._detokenizers.start(prompt_token_ids, skip_special_tokens, after_text)
+
+    def prompt_text(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return a prompt's text without half a character at its end."""
+        return self._detokenizers.prompt_text(token_ids, skip_special_tokens)
 
     def are_special(self, texts: Iterable[str]) -> bool:
         """Return whether one of these texts is a special token."""

@@ -197,6 +197,10 @@ def test_tokens_behind_a_stop_string_are_at_the_end_of_the_text() -> None:
         ("the fox", [b"<s>", b" the", b" fox", b"</s>"], [0, 0, 3, 7]),
         ("a\ufffdb", [b"a", b"\xff", b"b"], [0, 1, 2]),
         ("\ud800x", [b"?", b"x"], [0, 1]),
+        ("a\ufffd", [b"a", b"\xf0", b"\x9f\x8c"], [0, 1, 1]),
+        ("é\ufffdbc", [b"\xc3", b"\xa9\xf0", b"\x9fb", b"c"], [0, 0, 1, 3]),
+        ("\U0001f336b", [b"\x8c", b"\xb6", b"b"], [0, 0, 1]),
+        ("\U0001f336\ufffd", [b"\xb6\xf0", b"\x9f"], [0, 1]),
     ],
 )
 def test_offsets_in_a_text(text: str, pieces: list[bytes], offsets: list[int]) -> None:
@@ -259,13 +263,26 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
 @given(
     st.text(st.characters(codec="utf-8"), max_size=12),
     st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12),
+    st.integers(0, 3),
+    st.integers(0, 3),
 )
-def test_offsets_of_a_stream_are_those_of_the_whole(text: str, pieces: list[tuple[int, bool]]) -> None:
-    """Whatever bytes the tokens have, and wherever text is held back."""
-    written, decoder, offsets = text.encode(), codecs.getincrementaldecoder("utf-8")(), TextOffsets()
+def test_offsets_of_a_stream_are_those_of_the_whole(
+    text: str, pieces: list[tuple[int, bool]], begun: int, lost: int
+) -> None:
+    """Whatever bytes the tokens have, and wherever text is held back.
+
+    The prompt may have the first bytes of the first character, and the last one may lack its end.
+    """
+    written, decoder, offsets = text.encode(), codecs.getincrementaldecoder("utf-8")("replace"), TextOffsets()
+    before = b""
+    if len(text) > 1:
+        begun = min(begun, len(text[0].encode()) - 1)
+        before = written[:begun]
+        assert decoder.decode(before) == ""
+        written = written[begun : len(written) - min(lost, len(text[-1].encode()) - 1)]
     found: list[int] = []
     parts: list[bytes] = []
-    held, waiting = "", []
+    shown, held, waiting = "", "", []
     for length, hold in [*pieces, (len(written), False)]:
         token, written = written[:length], written[length:]
         parts.append(token)
@@ -273,8 +290,12 @@ def test_offsets_of_a_stream_are_those_of_the_whole(text: str, pieces: list[tupl
         held += decoder.decode(token)
         if not hold:
             found += offsets.of(tokens(*waiting), held)
-            held, waiting = "", []
-    assert found == text_offsets(text, tokens(*parts))
+            shown, held, waiting = shown + held, "", []
+    shown += decoder.decode(b"", True)
+    assert found == text_offsets(shown, tokens(*parts))
+    for offset, token in zip(found, parts, strict=True):
+        assert offset == len(before.decode(errors="ignore")) or not token
+        before += token
 
 
 def test_chat_chunks() -> None:

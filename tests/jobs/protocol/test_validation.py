@@ -19,6 +19,7 @@ from tests.support.bad_request import BadRequest, as_json
 from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+PART_B = {"type": "text", "text": "b"}
 
 
 def chat(**changes: Any) -> dict[str, Any]:
@@ -170,13 +171,13 @@ class TestGoodCalls:
         )
         assert parse_call(CHAT, chat(**dict.fromkeys(names))) == parse_call(CHAT, chat())
 
-    def test_parts_of_text_are_joined_and_tool_messages_kept(self) -> None:
+    def test_parts_of_text_stay_apart_and_tool_messages_are_kept(self) -> None:
         calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
         call = parse_call(
             CHAT,
             chat(
                 messages=[
-                    {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                    {"role": "developer", "content": [{"type": "text", "text": "a", "x": 1}, PART_B]},
                     {"role": "assistant", "content": None, "tool_calls": calls},
                     {"role": "tool", "content": "7", "tool_call_id": "c1"},
                     {"role": "user", "content": "", "name": "ann", "unknown": 1},
@@ -184,7 +185,7 @@ class TestGoodCalls:
             ),
         )
         assert call.messages == [
-            {"role": "developer", "content": "a\nb"},
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, PART_B]},
             {"role": "assistant", "content": "", "tool_calls": calls},
             {"role": "tool", "content": "7", "tool_call_id": "c1"},
             {"role": "user", "content": "", "name": "ann"},

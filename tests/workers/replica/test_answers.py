@@ -290,6 +290,20 @@ def test_an_echo_of_token_ids_has_the_special_ones_in_text_and_offsets(queue: Qu
     assert pieces[:of_prompt] == choice["logprobs"]["tokens"][:of_prompt]
 
 
+def test_a_prompt_that_ends_inside_a_character_is_decoded_with_the_answer(queue: Queue) -> None:
+    *half, last = TOKENIZER.encode(["Hello 🙂"], special_tokens=False)[0]
+    body = {"prompt": half, "max_tokens": 1, "allowed_token_ids": [last], "logprobs": 0}
+    results = complete(queue, {**body, "echo": True}, body, {"prompt": half, "echo": True, "max_tokens": 0})
+    assert [texts(result) for result in results] == [["Hello 🙂"], ["🙂"], ["Hello \ufffd"]]
+    offsets = choices(results[0])[0]["logprobs"]["text_offset"]
+    assert [offset for offset, token in zip(offsets, [*half, last], strict=True) if not _is_text(token)] == [6] * 4
+    assert choices(results[1])[0]["logprobs"]["text_offset"] == [0]
+
+
+def _is_text(token_id: int) -> bool:
+    return TOKENIZER.token_bytes(token_id).isascii()
+
+
 @pytest.mark.parametrize("prompt", [None, "", [""]])
 def test_without_a_prompt_a_text_begins(queue: Queue, prompt: Any) -> None:
     (result,) = complete(queue, {"echo": True, "prompt": prompt}, temperature=0)

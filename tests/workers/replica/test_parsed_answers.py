@@ -123,6 +123,9 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
     (THOUGHT + "Just a moment.\n" + CALLED, {"tools": TOOLS, "n": 2}),
     (THOUGHT + REQUIRED, {"tools": TOOLS, "tool_choice": "required"}),
     (THOUGHT + CALLS[0][1], {"tools": TOOLS, "tool_choice": NAMED}),
+    (REQUIRED, {"tools": TOOLS, "tool_choice": "required", "max_tokens": 20}),
+    (REQUIRED, {"tools": TOOLS[:1], "tool_choice": "required", "max_tokens": 1}),
+    (CALLS[0][1], {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 6}),
     (THOUGHT + CALLED, {"tools": TOOLS, "parallel_tool_calls": False, "include_reasoning": False}),
     (THOUGHT + "It says </tool_call>, 東京.", {"tools": TOOLS, "stop": ["京"]}),
     (THOUGHT, {}),
@@ -219,6 +222,24 @@ def test_forced_calls_are_read_in_their_own_form(queue: Queue) -> None:
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in required] == CALLS
     (named,) = message(queue, CALLS[0][1], tools=TOOLS, tool_choice=NAMED)["tool_calls"]
     assert named["function"] == {"name": "weather", "arguments": CALLS[0][1]}
+
+
+@pytest.mark.parametrize(
+    ("text", "body"),
+    [(REQUIRED, {"tools": TOOLS, "tool_choice": "required"}), (CALLS[0][1], {"tools": TOOLS, "tool_choice": NAMED})],
+)
+def test_a_forced_call_that_is_cut_is_a_call_with_cut_arguments(queue: Queue, text: str, body: dict[str, Any]) -> None:
+    tokens = TOKENIZER.encode([text], special_tokens=False)[0]
+    counts = []
+    for most in range(1, len(tokens) + 1):
+        (choice,) = choices(queue, text, max_tokens=most, **body)
+        found = [(call["name"], call["arguments"]) for call in shown(choice["message"])["calls"]]
+        assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
+        for (name, arguments), whole in zip(found, CALLS, strict=False):
+            assert (name, whole[1].startswith(arguments.rstrip("\ufffd"))) == (whole[0], True)
+        counts.append(len(found))
+    assert counts == sorted(counts)
+    assert set(counts) == ({1} if len(found) == 1 else {0, 1, 2})
 
 
 def test_a_call_without_parallel_calls_is_the_first(queue: Queue) -> None:

@@ -21,9 +21,13 @@ from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
 
-def claim(line: int, **body: Any) -> Claim:
+def claim_of(url: str, line: int, **body: Any) -> Claim:
     raw = json.dumps({"model": "m", **body}).encode()
-    return Claim(RequestKey("batch_a", line), 1, Request("/v1/completions", "m", raw, seed=line), None, 1, False)
+    return Claim(RequestKey("batch_a", line), 1, Request(url, "m", raw, seed=line), None, 1, False)
+
+
+def claim(line: int, **body: Any) -> Claim:
+    return claim_of("/v1/completions", line, **body)
 
 
 def word_level(folder: Path, eos: str | None = None) -> TextTokenizer:
@@ -88,6 +92,7 @@ def test_what_the_engine_does_not_take_is_known() -> None:
     of_the_answer |= {"return_tokens_as_token_ids", "parallel_tool_calls", "tools", "tool_choice"}
     of_the_form = {*FORMATS, "guided_whitespace_pattern", "thinking_token_budget"}
     of_the_prompt = {"add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"}
+    of_the_prompt |= {"add_special_tokens"}
     joined = {"max_completion_tokens", "priority", "service_tier", "top_logprobs"}
     engine = set(SamplingParams.__struct_fields__)
     assert set(Parameters.__struct_fields__) - engine == here | of_the_answer | of_the_form | of_the_prompt | joined
@@ -186,11 +191,12 @@ def test_an_echo_is_the_prompt_as_it_was_given_or_the_text_of_its_tokens() -> No
         claim(2, prompt=[end, *ids], echo=True, skip_special_tokens=False),
         claim(3, prompt="a fox", echo=True, truncate_prompt_tokens=1),
         claim(4, prompt="a fox"),
+        claim(5, prompt=tokenizer.encode(["a 🙂"], special_tokens=False)[0][:-1], echo=True),
     ]
     prepared, _ = demo().prepare(claims)
     name = tokenizer.special_tokens["eos_token"]
     texts = [[prompt.text for prompt in item.prompts] for item in prepared]
-    assert texts == [["a fox ", "two"], [f"{name}a fox"], [f"{name}a fox"], [tokenizer.decode(ids[-1:])], [""]]
+    assert texts == [["a fox ", "two"], [f"{name}a fox"], [f"{name}a fox"], [tokenizer.decode(ids[-1:])], [""], ["a "]]
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(1, [5]), (3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])
@@ -199,13 +205,38 @@ def test_a_prompt_of_token_ids_keeps_its_end(kept: int, expected: list[int]) -> 
     assert item.prompts[0].token_ids == expected
 
 
-def test_a_prompt_that_is_cut_keeps_the_token_that_begins_a_text(tmp_path: Path) -> None:
+def that_begins_texts(folder: Path) -> tuple[Preparation, Tokenizer, int]:
+    """Return a preparation whose tokenizer puts a token before texts, and that token."""
     tokenizer = byte_level()
     begin = tokenizer.token_to_id("<|begin|>")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
     )
-    preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], ModelLimits(50, 1000))
+    template = "<|begin|>{{ messages[0].content }}"
+    loaded = TextTokenizer.load(str(write_folder(folder, tokenizer, template=template)))
+    return Preparation(loaded, ["m"], ModelLimits(50, 1000)), tokenizer, begin
+
+
+def test_special_tokens_are_added_to_completions_and_as_the_call_says(tmp_path: Path) -> None:
+    preparation, tokenizer, begin = that_begins_texts(tmp_path)
+    fox = tokenizer.encode("fox", add_special_tokens=False).ids
+    asked = ({}, {"add_special_tokens": True}, {"add_special_tokens": False})
+    chat = {"messages": [{"role": "user", "content": "fox"}]}
+    claims = [
+        *(claim(line, prompt="<|begin|>fox", **body) for line, body in enumerate(asked)),
+        claim(3, prompt="fox fox", add_special_tokens=False, truncate_prompt_tokens=len(fox)),
+        *(claim_of(CHAT, line, **chat, **body) for line, body in enumerate(asked, 4)),
+    ]
+    prepared, errors = preparation.prepare(claims)
+    assert errors == []
+    once, twice = [begin, *fox], [begin, begin, *fox]
+    last = tokenizer.encode("fox fox", add_special_tokens=False).ids[-len(fox) :]
+    found = [[prompt.token_ids for prompt in item.prompts] for item in prepared]
+    assert found == [[twice], [twice], [once], [last], [once], [twice], [once]]
+
+
+def test_a_prompt_that_is_cut_keeps_the_token_that_begins_a_text(tmp_path: Path) -> None:
+    preparation, tokenizer, begin = that_begins_texts(tmp_path)
     text = "the fox " * 1000
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     for kept, expected in ((4, [begin, *ids[-3:]]), (1, ids[-1:])):

@@ -287,8 +287,10 @@ class BrokenTokenizer(TextTokenizer):
     def __init__(self) -> None:
         self.__dict__.update(TOKENIZER.__dict__)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        raised = super().detokenizer(prompt_token_ids, skip_special_tokens)
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True, after_text: bool = False
+    ) -> Detokenizer:
+        raised = super().detokenizer(prompt_token_ids, skip_special_tokens, after_text)
         feed = raised.feed
         return SimpleNamespace(
             feed=lambda token_ids: feed(token_ids) if TOKENS[5] not in token_ids else 1 / 0, finish=raised.finish

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from jobs.protocol.logprobs import TextOffsets, text_offsets
 from jobs.protocol.requests import ChoiceCheckpoint, TokenChunk
 from jobs.protocol.validation import parse_call
 from workers.engine.messages.core import SamplingParams, TokenLogprobs
 from workers.replica.prepared import Prompt
-from workers.replica.sequence import Sequence
+from workers.replica.sequence import Sequence, positions
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
@@ -192,6 +193,41 @@ def test_special_tokens_show_only_when_asked_for() -> None:
         one.end("length")
         texts.append(one.choice(0, None).text)
     assert texts[1] == TOKENIZER.decode(TOKENS[:1], PROMPT) + TOKENIZER.special_tokens["eos_token"] + texts[0][1:]
+
+
+@pytest.mark.parametrize(
+    ("echo", "tokens", "text", "text_offset"),
+    [
+        (True, 7, "a 🙂 b", [0, 1, 2, 2, 2, 2, 3]),
+        (False, 7, "🙂 b", [0, 0, 1]),
+        (True, 5, "a \ufffd", [0, 1, 2, 2, 2]),
+        (False, 5, "\ufffd", [0]),
+        (True, 4, "a \ufffd", [0, 1, 2, 2]),
+        (False, 4, "", []),
+    ],
+)
+def test_a_stream_after_half_a_character_has_it_whole_or_replaced(
+    echo: bool, tokens: int, text: str, text_offset: list[int]
+) -> None:
+    token_ids = TOKENIZER.encode(["a 🙂 b"], special_tokens=False)[0]
+    half, output = token_ids[:4], token_ids[4:tokens]
+    call = parse_call("/v1/completions", {"model": "demo", "prompt": half, "echo": echo, "logprobs": 0})
+    prompt = Prompt(half, SamplingParams(max_tokens=9, logprobs=0), TOKENIZER.prompt_text(half) if echo else "")
+    of_prompt = list(positions(logprobs_of(half), TOKENIZER.token_bytes))
+    one = Sequence(0, prompt, call, TOKENIZER, None)
+    chunks: list[TokenChunk] = []
+    for token_id in output:
+        take(one, [token_id])
+        chunks.append(one.chunk() or pytest.fail("no chunk"))
+    one.end("length")
+    last = one.chunk()
+    chunks += [] if last is None else [last]
+    offsets, found = TextOffsets(), []
+    for number, chunk in enumerate(chunks):
+        found += offsets.of([*(of_prompt if echo and number == 0 else []), *(chunk.logprobs or [])], chunk.text)
+    assert ("".join(chunk.text for chunk in chunks), found) == (text, text_offset)
+    choice = one.choice(0, of_prompt)
+    assert (choice.text, text_offsets(choice.text, choice.logprobs or [])) == (text, text_offset)
 
 
 def test_an_ended_choice_asks_the_engine_for_the_prompt_alone() -> None:

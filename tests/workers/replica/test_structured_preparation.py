@@ -122,6 +122,17 @@ def test_what_a_template_refuses_is_named(tokenizer: TextTokenizer, body: dict[s
     assert "cannot render these messages" in message
 
 
+def test_a_prompt_has_the_texts_of_its_messages_or_is_refused(tmp_path: Path) -> None:
+    walks = "{% for m in messages %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endfor %}"
+    several = [*HELLO, {"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}]
+    of_parts = TextTokenizer.load(str(write_folder(tmp_path / "parts", byte_level(), template=walks)))
+    assert prompt_of(of_parts, messages=several) == "Hello;a;b;"
+    deaf = TextTokenizer.load(str(write_folder(tmp_path / "deaf", byte_level(), template="{{ messages[0].role }}")))
+    param, message = refuse(deaf)
+    assert param == "messages"
+    assert "omits the content of messages[0], of role 'user'" in message
+
+
 def test_a_call_that_needs_a_parser_says_which_flag(tokenizer: TextTokenizer) -> None:
     assert refuse(tokenizer, tools=[TIME])[0] == "tool_choice"
     assert "--tool-call-parser" in refuse(tokenizer, parsers(None, "qwen3"), tools=[TIME])[1]

@@ -51,6 +51,8 @@ def test_a_text_has_the_tokens_of_a_completion() -> None:
     assert (status, body["tokens"]) == (200, prompt_of(COMPLETIONS, prompt="Naïve 🙂 words"))
     assert (body["count"], body["max_model_len"], body["token_strs"]) == (len(body["tokens"]), 128, None)
     assert answer(DETOKENIZE, tokens=body["tokens"]) == (200, {"prompt": "Naïve 🙂 words"})
+    half = TOKENIZER.encode(["Hello 🙂"], special_tokens=False)[0][:-1]
+    assert answer(DETOKENIZE, tokens=half) == (200, {"prompt": "Hello \ufffd"})
 
 
 def test_a_chat_has_the_tokens_of_its_call_and_special_ones_show() -> None:

@@ -79,7 +79,7 @@ CHATS: list[list[dict[str, Any]]] = [
     ],
     [
         {"role": "user", "content": "a", "name": "n"},
-        {"role": "skip", "content": "x"},
+        {"role": "skip", "content": ""},
         {"role": "assistant", "content": "b", "thinking": "t"},
     ],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "reasoning": "r"}],
@@ -211,7 +211,7 @@ def test_the_given_template_wins(tmp_path: Path) -> None:
 
 
 def test_the_configurations_template_and_its_list_form(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "x"}]
+    chat = [{"role": "user", "content": ""}]
     one = write_folder(tmp_path / "one", byte_level(), config={"chat_template": "one"})
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     two = write_folder(tmp_path / "two", byte_level(), config={"chat_template": several})

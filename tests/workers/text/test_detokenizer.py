@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from tests.support import small_tokenizers
 from workers.text.detokenizer import DetokenizerFactory
@@ -23,6 +23,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "word_piece": small_tokenizers.word_piece,
 }
 TOKENIZERS = {name: make() for name, make in KINDS.items()}
+HALVES = {**TOKENIZERS, "byte_level_window": small_tokenizers.byte_level()}
+HALVES["byte_level_window"].decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("~", 0, 0)])
 TEXT = "The fox 🙂 says: Naïve café, 東京, 👩‍👩‍👧 and 你好 — 12 + 30 = 42."
 
 
@@ -32,8 +34,9 @@ def pieces(
     cuts: list[int],
     prompt: list[int] | None = None,
     skip_special_tokens: bool = True,
+    after_text: bool = False,
 ) -> list[str]:
-    detokenizer = DetokenizerFactory(tokenizer).start(prompt or [], skip_special_tokens)
+    detokenizer = DetokenizerFactory(tokenizer).start(prompt or [], skip_special_tokens, after_text)
     bounds = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
     return [
         *(detokenizer.feed(token_ids[start:end]) for start, end in itertools.pairwise(bounds)),
@@ -59,7 +62,7 @@ def test_pieces_make_the_whole(kind: str, data: st.DataObject) -> None:
         if "\ufffd" not in whole:
             assert text == whole
     else:
-        assert text == whole or text + "\ufffd" == whole
+        assert text == whole
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
@@ -72,10 +75,39 @@ def test_characters_split_over_tokens_come_out_whole(kind: str) -> None:
     assert "" in got  # some tokens end in the middle of a character
 
 
-def test_half_a_character_at_the_end_is_dropped() -> None:
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_level_window"])
+def test_a_prompt_that_ends_inside_a_character_is_decoded_with_its_output(kind: str) -> None:
+    tokenizer = HALVES[kind]
+    token_ids = tokenizer.encode("ok 🦊!", add_special_tokens=False).ids
+    halves = [count for count in range(len(token_ids)) if tokenizer.decode(token_ids[:count]).endswith("\ufffd")]
+    assert len(halves) > 1
+    for half in halves:
+        prompt, output, end = token_ids[:half], token_ids[half:], token_ids[-1:]
+        assert DetokenizerFactory(tokenizer).prompt_text(prompt) == "ok "
+        for answer, after_text, alone in ((output, "🦊!", "🦊!"), ([], "\ufffd", ""), (end, "\ufffd!", "!")):
+            shown = "".join(pieces(tokenizer, answer, [1, 2], prompt, after_text=True))
+            assert shown == after_text
+            assert "".join(pieces(tokenizer, answer, [1, 2], prompt)) == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_a_prompt_and_its_output_make_the_whole(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=20))
+    cut = data.draw(st.integers(0, 20))
+    text = DetokenizerFactory(tokenizer).prompt_text(token_ids[:cut], skip_special_tokens=False)
+    after = pieces(tokenizer, token_ids[cut:], [], token_ids[:cut], skip_special_tokens=False, after_text=True)
+    assert text + "".join(after) == "".join(pieces(tokenizer, token_ids, [], skip_special_tokens=False))
+
+
+def test_half_a_character_before_a_special_token_ends_there() -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    token_ids = tokenizer.encode("ok 🦊", add_special_tokens=False).ids
-    assert "".join(pieces(tokenizer, token_ids[:-1], [])) == "ok "
+    prompt = [*tokenizer.encode("ok 🦊", add_special_tokens=False).ids[:-1], tokenizer.token_to_id("<|end|>")]
+    assert DetokenizerFactory(tokenizer).prompt_text(prompt, skip_special_tokens=False) == "ok \ufffd<|end|>"
+    assert DetokenizerFactory(tokenizer).prompt_text(prompt) == "ok \ufffd"
+    assert pieces(tokenizer, [], [], prompt, after_text=True) == ["", ""]
 
 
 def test_special_and_unknown_tokens_have_no_text() -> None:

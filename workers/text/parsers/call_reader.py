@@ -87,8 +87,12 @@ class CallReader(ToolParser):
         """Read the text of a call and pass it on."""
         self._text = self._text[call.feed(self._text) :]
         if final and not self._text:
-            call.give_up()
+            self._end_call(call)
         self._pass_on(call)
+
+    def _end_call(self, call: JsonCall) -> None:
+        """End a call that has no more text."""
+        call.give_up()
 
     def _pass_on(self, call: JsonCall) -> None:
         """Pass on the new part of a call, or the text of one that turned out not to be a call."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from workers.text.parsers.call_list import CallListReader
 from workers.text.parsers.call_reader import CallReader
+from workers.text.parsers.json_call import JsonCall
 from workers.text.parsers.json_value import JsonValue
 
 
 class RequiredCallsParser(CallListReader):
-    """Parse `[{"name": "f", "parameters": {}}]`, the form that vLLM enforces."""
+    """Parse `[{"name": "f", "parameters": {}}]`, the form that vLLM enforces.
+
+    A text that ends early is a call whose arguments are cut, if it tells the function, and no
+    content.
+    """
 
     name = "required"
     argument_keys = ("parameters", "arguments")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._names = {tool["function"]["name"] for tool in tools}
         self._begun = False
 
     def _outside(self, final: bool) -> bool:
@@ -29,6 +38,16 @@ class RequiredCallsParser(CallListReader):
             self._text = ""
         self._begun = True
         return bool(self._text)
+
+    def _between_calls(self, final: bool) -> bool:
+        if final and self._raw and not self._text.strip():
+            self._text = ""
+            self._read = self._begin_object()
+            return True
+        return super()._between_calls(final)
+
+    def _end_call(self, call: JsonCall) -> None:
+        call.cut(self._names)
 
 
 class NamedCallParser(CallReader):

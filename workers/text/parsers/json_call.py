@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from workers.text.parsers.json_value import JsonValue, decode_string, may_begin_value, skip_space
 
@@ -48,6 +48,18 @@ class JsonCall:
     def give_up(self) -> None:
         """End a call that has no more text."""
         self.broken = not self.complete
+
+    def cut(self, names: Collection[str]) -> None:
+        """End a call that has no more text and certainly is one of these functions'.
+
+        It is announced if its text tells which, else dropped.
+        """
+        if not (self.complete or self.broken or self.announced):
+            self._name = self._name or self._only_name(names)
+            self._arguments = self._arguments or []
+            self.announced = self._name is not None
+            self._raw.clear()
+        self.give_up()
 
     def take(self) -> tuple[str | None, str]:
         """Return new arguments of an announced call; the first time, also its name."""
@@ -159,6 +171,12 @@ class JsonCall:
             return position + 1
         self.broken = position < len(text)
         return position
+
+    def _only_name(self, names: Collection[str]) -> str | None:
+        """Return the one name that begins as the text does, or None."""
+        begun = "".join(self._value_text)[1:] if self._read == self._in_name else ""
+        fitting = [name for name in names if name.startswith(begun)]
+        return fitting[0] if len(fitting) == 1 else None
 
     def _begin_value(self, first: str, state: _State) -> None:
         self._value = JsonValue(first)

@@ -23,7 +23,7 @@ from workers.text.parsers.registry import find_reasoning_format, find_tool_parse
 _FAMILIES = ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
 _PARSERS: dict[str, Callable[[], OutputParser]] = {
     **{name: lambda name=name: find_tool_parser(name)(TOOLS) for name in _FAMILIES},  # type: ignore[misc]
-    "required": RequiredCallsParser,
+    "required": lambda: RequiredCallsParser(TOOLS[:1]),
     "named": lambda: NamedCallParser("f"),
     **{
         f"{name} {inside}": lambda name=name, inside=inside: AnswerParser(  # type: ignore[misc]

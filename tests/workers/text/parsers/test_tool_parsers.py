@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.workers.text.parsers.cuts import calls, parse_pieces, parse_whole
+from tests.workers.text.parsers.tool_call_texts import TOOLS
 from workers.text.parsers.base import Parsed, ToolCallPiece
 from workers.text.parsers.enforced import NamedCallParser, RequiredCallsParser
 from workers.text.parsers.registry import TOOL_PARSERS, find_tool_parser
@@ -144,9 +145,44 @@ def test_reads_parameters_by_their_types(schema: Any, text: str, value: Any) -> 
     ],
 )
 def test_reads_required_calls(text: str, content: str, expected: list[tuple[str, str]]) -> None:
-    answer = parse_whole(RequiredCallsParser(), text)
-    assert parse_pieces(RequiredCallsParser(), text) == answer
+    answer = parse_whole(RequiredCallsParser(TOOLS), text)
+    assert parse_pieces(RequiredCallsParser(TOOLS), text) == answer
     assert (answer.content, calls(answer)) == (content, expected)
+
+
+_FIRST = '[{"name": "get_weather", "parameters": {"city": "Rome"}}'
+_WHOLE_FIRST = ("get_weather", '{"city": "Rome"}')
+_BEGUN_FIRST = ("get_weather", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "of_one_tool", "of_all_tools"),
+    [
+        ("[", [_BEGUN_FIRST], []),
+        ("[ ", [_BEGUN_FIRST], []),
+        ('[{"na', [_BEGUN_FIRST], []),
+        ('[{"name": "get', [_BEGUN_FIRST], [_BEGUN_FIRST]),
+        ('[{"name": "get_weather", "para', [_BEGUN_FIRST], [_BEGUN_FIRST]),
+        (_FIRST[:-4], [("get_weather", '{"city": "Rom')], [("get_weather", '{"city": "Rom')]),
+        (_FIRST + ",", [_WHOLE_FIRST], [_WHOLE_FIRST]),
+        (_FIRST + ', {"name": "boo', [_WHOLE_FIRST], [_WHOLE_FIRST, ("book_table", "")]),
+        (_FIRST + ', {"', [_WHOLE_FIRST, _BEGUN_FIRST], [_WHOLE_FIRST]),
+    ],
+)
+def test_a_required_call_that_is_cut_has_its_function_as_soon_as_that_is_clear(
+    text: str, of_one_tool: list[tuple[str, str]], of_all_tools: list[tuple[str, str]]
+) -> None:
+    for tools, expected in ((TOOLS[:1], of_one_tool), (TOOLS, of_all_tools)):
+        answer = parse_whole(RequiredCallsParser(tools), text)
+        assert parse_pieces(RequiredCallsParser(tools), text) == answer
+        assert (answer.content, calls(answer)) == ("", expected)
+
+
+def test_the_name_of_a_required_call_that_is_cut_may_begin_another_one() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("get", "get_all")]
+    for text, names in (('[{"name": "get', []), ('[{"name": "get"', ["get"]), ('[{"name": "get_', ["get_all"])):
+        answer = parse_whole(RequiredCallsParser(tools), text)
+        assert ([call.name for call in answer.calls], answer.content) == (names, "")
 
 
 @pytest.mark.parametrize(
