@@ -18,7 +18,7 @@ from jobs.batch.manifest import load_manifest
 from jobs.queue import keys
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
-from pipeline.batch_task import Task, spec_of, start_worker
+from pipeline.batch_task import Task, own_defaults, spec_of, start_worker
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
 from pipeline.hosting.host import ModelHost, fit_together
 from pipeline.progress import Counts, Progress
@@ -156,7 +156,7 @@ class BatchRun:
         return tuple(dict.fromkeys([*self._served, *served]))
 
     def _create(self, client: redis.Redis, spec: BatchSpec) -> BatchRecord:
-        return create_batch(client, spec, retry_failed=self._task.retry_failed)
+        return create_batch(client, spec, retry_failed=self._task.retry_failed, defaults=own_defaults(self._task))
 
     def _follow(
         self,

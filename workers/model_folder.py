@@ -3,6 +3,12 @@
 import json
 from pathlib import Path
 
+GENERATION = "generation_config.json"
+OWN_GENERATION, NO_GENERATION = "auto", "vllm"
+"""Values of --generation-config besides a folder: the model's own; the same, for its stop tokens
+alone.
+"""
+
 MODULES = "modules.json"
 """The file in which sentence-transformers lists the modules of a model."""
 
@@ -18,3 +24,11 @@ def transformer_folder(folder: Path) -> Path:
     except (OSError, ValueError, LookupError, TypeError):
         return folder
     return inner if (inner / "config.json").is_file() else folder
+
+
+def generation_file(folder: Path, source: str) -> Path:
+    """Return the generation config of the model in `folder`, by the value of --generation-config.
+
+    The model's own need not exist.
+    """
+    return (folder if source in (OWN_GENERATION, NO_GENERATION) else Path(source).expanduser()) / GENERATION

@@ -3,9 +3,11 @@
 They are one frozen value, which the command line creates from flags, environment and config file.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jobs.queue.settings import QueueSettings
 from jobs.settings import setting
@@ -42,6 +44,24 @@ def _check_found(find: Callable[[str], object], name: str | None) -> None:
         raise ValueError(str(error)) from None
 
 
+def read_override(text: str | None) -> dict[str, Any]:
+    """Return the value of --override-generation-config. Raise ValueError."""
+    if text is None:
+        return {}
+    from jobs.protocol.default_parameters import GENERATION_NAMES, read_generation
+
+    try:
+        values = json.loads(text)
+    except (TypeError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(f"{text!r} is no JSON object, such as '{{\"temperature\": 0.7}}'")
+    if unknown := sorted(values.keys() - set(GENERATION_NAMES)):
+        raise ValueError(f"there is no default of {unknown[0]}: give {', '.join(GENERATION_NAMES)}")
+    read_generation(values)
+    return values
+
+
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WorkerSettings(QueueSettings):
     """Configuration of a worker process, including its queue and its engine core."""
@@ -66,6 +86,11 @@ class WorkerSettings(QueueSettings):
         f"How the model marks its reasoning: {', '.join(REASONING_FORMATS)}, or the tags around it as"
         " tags:<think>,</think>. [default: none is looked for]",
         check=_check_reasoning_parser,
+    )
+    override_generation_config: str | None = setting(
+        None,
+        "JSON object of defaults that go before those of --generation-config; null leaves one out.",
+        check=read_override,
     )
     retry_on_invalid: int = setting(
         0,

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 import redis
 
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.endpoints import urls_for
 from jobs.protocol.requests import pack
 from jobs.queue import keys
@@ -45,6 +46,7 @@ class WorkerRecord(msgspec.Struct):
     metrics: list[MetricDescriptor] = []  # the metrics of `WorkerGauges.metrics`, in that order
     tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
     engine: EngineRecord | None = None  # None while unknown
+    defaults: DefaultParameters | None = None  # of its models; None while unknown
 
 
 class ModelRecord(msgspec.Struct):
@@ -55,6 +57,7 @@ class ModelRecord(msgspec.Struct):
     endpoints: list[str]  # urls
     created: float  # unix seconds
     tasks: tuple[str, ...]
+    defaults: DefaultParameters = {}
 
 
 _decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
@@ -89,7 +92,8 @@ class Registry(QueueBase):
         self._unwritten.add(record.id)
         ready = record.state == "ready"
         urls = urls_for(record.tasks)
-        models = [ModelRecord(name, record.max_model_len, urls, record.started, record.tasks) for name in record.models]
+        about = urls, record.started, record.tasks, record.defaults or {}
+        models = [ModelRecord(name, record.max_model_len, *about) for name in record.models]
         named = [value for model in models for value in (model.name, pack(model))]
         lasts = int(STOPPED_SECONDS * 1000) if record.state == "stopped" else 3 * self._lease_ms
         packed = pack(record)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from workers.model_folder import transformer_folder
+from workers.model_folder import GENERATION, transformer_folder
 from workers.text.chat_template import ChatTemplate, Message, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
 from workers.text.errors import TokenizerError, is_panic
@@ -201,6 +201,7 @@ _HUB_FILES = [
     "merges.txt",
     "*.model",
     "config.json",
+    GENERATION,
     *SENTENCE_FILES,
 ]
 

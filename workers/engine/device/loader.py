@@ -37,7 +37,7 @@ from workers.engine.models.registry import (
     pooling_code,
 )
 from workers.engine.models.sentence_folder import embedding_config
-from workers.model_folder import MODULES, transformer_folder
+from workers.model_folder import MODULES, OWN_GENERATION, generation_file, transformer_folder
 
 if TYPE_CHECKING:  # importing it takes seconds
     from workers.engine.models.padded_model import PaddedClass
@@ -72,16 +72,20 @@ class ModelCheckpoint:
     quantized: CheckpointFormat | None = None
 
 
-def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> ModelCheckpoint:
+def open_checkpoint(
+    name: str, model_impl: str = "auto", task: str = "auto", generation_config: str = OWN_GENERATION
+) -> ModelCheckpoint:
     """Find the folder, read its configuration and select the code that runs it for a task.
+
+    `generation_config` is the value of the flag.
 
     Raises ModelLoadError.
     """
     whole = find_folder(name)
     folder = transformer_folder(whole)
     raw = read_json(folder / "config.json")
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
+    settings = generation_file(folder, generation_config)
+    generation = read_json(settings) if settings.is_file() or settings.parent != folder else {}
     quantized = find_format(raw)
     if quantized is None and (folder / _MODELOPT).is_file():
         raise ModelLoadError(

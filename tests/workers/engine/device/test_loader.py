@@ -132,6 +132,12 @@ def test_end_tokens(copy_of: Callable[[str], Path]) -> None:
     assert open_checkpoint(str(path)).config.eos_token_ids == (7,)
     (path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
     assert open_checkpoint(str(path)).config.eos_token_ids == (5, 9)
+    other = path / "other"
+    with pytest.raises(ModelLoadError, match=r"other/generation_config\.json does not exist"):
+        open_checkpoint(str(path), generation_config=str(other))
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert open_checkpoint(str(path), generation_config=str(other)).config.eos_token_ids == (3,)
 
 
 def refusal(path: Path | str) -> str:
