@@ -8,7 +8,13 @@ from typing import Any
 
 from jobs.protocol.default_parameters import DefaultParameters, read_generation
 from workers.errors import WorkerError
-from workers.model_folder import NO_GENERATION, OWN_GENERATION, generation_file, transformer_folder
+from workers.model_folder import (
+    NO_GENERATION,
+    OWN_GENERATION,
+    generation_file,
+    pointer_problem,
+    transformer_folder,
+)
 from workers.settings import WorkerSettings, read_override
 
 
@@ -42,7 +48,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise WorkerError(f"--generation-config: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise WorkerError(f"{file} is not valid JSON: {error}") from None
+        raise WorkerError(pointer_problem(file) or f"{file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise WorkerError(f"{file} holds no JSON object")
     return values
