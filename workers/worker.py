@@ -30,6 +30,7 @@ from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.errors import WorkerError
 from workers.grammars.grammar_compiler import GrammarCompiler
+from workers.load_failure import note_load_failure
 from workers.replica.duplicates import Digest
 from workers.replica.grammars import Grammars
 from workers.replica.replica import Replica
@@ -68,7 +69,10 @@ def main(
         if worker.is_stopping:
             return 0
         print(f"Error: {error}", file=sys.stderr)
-        return 1 if worker.was_ready or error.retry else error.exit_code
+        if worker.was_ready or error.retry:
+            return 1
+        note_load_failure(settings, error)
+        return error.exit_code
     except BaseException as error:
         if worker.was_ready or not (isinstance(error, Exception) or is_panic(error)):
             raise
@@ -76,6 +80,7 @@ def main(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": .")
         model = settings.engine.model
         print(f"Error: the model {model} cannot be served: {reason}; --log-level debug shows where", file=sys.stderr)
+        note_load_failure(settings, reason)
         return WorkerError.exit_code
     return 0
 

@@ -124,12 +124,18 @@ def test_a_call_waits_for_a_limited_time(hasty_url: str, queue: Queue) -> None:
 
 def test_a_call_for_a_model_that_cannot_be_loaded_is_refused_at_once(http: httpx.Client, queue: Queue) -> None:
     bad = OnDemandModel("s", failure="could not be loaded: there is no model folder /secret", refusal="failed")
-    queue.offer({"big": OnDemandModel("s", NO_ROOM, refusal="memory"), "bad": bad}, [])
-    for model, code in (("big", "insufficient_memory"), ("bad", "model_not_loadable")):
+    queue.offer({"big": OnDemandModel("s", NO_ROOM, refusal="memory"), "bad": bad, "worse": bad}, [])
+    queue.note_load_failure(["worse"], "it holds no weights")
+    for model, code, said in (
+        ("big", "insufficient_memory", f"The model `big` {NO_ROOM}."),
+        ("bad", "model_not_loadable", "The model `bad` could not be loaded, and the server's log says why."),
+        ("worse", "model_not_loadable", "The model `worse` could not be loaded: it holds no weights."),
+    ):
         answer = call(http, model)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
-        assert "retry-after" in answer.headers
-        assert "/secret" not in answer.text
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["message"]) == (503, code, said)
+        assert answer.headers["x-should-retry"] == "false"
+        assert "retry-after" not in answer.headers
 
 
 def test_a_call_without_a_model_is_for_the_only_one(

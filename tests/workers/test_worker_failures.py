@@ -356,8 +356,9 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(
     ],
 )
 def test_an_unexpected_error_of_loading_is_one_sentence_and_a_traceback_for_debugging(
-    redis_url: str, tmp_path: Path, name: str, changes: dict[str, object], words: str
+    queue: Queue, redis_url: str, tmp_path: Path, name: str, changes: dict[str, object], words: str
 ) -> None:
+    """Clients are told the sentence, without the folder."""
     folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "odd"))
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -367,6 +368,9 @@ def test_an_unexpected_error_of_loading_is_one_sentence_and_a_traceback_for_debu
         assert done.returncode == 2
         assert done.stderr.strip().splitlines()[-1].startswith(f"Error: the model {folder} {words}")
         assert ("Traceback" in done.stderr) == (level == "debug")
+    reasons = queue.load_failures()
+    assert reasons.keys() == {"odd", str(folder)}
+    assert all("ValueError: " in reason and "/" not in reason for reason in reasons.values())
 
 
 def test_a_worker_dies_with_its_parent(queue: Queue, redis_url: str) -> None:
