@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -57,6 +57,12 @@ class Snapshot:
         """Return whether a worker serves the model, or did, even before Redis came back empty."""
         return model in self.models or model in self.missed
 
+    def listed(self, names: Iterable[str]) -> list[str]:
+        """Return the names without aliases, which are other names of the same models, sorted."""
+        aliases = {name for worker in self.workers for name in worker.aliases}
+        aliases.update(name for name, offer in self.on_demand.items() if offer.alias)
+        return sorted(set(names) - aliases)
+
     @property
     def served(self) -> list[ModelRecord]:
         """Return the models that a worker answers for now, by name."""
@@ -71,8 +77,8 @@ class Snapshot:
 
     @property
     def callable_names(self) -> list[str]:
-        """Return the models that can be called now, or are loaded for a call."""
-        return sorted({record.name for record in self.served}.union(self.on_demand))
+        """Return the models that can be called now, or are loaded for a call, each by one name."""
+        return self.listed([*(record.name for record in self.served), *self.on_demand])
 
 
 class Fleet:

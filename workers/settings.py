@@ -112,10 +112,18 @@ class WorkerSettings(QueueSettings):
             return list(dict.fromkeys(self.served_model_name))
         if self.engine.model == DEMO_MODEL:
             return [DEMO_NAME]
+        return [*self.aliases, self._own_name]
+
+    @property
+    def aliases(self) -> list[str]:
+        """Return those of `models` that lists of models leave out: the path of a folder."""
+        is_named = self.served_model_name or self.engine.model in (DEMO_MODEL, self._own_name)
+        return [] if is_named else [self.engine.model]
+
+    @property
+    def _own_name(self) -> str:
         folder = Path(self.engine.model)
-        return list(
-            dict.fromkeys([self.engine.model, folder.resolve().name] if folder.is_dir() else [self.engine.model])
-        )
+        return folder.resolve().name if folder.is_dir() else self.engine.model
 
     @property
     def tokenizer(self) -> str:

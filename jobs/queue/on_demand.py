@@ -26,6 +26,7 @@ class OnDemandModel(msgspec.Struct, frozen=True):
     refusal: Literal["", "memory", "failed"] = ""
     until: float = 0.0  # unix seconds by the clock of Redis
     defaults: DefaultParameters | None = None  # None while unknown
+    alias: bool = False  # the name is another one of a model on offer; lists leave it out
 
 
 _decode = msgspec.msgpack.Decoder(OnDemandModel).decode

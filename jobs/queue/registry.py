@@ -52,6 +52,7 @@ class WorkerRecord(msgspec.Struct):
     tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
     engine: EngineRecord | None = None  # None while unknown
     defaults: DefaultParameters | None = None  # of its models; None while unknown
+    aliases: list[str] = []  # of its models; lists leave them out
 
 
 class ModelRecord(msgspec.Struct):

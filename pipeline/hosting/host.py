@@ -261,6 +261,7 @@ class ModelHost:
                 tuple(place.model.names),
                 OnDemandModel(self._watch.server, place.problem, place.failure, place.refusal, defaults=place.defaults),
                 frozenset(place.pids),
+                tuple(place.model.settings.aliases),
             )
             for place in self._places
         }

@@ -54,6 +54,11 @@ class ServedModel:
         """The names that requests may use."""
         return self.settings.models
 
+    @property
+    def listed_names(self) -> list[str]:
+        """These names without aliases."""
+        return [name for name in self.names if name not in self.settings.aliases]
+
 
 def served_models(
     given: Sequence[str],

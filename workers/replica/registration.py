@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,12 +30,24 @@ logger = logging.getLogger(__name__)
 class Registration:
     """Register one engine core under its own id, since claim numbers start again with each core."""
 
-    def __init__(self, queue: Queue, models: list[str], defaults: DefaultParameters | None = None) -> None:
+    def __init__(
+        self, queue: Queue, models: list[str], defaults: DefaultParameters | None = None, aliases: Sequence[str] = ()
+    ) -> None:
         self._queue = queue
         host, pid = socket.gethostname(), os.getpid()
         self.id = f"{host}-{pid}-{secrets.token_hex(3)}"
         self._record = WorkerRecord(
-            self.id, models, "loading", 0, time.time(), host, pid, declared_metrics(), _ASSUMED, defaults=defaults
+            self.id,
+            models,
+            "loading",
+            0,
+            time.time(),
+            host,
+            pid,
+            declared_metrics(),
+            _ASSUMED,
+            defaults=defaults,
+            aliases=list(aliases),
         )
 
     def note_defaults(self, defaults: DefaultParameters) -> None:

@@ -84,7 +84,7 @@ class Replica:
         self._stopping = stopping
         loop = asyncio.get_running_loop()
         self._defaults = local_defaults(settings)
-        self._registration = Registration(queue, settings.models, self._defaults)
+        self._registration = Registration(queue, settings.models, self._defaults, settings.aliases)
         worker, interval = self._registration.id, settings.stream_interval
         self._parsers = AnswerParsers()  # replaced once the chat template is loaded
         self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched, self._vocabulary)
