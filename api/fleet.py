@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -42,6 +42,8 @@ class Snapshot:
     on_demand: Mapping[str, OnDemandModel] = field(default_factory=dict)  # loaded when a call waits
     # Models of earlier readings, if Redis may have come back empty since
     missed: frozenset[str] = frozenset()
+    # Why the last worker of a model could not load it
+    failures: Mapping[str, str] = field(default_factory=dict)
     write_fault: str | None = None  # why Redis writes nothing
 
     def names(self, *states: str) -> set[str]:
@@ -55,6 +57,12 @@ class Snapshot:
     def was_served(self, model: str) -> bool:
         """Return whether a worker serves the model, or did, even before Redis came back empty."""
         return model in self.models or model in self.missed
+
+    def listed(self, names: Iterable[str]) -> list[str]:
+        """Return the names without aliases, which are other names of the same models, sorted."""
+        aliases = {name for worker in self.workers for name in worker.aliases}
+        aliases.update(name for name, offer in self.on_demand.items() if offer.alias)
+        return sorted(set(names) - aliases)
 
     @property
     def served(self) -> list[ModelRecord]:
@@ -70,8 +78,8 @@ class Snapshot:
 
     @property
     def callable_names(self) -> list[str]:
-        """Return the models that can be called now, or are loaded for a call."""
-        return sorted({record.name for record in self.served}.union(self.on_demand))
+        """Return the models that can be called now, or are loaded for a call, each by one name."""
+        return self.listed([*(record.name for record in self.served), *self.on_demand])
 
 
 class Fleet:
@@ -173,6 +181,7 @@ class Fleet:
         The status is 503 if a worker served the model or will, else 404; it is 400 if no worker of
         the model answers the endpoint, and 404 if only some do. A call may wait for a model that is
         loaded on demand: 503 if that is in vain, or if the call has `waited` for too many seconds.
+        An error of a model that cannot be loaded is final.
         """
         snapshot = await self.snapshot(fresh)
         if model not in snapshot.names("ready") and not fresh:
@@ -182,7 +191,7 @@ class Fleet:
             if offer is None:
                 raise not_served(model, snapshot)
             if offer.refusal or waited >= self.load_timeout:
-                raise _not_loaded(model, offer, self.load_timeout)
+                raise _not_loaded(model, offer, self.load_timeout, snapshot.failures.get(model, ""))
             return
         if endpoint is not None:
             tasks = snapshot.tasks(model)
@@ -235,8 +244,8 @@ class Fleet:
         missed = self._seen - models.keys()
         if missed and self.probe_queue.registry_age() > self.load_timeout:  # they were removed on purpose
             self._seen, missed = frozenset(models), frozenset()
-        fault = self.probe_queue.write_fault()
-        return Snapshot(self.probe_queue.workers(), models, self._expected, on_demand, missed, fault)
+        failures, fault = self.probe_queue.load_failures(), self.probe_queue.write_fault()
+        return Snapshot(self.probe_queue.workers(), models, self._expected, on_demand, missed, failures, fault)
 
 
 async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
@@ -247,6 +256,8 @@ async def _within(scope: anyio.CancelScope, work: Awaitable[T]) -> T:
 
 def not_served(model: str, snapshot: Snapshot) -> ApiError:
     """Return the error of a model without a ready worker: 503 if it had or will get one, or 404."""
+    if reason := snapshot.failures.get(model):
+        return _not_loadable(model, reason, again=model in snapshot.names("loading", "initializing"))
     if model in snapshot.loading:
         return ApiError(
             503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
@@ -260,11 +271,23 @@ def not_served(model: str, snapshot: Snapshot) -> ApiError:
     return model_not_found(model, snapshot.callable_names)
 
 
-def _not_loaded(model: str, offer: OnDemandModel, seconds: float) -> ApiError:
-    """Return the error of a model on demand that was not loaded for this call."""
+def _not_loadable(model: str, reason: str, again: bool = False) -> ApiError:
+    """Return the error of a model whose last worker could not load it; is it loaded `again`?"""
+    why = f": {reason}." if reason else ", and the server's log says why."
+    message = f"The model `{model}` could not be loaded{why}{' A worker is loading it again.' if again else ''}"
+    return ApiError(503, message, "server_error", code="model_not_loadable", final=True)
+
+
+def _not_loaded(model: str, offer: OnDemandModel, seconds: float, reason: str) -> ApiError:
+    """Return the error of a model on demand that was not loaded for this call.
+
+    `reason` is why its last worker could not load it, if known.
+    """
     if offer.refusal == "failed":
-        message = f"The model `{model}` could not be loaded, and the server's log says why; try again."
-        return ApiError(503, message, "server_error", code="model_not_loadable")
+        return _not_loadable(model, reason)
+    if offer.refusal == "memory":
+        message = f"The model `{model}` {offer.problem}."
+        return ApiError(503, message, "server_error", code="insufficient_memory", final=True)
     code = "insufficient_memory" if offer.problem else "model_loading"
     problem = offer.problem or f"was not loaded within {seconds:g} s"
     return ApiError(503, f"The model `{model}` {problem}; try again.", "server_error", code=code)

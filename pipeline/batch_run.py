@@ -17,8 +17,9 @@ from jobs.batch.client import BatchRecord, BatchRefused, BatchSpec, create_batch
 from jobs.batch.manifest import load_manifest
 from jobs.queue import keys
 from jobs.queue.connection import check_server, connect
+from jobs.queue.registry import SERVING
 from jobs.queue.request_queue import Queue, QueueUnavailable
-from pipeline.batch_task import Task, spec_of, start_worker
+from pipeline.batch_task import Task, own_defaults, spec_of, start_worker
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
 from pipeline.hosting.host import ModelHost, fit_together
 from pipeline.progress import Counts, Progress
@@ -37,7 +38,6 @@ _REDIS_AWAY_SECONDS = 0.2
 _PROBLEM_SECONDS = 5.0
 _REST_SECONDS = 5.0
 """Start delay of the rest of the control plane; the first tokens need one process and the CPU."""
-_SERVING = ("loading", "initializing", "ready")
 
 log = logging.getLogger("run-batch")
 
@@ -148,7 +148,7 @@ class BatchRun:
         return msgspec.structs.replace(spec_of(task, self._served, models), by_model=by_model)
 
     def _fleet_models(self, queue: Queue) -> tuple[str, ...]:
-        served = sorted({name for worker in queue.workers() if worker.state in _SERVING for name in worker.models})
+        served = sorted({name for worker in queue.workers() if worker.state in SERVING for name in worker.models})
         names = f"served are: {', '.join(served)}" if served else "no worker serves anything"
         if not self._served and (not served or (self._task.model is not None and self._task.model not in served)):
             asked = f"no worker serves {self._task.model}" if self._task.model else "no worker is there to answer"
@@ -156,7 +156,7 @@ class BatchRun:
         return tuple(dict.fromkeys([*self._served, *served]))
 
     def _create(self, client: redis.Redis, spec: BatchSpec) -> BatchRecord:
-        return create_batch(client, spec, retry_failed=self._task.retry_failed)
+        return create_batch(client, spec, retry_failed=self._task.retry_failed, defaults=own_defaults(self._task))
 
     def _follow(
         self,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jobs.batch.input_files import InputError, is_parquet
 from jobs.batch.manifest import Manifest, load_manifest
-from pipeline.batch_task import Task, spec_of, start_worker
+from pipeline.batch_task import Task, own_settings, spec_of, start_worker
 from pipeline.completed import find_completed, finish_removal, replace_folder
 from pipeline.errors import CommandEnd, LinesFailed, Refused
 from pipeline.held_folder import RUN_LOCK, empty_folder, held
@@ -24,7 +24,6 @@ from pipeline.summary import print_completed
 from pipeline.supervisor import Supervisor
 from pipeline.uris.fetching import holds_input_alone, is_fetched, open_source
 from pipeline.uris.uri import Uri
-from pipeline.worker_settings import worker_settings
 
 _SMALL_BYTES = 4 * 1024 * 1024
 
@@ -190,9 +189,7 @@ def served_names(task: Task) -> list[str]:
 
     Raises `Refused`.
     """
-    if task.hosted:
-        return [name for model in task.hosted for name in model.names]
-    return worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
+    return [name for one in own_settings(task) for name in one.models]
 
 
 @contextlib.contextmanager

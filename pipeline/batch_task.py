@@ -15,10 +15,13 @@ from pipeline.supervisor import Supervisor
 from pipeline.uris.addresses import AllowedHosts
 from pipeline.uris.fetching import FOLDER as INPUT_FOLDER
 from pipeline.uris.uri import Uri
+from pipeline.worker_settings import worker_settings
 
 if TYPE_CHECKING:
     from jobs.batch.row_requests import RowOptions
+    from jobs.protocol.default_parameters import DefaultParameters
     from pipeline.hosting.models import ServedModel
+    from workers.settings import WorkerSettings
 
 _RESULTS_FOLDER = "results"
 _SHUTDOWN_SECONDS = 1.0
@@ -109,6 +112,28 @@ def spec_of(task: Task, served: Sequence[str], models: tuple[str, ...] | None = 
         skip_invalid_requests=task.skip_invalid_requests,
         strict_parameters=task.strict_parameters,
     )
+
+
+def own_settings(task: Task) -> "list[WorkerSettings]":
+    """Return the settings of the run's own workers, for each of its models; none if no worker is
+    started.
+
+    Raises `Refused`.
+    """
+    if task.hosted:
+        return [model.settings for model in task.hosted]
+    return [worker_settings(task.model, "", task.model_flags)] if task.starts_worker else []
+
+
+def own_defaults(task: Task) -> "dict[str, DefaultParameters]":
+    """Return the defaults of the models that the run serves, as far as known.
+
+    Raises `Refused` and `WorkerError`.
+    """
+    from workers.default_parameters import local_defaults
+
+    known = ((one, local_defaults(one)) for one in own_settings(task))
+    return {name: defaults for one, defaults in known if defaults is not None for name in one.models}
 
 
 def start_worker(task: Task, supervisor: Supervisor) -> None:

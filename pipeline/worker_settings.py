@@ -9,6 +9,7 @@ from pipeline.errors import Refused
 from pipeline.options import values_of
 from workers.engine.messages.config import EngineConfig, most_processes
 from workers.engine.profiling import make_profile_folder
+from workers.model_folder import folder_problem, pointer_problem
 from workers.settings import DEMO_MODEL, WorkerSettings
 
 _SUFFIXES = {".safetensors", ".json"}
@@ -43,22 +44,32 @@ def _check_processes(ranks: int, replicas: int) -> None:
 
 
 def check_model_folder(model: str | None) -> None:
-    """Raise `Refused` if a model's local folder is missing or has broken links.
+    """Raise `Refused` for a local path that is no model's folder, or lacks what its files link or
+    point to.
 
     The worker checks the rest.
     """
-    looks_local = model is not None and (model.startswith(("/", "./", "../", "~")) or model.count("/") > 1)
-    if model is not None and looks_local and not Path(model).is_dir():
-        raise Refused(f"there is no model folder {model}")
-    if model is not None:
-        _check_links(Path(model))
+    if model is None:
+        return
+    path = Path(model).expanduser()
+    if not path.exists():
+        if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
+            raise Refused(f"there is no model folder {model}")
+        return
+    _check_links(path)
+    if problem := folder_problem(path):
+        raise Refused(problem)
 
 
 def _check_links(folder: Path) -> None:
-    """Raise `Refused` for a broken link, such as in a partly moved hub cache."""
+    """Raise `Refused` for a broken link, such as in a partly moved hub cache, and for a pointer of
+    Git LFS.
+    """
     for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if file.suffix in _SUFFIXES and file.is_symlink() and not file.exists():
             raise Refused(
                 f"{file} is a link to {os.readlink(file)}, which is not there: download the model again, or copy it"
                 " with the files behind its links (cp -rL)"
             )
+        if file.suffix in _SUFFIXES and (problem := pointer_problem(file)):
+            raise Refused(problem)

@@ -3,9 +3,11 @@
 They are one frozen value, which the command line creates from flags, environment and config file.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jobs.queue.settings import QueueSettings
 from jobs.settings import setting
@@ -42,6 +44,24 @@ def _check_found(find: Callable[[str], object], name: str | None) -> None:
         raise ValueError(str(error)) from None
 
 
+def read_override(text: str | None) -> dict[str, Any]:
+    """Return the value of --override-generation-config. Raise ValueError."""
+    if text is None:
+        return {}
+    from jobs.protocol.default_parameters import GENERATION_NAMES, read_generation
+
+    try:
+        values = json.loads(text)
+    except (TypeError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(f"{text!r} is no JSON object, such as '{{\"temperature\": 0.7}}'")
+    if unknown := sorted(values.keys() - set(GENERATION_NAMES)):
+        raise ValueError(f"there is no default of {unknown[0]}: give {', '.join(GENERATION_NAMES)}")
+    read_generation(values)
+    return values
+
+
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WorkerSettings(QueueSettings):
     """Configuration of a worker process, including its queue and its engine core."""
@@ -67,6 +87,11 @@ class WorkerSettings(QueueSettings):
         " tags:<think>,</think>. [default: none is looked for]",
         check=_check_reasoning_parser,
     )
+    override_generation_config: str | None = setting(
+        None,
+        "JSON object of defaults that go before those of --generation-config; null leaves one out.",
+        check=read_override,
+    )
     retry_on_invalid: int = setting(
         0,
         "How often a batch line that asks for JSON is answered again, with another seed, where the answer was cut or is"
@@ -87,10 +112,18 @@ class WorkerSettings(QueueSettings):
             return list(dict.fromkeys(self.served_model_name))
         if self.engine.model == DEMO_MODEL:
             return [DEMO_NAME]
+        return [*self.aliases, self._own_name]
+
+    @property
+    def aliases(self) -> list[str]:
+        """Return those of `models` that lists of models leave out: the path of a folder."""
+        is_named = self.served_model_name or self.engine.model in (DEMO_MODEL, self._own_name)
+        return [] if is_named else [self.engine.model]
+
+    @property
+    def _own_name(self) -> str:
         folder = Path(self.engine.model)
-        return list(
-            dict.fromkeys([self.engine.model, folder.resolve().name] if folder.is_dir() else [self.engine.model])
-        )
+        return folder.resolve().name if folder.is_dir() else self.engine.model
 
     @property
     def tokenizer(self) -> str:

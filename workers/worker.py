@@ -30,11 +30,12 @@ from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.errors import WorkerError
 from workers.grammars.grammar_compiler import GrammarCompiler
+from workers.load_failure import note_load_failure
 from workers.replica.duplicates import Digest
 from workers.replica.grammars import Grammars
 from workers.replica.replica import Replica
 from workers.settings import WorkerSettings
-from workers.text.errors import TokenizerError
+from workers.text.errors import TextError, is_panic
 from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,11 +65,23 @@ def main(
     worker = Worker(settings, launched, was_stopped)
     try:
         asyncio.run(worker.run())
-    except (WorkerError, EngineStartError, TokenizerError) as error:
+    except (WorkerError, EngineStartError, TextError) as error:
         if worker.is_stopping:
             return 0
         print(f"Error: {error}", file=sys.stderr)
-        return 1 if worker.was_ready or error.retry else error.exit_code
+        if worker.was_ready or error.retry:
+            return 1
+        note_load_failure(settings, error)
+        return error.exit_code
+    except BaseException as error:
+        if worker.was_ready or not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        logger.debug("the worker cannot start", exc_info=True)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": .")
+        model = settings.engine.model
+        print(f"Error: the model {model} cannot be served: {reason}; --log-level debug shows where", file=sys.stderr)
+        note_load_failure(settings, reason)
+        return WorkerError.exit_code
     return 0
 
 
@@ -100,7 +113,7 @@ class Worker:
     async def run(self) -> None:
         """Serve until ordered to stop (SIGTERM or SIGINT).
 
-        Raise WorkerError, EngineStartError or TokenizerError.
+        Raise WorkerError, EngineStartError or TextError.
         """
         loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()

@@ -57,11 +57,12 @@ _ANSWERS: dict[type, tuple[str, str]] = {
 }
 
 # By status of an `ApiError`. Workers load for seconds, and clients try only twice again
+_NOT_AGAIN = {"x-should-retry": "false"}  # clients would repeat the call otherwise
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
-    409: {"x-should-retry": "false"},  # clients would repeat it otherwise
+    409: _NOT_AGAIN,
     503: {"retry-after": "5"},
-    507: {"x-should-retry": "false"},
+    507: _NOT_AGAIN,
 }
 # Codes of a 409 that ends by itself
 _PASSING = frozenset({"idempotency_key_in_use", "upload_busy"})
@@ -120,7 +121,8 @@ def answer_to(error: Exception) -> ApiError:
 
 async def _api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error, None if error.code in _PASSING else _HEADERS.get(error.status))
+    usual = None if error.code in _PASSING else _HEADERS.get(error.status)
+    return error_response(error, _NOT_AGAIN if error.final else usual)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -169,7 +171,7 @@ async def _unavailable(_request: Request, error: Exception) -> Response:
     level = logging.ERROR if isinstance(error, StoreError) else logging.WARNING
     logger.log(level, "answering %d %s: %s", answer.status, answer.code, error)
     retry = getattr(error, "retry", True)
-    return error_response(answer, {"retry-after": "1"} if retry else {"x-should-retry": "false"})
+    return error_response(answer, {"retry-after": "1"} if retry else _NOT_AGAIN)
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:

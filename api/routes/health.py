@@ -48,12 +48,12 @@ async def ready(request: Request) -> Response:
         return _not_now({"status": "not ready", "reason": snapshot.write_fault})
     if models := snapshot.callable_names:
         return JSONResponse({"status": "ready", "models": models})
-    loading = ", ".join(snapshot.loading)
+    loading = ", ".join(snapshot.listed(snapshot.loading))
     return _not_now({"status": "not ready", "reason": f"loading {loading}" if loading else "no worker serves a model"})
 
 
 def _served(snapshot: Snapshot) -> list[str]:
-    return [record.name for record in snapshot.served]
+    return snapshot.listed(record.name for record in snapshot.served)
 
 
 def _not_now(content: dict[str, Any]) -> Response:

@@ -15,9 +15,13 @@ _STARTED = time.time()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return all models: `status` is "ready", "loading", or "unloaded" if a call loads it."""
+    """Return all models, each by one name: `status` is "ready", "loading", or "unloaded" if a call
+    loads it.
+    """
     snapshot = await state_of(request).fleet.snapshot()
-    return {"object": "list", "data": list(_models(snapshot).values())}
+    models = _models(snapshot)
+    listed = set(snapshot.listed(models))
+    return {"object": "list", "data": [model for name, model in models.items() if name in listed]}
 
 
 @router.get("/v1/models/{name:path}")

@@ -33,12 +33,14 @@ async def server_info(request: Request) -> dict[str, Any]:
     """
     state = state_of(request)
     snapshot = await state.fleet.snapshot()
+    listed = snapshot.listed(record.name for record in snapshot.served)
     return {
         "version": version(),
         "api_version": "v1",
         "models": [
             {"id": record.name, "max_model_len": record.max_model_len, "endpoints": record.endpoints}
             for record in snapshot.served
+            if record.name in listed
         ],
         "workers": _workers(snapshot),
         "settings": _settings(state.settings),
@@ -54,7 +56,7 @@ def _worker(worker: WorkerRecord) -> dict[str, Any]:
     engine = worker.engine
     return {
         "state": worker.state,
-        "models": worker.models,
+        "models": [name for name in worker.models if name not in worker.aliases],
         "max_model_len": worker.max_model_len or None,
         "device": engine and engine.device,
         "dtype": engine and engine.dtype,

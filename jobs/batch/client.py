@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +42,7 @@ from jobs.batch.manifest import (
 )
 from jobs.batch.parts import drop_all
 from jobs.batch.register import register
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.period import ALWAYS, Period
 from jobs.protocol.results import Usage
 from jobs.protocol.states import CANCELLABLE, END_STATES, KEPT_IN_SIGHT, MAY_EXPIRE, EndState, State
@@ -142,13 +143,18 @@ class BatchPage(NamedTuple):
 
 
 def create_batch(
-    client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False
+    client: redis.Redis,
+    spec: BatchSpec,
+    batch_id: str | None = None,
+    retry_failed: bool = False,
+    defaults: Mapping[str, DefaultParameters] | None = None,
 ) -> BatchRecord:
     """Create a batch, or resume the one in `spec.root`.
 
     Finished lines stay finished, except answers of status 500 and above; with `retry_failed` every
-    failed line runs again. A running batch is returned unchanged. The manifest is on disk before
-    the record is in Redis. Raise `BatchRefused` (`InputChanged` if the root belongs to another
+    failed line runs again. A running batch is returned unchanged. `defaults` are those of models
+    that the caller will serve; a resumed batch keeps its own. The manifest is on disk before the
+    record is in Redis. Raise `BatchRefused` (`InputChanged` if the root belongs to another
     input), `Busy` and `StoreError`.
     """
     spec = with_absolute_locations(spec)
@@ -164,7 +170,7 @@ def create_batch(
         manifest = taken_up(found, spec, retry_failed, queue.now()) if found is not None else None
         if manifest is None:
             identity = batch_id or (found.batch_id if found is not None else f"batch_{secrets.token_hex(12)}")
-            manifest = Manifest(batch_id=identity, created_at=queue.now(), spec=spec)
+            manifest = Manifest(batch_id=identity, created_at=queue.now(), spec=spec, defaults=dict(defaults or {}))
             manifest.enter("validating")
             drop_all(spec.root)
         sweep(spec.root)

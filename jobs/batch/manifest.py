@@ -13,6 +13,7 @@ from jobs.batch.log_segments import Segment
 from jobs.batch.parts import Part
 from jobs.batch.row_requests import RowOptions
 from jobs.errors import JobsError
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.results import Usage
 from jobs.protocol.states import EndState, State
 from jobs.protocol.unknown_members import UnknownMember
@@ -129,6 +130,8 @@ class Manifest(msgspec.Struct, kw_only=True, dict=True):
     models: list[str] = msgspec.field(default_factory=list)  # models that the lines name
     endpoints: list[str] = msgspec.field(default_factory=list)  # the lines' endpoints, by url
     unknown_members: list[UnknownMember] = msgspec.field(default_factory=list)  # of the lines' bodies
+    # Each model's, as far as known; None for a batch of a version without, whose lines get none.
+    defaults: dict[str, DefaultParameters] | None = None
     generation: int = 0  # the highest generation of the record that a job has begun under
     # The id of the record in Redis that may work here; a server with old data has another one.
     owner: str = ""

@@ -12,6 +12,7 @@ import msgspec
 from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
 from jobs.batch.line_index import LineIndexWriter
 from jobs.batch.manifest import BatchSpec, LineProblem
+from jobs.batch.model_defaults import newest_defaults
 from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
@@ -46,6 +47,8 @@ def estimated_tokens(size: int) -> int:
 
 class ServedModels(Mapping[str, tuple[str, ...] | None]):
     """Models that are, were or will soon be served, including on-demand ones, with known tasks.
+
+    `defaults` are those of the models' parameters, as far as known.
 
     An emptied Redis gets them with the workers' next renewals. While it may lack some, `pause` is
     called for each missing name before Redis is read again.
@@ -82,9 +85,11 @@ class ServedModels(Mapping[str, tuple[str, ...] | None]):
 
     def _read(self) -> dict[str, tuple[str, ...] | None]:
         """Return the models; tasks are None for a model that a worker is still loading."""
-        loading = [name for one in self._queue.workers() if one.state in _LOADING for name in one.models]
-        names = dict.fromkeys([*self._known, *self._queue.on_demand(), *loading])
-        return names | {model.name: model.tasks for model in self._queue.models()}
+        workers, offers, models = self._queue.workers(), self._queue.on_demand(), self._queue.models()
+        self.defaults = newest_defaults(models, offers, workers)
+        loading = [name for one in workers if one.state in _LOADING for name in one.models]
+        names = dict.fromkeys([*self._known, *offers, *loading])
+        return names | {model.name: model.tasks for model in models}
 
 
 def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[str] | None]) -> Line | LineError:

@@ -104,7 +104,8 @@ def _begin(queue: Queue, files: FileStore, new: BatchSubmission, batch_id: str |
     except QueueUnavailable as error:
         raise NotBegun(str(error)) from error
     created = micros_of(BATCH, batch) / 1e6  # its time in listings, too
-    return Manifest(batch_id=batch, created_at=created, spec=BatchSpec(input="", root=str(files.batch_root(batch))))
+    spec = BatchSpec(input="", root=str(files.batch_root(batch)))
+    return Manifest(batch_id=batch, created_at=created, spec=spec, defaults={})
 
 
 def check_open(queue: Queue, new: BatchSubmission) -> None:

@@ -9,7 +9,7 @@ parts already; each drain first corrects that, and writes no line twice.
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
 from functools import partial
 from typing import Any, BinaryIO
@@ -35,8 +35,10 @@ from jobs.batch.register import register
 from jobs.batch.result_files import LoggedLines, log_successes, may_become_log
 from jobs.batch.source import open_plan, open_source
 from jobs.batch.stored_lines import are_small, read_stored, save_stored
+from jobs.control.model_defaults import settle_defaults
 from jobs.control.slices import Slice
 from jobs.daemon_threads import run_beside
+from jobs.protocol.default_parameters import DefaultParameters, with_defaults
 from jobs.protocol.endpoints import BATCH_URLS
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
@@ -216,6 +218,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     done = _lines_to_pass_over(held, progress) if fields.restored else Bitmap()
     most_bytes = most_window_bytes(queue)
     start, size = cursor, fields.body_bytes
+    settle_defaults(held)
     with open_plan(held.manifest) as plan, open_source(held.manifest, buffered=False) as source:
         while cursor < total and shortest < window and size < most_bytes:
             held.check_current()
@@ -450,7 +453,7 @@ def _read_rows(
     The requests have up to some megabytes.
     """
     rows: list[tuple[int, Request]] = []
-    size = taken = 0
+    manifest, size, taken = held.manifest, 0, 0
     now = time.time()
     for entry in entries:
         if size > CHUNK_BYTES:
@@ -461,21 +464,27 @@ def _read_rows(
         source.seek(entry.offset)
         raw = source.read(entry.length)
         if len(raw) < entry.length:
-            raise StoreError(f"{held.manifest.source} ends within line {entry.line}")
-        rows.append((entry.line, request_of(held.manifest.spec, entry.line, raw, now)))
+            raise StoreError(f"{manifest.source} ends within line {entry.line}")
+        rows.append((entry.line, request_of(manifest.spec, entry.line, raw, now, manifest.defaults)))
         size += entry.length
     return rows, taken
 
 
-def request_of(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
-    """Return the request of one line of the source."""
+def request_of(
+    spec: BatchSpec, number: int, raw: bytes, now: float, defaults: Mapping[str, DefaultParameters] | None
+) -> Request:
+    """Return the request of one line of the source; `defaults` are the manifest's."""
     line = read_line(raw)
     model, body = line.model, line.body
     if not model:
         assert spec.default_model is not None, "validate lets no other line pass"
         model = spec.default_model
         body = encode_body(decode_json(body) | {"model": model})
-    return Request(BATCH_URLS[line.url], model, body, seed_of(spec.seed, number), line.custom_id, now)
+    url = BATCH_URLS[line.url]
+    request = Request(url, model, body, seed_of(spec.seed, number), line.custom_id, now)
+    if defaults is not None:
+        request.body, request.defaults = with_defaults(body, url, defaults.get(model))
+    return request
 
 
 def seed_of(seed: int, line: int) -> int:

@@ -85,7 +85,13 @@ class EarlyLines:
         if spec.tenant and not self._admit(max(tokens, self._tokens)):
             return
         now = time.time()
-        rows = [(line.number, request_of(spec, line.number, line.raw or b"", now)) for _, line in sorted(self._lines)]
+        defaults = self._held.manifest.defaults
+        if defaults and not self._held.fields.defaults:  # for a repeated validation
+            self._held.note({"defaults": defaults})
+        rows = [
+            (line.number, request_of(spec, line.number, line.raw or b"", now, defaults))
+            for _, line in sorted(self._lines)
+        ]
         self._ends = not queue.ingest_early(batch, rows, self._stamp)
         self._lines, self._bytes, self._size, self._passed = [], 0, MAX_ITEMS, -1
 

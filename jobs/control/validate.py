@@ -12,12 +12,14 @@ from jobs.batch.appending import take_appended
 from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
 from jobs.batch.invalid_lines import mark_invalid
 from jobs.batch.manifest import MADE, LineProblem
+from jobs.batch.model_defaults import read_defaults
 from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, ServedModels, SourceCheck, estimated_tokens, refused
 from jobs.control.advance import BatchProgress, drain, feed, plan_fields
 from jobs.control.early_lines import EarlyLines, discard_stale, source_stamp, stamp_in
+from jobs.control.model_defaults import begin_defaults, keep_defaults
 from jobs.control.slices import Slice
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import is_local, join, new_name, open_input, sha256_of, stamp_of
@@ -44,10 +46,12 @@ def validate(held: Slice) -> None:
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
         manifest.endpoints, manifest.unknown_members = checked.endpoints, checked.unknown_members
         manifest.early_stamp = source_stamp(manifest)
+    keep_defaults(held, manifest.models)
     has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     low_water = -1 if manifest.is_open else 0
     fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress.fields}
+    fields["defaults"] = manifest.defaults or {}
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
         drain(held, BatchProgress())  # first, since a full Redis accepts no lines
@@ -140,15 +144,19 @@ def _outcome(held: Slice, check: SourceCheck, source: str) -> Checked:
 
 
 def _served(held: Slice) -> Mapping[str, Collection[str] | None]:
+    """Return the models that lines may name, and set the defaults of those that are known."""
     spec = held.manifest.spec
     if spec.models is not None:
+        begin_defaults(held, read_defaults(held.queue))
         return dict.fromkeys(spec.models)
 
     def pause() -> None:
         held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
 
-    return ServedModels(held.queue, pause, _REGISTRY_SECONDS if spec.of_api else 0.0)
+    served = ServedModels(held.queue, pause, _REGISTRY_SECONDS if spec.of_api else 0.0)
+    begin_defaults(held, served.defaults)
+    return served
 
 
 def _token_problems(held: Slice, size: int) -> list[LineProblem]:

@@ -2,13 +2,24 @@
 
 import hashlib
 import secrets
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 
 from jobs.protocol.results import PositionLogprobs, Result
 
 LIVE_PREFIX = "live_"
+
+DefaultsMark = Literal["", "max_tokens", "worker"]
+"""How a line gets its model's defaults.
+
+- "": its body has them, or there are none
+- "max_tokens": its body has them, and `max_tokens` is one, which shrinks to the room that the
+  prompt leaves
+- "worker": the worker adds its own, since they were not known when the line was read
+"""
+SOFT_MAX_TOKENS: Final = "max_tokens"
+BY_WORKER: Final = "worker"
 
 
 def new_live_id(tenant: str) -> str:
@@ -64,6 +75,7 @@ class Request(msgspec.Struct):
     reply_to: str | None = None  # live: the API process whose stream gets every delta
     trace: str | None = None  # W3C traceparent of the API's span
     trace_state: str | None = None  # its tracestate
+    defaults: DefaultsMark = ""  # of a line; a live call gets its worker's
 
 
 class ChoiceCheckpoint(msgspec.Struct):

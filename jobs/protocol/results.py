@@ -112,7 +112,10 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class ApiError(JobsError):
-    """An error in OpenAI's shape; clients may branch on every field but the message."""
+    """An error in OpenAI's shape; clients may branch on every field but the message.
+
+    A `final` one tells them not to try again, whatever its status.
+    """
 
     def __init__(
         self,
@@ -121,8 +124,11 @@ class ApiError(JobsError):
         type: ErrorType = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        *,
+        final: bool = False,
     ) -> None:
         super().__init__(message)
+        self.final = final
         self.status = status
         self.message = message
         self.type = type

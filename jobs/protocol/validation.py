@@ -10,6 +10,7 @@ import msgspec
 
 from jobs.protocol import fields
 from jobs.protocol.combining import combine
+from jobs.protocol.default_parameters import DefaultParameters, unset
 from jobs.protocol.endpoint import TextEndpoint
 from jobs.protocol.endpoints import (
     ALL_ENDPOINTS,
@@ -69,6 +70,7 @@ class Call(Parameters, frozen=True, kw_only=True):
     # reasoning
     messages: Sequence[dict[str, Any]] = ()
     output_format: OutputFormat | None = None
+    soft_max_tokens: bool = False  # `max_tokens` is a model's default: less, if the prompt leaves less room
     tool_name: str | None = None  # of the function that must be called
 
     @property
@@ -151,8 +153,8 @@ def check_batch_line(
     return found if found.code in _BATCH_CODES else msgspec.structs.replace(found, code="invalid_request")
 
 
-def parse_call(endpoint: str, body: Any) -> Call:
-    """Read the body of a call.
+def parse_call(endpoint: str, body: Any, defaults: DefaultParameters | None = None) -> Call:
+    """Read the body of a call, with a model's `defaults` for what it leaves unset.
 
     Raise `ApiError` 400 for a bad value, naming it; unknown parameters are ignored.
     """
@@ -160,11 +162,13 @@ def parse_call(endpoint: str, body: Any) -> Call:
     model = fields.text(fields.required(body, "model"), "model", least=1)
     found = ENDPOINTS[endpoint]
     values = read_parameters(body, found.is_chat)
+    added = unset(defaults or {}, values, found.is_chat)
+    values |= added
     combine(values, found.is_chat)
     prompt = found.read_prompt(found.prompt_of(body), values["best_of"])
     if values.get("continue_final_message", False):
         check_continued(prompt["messages"])
-    return Call(endpoint=found, model=model, **prompt, **values)
+    return Call(endpoint=found, model=model, soft_max_tokens="max_tokens" in added, **prompt, **values)
 
 
 def body_schema(endpoint: str) -> Schema:

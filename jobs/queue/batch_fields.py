@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.states import EndState
 from jobs.protocol.unknown_members import UnknownMember
 
@@ -78,7 +79,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, names: Iterable[str], values: Iterable[bytes | None]) -> Self:
         """Read the values that HMGET returned for these names; skip names that are no fields."""
         found: dict[str, Any] = {name: value.decode() for name, value in zip(names, values, strict=True) if value}
-        for name in _LISTS & found.keys():
+        for name in _JSON & found.keys():
             found[name] = msgspec.json.decode(found[name])
         status = msgspec.convert(found, cls, strict=False)
         return status if status.shows_lines else msgspec.structs.replace(status, **_COUNTS_OF_NONE)
@@ -112,6 +113,7 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     restored: bool = False  # lines of the plan may be done already
     body_bytes: int = 0  # of the request bodies in Redis
     early: str = ""  # stamp of the input whose lines were ingested during validation
+    defaults: dict[str, DefaultParameters] = {}  # by model, as in the manifest
 
     @classmethod
     def read_hash(cls, hash_fields: Mapping[bytes, bytes]) -> Self:
@@ -131,7 +133,7 @@ for _kind in (BatchStatus, BatchFields):
 
 _TIME = "_at"  # suffix of each timestamp's name in the hash
 _COUNTS_OF_NONE = {"completed": 0, "failed": 0}  # counts of a batch that shows no lines
-_LISTS = frozenset({"line_models", "open_models", "passed_over", "unknown_members"})
+_JSON = frozenset({"line_models", "open_models", "passed_over", "unknown_members", "defaults"})
 _NAMES = frozenset(BatchFields.__struct_fields__)
 
 
@@ -147,6 +149,6 @@ def written(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, list | dict):
         return msgspec.json.encode(value)
     return int(value) if isinstance(value, bool) else value

@@ -36,6 +36,8 @@ FLEET_LEADER = "{q}:fleet_leader"  # token of the process that places workers on
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
+# Hash: model -> why its last worker could not load it, until one serves it, or for a day
+LOAD_FAILURES = "{q}:load_failures"
 # Since when worker records exist, or of the first query, after Redis was empty, ms of Redis TIME
 REGISTRY_SINCE = "{q}:registry_since"
 ON_DEMAND = "{q}:on_demand"  # hash: "<server> <model>" -> OnDemandModel; lasts as long as a server repeats it

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.requests import pack
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, text
@@ -24,6 +25,8 @@ class OnDemandModel(msgspec.Struct, frozen=True):
     failure: str = ""  # how the last attempt to load it failed, if it did; for operators only
     refusal: Literal["", "memory", "failed"] = ""
     until: float = 0.0  # unix seconds by the clock of Redis
+    defaults: DefaultParameters | None = None  # None while unknown
+    alias: bool = False  # the name is another one of a model on offer; lists leave it out
 
 
 _decode = msgspec.msgpack.Decoder(OnDemandModel).decode

@@ -3,21 +3,27 @@
 import contextlib
 import hashlib
 import threading
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 import redis
 
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.endpoints import urls_for
 from jobs.protocol.requests import pack
 from jobs.queue import keys
-from jobs.queue.base import QueueBase
+from jobs.queue.base import QueueBase, text
 from jobs.queue.gauges import MetricDescriptor
 from jobs.queue.scripts import QueueFull, QueueUnavailable, passing_reason
 from jobs.queue.settings import QueueSettings
 
 WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
 
+SERVING: tuple[WorkerState, ...] = ("loading", "initializing", "ready")
+"""States of workers that serve their models, or will."""
+
+_FAILURE_SECONDS = 24 * 3600
 STOPPED_SECONDS = 10.0
 """How long a worker that shut down cleanly is still shown."""
 _WRITTEN_SECONDS = 5
@@ -46,6 +52,8 @@ class WorkerRecord(msgspec.Struct):
     metrics: list[MetricDescriptor] = []  # the metrics of `WorkerGauges.metrics`, in that order
     tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
     engine: EngineRecord | None = None  # None while unknown
+    defaults: DefaultParameters | None = None  # of its models; None while unknown
+    aliases: list[str] = []  # of its models; lists leave them out
 
 
 class ModelRecord(msgspec.Struct):
@@ -56,6 +64,7 @@ class ModelRecord(msgspec.Struct):
     endpoints: list[str]  # urls
     created: float  # unix seconds
     tasks: tuple[str, ...]
+    defaults: DefaultParameters = {}
 
 
 _decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
@@ -90,7 +99,8 @@ class Registry(QueueBase):
         self._unwritten.add(record.id)
         ready = record.state == "ready"
         urls = urls_for(record.tasks)
-        models = [ModelRecord(name, record.max_model_len, urls, record.started, record.tasks) for name in record.models]
+        about = urls, record.started, record.tasks, record.defaults or {}
+        models = [ModelRecord(name, record.max_model_len, *about) for name in record.models]
         named = [value for model in models for value in (model.name, pack(model))]
         lasts = int(STOPPED_SECONDS * 1000) if record.state == "stopped" else 3 * self._lease_ms
         packed = pack(record)
@@ -109,6 +119,17 @@ class Registry(QueueBase):
         """Return the models that are or were served, by name."""
         packed = self._command("HVALS", keys.MODELS)
         return sorted(map(_decode_model, packed), key=lambda model: model.name)
+
+    def note_load_failure(self, models: Iterable[str], reason: str) -> None:
+        """Note why a worker could not load its models, but for those that another one has."""
+        others = {name for worker in self.workers() if worker.state in SERVING for name in worker.models}
+        failed = [part for name in models if name not in others for part in (name, reason)]
+        if failed:
+            self.commands([["HSET", keys.LOAD_FAILURES, *failed], ["EXPIRE", keys.LOAD_FAILURES, _FAILURE_SECONDS]])
+
+    def load_failures(self) -> dict[str, str]:
+        """Return why the last worker of a model could not load it, by model."""
+        return {text(name): text(reason) for name, reason in self._command("HGETALL", keys.LOAD_FAILURES).items()}
 
     def registry_age(self) -> float:
         """Return the seconds since the first worker registered, or since the first call of this.

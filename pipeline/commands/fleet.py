@@ -135,7 +135,7 @@ def _spec(model: "ServedModel", log_level: str) -> "ModelSpec":
     )
     each = fleet.requests_per_worker or engine.max_num_seqs
     bounds = fleet.min_workers, fleet.max_workers, each, fleet.quiet_seconds
-    return ModelSpec(model.title, model.names, worker, *bounds)
+    return ModelSpec(model.title, model.names, worker, *bounds, model.settings.aliases)
 
 
 def _environment(settings: "QueueSettings") -> dict[str, str]:

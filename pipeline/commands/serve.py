@@ -79,7 +79,7 @@ def serve(
 
     given = all_models(ctx, model, model_option)
     models = served_models(given, model_flags, redis_url, ctx.params)  # raises `Refused` before anything is started
-    ctx.params["expected_model"] = tuple(name for one in models for name in one.names)
+    ctx.params["expected_model"] = tuple(name for one in models for name in one.listed_names)
     hosting = HostingSettings.from_environment(**values_of(HostingSettings, ctx.params))
     hosted = len(models) > 1 or hosting.idle_unload is not None
     if hosted or hosting.max_memory is not None:

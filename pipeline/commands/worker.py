@@ -63,12 +63,13 @@ def worker(
     log_settings(ctx)
     check_model_flags(ctx)
     name = one_model(ctx, model, model_option)
+    _check_folder(ctx, name, redis_url)
     if data_parallel_size > 1:
         _supervise(ctx, name, redis_url, data_parallel_size, log_level)
         return
-    from pipeline.worker_settings import worker_settings
+    from pipeline.worker_settings import unchecked_settings
 
-    settings = worker_settings(name, redis_url, ctx.params)
+    settings = unchecked_settings(name, redis_url, ctx.params)
     with (
         _sigterm_as_exit() as early_stop,
         _launched(settings.engine) as core,
@@ -79,6 +80,19 @@ def worker(
         with connect(redis_url) as client:
             check_server(client)
         raise SystemExit(main(settings, core, lambda: early_stop.ordered))
+
+
+def _check_folder(ctx: click.Context, model: str | None, redis_url: str) -> None:
+    """Raise `Refused` for a folder that holds no model; its clients are told why."""
+    from pipeline.worker_settings import check_model_folder, unchecked_settings
+
+    try:
+        check_model_folder(model)
+    except Refused as error:
+        from workers.load_failure import note_load_failure
+
+        note_load_failure(unchecked_settings(model, redis_url, ctx.params), error.message)
+        raise
 
 
 @contextlib.contextmanager
@@ -127,9 +141,9 @@ def _sigterm_as_exit() -> Iterator[_EarlyStop]:
 def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: int, log_level: str) -> None:
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
-    from pipeline.worker_settings import worker_settings
+    from pipeline.worker_settings import unchecked_settings
 
-    settings = worker_settings(model, redis_url, ctx.params)  # raises `Refused` before anything is started
+    settings = unchecked_settings(model, redis_url, ctx.params)  # raises `Refused` before anything is started
     arguments = [*([model] if model else []), *model_arguments(ctx.params)]
     with Supervisor(
         redis_url, settings, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES

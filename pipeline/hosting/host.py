@@ -4,6 +4,7 @@ A model is loaded when work for it waits and there is memory. It is unloaded whe
 for long enough, or when another model needs its memory.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +21,10 @@ from pipeline.hosting.settings import HostingSettings
 from pipeline.hosting.usage import memory_of
 from pipeline.hosting.work_watch import ModelToWatch, ModelWork, WorkWatch
 from workers.engine.messages.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE
+from workers.errors import WorkerError
 
 if TYPE_CHECKING:
+    from jobs.protocol.default_parameters import DefaultParameters
     from pipeline.child import Child
     from pipeline.supervisor import Supervisor
 
@@ -57,6 +60,7 @@ class ModelPlace:
     failure: str = ""  # error of the last attempt to load the model
     refusal: Literal["", "memory", "failed"] = ""
     failures: int = 0  # in a row
+    defaults: "DefaultParameters | None" = None  # of the model for calls, if known
     retry_at: float = 0.0
 
     @property
@@ -88,7 +92,7 @@ class ModelHost:
     ) -> None:
         self._room = Room(settings.max_memory)
         self._most_cache = most_cache_bytes(models, self._room)
-        self._places = [ModelPlace(model, self._needs(model)) for model in models]
+        self._places = [ModelPlace(model, self._needs(model), defaults=_defaults(model)) for model in models]
         self._idle_unload = math.inf if settings.idle_unload is None else settings.idle_unload
         self._supervisor = supervisor
         self._say = say
@@ -255,8 +259,9 @@ class ModelHost:
         return {
             place.model.title: ModelToWatch(
                 tuple(place.model.names),
-                OnDemandModel(self._watch.server, place.problem, place.failure, place.refusal),
+                OnDemandModel(self._watch.server, place.problem, place.failure, place.refusal, defaults=place.defaults),
                 frozenset(place.pids),
+                tuple(place.model.settings.aliases),
             )
             for place in self._places
         }
@@ -306,6 +311,15 @@ def _measured(place: ModelPlace) -> Needs:
     if place.state != "ready" or place.needs.gpus:  # host memory of a GPU driver says nothing about GPU memory
         return place.needs
     return replace(place.needs, used=memory_of(child.pid for child in place.children if child.pid is not None))
+
+
+def _defaults(model: ServedModel) -> "DefaultParameters | None":
+    """Return the model's defaults; None if they are not known, or wrong, as its worker will say."""
+    from workers.default_parameters import local_defaults
+
+    with contextlib.suppress(WorkerError):
+        return local_defaults(model.settings)
+    return None
 
 
 def _needs(model: ServedModel, most_cache: int) -> Needs:

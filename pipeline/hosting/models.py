@@ -13,7 +13,7 @@ from pipeline.errors import Refused
 from pipeline.hosting.needs import cache_bytes_of, uses_gpus
 from pipeline.options import all_of, check_model_flags, model_arguments, model_options, replicas_option
 from pipeline.worker_settings import check_model_folder, unchecked_settings
-from workers.model_folder import MODULES
+from workers.model_folder import MODULES, other_kind
 from workers.settings import WorkerSettings
 
 _MARKS = ("config.json", MODULES)
@@ -53,6 +53,11 @@ class ServedModel:
     def names(self) -> list[str]:
         """The names that requests may use."""
         return self.settings.models
+
+    @property
+    def listed_names(self) -> list[str]:
+        """These names without aliases."""
+        return [name for name in self.names if name not in self.settings.aliases]
 
 
 def served_models(
@@ -115,7 +120,8 @@ def _named(text: str) -> list[tuple[str, str | None]]:
         return [("", text)]
     found: list[tuple[str, str | None]] = [("", str(path)) for path in sorted(Path(text).iterdir()) if _is_model(path)]
     if not found:
-        raise Refused(f"the folder {text} has no config.json, and neither has a folder in it: it holds no model")
+        no_model = f"the folder {text} has no config.json, and neither has a folder in it: it holds no model"
+        raise Refused(other_kind(Path(text)) or no_model)
     return found
 
 

@@ -169,9 +169,9 @@ def _cache_bytes(engine: EngineConfig, config: Mapping[str, Any], most: int) -> 
         return engine.kv_cache_memory_bytes
     try:
         heads = _first(config, "num_attention_heads", "n_heads")
-        layers = _first(config, "num_hidden_layers", "n_layers")
-        size = config.get("head_dim") or _first(config, "hidden_size", "dim") // heads
-        kv_heads, block = config.get("num_key_value_heads") or heads, engine.block_size or _BLOCK_SIZE
+        layers = int(_first(config, "num_hidden_layers", "n_layers"))
+        size = int(config.get("head_dim") or _first(config, "hidden_size", "dim") // heads)
+        kv_heads, block = int(config.get("num_key_value_heads") or heads), engine.block_size or _BLOCK_SIZE
         blocks = _cache_blocks(engine, config, block)
         return int(min(most, 2 * blocks * block * layers * kv_heads * size * _cache_item_bytes(engine, config)))
     except (KeyError, TypeError, ZeroDivisionError):

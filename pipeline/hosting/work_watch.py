@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import redis
 
 from jobs.host import WakeUp
@@ -51,6 +52,7 @@ class ModelToWatch:
     names: tuple[str, ...]
     offer: OnDemandModel
     pids: frozenset[int] = frozenset()  # of its worker processes
+    aliases: tuple[str, ...] = ()  # of its names
 
 
 class Look(NamedTuple):
@@ -141,7 +143,7 @@ def _without_worker(works: Mapping[str, ModelWork]) -> Iterator[str]:
 
 
 def _offers(models: Collection[ModelToWatch]) -> dict[str, OnDemandModel]:
-    return {name: one.offer for one in models for name in one.names}
+    return {name: msgspec.structs.replace(one.offer, alias=name in one.aliases) for one in models for name in one.names}
 
 
 def _work(

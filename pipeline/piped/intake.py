@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.input_files import InputLine
 from jobs.batch.invalid_lines import problem_of
-from jobs.batch.manifest import BatchSpec, LineProblem
+from jobs.batch.manifest import BatchSpec, LineProblem, load_manifest
 from jobs.batch.open_requests import AppendBounds, AppendOutcome, OpenRequests
 from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.batch.source_check import duplicate_of
@@ -56,6 +56,8 @@ class LineIntake:
         self._served = dict.fromkeys(spec.models or ())
         self._outstanding = outstanding
         self._requests = OpenRequests(spec, durable, keeps_open=True)
+        manifest = load_manifest(spec.root)
+        self._defaults = None if manifest is None else manifest.defaults
         self._before = 0  # lines of earlier runs
         self._again = Bitmap()  # lines of earlier runs that were read again
         self._written = self._failed = Bitmap()
@@ -159,7 +161,7 @@ class LineIntake:
         Otherwise the control plane ingests them, as for any batch.
         """
         now = time.time()
-        rows = [(one.line, request_of(self._spec, one.line, one.content, now)) for one in lines]
+        rows = [(one.line, request_of(self._spec, one.line, one.content, now, self._defaults)) for one in lines]
         if not self._queue.ingest(self._batch, rows, total - len(rows), total):
             wake(self._queue.redis, self._batch)
         self.are_new = True

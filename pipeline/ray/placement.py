@@ -352,12 +352,14 @@ class Placement:
 
     def _offers(self, now: float) -> dict[str, OnDemandModel]:
         """Return the offers that let the API accept requests for models without a worker."""
-        return {name: self._offer(model, now) for model in self._models for name in model.spec.names}
+        return {name: self._offer(model, name, now) for model in self._models for name in model.spec.names}
 
-    def _offer(self, model: PlacedModel, now: float) -> OnDemandModel:
+    def _offer(self, model: PlacedModel, name: str, now: float) -> OnDemandModel:
+        alias = name in model.spec.aliases
         if now >= model.retry_at or any(slot.status is not None for slot in self._of(model)):
-            return OnDemandModel(self._server)
-        return OnDemandModel(self._server, failure=f"could not be loaded: {model.failure}", refusal="failed")
+            return OnDemandModel(self._server, alias=alias)
+        failure = f"could not be loaded: {model.failure}"
+        return OnDemandModel(self._server, failure=failure, refusal="failed", alias=alias)
 
 
 def main() -> None:

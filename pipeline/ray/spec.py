@@ -50,6 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     max_workers: int
     requests_per_worker: int | None
     quiet_seconds: float
+    aliases: list[str] = []  # of the names
 
 
 class FleetSpec(msgspec.Struct, frozen=True):

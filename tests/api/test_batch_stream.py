@@ -90,7 +90,10 @@ def run_early(client: redis.Redis, batch: FollowedBatch) -> None:
     stamp = stamp_of(manifest.spec.input)
     assert stamp is not None
     lines = Path(manifest.spec.input).read_bytes().splitlines(keepends=True)
-    rows = [(number, request_of(manifest.spec, number, line, time.time())) for number, line in enumerate(lines, 1)]
+    rows = [
+        (number, request_of(manifest.spec, number, line, time.time(), manifest.defaults))
+        for number, line in enumerate(lines, 1)
+    ]
     assert queue.ingest_early(batch.id, rows, f"{stamp[0]} {stamp[1]}")
     wait_until(lambda: queue.undrained_lines(batch.id) == LINES, 60, "the lines to end")
 

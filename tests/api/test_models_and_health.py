@@ -85,6 +85,23 @@ def test_a_model_that_is_not_served_yet_or_any_more_is_a_503(http: httpx.Client,
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
 
 
+def test_a_call_to_a_model_that_its_last_worker_could_not_load_is_told_why(
+    http: httpx.Client, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    queue.note_load_failure([MODEL], "it holds no weights")
+    reason = f"The model `{MODEL}` could not be loaded: it holds no weights."
+    for said in (reason, f"{reason} A worker is loading it again."):
+        wait_until(lambda said=said: call(http, MODEL).json()["error"]["message"] == said, 60, said)  # type: ignore[misc]
+        answer = call(http, MODEL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loadable")
+        assert answer.headers["x-should-retry"] == "false"
+        assert "retry-after" not in answer.headers
+        register(queue, "second", MODEL, "loading")
+    scripted(lambda claim: ["one"])
+    assert call(http, MODEL).status_code == 200
+    assert queue.load_failures() == {}
+
+
 def test_an_emptied_redis_that_knows_one_model_again_hides_none_of_the_others(
     http: httpx.Client, queue: Queue, redis_client: redis.Redis
 ) -> None:

@@ -6,11 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from api.settings import ApiSettings
 from jobs.queue.on_demand import OnDemandModel
+from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.api.test_models_and_health import call, register
@@ -48,6 +50,23 @@ def test_all_models_are_listed_with_whether_they_are_loaded(
     answer = call(http, "typo")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert "`asleep`" in answer.json()["error"]["message"]
+
+
+def test_a_model_of_two_names_is_listed_once_and_answers_to_both(
+    client: openai.OpenAI, http: httpx.Client, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    queue.offer({"asleep": OFFER, "/models/asleep": OnDemandModel("server-1", alias=True)}, [])
+    names = [f"/models/{MODEL}", MODEL]
+    record = WorkerRecord("loads", names, "loading", 0, 1.0, "host", 1, aliases=names[:1])
+    queue.register_worker(record)
+    assert http.get("/ready").json() == {"status": "ready", "models": ["asleep"]}
+    assert [model.id for model in client.models.list()] == [MODEL, "asleep"]
+    queue.register_worker(msgspec.structs.replace(record, state="ready"))
+    wait_until(lambda: http.get("/ready").json()["models"] == ["asleep", MODEL], 60, "the model to be ready")
+    assert [model.id for model in client.models.list()] == [MODEL, "asleep"]
+    assert client.models.retrieve(names[0]).id == names[0]
+    assert http.get("/health").json()["models"] == [MODEL]
+    assert "/models" not in call(http, "typo").json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -124,12 +143,18 @@ def test_a_call_waits_for_a_limited_time(hasty_url: str, queue: Queue) -> None:
 
 def test_a_call_for_a_model_that_cannot_be_loaded_is_refused_at_once(http: httpx.Client, queue: Queue) -> None:
     bad = OnDemandModel("s", failure="could not be loaded: there is no model folder /secret", refusal="failed")
-    queue.offer({"big": OnDemandModel("s", NO_ROOM, refusal="memory"), "bad": bad}, [])
-    for model, code in (("big", "insufficient_memory"), ("bad", "model_not_loadable")):
+    queue.offer({"big": OnDemandModel("s", NO_ROOM, refusal="memory"), "bad": bad, "worse": bad}, [])
+    queue.note_load_failure(["worse"], "it holds no weights")
+    for model, code, said in (
+        ("big", "insufficient_memory", f"The model `big` {NO_ROOM}."),
+        ("bad", "model_not_loadable", "The model `bad` could not be loaded, and the server's log says why."),
+        ("worse", "model_not_loadable", "The model `worse` could not be loaded: it holds no weights."),
+    ):
         answer = call(http, model)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
-        assert "retry-after" in answer.headers
-        assert "/secret" not in answer.text
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["message"]) == (503, code, said)
+        assert answer.headers["x-should-retry"] == "false"
+        assert "retry-after" not in answer.headers
 
 
 def test_a_call_without_a_model_is_for_the_only_one(

@@ -151,6 +151,9 @@ CASES: list[tuple[list[str], str]] = [
     ),
     (["run-batch", "{tmp}/good.parquet"], "good.parquet"),
     (["serve", "{tmp}/no-such-model"], "there is no model folder"),
+    (["run-batch", "{tmp}/good.jsonl", "--model", "{tmp}/model.gguf"], "is in the format GGUF, which is not read"),
+    (["serve", "{tmp}/adapter"], "{tmp}/adapter is an adapter of base/model"),
+    (["worker", "{tmp}/cloned", "--redis-url", "unix:///nowhere"], "run `git lfs pull` in {tmp}/cloned"),
     (["api"], "set REDIS_URL"),
     (["api", "--host", "0.0.0.0", "--redis-url", "redis://127.0.0.1:1/0"], "there is no API key"),
     (["api", "--file-store", "ftp://bucket/x"], "its URI must begin with s3://, gs:// or az://"),
@@ -172,7 +175,12 @@ def test_what_cannot_be_done_as_asked_is_refused(
 ) -> None:
     write(tmp_path / "good.jsonl", line())
     write(tmp_path / "good.parquet", b"not parquet")
-    (tmp_path / "empty").mkdir()
+    write(tmp_path / "model.gguf", b"GGUF")
+    for name in ("empty", "adapter", "cloned"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "base/model"}')
+    (tmp_path / "cloned" / "config.json").write_text("{}")
+    (tmp_path / "cloned" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid x\n")
     code, stderr = invoke(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert code == 2, stderr
     assert "Traceback" not in stderr

@@ -101,6 +101,7 @@ def test_models_are_named_by_flags_a_variable_a_config_file_or_their_folder(
     chat, embed = folder / "chat", folder / "embed"
     expected = [[str(chat), "chat"], [str(embed), "embed"]]
     assert [model.names for model in models_of(folder)] == expected
+    assert [model.listed_names for model in models_of(folder)] == [["chat"], ["embed"]]
     assert [model.names for model in models_of("--model", chat, "--model", embed)] == expected
     assert [model.names for model in models_of("--model", f"a={chat}", "--model", embed)] == [["a"], expected[1]]
     config = tmp_path / "config.yaml"
@@ -115,6 +116,10 @@ def test_models_are_named_by_flags_a_variable_a_config_file_or_their_folder(
     assert [model.names for model in models_of()] == expected
     monkeypatch.delenv("PIPELINE_MODEL")
     assert [model.names for model in models_of()] == [["demo"]]
+    assert [model.listed_names for model in models_of("--model", f"a={chat}", "--model", DEMO_MODEL)] == [
+        ["a"],
+        ["demo"],
+    ]
 
 
 def test_a_folder_of_models_may_hold_one_with_broken_links(folder: Path) -> None:

@@ -130,6 +130,11 @@ class Client:
         counts = {"total": len(inputs), "completed": len(asked), "failed": len(fatal)}
         assert record["request_counts"] == counts
 
+    def answer_lengths(self, batch: str) -> list[int]:
+        """Return the tokens of each answer of a completed batch."""
+        outputs = self._lines(self.batch(batch)["output_file_id"])
+        return [row["response"]["body"]["usage"]["completion_tokens"] for row in outputs]
+
     def check_views(self) -> None:
         """Check that it shows the fleet, whatever the versions of its processes."""
         for path in ("/health", "/metrics", "/v1/models"):

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -344,6 +346,31 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(
     last = done.stderr.strip().splitlines()[-1]
     assert words in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("config.json", {"rope_parameters": "odd"}, "cannot be loaded: ValueError: "),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"odd": {}}}, "cannot be served: ValueError: "),
+    ],
+)
+def test_an_unexpected_error_of_loading_is_one_sentence_and_a_traceback_for_debugging(
+    queue: Queue, redis_url: str, tmp_path: Path, name: str, changes: dict[str, object], words: str
+) -> None:
+    """Clients are told the sentence, without the folder."""
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "odd"))
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    for level in ("info", "debug"):
+        command = [sys.executable, "-m", "pipeline", "worker", folder, "--redis-url", redis_url, "--log-level", level]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert done.stderr.strip().splitlines()[-1].startswith(f"Error: the model {folder} {words}")
+        assert ("Traceback" in done.stderr) == (level == "debug")
+    reasons = queue.load_failures()
+    assert reasons.keys() == {"odd", str(folder)}
+    assert all("ValueError: " in reason and "/" not in reason for reason in reasons.values())
 
 
 def test_a_worker_dies_with_its_parent(queue: Queue, redis_url: str) -> None:

@@ -22,7 +22,7 @@ import msgspec
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import Failed, ToCore
 from workers.engine.messages.transport import FrameReader, FrameSender
-from workers.engine.process import become_child, bound_spinning, explains_itself, leave, sentence, settle_heap
+from workers.engine.process import become_child, bound_spinning, explains_itself, leave, loading, sentence, settle_heap
 
 if TYPE_CHECKING:
     from workers.engine.core import EngineCore
@@ -76,8 +76,9 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
             sender.close()
         end_likewise(death)
 
-    executor = Executor(config, on_rank_death)
-    core = EngineCore(executor)
+    with loading(config.model):
+        executor = Executor(config, on_rank_death)
+        core = EngineCore(executor)
     settle_heap()
     cores.append(core)
     sender.put(core.ready)

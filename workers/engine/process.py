@@ -13,11 +13,14 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from workers.engine.messages.errors import ModelLoadError, RankError
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _SPINS = "10000"  # a tenth of a millisecond or two
@@ -98,8 +101,24 @@ def explains_itself(error: Exception) -> bool:
 
 def sentence(error: Exception) -> str:
     """Return an error as one line."""
-    text = " ".join(str(error).split())
-    return text if text and explains_itself(error) else f"{type(error).__name__}: {text}"
+    text, name = " ".join(str(error).split()), type(error).__name__
+    return text if text and explains_itself(error) else f"{name}: {text}" if text else name
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Convert each error of a model's loading to one that explains itself; its traceback is logged
+    at the level debug.
+    """
+    try:
+        yield
+    except Exception as error:
+        if explains_itself(error):
+            raise
+        logger.debug("the model %s cannot be loaded", model, exc_info=True)
+        raise ModelLoadError(
+            f"the model {model} cannot be loaded: {sentence(error).rstrip('.')}; --log-level debug shows where"
+        ) from error
 
 
 class _JsonRecords(logging.Formatter):

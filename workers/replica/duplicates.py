@@ -76,14 +76,15 @@ def prepare_once(
 
 
 def digest_of(claim: Claim) -> bytes:
-    """Return the digest of a request's endpoint and body, byte for byte; equal digests in a batch
-    mean duplicates.
+    """Return the digest of a request's endpoint, mark and body, byte for byte; equal digests in a
+    batch mean duplicates.
 
     It is empty for a live call, and for a request that may have crashed an engine core.
     """
     if claim.live or claim.engine_crashes:
         return b""
-    return hashlib.sha256(b"%b %b" % (claim.request.endpoint.encode(), claim.request.body)).digest()
+    request = claim.request
+    return hashlib.sha256(f"{request.endpoint} {request.defaults} ".encode() + request.body).digest()
 
 
 class Copy(NamedTuple):

@@ -9,8 +9,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.endpoints import check_answers
-from jobs.protocol.requests import Claim
+from jobs.protocol.requests import BY_WORKER, SOFT_MAX_TOKENS, Claim
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import Call, decode_body, parse_call
 from workers.replica.answer_parsers import AnswerParsers
@@ -64,14 +67,17 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         retries: int = 0,
         traces: RequestTraces | None = None,
         system_fingerprint: str | None = None,
+        defaults: DefaultParameters | None = None,
     ) -> None:
         """Create the preparation.
 
         `retries` is how often a batch line is retried if its answer is not the JSON it asks for.
-        `system_fingerprint` is part of every answer.
+        `system_fingerprint` is part of every answer. `defaults` are the model's, for live calls and
+        for lines that were read before they were known.
         """
         super().__init__(models, traces)
         self._system_fingerprint = system_fingerprint
+        self._defaults = defaults
         self._tokenizer = tokenizer
         self._long_texts = LongTexts(tokenizer, limits.max_model_len)
         self._parsers = parsers or AnswerParsers()
@@ -80,12 +86,16 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
         self._limits = dataclasses.replace(limits, eos_token_ids=tuple(dict.fromkeys((*limits.eos_token_ids, *own))))
 
     def _parse(self, claim: Claim) -> _Pending:
-        call = parse_call(claim.request.endpoint, decode_body(claim.request.body))
+        request = claim.request
+        defaults = self._defaults if claim.live or request.defaults == BY_WORKER else None
+        call = parse_call(request.endpoint, decode_body(request.body), defaults)
+        if request.defaults == SOFT_MAX_TOKENS:
+            call = msgspec.structs.replace(call, soft_max_tokens=True)
         self._check_model(call.model)
         check_answers(call.model, self._limits.tasks, call.endpoint.url)
         self._parsers.check(call)
         given: Sequence[str | list[int]] = [render(self._tokenizer, call)] if call.messages else call.prompts
-        item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
+        item = _Pending(claim, call, SamplingMaker(call, request.seed, self._tokenizer, self._limits), given)
         item.in_reasoning = self._parsers.in_reasoning(call, str(given[0]))
         item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
         return item

@@ -8,11 +8,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.endpoint import Task
 from jobs.queue.registry import EngineRecord, WorkerRecord, WorkerState
 from jobs.queue.request_queue import Queue, QueueFull, QueueUnavailable
@@ -29,11 +30,29 @@ logger = logging.getLogger(__name__)
 class Registration:
     """Register one engine core under its own id, since claim numbers start again with each core."""
 
-    def __init__(self, queue: Queue, models: list[str]) -> None:
+    def __init__(
+        self, queue: Queue, models: list[str], defaults: DefaultParameters | None = None, aliases: Sequence[str] = ()
+    ) -> None:
         self._queue = queue
         host, pid = socket.gethostname(), os.getpid()
         self.id = f"{host}-{pid}-{secrets.token_hex(3)}"
-        self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics(), _ASSUMED)
+        self._record = WorkerRecord(
+            self.id,
+            models,
+            "loading",
+            0,
+            time.time(),
+            host,
+            pid,
+            declared_metrics(),
+            _ASSUMED,
+            defaults=defaults,
+            aliases=list(aliases),
+        )
+
+    def note_defaults(self, defaults: DefaultParameters) -> None:
+        """Set the model's defaults in the next record."""
+        self._record = msgspec.structs.replace(self._record, defaults=defaults)
 
     async def set_state(self, state: WorkerState, info: Ready | None = None) -> None:
         """Write the record with this state; once the core is ready, `info` describes it."""

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.requests import RequestKey
 from jobs.queue.request_queue import Held, Queue
 from jobs.queue.streams import ControlMessage
 from jobs.tracing import Tracing
+from workers.default_parameters import defaults_in, local_defaults, shown
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
@@ -67,7 +69,7 @@ class Replica:
         tracing: Tracing | None = None,
         suspects: set[Digest] | None = None,
     ) -> None:
-        """Create a replica; `stopping` is set when it must end.
+        """Create a replica; `stopping` is set when it must end. Raises WorkerError.
 
         `longest_at_death` is the token count of the longest request of an earlier core of this
         worker that crashed by itself, or 0. `launched` is a core that already loads its model.
@@ -81,7 +83,8 @@ class Replica:
         self._tokenizer = tokenizer
         self._stopping = stopping
         loop = asyncio.get_running_loop()
-        self._registration = Registration(queue, settings.models)
+        self._defaults = local_defaults(settings)
+        self._registration = Registration(queue, settings.models, self._defaults, settings.aliases)
         worker, interval = self._registration.id, settings.stream_interval
         self._parsers = AnswerParsers()  # replaced once the chat template is loaded
         self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched, self._vocabulary)
@@ -157,7 +160,8 @@ class Replica:
         if "generate" in self._engine.info.tasks:
             tokenizer.chat_template.warn_if_missing()
             self._parsers = await asyncio.to_thread(find_parsers, self._settings, tokenizer.chat_template)
-        serving = self._make_serving(tokenizer, files)
+        defaults = await self._find_defaults()
+        serving = self._make_serving(tokenizer, files, defaults)
         await self._registration.set_state("ready", self._engine.info)
         self.was_ready = True
         # Objects that live on after loading; the garbage collector would delay tokens by scanning
@@ -168,12 +172,24 @@ class Replica:
         logger.info("ready after %.1f s as %s: %s %s", seconds, worker, models, described(self._engine.info))
         return serving
 
-    def _make_serving(self, tokenizer: TextTokenizer, files: SentenceFiles) -> Serving:
+    async def _find_defaults(self) -> DefaultParameters:
+        """Return and register what applies to parameters that a call leaves unset."""
+        defaults = self._defaults
+        if defaults is None:  # known once the engine has the hub's files
+            model = self._settings.engine.model
+            defaults = await asyncio.to_thread(lambda: defaults_in(locate(model), self._settings))
+            self._registration.note_defaults(defaults)
+        if defaults and "generate" in self._engine.info.tasks:
+            message = "calls get the model's defaults for what they leave unset: %s (--generation-config vllm: none)"
+            logger.info(message, shown(defaults))
+        return defaults
+
+    def _make_serving(self, tokenizer: TextTokenizer, files: SentenceFiles, defaults: DefaultParameters) -> Serving:
         info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
         tasks = (*info.tasks, "tokenize")
         limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids), tasks)
         retries, fingerprint = self._settings.retry_on_invalid, system_fingerprint(info)
-        texts = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces, fingerprint)
+        texts = Preparation(tokenizer, models, limits, self._parsers, retries, self._traces, fingerprint, defaults)
         numbers = PoolingPreparation(tokenizer, models, info, files, self._traces, fingerprint)
         tokenization = Tokenization(TokenizerAnswers(tokenizer, models, limits), self._outbox, running.metrics)
         worker, sizes = self._registration.id, (info.max_num_seqs, info.max_num_batched_tokens)

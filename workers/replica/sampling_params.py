@@ -117,6 +117,8 @@ class SamplingMaker:
             too_long(f"your {name} resulted in {prompt_tokens} tokens", param, longest, name)
         if call.max_tokens is None:
             return longest - prompt_tokens
+        if call.soft_max_tokens:
+            return min(call.max_tokens, longest - prompt_tokens)
         if prompt_tokens + call.max_tokens > longest:
             total = prompt_tokens + call.max_tokens
             asked = f"you requested {total} tokens ({prompt_tokens} in the {name}, {call.max_tokens} in the completion)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.model_folder import MODULES, transformer_folder
+from workers.model_folder import MODULES, pointer_problem, transformer_folder
 from workers.text.errors import TokenizerError
 
 SENTENCE_FILES = (
@@ -80,5 +80,5 @@ def _json(path: Path, kind: type = dict) -> Any:
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}.") from None
+        raise TokenizerError(pointer_problem(path) or f"{path} cannot be read: {error}.") from None
     return value if isinstance(value, kind) else kind()

@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from workers.model_folder import transformer_folder
+from workers.model_folder import GENERATION, pointer_problem, tokenizer_problem, transformer_folder
 from workers.text.chat_template import ChatTemplate, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
 from workers.text.errors import TokenizerError, is_panic
@@ -174,6 +174,8 @@ class _Files:
         path = self.folder / name
         if not path.is_file():
             return None
+        if problem := pointer_problem(path):
+            raise TokenizerError(f"{problem}.")
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -184,6 +186,8 @@ def locate(source: str) -> Path:
     """Return the folder of `source`: a local folder, or the hub's files in the local cache."""
     if os.path.isdir(source):
         return Path(source)
+    if os.path.isfile(source):
+        raise TokenizerError(f"{source!r} is a file: give the folder of a tokenizer's files.")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise TokenizerError(f"The model folder {source!r} does not exist.")
     from huggingface_hub import snapshot_download
@@ -210,6 +214,7 @@ _HUB_FILES = [
     "merges.txt",
     "*.model",
     "config.json",
+    GENERATION,
     *SENTENCE_FILES,
 ]
 
@@ -217,13 +222,15 @@ _HUB_FILES = [
 def _read_tokenizer(source: str, files: _Files) -> Tokenizer:
     path = files.folder / "tokenizer.json"
     if not path.is_file():
+        if problem := tokenizer_problem(files.folder):
+            raise TokenizerError(f"{problem}.")
         return _convert(source, files.folder)
     try:
         return Tokenizer.from_file(str(path))
     except BaseException as error:  # the library raises plain Exception
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}.") from None
+        raise TokenizerError(f"{pointer_problem(path) or f'{path} cannot be read as a tokenizer: {error}'}.") from None
 
 
 def _convert(source: str, model_folder: Path) -> Tokenizer:

@@ -7,4 +7,5 @@ if redis.call('EXISTS', key.serving(ARGV[1])) == 1 then
   return 0
 end
 redis.call('HDEL', key.MODELS, ARGV[1])
+redis.call('HDEL', key.LOAD_FAILURES, ARGV[1])
 return 1

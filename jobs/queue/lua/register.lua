@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Writes a worker's record, and its models' records if it is ready.
+-- Writes a worker's record, and its models' records if it is ready, in place of load failures.
 -- ARGV: worker, ms that the record lasts without renewal, record (msgpack), ready 0/1, then
 --       (model, record) each
 -- Returns 1.
@@ -13,6 +13,7 @@ for i = 5, #ARGV, 2 do
   local model = ARGV[i]
   if ready then
     redis.call('HSET', key.MODELS, model, ARGV[i + 1])
+    redis.call('HDEL', key.LOAD_FAILURES, model)
     redis.call('SADD', key.serving(model), worker)
   else
     end_serving(model, worker)

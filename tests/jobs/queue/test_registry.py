@@ -85,6 +85,17 @@ class TestWorkers:
         assert [worker.state for worker in Queue(redis_client).workers()] == ["ready"]
         assert redis_client.smembers(keys.serving(MODEL)) == {b"w1"}
 
+    def test_a_load_failure_lasts_until_the_model_is_served_or_forgotten(
+        self, queue: Queue, redis_client: redis.Redis
+    ) -> None:
+        queue.register_worker(record(state="loading"))
+        queue.note_load_failure([MODEL, "typo", "other"], "it holds no weights")
+        assert queue.load_failures() == dict.fromkeys(("typo", "other"), "it holds no weights")
+        assert 0 < redis_client.ttl(keys.LOAD_FAILURES) <= 24 * 3600
+        queue.register_worker(record("w2", models=["other"]))
+        assert queue.forget_model("typo")
+        assert queue.load_failures() == {}
+
     @pytest.mark.parametrize("worker", ["", "a b"])
     def test_ids_that_cannot_be(self, queue: Queue, worker: str) -> None:
         with pytest.raises(ValueError, match="worker id"):

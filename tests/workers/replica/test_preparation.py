@@ -12,10 +12,11 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from jobs.protocol.chat import CHAT
 from jobs.protocol.format_parameters import FORMATS
 from jobs.protocol.parameters import Parameters
-from jobs.protocol.requests import Claim, Request, RequestKey
+from jobs.protocol.requests import Claim, DefaultsMark, Request, RequestKey
 from tests.support.small_tokenizers import byte_level, panicking, write_folder
 from workers.engine.messages.core import SamplingParams
 from workers.replica.preparation import Preparation
+from workers.replica.prepared import PreparedRequest
 from workers.replica.sampling_params import ModelLimits
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
@@ -363,3 +364,44 @@ def test_a_seed_of_the_request_goes_before_the_stored_one() -> None:
         [claim(7, prompt="x"), claim(7, prompt="x", seed=3), claim(7, prompt="x", seed=-1)]
     )
     assert [item.prompts[0].sampling.seed for item in prepared] == [7, 3, 2**64 - 1]
+
+
+def test_a_live_call_gets_the_workers_defaults_and_a_line_its_own() -> None:
+    """A line has them in its body, unless they were not known when it was read."""
+    limits, defaults = ModelLimits(100, 1024), {"temperature": 0.25, "max_tokens": 60}
+    preparation = Preparation(TextTokenizer.load(DEMO_MODEL), ["m"], limits, defaults=defaults)
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+
+    def sampled(live: bool, mark: DefaultsMark = "", **body: Any) -> tuple[float, int]:
+        request = Request(CHAT, "m", json.dumps({"model": "m", **chat, **body}).encode(), seed=1, defaults=mark)
+        key = RequestKey("live_a" if live else "batch_a", 0)
+        [prepared], errors = preparation.prepare([Claim(key, 1, request, None, 1, live)])
+        assert errors == []
+        assert isinstance(prepared, PreparedRequest)
+        sampling = prepared.prompts[0].sampling
+        assert prepared.call.is_deterministic == (sampling.temperature == 0)
+        return sampling.temperature, sampling.max_tokens
+
+    [room] = {sampled(live=False)[1]}
+    assert 60 < room < 100
+    assert sampled(live=True) == sampled(live=False, mark="worker") == (0.25, 60)
+    assert sampled(live=True, temperature=0, max_tokens=5) == (0.0, 5)
+    assert sampled(live=False) == (1.0, room)
+
+
+def test_a_default_of_max_tokens_shrinks_to_the_room_beside_the_prompt() -> None:
+    preparation = Preparation(
+        TextTokenizer.load(DEMO_MODEL), ["m"], ModelLimits(40, 1024), defaults={"max_tokens": 1000}
+    )
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    live = Request(CHAT, "m", json.dumps(body).encode(), seed=1)
+    line = Request(CHAT, "m", json.dumps(body | {"max_tokens": 1000}).encode(), seed=1, defaults="max_tokens")
+    own = Request(CHAT, "m", line.body, seed=1)
+    claims = [
+        Claim(RequestKey(batch, number), 1, request, None, 1, batch == "live_a")
+        for number, (batch, request) in enumerate([("live_a", live), ("batch_a", line), ("batch_a", own)])
+    ]
+    prepared, errors = preparation.prepare(claims)
+    made = [item.prompts[0] for item in prepared if isinstance(item, PreparedRequest)]
+    assert [len(prompt.token_ids) + prompt.sampling.max_tokens for prompt in made] == [40, 40]
+    assert [json.loads(item.result.body)["error"]["code"] for item in errors] == ["context_length_exceeded"]

@@ -5,6 +5,7 @@ no torch.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(TokenizerError, match=words) as caught:
             TextTokenizer.load(str(folder))
         assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_is_told_from_one_that_cannot_be_converted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=rf"^{tmp_path} has no tokenizer: .* --tokenizer"):
+        TextTokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"])
+def test_a_pointer_in_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    """Of a template it would be the prompt."""
+    if name != "tokenizer.model":
+        write_folder(tmp_path, byte_level())
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n")
+    expected = f"{tmp_path / name} is a Git LFS pointer, without the file's content: run `git lfs pull` in {tmp_path}."
+    with pytest.raises(TokenizerError, match=f"^{re.escape(expected)}$"):
+        TextTokenizer.load(str(tmp_path))
 
 
 def test_loading_and_rendering_import_no_torch(tmp_path: Path) -> None:

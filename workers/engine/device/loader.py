@@ -37,7 +37,15 @@ from workers.engine.models.registry import (
     pooling_code,
 )
 from workers.engine.models.sentence_folder import embedding_config
-from workers.model_folder import MODULES, transformer_folder
+from workers.model_folder import (
+    MODULES,
+    OWN_GENERATION,
+    folder_problem,
+    generation_file,
+    pointer_problem,
+    transformer_folder,
+    weights_problem,
+)
 
 if TYPE_CHECKING:  # importing it takes seconds
     from workers.engine.models.padded_model import PaddedClass
@@ -53,10 +61,10 @@ _DTYPES = {
 _INDEX = "model.safetensors.index.json"
 # Some repositories hold a second copy of the weights, under their author's own names
 _CONSOLIDATED = "consolidated*"
+_OTHERS = (_CONSOLIDATED, "adapter_*")
 # All folders of a repository, except sentence-transformers' modules such as 1_Pooling
 _NOT_NEEDED = ["[!0-9]*/*", _CONSOLIDATED]
 _MODELOPT = "hf_quant_config.json"
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Buffers in old checkpoints; they follow from the configuration.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -72,16 +80,20 @@ class ModelCheckpoint:
     quantized: CheckpointFormat | None = None
 
 
-def open_checkpoint(name: str, model_impl: str = "auto", task: str = "auto") -> ModelCheckpoint:
+def open_checkpoint(
+    name: str, model_impl: str = "auto", task: str = "auto", generation_config: str = OWN_GENERATION
+) -> ModelCheckpoint:
     """Find the folder, read its configuration and select the code that runs it for a task.
+
+    `generation_config` is the value of the flag.
 
     Raises ModelLoadError.
     """
     whole = find_folder(name)
     folder = transformer_folder(whole)
     raw = read_json(folder / "config.json")
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
+    settings = generation_file(folder, generation_config)
+    generation = read_json(settings) if settings.is_file() or settings.parent != folder else {}
     quantized = find_format(raw)
     if quantized is None and (folder / _MODELOPT).is_file():
         raise ModelLoadError(
@@ -297,17 +309,18 @@ def find_folder(name: str) -> Path:
     Raises ModelLoadError.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (transformer_folder(path) / "config.json").is_file():
-            raise ModelLoadError(f"the model folder {name} has no config.json")
-        return path
     if path.exists():
-        raise ModelLoadError(
-            f"the model {name} is a file; give the folder that holds config.json and the safetensors files"
-        )
+        return _checked(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"the model folder {name} does not exist")
-    return _download(name)
+    return _checked(_download(name))
+
+
+def _checked(path: Path) -> Path:
+    """Return the path. Raise ModelLoadError unless it may be a model's folder."""
+    if problem := folder_problem(path):
+        raise ModelLoadError(problem)
+    return path
 
 
 def _download(name: str) -> Path:
@@ -382,11 +395,8 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder} lacks {len(missing)} of the files that {_INDEX} names, the first is {missing[0]}"
             )
     else:
-        files = sorted(set(folder.glob("*.safetensors")) - set(folder.glob(_CONSOLIDATED)))
-    if files:
-        return files
-    if any(any(folder.glob(pattern)) for pattern in _PICKLED):
-        raise ModelLoadError(
-            f"{folder} holds pickled weights only, which are never read; convert them to safetensors first"
-        )
-    raise ModelLoadError(f"{folder} holds no weights: there is no .safetensors file in it")
+        others = {file for pattern in _OTHERS for file in folder.glob(pattern)}
+        files = sorted(set(folder.glob("*.safetensors")) - others)
+    if problem := next(filter(None, map(pointer_problem, files)), None if files else weights_problem(folder)):
+        raise ModelLoadError(problem)
+    return files

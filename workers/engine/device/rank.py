@@ -191,7 +191,8 @@ def open_shard(config: EngineConfig) -> ModelCheckpoint:
 
     Raises ModelLoadError.
     """
-    return shard_checkpoint(open_checkpoint(config.model, config.model_impl, config.task), config.tensor_parallel_size)
+    checkpoint = open_checkpoint(config.model, config.model_impl, config.task, config.generation_config)
+    return shard_checkpoint(checkpoint, config.tensor_parallel_size)
 
 
 @contextmanager

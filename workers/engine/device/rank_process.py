@@ -18,7 +18,7 @@ import msgspec
 from workers.engine.messages.ranks import MaskFrame, PlanFrame, RankFailed, RankSetup
 from workers.engine.messages.step import NO_MASKS, TokenMasks
 from workers.engine.messages.transport import FrameReader, frame
-from workers.engine.process import become_child, explains_itself, leave, sentence, settle_heap
+from workers.engine.process import become_child, explains_itself, leave, loading, sentence, settle_heap
 
 _SETUP_DECODER = msgspec.msgpack.Decoder(RankSetup)
 _PLAN_DECODER = msgspec.msgpack.Decoder(PlanFrame)
@@ -54,8 +54,9 @@ def _serve(reader: FrameReader) -> None:
     setup = reader.read(_SETUP_DECODER)
     if setup is None:
         return
-    rank = Rank(setup.config, open_shard(setup.config))
-    config, _ = rank.settle(rank_parallel(setup, rank.device))
+    with loading(setup.config.model):
+        rank = Rank(setup.config, open_shard(setup.config))
+        config, _ = rank.settle(rank_parallel(setup, rank.device))
     settle_heap()
     launched: deque[LaunchedStep] = deque()
 

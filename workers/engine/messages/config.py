@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from workers.model_folder import OWN_GENERATION
+
 TASKS = ("auto", "generate", "embed", "classify", "score")
 CPU_LIVE_STEP_MS, GPU_LIVE_STEP_MS = 150.0, 50.0
 """Defaults of `live_step_ms`."""
@@ -51,6 +53,12 @@ class EngineConfig:
         "auto",
         "What the model does; auto: what its folder was made for. embed: with any of the engine's own models.",
         choices=TASKS,
+    )
+    generation_config: str = _flag(
+        OWN_GENERATION,
+        "generation_config.json with the defaults of what a call leaves unset (temperature, top_p, top_k, min_p,"
+        " repetition_penalty, max_new_tokens), and the stop tokens. auto: the model's; vllm: its stop tokens alone; or"
+        " a folder that has one.",
     )
     device: str = _flag(
         "auto", "cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one.", kind="device"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.engine.messages.errors import ModelLoadError
+from workers.model_folder import pointer_problem
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -31,4 +32,4 @@ def _read(file: Path) -> Any:
     except FileNotFoundError as error:
         raise ModelLoadError(f"{file} does not exist") from error
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+        raise ModelLoadError(pointer_problem(file) or f"{file} cannot be read: {error}") from error

@@ -203,7 +203,7 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
         architecture=name,
         vocab_size=int(head.weight.shape[0]),
         hidden_size=int(head.weight.shape[1]),
-        intermediate_size=int(getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size),
+        intermediate_size=0,
         num_layers=len(calls),
         num_heads=first.heads,
         num_kv_heads=first.kv_heads,

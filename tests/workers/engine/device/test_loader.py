@@ -28,6 +28,7 @@ from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
 
 CPU = torch.device("cpu")
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
 
 
 @pytest.fixture
@@ -132,6 +133,12 @@ def test_end_tokens(copy_of: Callable[[str], Path]) -> None:
     assert open_checkpoint(str(path)).config.eos_token_ids == (7,)
     (path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
     assert open_checkpoint(str(path)).config.eos_token_ids == (5, 9)
+    other = path / "other"
+    with pytest.raises(ModelLoadError, match=r"other/generation_config\.json does not exist"):
+        open_checkpoint(str(path), generation_config=str(other))
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert open_checkpoint(str(path), generation_config=str(other)).config.eos_token_ids == (3,)
 
 
 def refusal(path: Path | str) -> str:
@@ -165,6 +172,54 @@ def test_pickled_weights_are_never_read(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("llama")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     assert "holds pickled weights only, which are never read" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("adapter_model.safetensors", "is an adapter of base/model (adapter_config.json), not a model: merge both"),
+        (
+            "model-q4.gguf",
+            "is in the format GGUF, which is not read; give the folder of",
+        ),
+        ("tf_model.h5", "holds weights for TensorFlow only; give a version in safetensors"),
+    ],
+)
+def test_other_weights_are_named(copy_of: Callable[[str], Path], name: str, said: str) -> None:
+    """With a config.json beside them, and without."""
+    path = copy_of("llama")
+    (path / "model.safetensors").rename(path / name)
+    if name.startswith("adapter"):
+        (path / "adapter_config.json").write_text('{"base_model_name_or_path": "base/model"}')
+    assert f"{path} {said}" in refusal(path)
+    (path / "config.json").unlink()
+    without = f"the model folder {path} has no config.json" if name == "tf_model.h5" else f"{path} {said}"
+    assert without in refusal(path)
+
+
+def test_an_adapter_beside_the_model_is_left_alone(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_bytes(b"not read")
+    assert torch.equal(
+        logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("llama")), "float32", CPU))
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+def test_a_pointer_in_place_of_a_file_is_named(copy_of: Callable[[str], Path], name: str) -> None:
+    path = copy_of("llama")
+    (path / name).write_text(POINTER)
+    expected = f"{path / name} is a Git LFS pointer, without the file's content: run `git lfs pull` in {path}"
+    assert refusal(path) == expected
+
+
+def test_a_file_in_another_format_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert refusal(file) == (
+        f"the model {file} is in the format GGUF, which is not read; give the folder of the model's safetensors version"
+    )
 
 
 def test_missing_shard(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3nTextConfig
 
 from tests.workers.engine import driving
 from tests.workers.engine.loading import load_model
@@ -214,6 +215,25 @@ def granite(tmp_path: Path) -> Path:
 def test_an_unknown_architecture_is_refused(granite: Path) -> None:
     edit_config(granite, architectures=["NobodysForCausalLM"])
     assert "has no causal language model of that name" in refusal(granite)
+
+
+def test_sizes_by_layer_are_no_fault(tmp_path: Path) -> None:
+    """Gemma 3n has a list of them."""
+    Gemma3nTextConfig(
+        architectures=["Gemma3nForCausalLM"],
+        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
+        **dict.fromkeys(("hidden_size_per_layer_input", "head_dim"), 8),
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        laurel_rank=4,
+        num_hidden_layers=5,
+        num_kv_shared_layers=0,
+        intermediate_size=[64] * 5,
+        activation_sparsity_pattern=[0.0] * 5,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path)
+    assert open_checkpoint(str(tmp_path)).config.num_layers == 5
 
 
 def test_code_in_the_checkpoint_is_never_run(granite: Path) -> None:
