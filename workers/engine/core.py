@@ -215,7 +215,7 @@ class EngineCore:
             if isinstance(made, Guide):
                 self.scheduler.add(request, made)
             else:
-                self.scheduler.refuse(request, Finish.ERROR, made)
+                self.scheduler.refuse(request, made.finish, made.error)
         # Once no more steps may be abandoned, because live requests came too often, short steps are
         # needed
         self.scheduler.expect_live(self._guides.live_wait or self._may_lose <= 0)
@@ -269,7 +269,7 @@ class EngineCore:
             failure = request.guide.failure() if request.guide is not None else ""
             if request.guide is not None and failure:
                 self._guides.forget(request.guide.grammar)
-                self.scheduler.fail(request.id, failure)
+                self.scheduler.fail(request.id, failure, Finish.INVALID)
         return masks
 
     def _take_retired(self) -> StepOutput | None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from workers.engine.guides.guide import Guide, error_of
 from workers.engine.guides.vocabulary import Vocabulary
-from workers.engine.messages.core import EngineRequest, OutputGuide
+from workers.engine.messages.core import EngineRequest, Finish, OutputGuide
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -28,8 +28,15 @@ _COMPILED_CHARACTERS = 1 << 22
 
 _NOT_COMPILED = "the output's grammar cannot be compiled: "
 
-Made = Guide | str
-"""A guide, or an error text."""
+
+class Refused(NamedTuple):
+    """The reason why there is no guide, as a sentence."""
+
+    error: str
+    finish: Finish = Finish.INVALID
+
+
+Made = Guide | Refused
 
 
 class GuideCompiler:
@@ -76,7 +83,8 @@ class GuideCompiler:
         self._waiting[request.request_id] = request
         spec = request.guide
         if spec is None or self._vocabulary is None:
-            self._hand_over(request, "an output with a grammar needs the vocabulary's text, which has not been sent")
+            reason = "an output with a grammar needs the vocabulary's text, which has not been sent"
+            self._hand_over(request, Refused(reason, Finish.ERROR))
         elif spec.grammar:
             self._compile(spec.grammar).add_done_callback(partial(self._make, request, spec))
         else:
@@ -142,9 +150,9 @@ class GuideCompiler:
         try:
             matcher = compiled.result().deep_copy()
             error = error_of(matcher)
-            made = _NOT_COMPILED + error if error else self._guide(request, spec, matcher)
+            made = Refused(_NOT_COMPILED + error) if error else self._guide(request, spec, matcher)
         except BaseException as error:  # includes the library's panics: the request must not wait forever
-            made = f"{_NOT_COMPILED}{error}"
+            made = Refused(f"{_NOT_COMPILED}{error}")
         self._hand_over(request, made)
 
     def _guide(self, request: EngineRequest, spec: OutputGuide, matcher: LLMatcher | None) -> Made:
@@ -152,8 +160,9 @@ class GuideCompiler:
         ends = stops if request.sampling.ignore_eos else stops | self._eos_token_ids
         guide = Guide(spec, self.vocabulary, matcher, ends)
         if spec.reasoning_budget >= 0 and spec.in_reasoning and not self.vocabulary.spell(spec.reasoning_end.encode()):
-            return f"the vocabulary has no tokens for {spec.reasoning_end!r}, which ends the reasoning"
-        return guide.replay(request.output_token_ids) or guide
+            return Refused(f"the vocabulary has no tokens for {spec.reasoning_end!r}, which ends the reasoning")
+        error = guide.replay(request.output_token_ids)
+        return Refused(error) if error else guide
 
     def _hand_over(self, request: EngineRequest, made: Made) -> None:
         self._made.put((request, made))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _LONGEST = 300  # characters of the library's error text
+_DEAD_END = "NoExtension"  # the beginning of the library's error text
+_QUOTED = 40  # bytes of the output that an error quotes
 
 
 def is_void(spec: OutputGuide) -> bool:
@@ -54,6 +56,7 @@ class Guide:
         self._fits = matcher is not None  # whether the output so far follows the grammar
         self._reasoning = reasons and not self._opening
         self._tail = b""
+        self._end = b""  # the last bytes that followed the grammar
         self._budget = spec.reasoning_budget
         self._forced: list[int] = []  # remaining tokens of the end marker
 
@@ -111,6 +114,9 @@ class Guide:
     def failure(self) -> str:
         """Return why the grammar cannot be followed any further, or ""."""
         what = "" if self.matcher is None else error_of(self.matcher)
+        if what.startswith(_DEAD_END):
+            place = f"after {self._end.decode(errors='replace')!r}" if self._end else "first"
+            what = f"no token can come {place}, and the text may not end there"
         return f"the output's grammar cannot be followed: {what}" if what else ""
 
     def _open(self, token: int) -> str:
@@ -166,6 +172,7 @@ class Guide:
         if matcher is None or (tokens[-1] in self.ends and self.may_end()):
             return ""
         matcher.consume_tokens(tokens)
+        self._end = (self._end + b"".join(self._vocabulary.tokens[token] for token in tokens))[-_QUOTED:]
         failure = self.failure()
         self.complete = not failure and matcher.is_stopped()
         return failure

@@ -232,9 +232,9 @@ class Scheduler:
         """Divide the device time of a step, before `update`, among its requests by their tokens."""
         self._slots.charge(plan, seconds)
 
-    def fail(self, request_id: int, error: str) -> None:
+    def fail(self, request_id: int, error: str, finish: Finish = Finish.ERROR) -> None:
         """End a request that cannot be computed; `error` is a sentence."""
-        self._end(self._requests[request_id], Finish.ERROR, error=error)
+        self._end(self._requests[request_id], finish, error=error)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Record the result of the oldest launched step; return everything since the last
@@ -297,7 +297,7 @@ class Scheduler:
             error = request.guide.advance(token)
             if error:
                 self._output.logprobs.pop(request.id, None)
-                self._end(request, Finish.INVALID if token < 0 else Finish.ERROR, error=error)
+                self._end(request, Finish.INVALID, error=error)
             elif request.guide.complete:
                 request.tokens.append(token)
                 self._end(request, Finish.STOP, token=token)
