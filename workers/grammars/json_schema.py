@@ -12,6 +12,7 @@ from workers.grammars.closed_objects import close_objects
 from workers.grammars.recursion import cut_endless
 from workers.grammars.rewriting import rewrite
 from workers.grammars.schema_walk import MAX_DEPTH, Schema, subschemas, targets
+from workers.grammars.used_names import replace_used_patterns
 from workers.text.errors import FormatError
 
 WHITESPACE = r" |\n(?: {1,16}|\t{1,8})?"
@@ -71,6 +72,7 @@ def prepare_parsed(schema: Schema, whitespace: str | None = None) -> dict[str, A
     root: dict[str, Any] = {} if schema is True else schema
     for node in subschemas(root):
         rewrite(node)
+        replace_used_patterns(node)
         _make_formats_exact(node)
         _round_bounds_inward(node)
     nodes = subschemas(root)

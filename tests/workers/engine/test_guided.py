@@ -222,9 +222,9 @@ def test_a_grammar_that_no_token_can_follow_ends_the_request_with_a_sentence(dep
     requests = [request(1, choice("red\x01")), request(2, choice("\x01")), request(3, choice("blue")), plain(9)]
     got = run(guided_core(depth), requests).answers
     assert [written(got[number]) for number in (1, 2, 3)] == [b"red", b"", b"blue"]
-    assert [got[number].finish for number in (1, 2, 3)] == [Finish.ERROR, Finish.ERROR, Finish.STOP]
-    for number in (1, 2):
-        assert got[number].error.startswith("the output's grammar cannot be followed: ")
+    assert [got[number].finish for number in (1, 2, 3)] == [Finish.INVALID, Finish.INVALID, Finish.STOP]
+    dead_end = "the output's grammar cannot be followed: no token can come {}, and the text may not end there"
+    assert [got[number].error for number in (1, 2)] == [dead_end.format("after 'red'"), dead_end.format("first")]
     assert got[9] == answer(guided_core(), plain(9))
 
 
@@ -275,7 +275,7 @@ def test_a_guide_without_a_vocabulary_is_refused() -> None:
 
 def test_a_grammar_that_does_not_compile_is_refused() -> None:
     got = answer(guided_core(), request(1, json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})))
-    assert got.finish is Finish.ERROR
+    assert got.finish is Finish.INVALID
     assert got.error.startswith("the output's grammar cannot be compiled: ")
     assert answer(guided_core(), request(2, "{")).error.startswith("the output's grammar cannot be compiled: ")
 

@@ -89,6 +89,33 @@ def test_objects_that_name_their_properties_have_no_others() -> None:
     assert not accepts(of_schema(nested), '{"inner": {"a": 1, "b": 2}}')
 
 
+@pytest.mark.parametrize(
+    ("names", "pattern", "schema", "good", "bad"),
+    [
+        (["score"], "^score$", {"type": "integer"}, ['{"score":1}'], ['{"score":"1"}']),
+        (["b", "a"], "^(a|b)$", {}, ['{"b":1}', '{"b":1,"a":"x"}'], ['{"b":1,"c":1}']),
+        (["a"], "^[a-c]$", {"type": "null"}, ['{"a":null,"b":null}'], ['{"a":1}', '{"b":1}']),
+        (["a"], "^[^\\s\\S]$", {}, ['{"a":1}'], ['{"b":1}']),
+    ],
+)
+def test_a_comma_promises_a_property_that_a_name_is_left_for(
+    names: list[str], pattern: str, schema: Any, good: list[str], bad: list[str]
+) -> None:
+    """Where the patterns match no further name."""
+    form = of_schema(
+        {"properties": {name: {} for name in names}, "required": names[:1], "patternProperties": {pattern: schema}}
+        | {"type": "object", "additionalProperties": False},
+        whitespace="",
+    )
+    assert [text for text in good if not accepts(form, text)] == []
+    assert [text for text in bad if accepts(form, text)] == []
+    matcher = BYTES.compile(compile_format(form, BYTES))
+    whole = good[-1].removesuffix("}").encode()
+    assert matcher.try_consume_tokens(list(whole)) == len(whole)
+    left_over = matcher.try_consume_tokens(list(b","))
+    assert left_over == (pattern == "^[a-c]$")
+
+
 def test_objects_that_several_schemas_speak_of_stay_open() -> None:
     parts = [
         {"properties": {name: {"type": "object", "properties": {name: {}}}}, "required": [name]} for name in ("a", "b")

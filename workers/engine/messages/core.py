@@ -19,7 +19,8 @@ MAX_SEED = 2**64 - 1
 class Finish(IntEnum):
     """The reason for a request's end.
 
-    RUNNING: it has not ended. INVALID: its own parameters allow no next token.
+    RUNNING: it has not ended. INVALID: its own parameters allow no next token, or its grammar
+    cannot be followed.
     """
 
     RUNNING = 0

@@ -140,7 +140,7 @@ def test_a_token_outside_the_vocabulary_is_refused_before_it_is_replayed() -> No
     one = request(1, choice("red"), GREEDY)
     one.output_token_ids = [100_000]
     got = answer(guided_core(), one)
-    assert got.finish is Finish.ERROR
+    assert got.finish is Finish.INVALID
 
 
 def test_of_large_grammars_fewer_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_grammar_whose_lexer_is_used_up_is_compiled_anew(monkeypatch: pytest.M
     monkeypatch.setattr(Vocabulary, "compile", compile_small)
     core, grammar = guided_core(), regex("(.*e.{40})|(.*a.{50})")
     ends = [answer(core, request(number, grammar)) for number in range(12)]
-    failed = [number for number, end in enumerate(ends) if end.finish is Finish.ERROR]
+    failed = [number for number, end in enumerate(ends) if end.finish is Finish.INVALID]
     print(failed, [len(end.tokens) for end in ends])
     assert failed
     assert "too many states" in ends[failed[0]].error
@@ -182,4 +182,4 @@ def test_a_library_that_panics_ends_the_request(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Vocabulary, "compile", panic)
     got = answer(guided_core(), request(1, choice("red")))
-    assert (got.finish, got.error) == (Finish.ERROR, f"{_NOT_COMPILED}an index is out of range")
+    assert (got.finish, got.error) == (Finish.INVALID, f"{_NOT_COMPILED}an index is out of range")
