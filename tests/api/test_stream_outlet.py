@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from api.http.event_stream import EventStream, event
-from api.http.http_protocol import FullServer, HttpProtocol
+from api.http.http_protocol import AddressCounts, FullServer, HttpProtocol
 from api.http_settings import HttpSettings
 from api.inbox import Inbox
 from api.settings import ApiSettings
@@ -206,7 +206,8 @@ async def _with_a_stream(
     theirs.setblocking(False)
     ours.setblocking(False)
     loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_accepted_socket(lambda: HttpProtocol(config, state, {}, settings, full), ours)
+    protocol = HttpProtocol(config, state, {}, settings, full, AddressCounts(settings.max_connections, ()))
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, ours)
     await loop.sock_sendall(theirs, b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
     try:
         await began.wait()
