@@ -122,7 +122,8 @@ class ChatTemplate:
         omitted = find_omitted(given, prompt, run)
         if not omitted or program.form is ContentFormat.STRING:
             return prompt, omitted
-        changed = [in_other_form(message) if i in omitted else message for i, message in enumerate(given)]
+        lost = frozenset(omitted)
+        changed = [in_other_form(one, program.form) if i in lost else one for i, one in enumerate(given)]
         with contextlib.suppress(TemplateError):
             other = run(changed)
             return other, find_omitted(changed, other, run)

@@ -41,10 +41,18 @@ def fitted(message: Message, form: ContentFormat) -> dict[str, Any]:
     return {**message, "content": _parts([content]) if isinstance(content, str) else content}
 
 
-def in_other_form(message: Message) -> dict[str, Any]:
-    """Return a message with its parts as a string, or its string as a part."""
-    is_string = isinstance(message.get("content"), str)
-    return fitted(message, ContentFormat.PARTS if is_string else ContentFormat.STRING)
+def in_other_form(message: Message, form: ContentFormat) -> dict[str, Any]:
+    """Return a message for a template of this form that omits its content.
+
+    A string becomes a part, several parts become one if the template reads parts alone, and other
+    parts become a string.
+    """
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return fitted(message, ContentFormat.PARTS)
+    joined = text_of(content)
+    one_part = form is ContentFormat.PARTS and len(content) > 1
+    return {**message, "content": _parts([joined]) if one_part else joined}
 
 
 def with_suffix(message: Message, suffix: str) -> dict[str, Any]:

@@ -85,9 +85,12 @@ def test_a_content_that_a_template_reads_in_one_form_gets_that_form(system: str,
     assert prompt.replace("(", "").replace(")", "") == "Be brief.<user>Hello</user>"
 
 
-def test_a_part_that_a_template_leaves_out_is_given_in_a_string() -> None:
-    first_alone = "{{ messages[0].content if messages[0].content is string else messages[0].content[0].text }}"
-    assert rendered(first_alone, message(parts("a b", "c d"))) == "a b\nc d"
+@pytest.mark.parametrize(
+    "shown",
+    ["{{ m.content[0].text }}", "{{ m.content if m.content is string else m.content[0]['text'] }}"],
+)
+def test_parts_of_which_a_template_reads_the_first_become_one(shown: str) -> None:
+    assert rendered(turns(shown), message(parts("a b", "c d")), message("e")) == "<user>a b\nc d</user><user>e</user>"
 
 
 @pytest.mark.parametrize("name", ["for", "map"])
