@@ -75,6 +75,11 @@ class Call(Parameters, frozen=True, kw_only=True):
         return max(1, len(self.prompts)) * self.best_of
 
     @property
+    def own_max_tokens(self) -> int | None:
+        """Return `max_tokens` if the call sets it, or a completion's usual one."""
+        return None if self.soft_max_tokens else self.max_tokens
+
+    @property
     def is_deterministic(self) -> bool:
         """Return whether repeated calls have the same answer: by temperature 0, or by a seed."""
         return self.temperature == 0 or self.seed is not None
