@@ -11,6 +11,7 @@ import redis
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
+from workers.engine.messages.errors import DETAILS_HINT
 from workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -30,5 +31,5 @@ def note_load_failure(settings: WorkerSettings, error: object) -> None:
 
 def _public(model: str, reason: str) -> str:
     """Return the reason on one line, without the folders of this machine."""
-    named = reason.replace(model, Path(model).name)
+    named = reason.removesuffix(DETAILS_HINT).replace(model, Path(model).name)
     return _FOLDERS.sub("", " ".join(named.split())).rstrip(".")

@@ -28,6 +28,7 @@ from jobs.tracing import start_tracing
 from workers.engine.client.async_engine import EngineDeadError, EngineStartError
 from workers.engine.client.launch import LaunchedCore
 from workers.engine.client.watchdog import WatchdogTimeout
+from workers.engine.messages.errors import DETAILS_HINT
 from workers.errors import WorkerError
 from workers.grammars.grammar_compiler import GrammarCompiler
 from workers.load_failure import note_load_failure
@@ -79,7 +80,7 @@ def main(
         logger.debug("the worker cannot start", exc_info=True)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": .")
         model = settings.engine.model
-        print(f"Error: the model {model} cannot be served: {reason}; --log-level debug shows where", file=sys.stderr)
+        print(f"Error: the model {model} cannot be served: {reason}{DETAILS_HINT}", file=sys.stderr)
         note_load_failure(settings, reason)
         return WorkerError.exit_code
     return 0

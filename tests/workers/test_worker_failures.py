@@ -370,7 +370,7 @@ def test_an_unexpected_error_of_loading_is_one_sentence_and_a_traceback_for_debu
         assert ("Traceback" in done.stderr) == (level == "debug")
     reasons = queue.load_failures()
     assert reasons.keys() == {"odd", str(folder)}
-    assert all("ValueError: " in reason and "/" not in reason for reason in reasons.values())
+    assert all("ValueError: " in reason and "/" not in reason and "--" not in reason for reason in reasons.values())
 
 
 def test_a_worker_dies_with_its_parent(queue: Queue, redis_url: str) -> None:

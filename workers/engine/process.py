@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workers.engine.messages.errors import ModelLoadError, RankError
+from workers.engine.messages.errors import DETAILS_HINT, ModelLoadError, RankError
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,8 @@ def loading(model: str) -> Iterator[None]:
         if explains_itself(error):
             raise
         logger.debug("the model %s cannot be loaded", model, exc_info=True)
-        raise ModelLoadError(
-            f"the model {model} cannot be loaded: {sentence(error).rstrip('.')}; --log-level debug shows where"
-        ) from error
+        reason = f"the model {model} cannot be loaded: {sentence(error).rstrip('.')}"
+        raise ModelLoadError(f"{reason}{DETAILS_HINT}") from error
 
 
 class _JsonRecords(logging.Formatter):

@@ -114,7 +114,7 @@ class Preparation(BulkPreparation[_Pending, PreparedRequest]):
     def _kept(self, call: Call) -> int | None:
         """Return how many of a prompt's last tokens the call keeps at most, or None."""
         if call.truncate_prompt_tokens == -1:
-            return max(1, self._limits.max_model_len - max(1, call.max_tokens or 0))
+            return max(1, self._limits.max_model_len - max(1, call.own_max_tokens or 0))
         return call.truncate_prompt_tokens
 
     def _adds_special_tokens(self, item: _Pending) -> bool:

@@ -138,7 +138,9 @@ def check_logprobs(call: Call, prompts: Sequence[Prompt]) -> None:
     count = 0
     for prompt in prompts:
         sampling = prompt.sampling
-        tokens = min(sampling.max_tokens, _NOMINAL_TOKENS) if call.max_tokens is None else call.max_tokens
+        tokens = call.own_max_tokens
+        if tokens is None:
+            tokens = min(sampling.max_tokens, _NOMINAL_TOKENS)
         count += call.best_of * tokens * (sampling.logprobs + 1)
         count += len(prompt.token_ids) * (sampling.prompt_logprobs + 1)
     if count > MOST_LOGPROBS:

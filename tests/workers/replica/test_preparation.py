@@ -405,3 +405,18 @@ def test_a_default_of_max_tokens_shrinks_to_the_room_beside_the_prompt() -> None
     made = [item.prompts[0] for item in prepared if isinstance(item, PreparedRequest)]
     assert [len(prompt.token_ids) + prompt.sampling.max_tokens for prompt in made] == [40, 40]
     assert [json.loads(item.result.body)["error"]["code"] for item in errors] == ["context_length_exceeded"]
+    long = [{"role": "user", "content": "long " * 500}]
+    cut = Request(CHAT, "m", json.dumps(body | {"messages": long, "truncate_prompt_tokens": -1}).encode(), seed=1)
+    [prepared], _ = preparation.prepare([Claim(RequestKey("live_b", 0), 1, cut, None, 1, True)])
+    assert isinstance(prepared, PreparedRequest)
+    assert (len(prepared.prompts[0].token_ids), prepared.prompts[0].sampling.max_tokens) == (39, 1)
+
+
+def test_a_large_default_of_max_tokens_refuses_no_log_probabilities() -> None:
+    preparation = Preparation(
+        TextTokenizer.load(DEMO_MODEL), ["m"], ModelLimits(200_000, 1024), defaults={"max_tokens": 150_000}
+    )
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 5}
+    request = Request(CHAT, "m", json.dumps(body).encode(), seed=1)
+    prepared, errors = preparation.prepare([Claim(RequestKey("live_a", 0), 1, request, None, 1, True)])
+    assert (len(prepared), errors) == (1, [])

@@ -10,6 +10,9 @@ EngineError
   EngineDeadError       the core has ended
 """
 
+DETAILS_HINT = "; --log-level debug shows where"
+"""The end of a sentence about an unexpected error while a model is loaded."""
+
 
 class EngineError(Exception):
     """Base of the engine's errors. `retry`: whether a repetition may succeed without a change."""
