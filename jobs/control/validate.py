@@ -46,8 +46,7 @@ def validate(held: Slice) -> None:
         manifest.early_stamp = source_stamp(manifest)
     has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
-    low_water = -1 if manifest.is_open else 0
-    fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress.fields}
+    fields = {**plan_fields(manifest), "cursor": 0, "low_water": -1, **progress.fields}
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
         drain(held, BatchProgress())  # first, since a full Redis accepts no lines
