@@ -204,8 +204,9 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     fields = held.record()
     progress.measure(fields.finished)
     window = min(max(WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS)), _MOST_WINDOW_LINES)
-    if fields.cursor < fields.total and fields.low_water < 0:
-        # Lines were appended since. Claims may shorten the lists as soon as these are read.
+    left = fields.total - fields.cursor
+    if fields.low_water < 0 < left and (fields.open or left > MAX_ITEMS):
+        # More lines than are added at once. Claims may shorten the lists as soon as these are read.
         held.note({"low_water": window // 2})
         fields = held.record()
     models = _feeding(queue, fields)
@@ -238,7 +239,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
         # lines that fit, if large bodies fill the window early.
         more = cursor < total or bool(held.fields.passed_over)
         lengths = [length for length in ready_lengths(queue, batch, models).values() if length] if more else []
-        low_water = min(window, *lengths) // 2 if lengths else -1 if fields.open and not more else 0
+        low_water = min(window, *lengths) // 2 if lengths else 0 if more else -1
         if low_water != fields.low_water:
             held.note({"low_water": low_water})
     return cursor > start

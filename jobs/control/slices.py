@@ -142,7 +142,7 @@ class Slice:
             self.record()
 
     def _enter(self, state: State) -> None:
-        self.note({})
+        self.record()
         self.manifest.enter(state)
         self._note_webhook()
         save_manifest(self.manifest)
@@ -203,5 +203,8 @@ def hold(
         changes: dict[str, Any] = {"lost_since": 0.0} if fields.lost_since else {}
         if manifest.generation > fields.generation:  # Redis lost data
             changes["generation"] = manifest.generation
-        held.note(changes)
+        if changes:
+            held.note(changes)
+        else:
+            held.record()
         yield held

@@ -49,8 +49,7 @@ def validate(held: Slice) -> None:
     keep_defaults(held, manifest.models)
     has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
-    low_water = -1 if manifest.is_open else 0
-    fields = {**plan_fields(manifest), "cursor": 0, "low_water": low_water, **progress.fields}
+    fields = {**plan_fields(manifest), "cursor": 0, "low_water": -1, **progress.fields}
     fields["defaults"] = manifest.defaults or {}
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:

@@ -83,6 +83,7 @@ class Call(Parameters, frozen=True, kw_only=True):
         """Return whether the tokenizer adds special tokens to texts; a rendered chat has them."""
         return not self.endpoint.is_chat if self.add_special_tokens is None else self.add_special_tokens
 
+    @property
     def own_max_tokens(self) -> int | None:
         """Return `max_tokens` if the call sets it, or a completion's usual one."""
         return None if self.soft_max_tokens else self.max_tokens

@@ -18,6 +18,7 @@ local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request without 
 local MOST_CALLS = 500 -- most waiting live calls that one script drops, so that it does not block the server
 local UNREAD_SECONDS = 60 -- the stream of a live call that ended exists for so long, whatever its size
 local DRAIN_BYTES = 2 * 1024 * 1024 -- result bytes of a batch that justify a drain before the next tick
+local READ_BYTES = 65536 -- values of so many bytes together are read to measure them
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 local MOST_VALUES = 4000 -- arguments that `unpack` has room for in any case; an even number
 
@@ -603,6 +604,22 @@ local function count_for_key(key_id, prompt_tokens, completion_tokens, device_mi
   end
 end
 
+-- Returns the sizes of the values of a hash, 0 for a missing one. `most` is what they may have
+-- together: few bytes are read at once, of many only their sizes.
+local function sizes_of(hash, fields, most)
+  local sizes = {}
+  if (tonumber(most) or 0) <= READ_BYTES then
+    for i, value in ipairs(redis.call('HMGET', hash, unpack(fields))) do
+      sizes[i] = value and #value or 0
+    end
+  else
+    for i, field in ipairs(fields) do
+      sizes[i] = redis.call('HSTRLEN', hash, field)
+    end
+  end
+  return sizes
+end
+
 -- Stores results and counts of requests of one batch; both change only when the done bit flips.
 -- Returns the number of tokens delivered, and of requests.
 local function record_results(batch, items)
@@ -612,15 +629,17 @@ local function record_results(batch, items)
     return 0, 0
   end
   local bodies = key.bodies(batch)
-  local lines, sets, sizes, results, answered = {}, {}, {}, {}, {}
+  local lines, sets, results, answered = {}, {}, {}, {}
   local freed, undrained, completed, failed, used_tokens, used_bytes = 0, 0, 0, 0, 0, 0
   local delivered, prompt_tokens, device_microseconds = 0, 0, 0
   for i, item in ipairs(items) do
     local line = item.line
     lines[i] = line
     sets[4 * i - 3], sets[4 * i - 2], sets[4 * i - 1], sets[4 * i] = 'SET', 'u1', line, '1'
-    sizes[i] = redis.call('HSTRLEN', bodies, line)
-    freed = freed + sizes[i]
+  end
+  local sizes = sizes_of(bodies, lines, record[4])
+  for _, size in ipairs(sizes) do
+    freed = freed + size
   end
   local was_done = redis.call('BITFIELD', key.done(batch), unpack(sets))
   for i, item in ipairs(items) do

@@ -12,9 +12,8 @@ local results = key.results(batch)
 if redis.call('HEXISTS', key.parts(batch), part) == 1 then
   return 1
 end
-local bytes = 0
-for i = 5, last do
-  local size = redis.call('HSTRLEN', results, ARGV[i])
+local bytes, undrained = 0, redis.call('HGET', key.batch(batch), 'result_bytes')
+for _, size in ipairs(sizes_of(results, {unpack(ARGV, 5, last)}, undrained)) do
   if size == 0 then
     return 0
   end

@@ -30,5 +30,7 @@ if state ~= '' and state ~= to then
   redis.call('HINCRBY', key.ENTERED, to, 1)
   notify_readers(batch, '', '', '', '')
 end
-redis.call('SADD', key.BATCHES, batch)
+if state ~= to then
+  redis.call('SADD', key.BATCHES, batch)
+end
 return 1
