@@ -266,6 +266,9 @@ def test_a_model_that_cannot_be_loaded_fails_its_calls_alone(folder: Path, tmp_p
         assert "the model moved could not be loaded: " in served.command.output
         assert "held/moved/model.safetensors is a link to ../../blobs/ab, which is not there" in served.command.output
         wait_until(lambda: served.ask("embed").json()["error"]["code"] == "model_not_loadable", 60, "a refusal")
+        refusal = served.ask("embed")
+        said = "The model `embed` could not be loaded: embed holds no weights: there is no .safetensors file in it."
+        assert (refusal.json()["error"]["message"], refusal.headers["x-should-retry"]) == (said, "false")
         assert "the model embed could not be loaded: " in served.command.output
         assert "holds no weights" in served.command.output
         shown = run_pipeline("status", redis_url=redis_url, COLUMNS="300").stdout
