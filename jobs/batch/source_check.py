@@ -57,22 +57,25 @@ class ServedModels(Mapping[str, tuple[str, ...] | None]):
         self._pause = pause
         self._deadline = time.monotonic() + min(queue.settings.lease_seconds, patience)
         self._known = [*known, *queue.settings.on_demand_models]
-        self._models = self._read()
+        self._registered = self._read_registered()
+        self._others: dict[str, None] | None = None  # read once a name is not registered
 
     def __getitem__(self, name: str) -> tuple[str, ...] | None:
-        return self._models[name]
+        return self._registered[name] if name in self._registered else self._all()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
+        return iter(self._all())
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self._all())
 
     def __contains__(self, name: object) -> bool:
-        while name not in self._models and self._may_lack_some():
+        if name in self._registered:
+            return True
+        while name not in self._all() and self._may_lack_some():
             self._pause()
-            self._models = self._read()
-        return name in self._models
+            self._registered, self._others = self._read_registered(), None
+        return name in self._all()
 
     def _may_lack_some(self) -> bool:
         if time.monotonic() < self._deadline and self._queue.registry_age() < self._queue.settings.lease_seconds:
@@ -80,11 +83,15 @@ class ServedModels(Mapping[str, tuple[str, ...] | None]):
         self._deadline = -math.inf  # Redis is not read for each further name
         return False
 
-    def _read(self) -> dict[str, tuple[str, ...] | None]:
+    def _all(self) -> dict[str, tuple[str, ...] | None]:
         """Return the models; tasks are None for a model that a worker is still loading."""
-        loading = [name for one in self._queue.workers() if one.state in _LOADING for name in one.models]
-        names = dict.fromkeys([*self._known, *self._queue.on_demand(), *loading])
-        return names | {model.name: model.tasks for model in self._queue.models()}
+        if self._others is None:
+            loading = [name for one in self._queue.workers() if one.state in _LOADING for name in one.models]
+            self._others = dict.fromkeys([*self._known, *self._queue.on_demand(), *loading])
+        return self._others | self._registered
+
+    def _read_registered(self) -> dict[str, tuple[str, ...]]:
+        return {model.name: model.tasks for model in self._queue.models()}
 
 
 def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[str] | None]) -> Line | LineError:

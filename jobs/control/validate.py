@@ -50,7 +50,7 @@ def validate(held: Slice) -> None:
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
         drain(held, BatchProgress())  # first, since a full Redis accepts no lines
-    feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice gets its turn
+    feed(held, BatchProgress(), held.record(), time.monotonic())  # the first lines, before a slice gets its turn
 
 
 def _check(held: Slice) -> Checked:
