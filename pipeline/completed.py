@@ -31,6 +31,9 @@ class Completed(msgspec.Struct, frozen=True):
     sha256: str
 
 
+_DECODER = msgspec.json.Decoder(Completed)
+
+
 def replace_folder(root: Path) -> None:
     """Replace the folder of an ended run by a note, unless a request failed.
 
@@ -60,7 +63,7 @@ def find_completed(root: Path, output: Path, spec: BatchSpec) -> Manifest | None
     Remove a note whose output was removed. Raise `Refused` if the input, a flag or the output has
     changed since.
     """
-    noted = read_note(output, Completed)
+    noted = read_note(output, _DECODER)
     if noted is None:
         return None
     stamp = stamp_of(str(output))

@@ -12,7 +12,6 @@ import msgspec
 from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
 from jobs.batch.line_index import LineIndexWriter
 from jobs.batch.manifest import BatchSpec, LineProblem
-from jobs.batch.model_defaults import newest_defaults
 from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
 from jobs.protocol import fields
 from jobs.protocol.endpoints import BATCH_ENDPOINTS
@@ -48,8 +47,6 @@ def estimated_tokens(size: int) -> int:
 class ServedModels(Mapping[str, tuple[str, ...] | None]):
     """Models that are, were or will soon be served, including on-demand ones, with known tasks.
 
-    `defaults` are those of the models' parameters, as far as known.
-
     An emptied Redis gets them with the workers' next renewals. While it may lack some, `pause` is
     called for each missing name before Redis is read again.
     """
@@ -60,22 +57,25 @@ class ServedModels(Mapping[str, tuple[str, ...] | None]):
         self._pause = pause
         self._deadline = time.monotonic() + min(queue.settings.lease_seconds, patience)
         self._known = [*known, *queue.settings.on_demand_models]
-        self._models = self._read()
+        self._registered = self._read_registered()
+        self._others: dict[str, None] | None = None  # read once a name is not registered
 
     def __getitem__(self, name: str) -> tuple[str, ...] | None:
-        return self._models[name]
+        return self._registered[name] if name in self._registered else self._all()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
+        return iter(self._all())
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self._all())
 
     def __contains__(self, name: object) -> bool:
-        while name not in self._models and self._may_lack_some():
+        if name in self._registered:
+            return True
+        while name not in self._all() and self._may_lack_some():
             self._pause()
-            self._models = self._read()
-        return name in self._models
+            self._registered, self._others = self._read_registered(), None
+        return name in self._all()
 
     def _may_lack_some(self) -> bool:
         if time.monotonic() < self._deadline and self._queue.registry_age() < self._queue.settings.lease_seconds:
@@ -83,13 +83,15 @@ class ServedModels(Mapping[str, tuple[str, ...] | None]):
         self._deadline = -math.inf  # Redis is not read for each further name
         return False
 
-    def _read(self) -> dict[str, tuple[str, ...] | None]:
+    def _all(self) -> dict[str, tuple[str, ...] | None]:
         """Return the models; tasks are None for a model that a worker is still loading."""
-        workers, offers, models = self._queue.workers(), self._queue.on_demand(), self._queue.models()
-        self.defaults = newest_defaults(models, offers, workers)
-        loading = [name for one in workers if one.state in _LOADING for name in one.models]
-        names = dict.fromkeys([*self._known, *offers, *loading])
-        return names | {model.name: model.tasks for model in models}
+        if self._others is None:
+            loading = [name for one in self._queue.workers() if one.state in _LOADING for name in one.models]
+            self._others = dict.fromkeys([*self._known, *self._queue.on_demand(), *loading])
+        return self._others | self._registered
+
+    def _read_registered(self) -> dict[str, tuple[str, ...]]:
+        return {model.name: model.tasks for model in self._queue.models()}
 
 
 def check_of(spec: BatchSpec, line: InputLine, served: Mapping[str, Collection[str] | None]) -> Line | LineError:

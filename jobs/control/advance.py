@@ -44,7 +44,7 @@ from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
 from jobs.protocol.results import Result
 from jobs.queue import keys
-from jobs.queue.batch_fields import BatchStatus
+from jobs.queue.batch_fields import BatchFields, BatchStatus
 from jobs.queue.batch_records import MAX_PART_LINES
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
@@ -112,10 +112,11 @@ def advance(held: Slice) -> bool:
         if held.manifest.spec.streams_input:
             follow_appends(held, progress)
         drained = drain(held, progress)  # first, since a full Redis accepts no lines
-        while drained and held.record().result_bytes and time.monotonic() < deadline and drain(held, progress):
-            pass
-        fed = feed(held, progress, min(deadline, time.monotonic() + FEED_SECONDS))
         fields = held.record()
+        while drained and fields.result_bytes and time.monotonic() < deadline and drain(held, progress):
+            fields = held.record()
+        if fed := feed(held, progress, fields, min(deadline, time.monotonic() + FEED_SECONDS)):
+            fields = held.record()
         if fields.all_done and not fields.result_bytes:
             _progress.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})
@@ -193,7 +194,7 @@ def feed_needed(queue: Queue, batch: str, fields: BatchStatus) -> bool:
     return bool(models) and min(ready_lengths(queue, batch, models).values()) <= max(0, fields.low_water)
 
 
-def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
+def feed(held: Slice, progress: BatchProgress, fields: BatchFields, deadline: float) -> bool:
     """Fill the batch's window from the plan; return False if there was nothing to add.
 
     Lines of a model without a worker may use their share of the window. Further ones are skipped,
@@ -201,7 +202,6 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     model's list is low.
     """
     queue, batch = held.queue, held.batch
-    fields = held.record()
     progress.measure(fields.finished)
     window = min(max(WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS)), _MOST_WINDOW_LINES)
     left = fields.total - fields.cursor

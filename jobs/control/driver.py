@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import redis
 
 from jobs.control.advance import needs_slice
-from jobs.control.rounds import LOOK_BATCHES, Rounds
+from jobs.control.rounds import Rounds
 from jobs.control.runner import Next, Runner
 from jobs.control.slice_queue import Driven, SliceQueue
 from jobs.control.slices import BEAT_SECONDS
@@ -38,6 +38,7 @@ LARGE_BYTES = 4 * 1024 * 1024
 
 _TAKEN_AT_ONCE = 16
 _LOOK_SECONDS = 1.0
+_LOOK_BATCHES = 100
 _GATHER_SECONDS = 0.004  # between two reads of requests for slices
 _LONGEST_PAUSE_SECONDS = 8.0  # after consecutive failures
 _STOP_SECONDS = 5.0  # for slices to end, and again for drains
@@ -62,7 +63,7 @@ class Driver:
         self._slices = SliceQueue(self._turns.served)
         self._last_id = FIRST_ID
         self._look_at = 0.0  # monotonic seconds
-        self._rounds = Rounds(queue)
+        self._rounds = Rounds(queue, _LOOK_BATCHES)
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -169,7 +170,7 @@ class Driver:
         driven.pause = min(max(_LOOK_SECONDS, 2 * driven.pause), _LONGEST_PAUSE_SECONDS) if following == "retry" else 0
         driven.not_before = time.monotonic() + driven.pause  # set before the batch is free for the next look
         self._slices.end(driven)
-        if following == "again" and driven.is_large:  # it is validated
+        if following in ("again", "validated") and driven.is_large:
             self._slices.make_small(driven)
         if driven.is_wanted or following == "again":
             self._slices.ask_for(driven)
@@ -246,7 +247,7 @@ class Driver:
             if fields.driver == self.name and fields.state in JOBS and batch not in self._batches:
                 self._adopt(batch)  # Redis lost data, or its reply was lost
         failed = [one.batch for one in known.values() if one.pause and one.batch not in look.records]
-        records = {**look.records, **self.queue.statuses(failed[:LOOK_BATCHES])}
+        records = {**look.records, **self.queue.statuses(failed[:_LOOK_BATCHES])}
         looked = [known[batch] for batch in (*records, *look.gone) if batch in known]
         due = [driven for driven in looked if driven.not_before <= now and not driven.turn]
         self._ask_for([driven.batch for driven in due if self._is_due(driven, records.get(driven.batch))])

@@ -10,9 +10,6 @@ from typing import NamedTuple
 from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.request_queue import Queue
 
-LOOK_BATCHES = 500
-"""Batches of one look; a round over more of them takes several looks."""
-
 
 class Look(NamedTuple):
     """The batches of one look."""
@@ -23,10 +20,11 @@ class Look(NamedTuple):
 
 
 class Rounds:
-    """The looks of one process."""
+    """The looks of one process, each at about `batches`; a round over more takes several looks."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Queue, batches: int) -> None:
         self._queue = queue
+        self._batches = batches
         self._cursor = 0
         self._missing = set[str]()
 
@@ -34,6 +32,6 @@ class Rounds:
         """Read the next batches; `known` are those of the caller. Raise what redis-py raises."""
         if not self._cursor:
             self._missing = known
-        self._cursor, records = self._queue.some_active_batches(self._cursor, LOOK_BATCHES)
+        self._cursor, records = self._queue.some_active_batches(self._cursor, self._batches)
         self._missing = self._missing - records.keys()
         return Look(records, set() if self._cursor else self._missing)

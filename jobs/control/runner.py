@@ -12,7 +12,7 @@ from jobs.batch.ending import begin_cancel
 from jobs.batch.input_files import InputError
 from jobs.batch.lost import end_if_lost
 from jobs.batch.manifest import Superseded, is_marked_cancelled
-from jobs.control.advance import advance, drain_all
+from jobs.control.advance import advance, drain_all, needs_slice
 from jobs.control.finalize import finalize
 from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, hold
 from jobs.control.validate import validate
@@ -23,8 +23,10 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import Busy, StoreError
 
-Next = Literal["again", "wait", "retry", "drop"]
-"""The next slice: at once, when it is requested, after a pause, or none."""
+Next = Literal["again", "wait", "validated", "retry", "drop"]
+"""The next slice: at once, when it is requested (also once it is validated), after a pause, or
+none.
+"""
 
 WORK: dict[JobName, Callable[[Slice], object]] = {"validate": validate, "advance": advance, "finalize": finalize}
 
@@ -85,6 +87,8 @@ class Runner:
                 self._outage.worked()
                 if held.state in END_STATES:
                     return "drop"
+                if held.state == "in_progress" != began:  # the first lines are there
+                    return "again" if needs_slice(self.queue, batch, held.record()) else "validated"
                 return "again" if more or held.state != began else "wait"
         except Superseded:
             return self._after_superseded(batch)

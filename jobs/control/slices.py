@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ from jobs.store.storage import StoreError, sweep
 
 BEAT_SECONDS = 1.0
 """Seconds between two heartbeats of a driver, and between two checks of its slices' records."""
+_RECENT_SECONDS = 0.1
+"""A record that was read within this time is not read again before the manifest changes."""
 
 
 class Stopping(JobsError):
@@ -56,6 +59,7 @@ class Slice:
         self._stopping = stopping
         self._pause = pause
         self._lost = False
+        self._read_at = 0.0  # monotonic seconds, of the record
         self._transitions = threading.Lock()
 
     @property
@@ -87,6 +91,7 @@ class Slice:
 
     def record(self) -> BatchFields:
         """Return the current record. Raise `Superseded`, also if Redis came back without it."""
+        self._read_at = time.monotonic()
         fields = self.queue.batch_fields(self.batch)
         if (fields.state, fields.generation) != (self.state, self.generation):
             self._lost = True
@@ -142,7 +147,8 @@ class Slice:
             self.record()
 
     def _enter(self, state: State) -> None:
-        self.record()
+        if time.monotonic() - self._read_at > _RECENT_SECONDS:
+            self.record()
         self.manifest.enter(state)
         self._note_webhook()
         save_manifest(self.manifest)

@@ -25,7 +25,7 @@ import redis
 
 from jobs.control.deadlines import Deadlines
 from jobs.control.driver import ALIVE_SECONDS
-from jobs.control.rounds import LOOK_BATCHES, Rounds
+from jobs.control.rounds import Rounds
 from jobs.control.runner import Runner
 from jobs.control.upkeep import Upkeep
 from jobs.errors import SettingsError
@@ -59,6 +59,7 @@ from jobs.server import ServerError
 from jobs.store.owner import HEARTBEAT_SECONDS
 
 TICK_SECONDS = 1.0
+_LOOK_BATCHES = 200  # of one tick
 LEAD_SECONDS = 3.0
 _SECRET_SECONDS = 30.0  # between checks for the secret of webhooks
 GONE_SECONDS = 2.5
@@ -152,7 +153,7 @@ class Ticker:
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
         self._orphans: dict[Execution, float] = {}  # jobs that RQ lists as running, since when (monotonic seconds)
         self._seen = ""  # the last batch that the previous tick handled
-        self._rounds = Rounds(queue)
+        self._rounds = Rounds(queue, _LOOK_BATCHES)
         self._records: dict[str, BatchStatus] = {}  # of active batches, as of the last look at each
 
     def leads(self) -> bool:
@@ -259,7 +260,7 @@ class Ticker:
     def _due(self, looked: Container[str], now: float) -> list[str]:
         """Return some batches beside those just read whose window or driver has ended."""
         due = (batch for batch, fields in self._records.items() if batch not in looked and self._is_due(fields, now))
-        return list(islice(due, LOOK_BATCHES))
+        return list(islice(due, _LOOK_BATCHES))
 
     def _is_due(self, fields: BatchStatus, now: float) -> bool:
         return fields.state in JOBS and (self._is_expired(fields, now) or self._is_dead(fields.driver))

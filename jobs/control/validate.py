@@ -54,7 +54,7 @@ def validate(held: Slice) -> None:
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
         drain(held, BatchProgress())  # first, since a full Redis accepts no lines
-    feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice gets its turn
+    feed(held, BatchProgress(), held.record(), time.monotonic())  # the first lines, before a slice gets its turn
 
 
 def _check(held: Slice) -> Checked:
@@ -145,17 +145,15 @@ def _outcome(held: Slice, check: SourceCheck, source: str) -> Checked:
 def _served(held: Slice) -> Mapping[str, Collection[str] | None]:
     """Return the models that lines may name, and set the defaults of those that are known."""
     spec = held.manifest.spec
+    begin_defaults(held, read_defaults(held.queue))
     if spec.models is not None:
-        begin_defaults(held, read_defaults(held.queue))
         return dict.fromkeys(spec.models)
 
     def pause() -> None:
         held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
 
-    served = ServedModels(held.queue, pause, _REGISTRY_SECONDS if spec.of_api else 0.0)
-    begin_defaults(held, served.defaults)
-    return served
+    return ServedModels(held.queue, pause, _REGISTRY_SECONDS if spec.of_api else 0.0)
 
 
 def _token_problems(held: Slice, size: int) -> list[LineProblem]:

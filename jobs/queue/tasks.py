@@ -31,14 +31,13 @@ _CONTROL_SECONDS = 600
 def hand_out(queue: Queue, batch: str) -> None:
     """Dispatch the batch to a process. May be repeated."""
     queue.redis.zadd(keys.WAITING_BATCHES, {batch: time.time()}, nx=True)
-    ask_for_process(queue)
+    _enqueue(queue)
 
 
 def ask_for_process(queue: Queue) -> None:
     """Enqueue the RQ job while a batch waits, unless one is enqueued."""
-    jobs = _jobs(queue.rq)
-    if queue.redis.exists(keys.WAITING_BATCHES) and not jobs.count:
-        jobs.enqueue_call(FUNCTION, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL)
+    if queue.redis.exists(keys.WAITING_BATCHES):
+        _enqueue(queue)
 
 
 def take_batches(queue: Queue, count: int) -> list[str]:
@@ -96,6 +95,12 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     run = rq.executions.Execution(execution.run, execution.job, connection=client)
     _started(client).remove_execution(run)
     client.unlink(run.key)
+
+
+def _enqueue(queue: Queue) -> None:
+    jobs = _jobs(queue.rq)
+    if not jobs.count:
+        jobs.enqueue_call(FUNCTION, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL)
 
 
 def _jobs(client: redis.Redis) -> JobQueue:

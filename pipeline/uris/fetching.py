@@ -33,6 +33,9 @@ class Fetched(msgspec.Struct, frozen=True):
     stamp: SourceStamp
 
 
+_DECODER = msgspec.json.Decoder(Fetched)
+
+
 def open_source(uri: Uri, allowed: AllowedHosts) -> contextlib.AbstractContextManager[OpenSource]:
     """Open an input. Raise `Refused` and `Unfinished`."""
     if uri.is_folder:
@@ -64,7 +67,7 @@ def fetch(
                 raise
             say(f"{end.message}; using the file that was fetched before")
             return
-        known, found = read_note(path, Fetched), Fetched(str(uri), _digest(uri), source.stamp)
+        known, found = read_note(path, _DECODER), Fetched(str(uri), _digest(uri), source.stamp)
         if known == found and path.is_file():
             return
         if has_begun and known is not None:
@@ -83,7 +86,7 @@ def fetch(
 
 def is_fetched(uri: Uri, path: Path) -> bool:
     """Return whether the input is already fetched; it may have changed since."""
-    known = read_note(path, Fetched)
+    known = read_note(path, _DECODER)
     return known is not None and known.digest == _digest(uri) and path.is_file()
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -11,10 +11,11 @@ from jobs.store.storage import StoreError, read_bytes, write_bytes
 Note = TypeVar("Note", bound=msgspec.Struct)
 
 
-def read_note(path: Path, kind: type[Note]) -> Note | None:
-    """Return the note of a kind on a file, or None if it is missing or unreadable."""
+def read_note(path: Path, decoder: msgspec.json.Decoder[Note]) -> Note | None:
+    """Return the decoder's note on a file, or None if it is missing or unreadable."""
+    kind = cast("type[Note]", decoder.type)
     with contextlib.suppress(StoreError, msgspec.DecodeError):
-        return msgspec.json.decode(read_bytes(str(note_path(path, kind))), type=kind)
+        return decoder.decode(read_bytes(str(note_path(path, kind))))
     return None
 
 

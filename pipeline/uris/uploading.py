@@ -29,6 +29,9 @@ class Uploaded(msgspec.Struct, frozen=True):
     stored: SourceStamp | None
 
 
+_DECODER = msgspec.json.Decoder(Uploaded)
+
+
 def check_writable(uri: Uri, partition_by: tuple[str, ...]) -> None:
     """Raise `Refused` unless results can be written; write no result.
 
@@ -45,7 +48,7 @@ def upload(path: Path, uri: Uri, partition_by: tuple[str, ...], signals: Signals
     An object is replaced atomically. Results that are already uploaded are skipped. Raise
     `Unfinished` and `Interrupted`.
     """
-    known, where = read_note(path, Uploaded), f"the results are in {path}"
+    known, where = read_note(path, _DECODER), f"the results are in {path}"
     try:
         if known is not None and known.stored is not None and known == _uploaded(path, uri, partition_by):
             return
