@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from workers.engine.guides.compiler import GuideCompiler
 from workers.engine.guides.guide import Guide, is_void
-from workers.engine.guides.masks import MaskMaker
+from workers.engine.guides.guide_threads import GuideThreads
 from workers.engine.messages.core import (
     AbortRequests,
     AddRequests,
@@ -67,10 +67,11 @@ class EngineCore:
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
         self._single_token_tries = 0
-        self._guides = GuideCompiler(executor.vocab_size, executor.eos_token_ids)
-        self._masks = MaskMaker(config.threads)
+        self._guide_threads = GuideThreads(config.threads)
+        self._guides = GuideCompiler(executor.vocab_size, executor.eos_token_ids, self._guide_threads)
         self._retired: StepOutput | None = None  # by the launch of a guided step
         self._serving = False
+        self._stalled = False  # whether nothing can be computed until a guide is ready
         self._interruption = executor.interruption
         self._interruptible_until = 0.0  # by time.perf_counter()
         self._may_lose = _MOST_LOST_SECONDS  # seconds that abandoned steps may still lose
@@ -92,7 +93,9 @@ class EngineCore:
             else 1,
             tasks=model.tasks,
             whole_prompts=model.whole_prompts,
+            guide_threads=self._guide_threads,
         )
+        self.scheduler.forget_grammar = self._guides.forget
         self.ready = Ready(
             max_model_len=self.scheduler.max_model_len,
             num_blocks=executor.num_blocks,
@@ -123,7 +126,7 @@ class EngineCore:
         Raises the executor's errors; the core is unusable afterwards.
         """
         self._serving = True
-        self._guides.woken = lambda: inbox.put(AddRequests([]))
+        self._guides.woken = self._guide_threads.woken = lambda: inbox.put(AddRequests([]))
         while self._take_in(inbox):
             began = time.monotonic()
             if self._trace is not None:
@@ -181,7 +184,11 @@ class EngineCore:
         Returns the output of the retired step. If all requests wait for their guides, and no
         message can arrive meanwhile, it waits too.
         """
+        self._stalled = False
         self._add_guided(wait=not (self._has_steps or self._serving))
+        released = self.scheduler.release_held()
+        if released is not None:
+            return released
         began = time.perf_counter()
         with span("schedule"):
             plan = self.scheduler.schedule()
@@ -202,8 +209,17 @@ class EngineCore:
         if self._launched and (plan is None or len(self._launched) > self._depth):
             return self._retire()
         if plan is None and self.scheduler.unfinished:
-            raise RuntimeError(f"{self.scheduler.unfinished} requests are left and none can be scheduled")
+            self._stall()
         return self.scheduler.ended()
+
+    def _stall(self) -> None:
+        """Record that all requests wait for their guides; wait too if no message can arrive."""
+        held = self.scheduler.held
+        if not held:
+            raise RuntimeError(f"{self.scheduler.unfinished} requests are left and none can be scheduled")
+        self._stalled = True
+        if not self._serving:
+            self._guide_threads.wait_for(held)
 
     @property
     def _has_steps(self) -> bool:
@@ -223,21 +239,14 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> "LaunchedStep":
         """Launch a step.
 
-        Masks are computed in parallel with the model's forward pass: from its start if all earlier
-        tokens are known, else once it is launched and the step before it is retired.
+        Masks are made beside the model's forward pass: from the end of the step before on if all
+        earlier tokens are known, else once this step is launched and the step before is retired.
         """
         if self._interruption is not None:
             self._prepare_interruption(self._interruption, plan)
         if not plan.guided:
             return self._executor.launch(plan)
-        requests = self.scheduler.guided(plan)
-        if any(request.known > len(request.tokens) + 1 for request in requests):
-            return self._executor.launch(plan, partial(self._masks_after_retiring, plan))
-        begun = self._masks.begin(self._guides.vocabulary, self._guided_rows(plan))
-        try:
-            return self._executor.launch(plan, lambda: self._checked(plan, begun()))
-        finally:
-            begun()  # nothing else may access the guides meanwhile
+        return self._executor.launch(plan, partial(self._masks, plan))
 
     def _prepare_interruption(self, interruption: "Interruption", plan: StepPlan) -> None:
         """Set the time until which this step may be abandoned.
@@ -254,22 +263,16 @@ class EngineCore:
         if long > 0 and self._live_received > self._live_taken:
             interruption.set()
 
-    def _masks_after_retiring(self, plan: StepPlan) -> TokenMasks:
-        self._retired = self._retire()
+    def _masks(self, plan: StepPlan) -> TokenMasks:
+        """Return the masks of a step; leave out the rows whose masks are late."""
+        if any(request.known > len(request.tokens) + 1 for request in self.scheduler.guided(plan)):
+            self._retired = self._retire()
         with span("masks"):
-            return self._checked(plan, self._masks.make(self._guides.vocabulary, self._guided_rows(plan)))
-
-    def _guided_rows(self, plan: StepPlan) -> list[tuple[int, Guide]]:
-        rows = zip(plan.guided, self.scheduler.guided(plan), strict=True)
-        return [(row, request.guide) for row, request in rows if request.guide is not None]
-
-    def _checked(self, plan: StepPlan, masks: TokenMasks) -> TokenMasks:
-        """Fail the requests whose grammar could not be followed any further."""
-        for request in self.scheduler.guided(plan):
-            failure = request.guide.failure() if request.guide is not None else ""
-            if request.guide is not None and failure:
-                self._guides.forget(request.guide.grammar)
-                self.scheduler.fail(request.id, failure, Finish.INVALID)
+            rows = zip(plan.guided, self.scheduler.guided(plan), strict=True)
+            guided = [(row, request.guide) for row, request in rows if request.guide is not None]
+            masks, late = self._guide_threads.masks(guided, self.scheduler.predict(plan))
+            self.scheduler.leave_out(late)
+            self.scheduler.fail_guided(plan)
         return masks
 
     def _take_retired(self) -> StepOutput | None:
@@ -326,7 +329,7 @@ class EngineCore:
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
         """Handle all queued messages, and wait for one when idle; return False after `Shutdown`."""
-        if not self._has_steps and not self._handle(self._wait_for_message(inbox)):
+        if (self._stalled or not self._has_steps) and not self._handle(self._wait_for_message(inbox)):
             return False
         while True:
             try:

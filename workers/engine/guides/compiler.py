@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from workers.engine.guides.guide import Guide, error_of
+from workers.engine.guides.guide_threads import GuideThreads
 from workers.engine.guides.vocabulary import Vocabulary
 from workers.engine.messages.core import EngineRequest, Finish, OutputGuide
 
@@ -37,6 +38,7 @@ class Refused(NamedTuple):
 
 
 Made = Guide | Refused
+T = TypeVar("T")
 
 
 class GuideCompiler:
@@ -46,10 +48,11 @@ class GuideCompiler:
     another thread, when a request's guide is ready.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Collection[int], guide_threads: GuideThreads) -> None:
         self.woken: Callable[[], None] = lambda: None
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._guide_threads = guide_threads
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._waiting: dict[int, EngineRequest] = {}
@@ -85,10 +88,20 @@ class GuideCompiler:
         if spec is None or self._vocabulary is None:
             reason = "an output with a grammar needs the vocabulary's text, which has not been sent"
             self._hand_over(request, Refused(reason, Finish.ERROR))
-        elif spec.grammar:
-            self._compile(spec.grammar).add_done_callback(partial(self._make, request, spec))
         else:
-            self._hand_over(request, self._guide(request, spec, None))
+            self._create(request, spec, self._compile(spec.grammar) if spec.grammar else None)
+
+    def _create(self, request: EngineRequest, spec: OutputGuide, compiled: Future[LLMatcher] | None) -> None:
+        """Create a guide: at once if that is quick, else in a compiling thread."""
+        if compiled is not None and not compiled.done():
+            compiled.add_done_callback(partial(self._make, request, spec))
+        elif request.output_token_ids:
+            self._in_thread(partial(self._make, request, spec, compiled))
+        else:
+            made = self._made_of(request, spec, compiled)
+            if isinstance(made, Guide):
+                self._guide_threads.begin(made)
+            self._hand_over(request, made)
 
     def forget(self, grammar: str) -> None:
         """Drop a compiled grammar, so that its next request compiles it again.
@@ -108,9 +121,9 @@ class GuideCompiler:
         With `wait`, wait for at least one.
         """
         taken: list[tuple[EngineRequest, Made]] = []
-        while self._waiting:
+        while True:
             try:
-                request, made = self._made.get(block=wait and not taken)
+                request, made = self._made.get(block=wait and bool(self._waiting) and not taken)
             except Empty:
                 break
             if self._waiting.get(request.request_id) is request:
@@ -133,7 +146,7 @@ class GuideCompiler:
             others.popitem(last=False)
         others[grammar] = compiled
 
-    def _in_thread(self, work: Callable[[], LLMatcher]) -> Future[LLMatcher]:
+    def _in_thread(self, work: Callable[[], T]) -> Future[T]:
         before = threading.stack_size(_STACK)  # for threads that start from here on
         try:
             return self._threads.submit(work)
@@ -144,16 +157,21 @@ class GuideCompiler:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_THREADS, "grammars")
 
-    def _make(self, request: EngineRequest, spec: OutputGuide, compiled: Future[LLMatcher]) -> None:
-        """Create a guide from a compiled grammar, in the compiling thread or at once."""
-        made: Made
-        try:
-            matcher = compiled.result().deep_copy()
-            error = error_of(matcher)
-            made = Refused(_NOT_COMPILED + error) if error else self._guide(request, spec, matcher)
-        except BaseException as error:  # includes the library's panics: the request must not wait forever
-            made = Refused(f"{_NOT_COMPILED}{error}")
+    def _make(self, request: EngineRequest, spec: OutputGuide, compiled: Future[LLMatcher] | None) -> None:
+        """Create a guide and its first mask."""
+        made = self._made_of(request, spec, compiled)
+        if isinstance(made, Guide):
+            made.prepare()
         self._hand_over(request, made)
+
+    def _made_of(self, request: EngineRequest, spec: OutputGuide, compiled: Future[LLMatcher] | None) -> Made:
+        """Return a guide that works on a copy of a compiled grammar."""
+        try:
+            matcher = None if compiled is None else compiled.result().deep_copy()
+            error = "" if matcher is None else error_of(matcher)
+            return Refused(_NOT_COMPILED + error) if error else self._guide(request, spec, matcher)
+        except BaseException as error:  # includes the library's panics: the request must not wait forever
+            return Refused(f"{_NOT_COMPILED}{error}")
 
     def _guide(self, request: EngineRequest, spec: OutputGuide, matcher: LLMatcher | None) -> Made:
         stops = frozenset(request.sampling.stop_token_ids)

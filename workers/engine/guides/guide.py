@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from workers.engine.guides.vocabulary import Vocabulary
 from workers.engine.messages.core import OutputGuide
@@ -14,6 +19,9 @@ if TYPE_CHECKING:
 _LONGEST = 300  # characters of the library's error text
 _DEAD_END = "NoExtension"  # the beginning of the library's error text
 _QUOTED = 40  # bytes of the output that an error quotes
+
+_LONG_SECONDS = 0.005  # of a processor for one token
+_MOST_LONG_SECONDS = 1.0  # of a processor for all tokens of an output that take so long
 
 
 def is_void(spec: OutputGuide) -> bool:
@@ -29,11 +37,21 @@ def error_of(matcher: LLMatcher) -> str:
     return next(filter(None, lines), "unknown error")[:_LONGEST].rstrip(":")
 
 
+NO_TOKEN = (
+    "no token is left to go on with: the output's grammar allows none that allowed_token_ids, bad_words and min_tokens"
+    " leave; give up one of them"
+)
+_CANNOT_FOLLOW = "the output's grammar cannot be followed: "
+
+
 class Guide:
     """The state of an output: first its reasoning, if any, then its grammar.
 
     Each token that is known to the host advances it. So it depends on the output alone: neither
     preemption nor an abandoned step changes it, and it is created again from a checkpoint.
+
+    Until `advanced` and `ready` it belongs to a thread of `GuideThreads`, which calls `take` and
+    `prepare`.
     """
 
     def __init__(
@@ -49,6 +67,25 @@ class Guide:
         self.grammar = spec.grammar
         self.complete = False
         """Whether no token may follow, not even the end of the text."""
+        self.advanced = True
+        """Whether `complete`, `finished` and `error` consider the output's last token."""
+        self.ready = False
+        """Whether `mask` and `mask_error` are those of the next token."""
+        self.mask: NDArray[np.int32] | None = None
+        """The tokens that may come next, see `TokenMasks`; None for all."""
+        self.error = ""
+        """Why the output's last token does not fit, as a sentence."""
+        self.mask_error = ""
+        """Why no token can come next, as a sentence."""
+        self.slow = False
+        """Whether its last token took longer than a step should wait."""
+        self.awaited = False
+        """Whether its request is held until it is ready."""
+        self.dropped = False
+        """Whether its request has ended."""
+        self.work: Future[None] | None = None
+        """The last work of a thread on it."""
+        self._long_seconds = self._taking = 0.0
         self._vocabulary = vocabulary
         self._marker = spec.reasoning_end.encode()
         reasons = spec.in_reasoning and bool(self._marker)
@@ -59,6 +96,11 @@ class Guide:
         self._end = b""  # the last bytes that followed the grammar
         self._budget = spec.reasoning_budget
         self._forced: list[int] = []  # remaining tokens of the end marker
+
+    @property
+    def words(self) -> int:
+        """Return the size of a mask."""
+        return self._vocabulary.words
 
     @property
     def finished(self) -> bool:
@@ -90,17 +132,46 @@ class Guide:
     def replay(self, tokens: Iterable[int]) -> str:
         """Advance by tokens generated earlier; return an error text, or ""."""
         for token in tokens:
+            began = time.thread_time()
             if self.complete or self.advance(token):
                 return "the output so far does not follow its grammar"
+            self._spend(time.thread_time() - began)
+            if self.mask_error:
+                return self.mask_error
         return ""
+
+    def take(self, token: int) -> None:
+        """Advance by a token that was drawn; never raises."""
+        if self.dropped:
+            return
+        began = time.thread_time()
+        try:
+            self.error = self.advance(token)
+        except BaseException as error:  # includes the library's panics
+            self.error = _CANNOT_FOLLOW + str(error)
+        self._taking = time.thread_time() - began
+        self.advanced = True
+
+    def prepare(self, slow_seconds: float = _LONG_SECONDS) -> None:
+        """Make the mask of the next token; never raises.
+
+        The guide is slow if this and the last token took more than `slow_seconds` of a processor.
+        """
+        began = time.thread_time()
+        if not (self.dropped or self.error or self.complete):
+            try:
+                self.mask = self._make_mask()
+            except BaseException as error:  # includes the library's panics
+                self.mask_error = _CANNOT_FOLLOW + str(error)
+            seconds = self._taking + time.thread_time() - began
+            self.slow = seconds > slow_seconds
+            self._spend(seconds)
+        self.ready = True
 
     def advance(self, token: int) -> str:
         """Advance by the next token, -1 if none could be drawn; return an error text, or ""."""
         if token < 0:
-            return (
-                "no token is left to go on with: the output's grammar allows none that allowed_token_ids, bad_words"
-                " and min_tokens leave; give up one of them"
-            )
+            return NO_TOKEN
         if self._opening:
             return self._open(token)
         if self._reasoning:
@@ -117,7 +188,32 @@ class Guide:
         if what.startswith(_DEAD_END):
             place = f"after {self._end.decode(errors='replace')!r}" if self._end else "first"
             what = f"no token can come {place}, and the text may not end there"
-        return f"the output's grammar cannot be followed: {what}" if what else ""
+        return _CANNOT_FOLLOW + what if what else ""
+
+    def _make_mask(self) -> NDArray[np.int32] | None:
+        """Return the mask; it counts for nothing if there is a `mask_error`."""
+        others = self.other_tokens()
+        if not (self.in_grammar or others):
+            return None
+        mask = np.zeros(self._vocabulary.library_words, np.int32)
+        bits = mask.view(np.uint32)
+        if self.in_grammar and self.matcher is not None:
+            self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self.mask_error = self.failure()
+            if self.may_end():
+                _allow(bits, self.ends)
+        _allow(bits, others)
+        return mask[: self._vocabulary.words]
+
+    def _spend(self, seconds: float) -> None:
+        """Count the processor time for a token; fail if long ones take too much."""
+        if seconds > _LONG_SECONDS:
+            self._long_seconds += seconds
+        if self._long_seconds > _MOST_LONG_SECONDS and not self.mask_error:
+            self.mask_error = (
+                f"{_CANNOT_FOLLOW}its tokens take too long, the last one {1000 * seconds:.0f} ms of a processor; make"
+                " it simpler, with fewer ways to read a text"
+            )
 
     def _open(self, token: int) -> str:
         """Advance by a token of the opening, which decides whether there is reasoning."""
@@ -176,3 +272,8 @@ class Guide:
         failure = self.failure()
         self.complete = not failure and matcher.is_stopped()
         return failure
+
+
+def _allow(mask: NDArray[np.uint32], tokens: Sequence[int]) -> None:
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 _NO_FORCING = b'{"name":"no_forcing","lark_grammar":"%llguidance {\\"no_forcing\\": true}\\nstart: \\"\\""}'
 
 
+_MOST_ITEMS = 5000
+"""Most items of the parser for one mask. An object of 500 optional properties needs 2,000, and no
+larger one fits a row of the parser.
+"""
+
+
 class Vocabulary:
     """The bytes of `vocab_size` tokens; special tokens and ids beyond `tokens` have none.
 
@@ -48,9 +54,10 @@ class Vocabulary:
         token of its own tokenization of that text. This matcher allows every token that fits, and
         the model chooses, since the core has no tokenizer.
         """
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        return LLMatcher(self.library, _without_forcing(grammar), log_level=0)
+        limits = LLParserLimits(step_max_items=_MOST_ITEMS)
+        return LLMatcher(self.library, _without_forcing(grammar), log_level=0, limits=limits)
 
     def spell(self, text: bytes) -> list[int]:
         """Return tokens that spell `text`, the longest fit at each place; [] if there are none."""

@@ -105,6 +105,14 @@ class KVCache:
         request.capacity = needed * size
         request.hash_at = min(request.hash_at, (whole + 1) * size) if self.enable_prefix_caching else sys.maxsize
 
+    def step_back(self, request: RequestState) -> None:
+        """Let a request compute its last token once more; no other request may find its block."""
+        request.computed -= 1
+        whole = request.computed // self.block_size
+        self.pool.evict(request.blocks[whole])
+        if self.enable_prefix_caching:
+            request.hash_at = min(request.hash_at, (whole + 1) * self.block_size)
+
     def _hash_prefix(self, request: RequestState) -> int:
         """Hash all blocks except the one with the last token; return the number of hashed
         blocks.

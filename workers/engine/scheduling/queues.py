@@ -69,9 +69,9 @@ class RequestQueues:
             self._kv_cache.retain(request)
 
     def enter(self, request: RequestState, prefix: list[int], step: int) -> None:
-        """Assign a slot and `prefix` to the first waiting request of a class, and run it."""
+        """Assign a slot and `prefix` to a waiting request, and run it."""
         priority_class = self._class_of(request)
-        del priority_class.waiting[0]
+        self._remove(request)
         revived = self._pool.count_free(prefix)
         self._kv_cache.admit(request, prefix)
         self._kv_cache.release(request)

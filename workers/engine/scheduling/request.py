@@ -5,7 +5,7 @@ from collections.abc import Collection, Set
 from itertools import chain
 
 from workers.engine.guides.guide import Guide
-from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
+from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, TokenLogprobs
 
 _POOLING = SamplingParams(max_tokens=1)
 """The sampling parameters of a pooling request."""
@@ -33,6 +33,7 @@ class RequestState:
         "finish",
         "guide",
         "hash_at",
+        "held",
         "id",
         "known",
         "last_step",
@@ -40,6 +41,7 @@ class RequestState:
         "live",
         "next_score",
         "pooling",
+        "postponed",
         "priority",
         "prompt_length",
         "reached",
@@ -83,6 +85,9 @@ class RequestState:
         self.stop_strings = request.stop_strings
         self.finish = Finish.RUNNING
         self.guide: Guide | None = None
+        self.held = False  # until its guide is ready
+        # A token that its guide has not considered yet, with its log probabilities
+        self.postponed: tuple[int, list[TokenLogprobs] | None] | None = None
         self.cached_tokens = -1
         self.block_hashes: list[bytes] = []
         self.known = len(self.tokens)

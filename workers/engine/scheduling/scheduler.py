@@ -17,15 +17,17 @@ Read a step in this order:
 A pooling request runs like one that samples a single token, and returns its model's numbers.
 
 A request with a guide (`guides/`) samples under a mask. `schedule` names its samples, `update`
-advances the guide, and the request ends where the guide says so.
+advances the guide, and the request ends where the guide says so. A request whose guide is late is
+held: its token does not count, and no step is planned for it, until the guide is ready.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 
-from workers.engine.guides.guide import Guide
-from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput
+from workers.engine.guides.guide import NO_TOKEN, Guide
+from workers.engine.guides.guide_threads import GuideThreads
+from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.metrics import KINDS
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.admission import AdmissionBatching, AdmissionPolicy, PlainAdmission, choose_policy
@@ -59,6 +61,7 @@ class Scheduler:
         admission_batch: int = 1,
         tasks: Collection[str] = ("generate",),
         whole_prompts: bool = False,
+        guide_threads: GuideThreads | None = None,
     ) -> None:
         """Lower `max_model_len` to the tokens that the cache can hold for a single request.
 
@@ -89,6 +92,10 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, RequestState] = {}
         self._guided = 0  # number of requests with a guide
+        self._guide_threads = guide_threads or GuideThreads(1)
+        self._held: list[RequestState] = []
+        self.forget_grammar: Callable[[str], None] = lambda grammar: None
+        """Called with a grammar that could not be followed."""
         self._ending_by_text = 0  # number of requests with stop strings
         self._launched: deque[StepBuilder] = deque()
         self._live_step_seconds = live_step_seconds
@@ -107,6 +114,11 @@ class Scheduler:
     def has_live(self) -> bool:
         """Return whether a live request runs or waits."""
         return self._queues.has_live
+
+    @property
+    def held(self) -> list[Guide]:
+        """Return the guides that are late."""
+        return [request.guide for request in self._held if request.guide is not None]
 
     def expect_live(self, expected: bool) -> None:
         """Set whether a live request waits elsewhere; if so, steps are kept short."""
@@ -177,11 +189,16 @@ class Scheduler:
         self._takes_long = behind and self.step_cost.known and self.seconds_beyond_live_step(plan) > 0
         if self._guided:
             plan.guided = [index for index, request in enumerate(step.sampling) if request.guide is not None]
+            self._hold_slow(plan)
         return plan
+
+    def predict(self, plan: StepPlan) -> float:
+        """Return the predicted seconds of a step."""
+        return self.step_cost.predict(plan.starts, plan.counts)
 
     def seconds_beyond_live_step(self, plan: StepPlan) -> float:
         """Return by how much the predicted time exceeds a live step; negative if it does not."""
-        return self.step_cost.predict(plan.starts, plan.counts) - self._live_step_seconds
+        return self.predict(plan) - self._live_step_seconds
 
     def _note_entries(self, step: StepBuilder) -> None:
         for request, now, first in step.entries:
@@ -193,6 +210,55 @@ class Scheduler:
         """Return the requests of the guided samples in the step planned last, in order."""
         sampling = self._launched[-1].sampling
         return [sampling[index] for index in plan.guided]
+
+    def leave_out(self, late: Collection[Guide]) -> None:
+        """Take back the samples of the step planned last whose masks are late; hold their requests.
+
+        These requests compute their last token once more in a later step.
+        """
+        step = self._launched[-1]
+        for request in step.sampling:
+            if request.guide in late and not request.finish:
+                step.left_out.add(request.id)
+                request.known -= 1
+                self._kv_cache.step_back(request)
+                self._hold(request)
+
+    def _hold_slow(self, plan: StepPlan) -> None:
+        """Hold the requests with slow guides, so that no step is planned before their masks."""
+        for request in self.guided(plan):
+            if request.guide is not None and request.guide.slow:
+                self._hold(request)
+
+    def _hold(self, request: RequestState) -> None:
+        if not request.held and request.guide is not None:
+            request.held = request.guide.awaited = True
+            self._held.append(request)
+
+    def release_held(self) -> StepOutput | None:
+        """Let the requests go on whose guides are ready; return their tokens, if there are any."""
+        held, self._held = self._held, []
+        for request in held:
+            guide = request.guide
+            if request.finish or guide is None:
+                request.held = False
+                continue
+            if guide.ready and request.postponed is not None:
+                self._record_postponed(request, guide, *request.postponed)
+            if not guide.ready or request.known > len(request.tokens):
+                self._held.append(request)
+            else:
+                request.held = guide.awaited = False
+        return self.ended() if self._output.token_ids else None
+
+    def _record_postponed(
+        self, request: RequestState, guide: Guide, token: int, logprobs: list[TokenLogprobs] | None
+    ) -> None:
+        request.postponed = None
+        if logprobs is not None:
+            self._output.logprobs[request.id] = logprobs
+        self._settle(request, guide, token)
+        self._record_tokens([(request, token)])
 
     def undo(self, plan: StepPlan) -> list[int]:
         """Undo the step planned last, which could not be launched; return its request ids.
@@ -211,7 +277,7 @@ class Scheduler:
             request = by_slot.get(slot)
             if request is not None:
                 self._kv_cache.truncate(request, start)
-                request.known -= samples
+                request.known -= samples * (request.id not in undone.left_out)
                 request.last_step = before
                 requests.append(request)
         for scores, request in zip(plan.prompt_scores, undone.scored, strict=True):
@@ -232,9 +298,15 @@ class Scheduler:
         """Divide the device time of a step, before `update`, among its requests by their tokens."""
         self._slots.charge(plan, seconds)
 
-    def fail(self, request_id: int, error: str, finish: Finish = Finish.ERROR) -> None:
+    def fail(self, request_id: int, error: str) -> None:
         """End a request that cannot be computed; `error` is a sentence."""
-        self._end(self._requests[request_id], finish, error=error)
+        self._end(self._requests[request_id], Finish.ERROR, error=error)
+
+    def fail_guided(self, plan: StepPlan) -> None:
+        """End the requests of the step planned last whose guides have failed."""
+        for request in self.guided(plan):
+            if request.guide is not None and request.guide.ready and request.guide.mask_error:
+                self._fail_guided(request, request.guide.mask_error)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Record the result of the oldest launched step; return everything since the last
@@ -256,8 +328,18 @@ class Scheduler:
             if not request.finish:
                 output.pooled[request.id] = pooled
                 self._end(request, Finish.STOP)
-        add_id, add_token = output.request_ids.append, output.token_ids.append
-        for request, token in zip(launched.sampling, result.tokens.tolist(), strict=False):
+        sampled: Iterable[tuple[RequestState, int]] = zip(launched.sampling, result.tokens.tolist(), strict=False)
+        if launched.left_out or self._held:
+            uncounted = launched.left_out.union(request.id for request in self._held if request.postponed is not None)
+            sampled = [(request, token) for request, token in sampled if request.id not in uncounted]
+        self._record_tokens(sampled)
+        self._report_device_seconds(launched)
+        return self._flush(launched.first_entries)
+
+    def _record_tokens(self, sampled: Iterable[tuple[RequestState, int]]) -> None:
+        """Add a step's tokens to its requests and to the output."""
+        add_id, add_token = self._output.request_ids.append, self._output.token_ids.append
+        for request, token in sampled:
             if request.finish:
                 continue
             tokens = request.tokens
@@ -269,9 +351,6 @@ class Scheduler:
                     continue
             add_id(request.id)
             add_token(token)
-        self._stats.tokens += len(output.token_ids)
-        self._report_device_seconds(launched)
-        return self._flush(launched.first_entries)
 
     def ended(self) -> StepOutput | None:
         """Return the requests that ended without a step since the last output, if any."""
@@ -286,27 +365,49 @@ class Scheduler:
             self._output.device_seconds.update(self._slots.seconds_so_far(going_on))
 
     def _advance_guides(self, plan: StepPlan, launched: StepBuilder, result: StepResult) -> None:
-        """Record the tokens of guided samples.
+        """Pass the tokens of guided samples to their guides.
 
-        A request whose guide allows no further token ends with its last token.
+        A request whose guide allows no further token ends with its last token. A request is held
+        if its guide does not know so soon.
         """
+        drawn: list[tuple[RequestState, Guide, int]] = []
         for index in plan.guided:
             request, token = launched.sampling[index], int(result.tokens[index])
-            if request.finish or request.guide is None:
+            if request.finish or request.guide is None or request.id in launched.left_out:
                 continue
-            error = request.guide.advance(token)
-            if error:
-                self._output.logprobs.pop(request.id, None)
-                self._end(request, Finish.INVALID, error=error)
-            elif request.guide.complete:
-                request.tokens.append(token)
-                self._end(request, Finish.STOP, token=token)
-            elif request.guide.finished:
-                self._drop_guide(request)
+            if token < 0:
+                self._fail_guided(request, NO_TOKEN)
+            else:
+                drawn.append((request, request.guide, token))
+        self._guide_threads.follow([(guide, token) for _, guide, token in drawn])
+        for request, guide, token in drawn:
+            if guide.advanced:
+                self._settle(request, guide, token)
+            else:
+                request.postponed = token, self._output.logprobs.pop(request.id, None)
+                self._hold(request)
+
+    def _settle(self, request: RequestState, guide: Guide, token: int) -> None:
+        """End a request if its guide says so, with a token that it has not got yet."""
+        if guide.error:
+            self._fail_guided(request, guide.error)
+        elif guide.complete:
+            request.tokens.append(token)
+            self._end(request, Finish.STOP, token=token)
+        elif guide.finished:
+            self._drop_guide(request)
+
+    def _fail_guided(self, request: RequestState, error: str) -> None:
+        if request.guide is not None and error != NO_TOKEN:
+            self.forget_grammar(request.guide.grammar)
+        self._output.logprobs.pop(request.id, None)
+        self._end(request, Finish.INVALID, error=error)
 
     def _drop_guide(self, request: RequestState) -> None:
-        self._guided -= request.guide is not None
-        request.guide = None
+        if request.guide is not None:
+            self._guided -= 1
+            request.guide.dropped = True
+            request.guide = None
 
     def _end(
         self, request: RequestState, finish: Finish, stop_token: int = -1, *, error: str = "", token: int | None = None
@@ -324,6 +425,7 @@ class Scheduler:
             if request.sampling.prompt_logprobs < 0:
                 self._stats.prefix_queries += request.prompt_length
                 self._stats.prefix_hits += request.cached_tokens
+        self._stats.tokens += len(self._output.token_ids)
         stats = copy(self._stats)
         stats.queue_seconds = [(each.waited, KINDS[not each.live]) for each in entered if each.arrived]
         stats.running = len(self._queues.live.running) + len(self._queues.batch.running)

@@ -23,7 +23,8 @@ class StepBuilder:
     """Collect the rows of one `StepPlan`.
 
     `budget` is the number of tokens left, `outstanding` the blocks that unfinished prefills still
-    need; `short` means that a running request got no block.
+    need; `short` means that a running request got no block. `left_out` has the requests whose
+    samples do not count, because their masks were late.
     """
 
     number: int
@@ -40,6 +41,7 @@ class StepBuilder:
     prompt_scores: list[PromptScores] = field(default_factory=list)
     scored: list[RequestState] = field(default_factory=list)
     entries: list[SlotEntry] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
 
     @property
     def first_entries(self) -> list[RequestState]:
@@ -82,7 +84,7 @@ class OutputBuilder:
     def take_logprobs(self, launched: StepBuilder, result: StepResult) -> None:
         for index, logprobs in result.logprobs.items():
             request = launched.sampling[index]
-            if not request.finish:
+            if not request.finish and request.id not in launched.left_out:
                 self.logprobs[request.id] = [logprobs]
         for request, scores in zip(launched.scored, result.prompt_logprobs, strict=True):
             if not request.finish:

@@ -124,8 +124,8 @@ class StepPlanner:
             if not budget:
                 break
             start, known = request.computed, request.known
-            if known >= request.limit:
-                continue  # its last token is in a launched step
+            if known >= request.limit or request.held:
+                continue  # its last token is in a launched step, or its guide is not ready
             count = known - start
             if count > budget:
                 count = budget
@@ -186,8 +186,10 @@ class StepPlanner:
         Their known tokens must fit beside the tokens that running requests may soon need.
         """
         queues = self._queues
-        while priority_class.waiting and not step.short and (room := self._room(step)):
-            request = priority_class.waiting[0]
+        while not step.short and (room := self._room(step)):
+            request = next((request for request in priority_class.waiting if not request.held), None)
+            if request is None:
+                return
             if self._whole_prompts and step.slots and not self._fits_whole(request, room):
                 return
             if request.known > len(request.tokens) or not queues.find_slot(request, room):

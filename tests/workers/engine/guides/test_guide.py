@@ -5,7 +5,7 @@ import pytest
 from tests.workers.engine.guides.texts import END, TOKENS, choice, regex, token
 from tests.workers.engine.models.tiny_models import VOCAB
 from workers.engine.guides.guide import Guide, is_void
-from workers.engine.guides.masks import MaskMaker
+from workers.engine.guides.guide_threads import GuideThreads
 from workers.engine.guides.vocabulary import Vocabulary
 from workers.engine.messages.core import OutputGuide
 
@@ -92,16 +92,19 @@ def test_a_mask_that_fails_fails_the_guide() -> None:
     without = Vocabulary([b"a", b"b"], VOCAB)
     stuck = Guide(OutputGuide(choice("ax")), without, without.compile(choice("ax")), (1,))
     assert stuck.advance(0) == ""
-    made = MaskMaker(1).make(without, [(3, stuck)])
+    stuck.prepare()
+    made, late = GuideThreads(1).masks([(3, stuck)])
     assert made.rows.tolist() == [3]
     assert not made.masks.any()
-    assert stuck.failure().startswith("the output's grammar cannot be followed: ")
-    assert "\n" not in stuck.failure()
+    assert not late
+    assert stuck.mask_error.startswith("the output's grammar cannot be followed: ")
+    assert "\n" not in stuck.mask_error
 
 
 def allowed(one: Guide) -> set[bytes]:
-    made = MaskMaker(1).make(VOCABULARY, [(0, one)])
-    bits = made.masks[0].view("uint32")
+    one.prepare()
+    assert one.mask is not None
+    bits = one.mask.view("uint32")
     return {TOKENS[number] for number in range(len(TOKENS)) if bits[number // 32] >> number % 32 & 1}
 
 

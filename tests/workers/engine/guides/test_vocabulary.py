@@ -6,7 +6,6 @@ import pytest
 from tests.workers.engine.guides.texts import END, TOKENS, bytes_of, choice, regex, schema, token
 from tests.workers.engine.models.tiny_models import VOCAB
 from workers.engine.guides.guide import Guide
-from workers.engine.guides.masks import MaskMaker
 from workers.engine.guides.vocabulary import Vocabulary
 from workers.engine.messages.core import OutputGuide
 
@@ -14,10 +13,11 @@ from workers.engine.messages.core import OutputGuide
 def allowed(vocabulary: Vocabulary, grammar: str, text: str = "", ends: tuple[int, ...] = (END,)) -> list[int]:
     guide = Guide(OutputGuide(grammar), vocabulary, vocabulary.compile(grammar), ends)
     assert not guide.replay(vocabulary.spell(text.encode()))
-    masks = MaskMaker(1).make(vocabulary, [(0, guide)])
-    bits = np.unpackbits(masks.masks.view(np.uint8), 1, vocabulary.vocab_size, "little")
-    assert not guide.failure()
-    return [int(number) for number in np.flatnonzero(bits[0])]
+    guide.prepare()
+    assert guide.mask is not None
+    assert not guide.mask_error
+    bits = np.unpackbits(guide.mask.view(np.uint8), None, vocabulary.vocab_size, "little")
+    return [int(number) for number in np.flatnonzero(bits)]
 
 
 @pytest.mark.parametrize("grammar", [choice("red"), 'start: "red"', schema({"const": "red"}), regex("red")])

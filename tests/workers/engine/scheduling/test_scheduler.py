@@ -105,7 +105,7 @@ def test_nothing_of_the_host_half_imports_torch() -> None:
         "messages.transport",
         "core",
         "guides.compiler",
-        "guides.masks",
+        "guides.guide_threads",
         "client.async_engine",
     ]
     code = (
