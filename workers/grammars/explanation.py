@@ -22,7 +22,7 @@ _UNSUPPORTED = re.compile(r"Unimplemented keys: (\[.*\])")
 _UNSATISFIABLE = re.compile(r"Unsatisfiable schema: (.*)")
 _REGEX = re.compile(r"regex parse error:\n\s*(.*)\n(?:.*\n)*?error: (.*)")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
-_EXCESS = re.compile("panic|too complex|too large|limit|fuel exhausted", re.IGNORECASE)
+_EXCESS = re.compile("panic|too complex|too large|limit|fuel exhausted|current row has", re.IGNORECASE)
 _LONGEST = 300  # characters quoted from the library's error
 
 

@@ -20,6 +20,9 @@ WHITESPACE = r" |\n(?: {1,16}|\t{1,8})?"
 indentation. Without a bound a model may emit whitespace forever.
 """
 
+_MOST_OPTIONAL = 500
+"""Most optional properties of an object: 2,000 items of the library's parser."""
+
 _YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (
@@ -71,6 +74,7 @@ def prepare_parsed(schema: Schema, whitespace: str | None = None) -> dict[str, A
         raise FormatError("The schema is false, which no JSON value can meet.")
     root: dict[str, Any] = {} if schema is True else schema
     for node in subschemas(root):
+        _check_optional(node)
         rewrite(node)
         replace_used_patterns(node)
         _make_formats_exact(node)
@@ -102,6 +106,18 @@ def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
     if whitespace == "":
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": WHITESPACE if whitespace is None else whitespace}
+
+
+def _check_optional(node: dict[str, Any]) -> None:
+    named, required = node.get("properties"), _list(node.get("required"))
+    if not isinstance(named, dict):
+        return
+    optional = named.keys() - {name for name in required if isinstance(name, str)}
+    if len(optional) > _MOST_OPTIONAL:
+        raise FormatError(
+            f"An object of the schema has {len(optional)} optional properties, '{min(optional)}' among them, and at"
+            f" most {_MOST_OPTIONAL} are supported: require the others, or put some into objects of their own."
+        )
 
 
 def _make_formats_exact(node: dict[str, Any]) -> None:

@@ -177,6 +177,24 @@ def test_a_schema_cannot_be_made_lenient_from_inside() -> None:
         compile_format(of_schema({"not": {}, "x-guidance": {"lenient": True}}), BYTES)
 
 
+def test_an_object_may_have_500_optional_properties() -> None:
+    def of(count: int, required: int = 0) -> dict[str, Any]:
+        names = [f"p{number}" for number in range(count)]
+        return {
+            "type": "object",
+            "properties": {name: {"type": "null"} for name in names},
+            "required": names[:required],
+        }
+
+    assert accepts(of_schema(of(500)), '{"p0":null,"p499":null}')
+    assert accepts(of_schema(of(600, 100)), json.dumps(dict.fromkeys(f"p{number}" for number in range(100))))
+    with pytest.raises(FormatError, match="has 6000 optional properties, 'p0' among them, and at most 500 are supp"):
+        compile_format(of_schema({"items": of(6000)}), BYTES)
+    halves = [{"type": "object", "properties": {f"{half}{at}": {} for at in range(300)}} for half in "ab"]
+    with pytest.raises(FormatError, match=r"too large, or too much of it is nested: .*max is 2000"):
+        compile_format(of_schema({"allOf": halves}), BYTES)
+
+
 def test_a_schema_may_be_nested_up_to_a_depth() -> None:
     schema: dict[str, Any] = {"type": "null"}
     for _ in range(90):

@@ -1,8 +1,7 @@
 """Advance guides and make their masks beside the core's thread.
 
 A step waits for its guides, but not long: a row whose mask is late is left out, and comes in a
-later step. A guide whose tokens take long is followed at the lowest priority, and no step waits for
-it.
+later step. A guide whose tokens take long is followed at a low priority, and no step waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _PATIENCE, _LEAST_PATIENCE = 0.1, 0.0005
 """Share of a step's time, and the fewest seconds, that it waits for guides: once for their last
 tokens, and once for their masks. A guide that needs more for a token is slow.
 """
-_LOWEST_PRIORITY = 19
+_NICE = 10
+"""A tenth of the share of a thread of the model. At 19 a thread would hold the GIL for too long."""
 
 Drawn = tuple[Guide, int]
 """A guide, and the token that was drawn for it."""
@@ -118,10 +118,10 @@ class GuideThreads:
 
     @cached_property
     def _slow_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._num_threads, "slow-masks", _give_way)
+        return ThreadPoolExecutor(max(1, self._num_threads // 2), "slow-masks", _give_way)
 
 
 def _give_way() -> None:
     """Lower the priority of this thread. Only Linux has a priority by thread."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
