@@ -83,7 +83,7 @@ def prepare_parsed(schema: Schema, whitespace: str | None = None) -> dict[str, A
     pointed = targets(nodes, root)
     close_objects(nodes, pointed)
     cut_endless(nodes, root, pointed)
-    root["x-guidance"] = _whitespace_options(whitespace)
+    root["x-guidance"] = whitespace_options(whitespace)
     return root
 
 
@@ -101,7 +101,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
+def whitespace_options(whitespace: str | None) -> dict[str, Any]:
     """Return the llguidance options of a schema. They replace all options it came with."""
     if whitespace == "":
         return {"whitespace_flexible": False}

@@ -9,10 +9,15 @@ from collections.abc import Iterable
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from workers.grammars.json_schema import whitespace_options
 from workers.text.errors import FormatError
 
+_WHITESPACE_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
+_JSON = json.JSONDecoder()
 _UNWRITABLE = re.compile(r"([\x00-\x08\x0b\x0c\x0e-\x1f\x7f]+)")  # not allowed in a Lark string
 _GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+_JSON_PART = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*|(%json\s*)(?={)')
+"""A string, a regular expression, a comment or, as a group, the beginning of a JSON Schema."""
 
 
 def literal(text: str) -> str:
@@ -58,13 +63,31 @@ def to_lark(grammar: str) -> str:
     FormatError.
     """
     if not _GBNF_RULE.search(grammar):
-        return grammar
+        return _bound_whitespace(grammar)
     try:
         return str(gbnf_to_lark(grammar))
     except RecursionError:
         raise FormatError("The grammar is nested too deeply.") from None
     except Exception as error:  # the converter raises plain Exception
         raise FormatError(f"The grammar cannot be read as EBNF: {' '.join(str(error).split())}.") from None
+
+
+def _bound_whitespace(grammar: str) -> str:
+    """Bound the whitespace of the JSON Schemas inside a grammar, unless their options say more."""
+    parts, done = [], 0
+    for match in _JSON_PART.finditer(grammar):
+        if match[1] is None or match.end() < done:
+            continue
+        try:
+            schema, end = _JSON.raw_decode(grammar, match.end())
+        except (ValueError, RecursionError):  # the compiler says what is wrong
+            continue
+        options = schema.get("x-guidance", {})
+        if isinstance(options, dict) and not _WHITESPACE_OPTIONS & options.keys():
+            schema["x-guidance"] = whitespace_options(None) | options
+            parts += [grammar[done : match.end()], json.dumps(schema)]
+            done = end
+    return "".join([*parts, grammar[done:]])
 
 
 def regex_terminal(pattern: str) -> str:

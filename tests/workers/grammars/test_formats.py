@@ -29,6 +29,8 @@ name ::= [a-z]{2,3}
         ("choice", '[""]', [""], ["x"]),
         ("grammar", 'start: a+\na: "x" | "(" a ")"', ["x", "x((x))"], ["", "(x"]),
         ("grammar", "?start: /[a-c]+/", ["abc"], ["d"]),
+        ("grammar", 'start: "%json {" /[%]/ j\nj: %json {"type": "array"}', ["%json {%[\n  1]"], ["%json {%[  1]"]),
+        ("grammar", 'start: %json {"x-guidance": {"whitespace_flexible": false}}', ["[1]"], ["[ 1]"]),
         ("grammar", GBNF, ["1", "12,x-ab", "x-abc,7"], ["x-a", "1,", "x-abcd"]),
     ],
 )
@@ -36,6 +38,31 @@ def test_an_answer_has_the_form(kind: FormatKind, source: str, good: list[str], 
     wanted = OutputFormat(kind, source)
     assert [text for text in good if not accepts(wanted, text)] == []
     assert [text for text in bad if accepts(wanted, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "before"),
+    [
+        ("json_object", "", '{"a": {'),
+        ("json_schema", '{"properties": {"a": {"type": "object"}}}', '{"a": {'),
+        ("grammar", 'start: "x" /y/ j\nj: %json {"type": "object"}', "xy{"),
+        (
+            "structural_tag",
+            '{"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f>"]}',
+            "<f>{",
+        ),
+        (
+            "structural_tag",
+            '{"format": {"type": "grammar", "grammar": "start: %json {\\"type\\": \\"object\\"}"}}',
+            "{",
+        ),
+    ],
+)
+def test_whitespace_between_the_tokens_of_json_is_bounded(kind: FormatKind, source: str, before: str) -> None:
+    matcher = BYTES.compile(compile_format(OutputFormat(kind, source), BYTES))
+    assert matcher.try_consume_tokens(list(before.encode())) == len(before)
+    for blanks in (" " * 20, "\n" * 20, "\t" * 20, "\n" + " " * 20, " \n" * 20):
+        assert matcher.deep_copy().try_consume_tokens(list(blanks.encode())) <= 17
 
 
 def test_as_many_choices_as_fit_are_taken() -> None:
