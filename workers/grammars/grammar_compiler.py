@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 
 import msgspec
 
@@ -25,7 +26,10 @@ from workers.text.errors import CompilerEndedError, FormatError, GrammarCompiler
 logger = logging.getLogger(__name__)
 
 SECONDS = 5.0
-"""Seconds that one grammar may take to compile."""
+"""Seconds of a processor that one grammar may take to compile."""
+
+_WATCH_SECONDS = 60.0
+"""Seconds after which a process that has not used the processor hangs."""
 
 _START_SECONDS = 30.0
 
@@ -83,14 +87,11 @@ class GrammarCompiler:
 
     async def _try(self, wanted: OutputFormat) -> str:
         process = await self._started()
-        try:
-            async with asyncio.timeout(self._seconds):
-                compiled = await process.compile(next(self._numbers), wanted)
-        except TimeoutError:
+        compiled = await process.compile(next(self._numbers), wanted)
+        if compiled.unfinished:
             logger.warning("killing the grammar compiler: a grammar takes longer than %g s", self._seconds)
             await process.end()
             self._replace()
-            raise FormatError(f"It takes longer than {self._seconds:g} s to compile; make it smaller.") from None
         if compiled.error:
             raise FormatError(compiled.error)
         return compiled.grammar
@@ -99,7 +100,7 @@ class GrammarCompiler:
         async with self._starting:
             if self._process is None or self._process.ended:
                 tokens = await self._tokens()
-                self._process = _CompilerProcess()
+                self._process = _CompilerProcess(self._seconds)
                 await self._process.start(tokens)
             return self._process
 
@@ -124,9 +125,10 @@ class GrammarCompiler:
 class _CompilerProcess:
     """One compiler process, from its start to its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: of a processor, for one grammar."""
         self.ended = False
-        self._killed = False
+        self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[int, asyncio.Future[Compiled]] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -158,8 +160,26 @@ class _CompilerProcess:
             raise
 
     async def compile(self, number: int, wanted: OutputFormat) -> Compiled:
-        """Return its reply for a form. Raises CompilerEndedError."""
-        return await self._answer_to(number, Compile(number, wanted))
+        """Return its reply for a form. Raises CompilerEndedError, also if it hangs."""
+        answer = asyncio.ensure_future(self._answer_to(number, Compile(number, wanted)))
+        try:
+            used = self._processor_seconds()
+            while not (await asyncio.wait({answer}, timeout=_WATCH_SECONDS))[0]:
+                before, used = used, self._processor_seconds()
+                if used == before:
+                    logger.warning("killing the grammar compiler: it hangs")
+                    await self.end()
+            return await answer
+        finally:
+            answer.cancel()
+
+    def _processor_seconds(self) -> float:
+        """Return the processor time that it has used; 0 where the system does not say."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def end(self) -> None:
         """Kill it; return once it has exited."""
@@ -183,6 +203,7 @@ class _CompilerProcess:
     def _launch(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         command = ["-P", "-m", "workers.grammars.compiler_process", "--fd", str(theirs.fileno())]
+        command += ["--seconds", str(self._seconds)]
         try:
             with theirs:
                 self._process = subprocess.Popen(

@@ -22,8 +22,12 @@ class Compile(msgspec.Struct, array_like=True):
 
 
 class Compiled(msgspec.Struct, array_like=True):
-    """The grammar of the form with that number, or a sentence with the error."""
+    """The grammar of the form with that number, or a sentence with the error.
+
+    `unfinished`: a thread still compiles it, and has used up its processor time.
+    """
 
     number: int = 0
     grammar: str = ""
     error: str = ""
+    unfinished: bool = False

@@ -70,12 +70,39 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_the_others_are_compiled()
         await compiler.compile(FINE[0])
         pid = compiler.pid
         culprit, *others = await asyncio.gather(*(outcome(compiler, wanted) for wanted in (TOO_LONG, *FINE)))
-        assert culprit == "It takes longer than 5 s to compile; make it smaller."
+        assert culprit == "It takes longer than 5 s of a processor to compile; make it smaller."
         assert others == [""] * len(FINE)
         assert await outcome(compiler, FINE[0]) == ""
         assert compiler.pid != pid
 
     run(work, seconds=5.0)
+
+
+def test_time_without_a_processor_does_not_count() -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        await compiler.compile(FINE[0])
+        assert compiler.pid is not None
+        os.kill(compiler.pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(outcome(compiler, FINE[1]))
+        assert not (await asyncio.wait({waiting}, timeout=1.5))[0]
+        os.kill(compiler.pid, signal.SIGCONT)
+        assert await waiting == ""
+
+    run(work, seconds=1.0)
+
+
+def test_a_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.grammars.grammar_compiler._WATCH_SECONDS", 0.5)
+
+    async def work(compiler: GrammarCompiler) -> None:
+        await compiler.compile(FINE[0])
+        pid = compiler.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        assert await outcome(compiler, FINE[1]) == ""
+        assert compiler.pid != pid
+
+    run(work)
 
 
 def test_another_process_is_ready_when_a_grammar_has_ended_one() -> None:
