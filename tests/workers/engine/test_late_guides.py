@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.workers.engine.driving import run
-from tests.workers.engine.guides.test_compiler import SECONDS, finished
+from tests.workers.engine.guides.test_compiler import SECONDS, Panic, finished
 from tests.workers.engine.guides.texts import choice, regex
 from tests.workers.engine.test_guided import DEPTHS, GREEDY, answer, guided_core, in_a_batch, plain, request, written
 from workers.engine.guides.guide import Guide
@@ -105,10 +105,6 @@ def test_a_mask_has_a_limit_of_parser_items(monkeypatch: pytest.MonkeyPatch) -> 
     got = answer(guided_core(), request(1, AMBIGUOUS, SamplingParams(100, temperature=0.0, min_tokens=100)))
     assert got.finish is Finish.INVALID
     assert "Too many items (limit 300; mask)" in got.error
-
-
-class Panic(BaseException):
-    """Derives from `BaseException`, as what the library's Rust code raises does."""
 
 
 @DEPTHS

@@ -30,14 +30,14 @@ _COMPILED_CHARACTERS = 1 << 22
 _NOT_COMPILED = "the output's grammar cannot be compiled: "
 
 
-class Refused(NamedTuple):
+class GuideRefusal(NamedTuple):
     """The reason why there is no guide, as a sentence."""
 
     error: str
     finish: Finish = Finish.INVALID
 
 
-Made = Guide | Refused
+Made = Guide | GuideRefusal
 T = TypeVar("T")
 
 
@@ -87,7 +87,7 @@ class GuideCompiler:
         spec = request.guide
         if spec is None or self._vocabulary is None:
             reason = "an output with a grammar needs the vocabulary's text, which has not been sent"
-            self._hand_over(request, Refused(reason, Finish.ERROR))
+            self._hand_over(request, GuideRefusal(reason, Finish.ERROR))
         else:
             self._create(request, spec, self._compile(spec.grammar) if spec.grammar else None)
 
@@ -169,18 +169,18 @@ class GuideCompiler:
         try:
             matcher = None if compiled is None else compiled.result().deep_copy()
             error = "" if matcher is None else error_of(matcher)
-            return Refused(_NOT_COMPILED + error) if error else self._guide(request, spec, matcher)
+            return GuideRefusal(_NOT_COMPILED + error) if error else self._guide(request, spec, matcher)
         except BaseException as error:  # includes the library's panics: the request must not wait forever
-            return Refused(f"{_NOT_COMPILED}{error}")
+            return GuideRefusal(f"{_NOT_COMPILED}{error}")
 
     def _guide(self, request: EngineRequest, spec: OutputGuide, matcher: LLMatcher | None) -> Made:
         stops = frozenset(request.sampling.stop_token_ids)
         ends = stops if request.sampling.ignore_eos else stops | self._eos_token_ids
         guide = Guide(spec, self.vocabulary, matcher, ends)
         if spec.reasoning_budget >= 0 and spec.in_reasoning and not self.vocabulary.spell(spec.reasoning_end.encode()):
-            return Refused(f"the vocabulary has no tokens for {spec.reasoning_end!r}, which ends the reasoning")
+            return GuideRefusal(f"the vocabulary has no tokens for {spec.reasoning_end!r}, which ends the reasoning")
         error = guide.replay(request.output_token_ids)
-        return Refused(error) if error else guide
+        return GuideRefusal(error) if error else guide
 
     def _hand_over(self, request: EngineRequest, made: Made) -> None:
         self._made.put((request, made))

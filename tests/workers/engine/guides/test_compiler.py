@@ -67,6 +67,16 @@ def test_a_long_compile_holds_up_no_other_request(depth: int, gate: Gate) -> Non
     assert gate.compiled.count(choice("later")) == 1
 
 
+def test_an_aborted_request_leaves_no_guide_behind(gate: Gate) -> None:
+    core = guided_core()
+    core.add([request(1, choice("later")), plain(2)])
+    core.abort([1])
+    gate.open.set()
+    wait_until(lambda: not core._guides._made.empty(), SECONDS, "the guide")
+    assert drive(core, {2}) == {1: Finish.ABORT, 2: Finish.LENGTH}
+    assert core._guides._made.empty()
+
+
 def test_a_live_request_counts_as_waiting_while_its_guide_is_made(gate: Gate) -> None:
     core = guided_core()
     held = request(1, choice("later"))
