@@ -412,6 +412,8 @@ class Running:
             reason = error or "The engine ended this request without a reason."
             if finish == Finish.INVALID:
                 return self._fail(request, ApiError(400, reason, code="invalid_value"))
+            if finish == Finish.NOT_FINITE:
+                return self._fail(request, _not_finite(request.claim, reason, self._engine.info.dtype))
             return self._fail(request, ApiError(500, reason, "server_error", code="engine_error"))
         if not sequence.ended:
             sequence.end("length" if finish == Finish.LENGTH else "stop", stop_token)
@@ -456,6 +458,13 @@ class Running:
             self._without_grammar.discard(request)
             return []
         return list(request.running)
+
+
+def _not_finite(claim: Claim, numbers: str, dtype: str) -> ApiError:
+    """Return the error of a request for which the model's numbers are not finite."""
+    advice = "its weights may be damaged" if dtype == "float32" else "serve it with --dtype float32"
+    message = f"The model {claim.request.model!r} failed: {numbers} are not finite, computed in {dtype}; {advice}."
+    return ApiError(500, message, "server_error", code="not_finite")
 
 
 def _unforeseen(claim: Claim, error: Exception) -> ApiError:

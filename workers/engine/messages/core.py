@@ -16,10 +16,18 @@ from workers.engine.messages.metrics import KINDS, LATENCY_BUCKETS, Counter, Gau
 MAX_SEED = 2**64 - 1
 
 
+ALL_EXCLUDED = (
+    "no token is left to go on with: allowed_token_ids, bad_words and min_tokens rule out all of them; give up one of"
+    " them"
+)
+"""The error of a request that ends with `Finish.INVALID` and has no grammar."""
+
+
 class Finish(IntEnum):
     """The reason for a request's end.
 
-    RUNNING: it has not ended. INVALID: its own parameters allow no next token.
+    RUNNING: it has not ended. INVALID: its own parameters allow no next token. NOT_FINITE: the
+    model computed NaN or infinity for it.
     """
 
     RUNNING = 0
@@ -28,6 +36,7 @@ class Finish(IntEnum):
     ABORT = 3
     ERROR = 4
     INVALID = 5
+    NOT_FINITE = 6
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -65,6 +74,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
     prompt_logprobs: int = -1
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """Return whether some tokens may not be drawn."""
+        return bool(self.allowed_token_ids or self.bad_words or self.min_tokens)
 
     def __post_init__(self) -> None:
         for name, (interval, low, high) in _RANGES.items():
@@ -342,7 +356,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     - `stop_token[i]`: the id that ended the request, which is its last token, or -1.
     - `cached_tokens[i]`: number of prompt tokens from the prefix cache in the request's first
       entry, 0 in later ones.
-    - `errors`: a sentence for each request ended by ERROR or INVALID.
+    - `errors`: a sentence for each request ended by ERROR or INVALID; for NOT_FINITE, which numbers
+      are not finite.
     - `logprobs`: by request id, one item per token of the entry; only if requested.
     - `prompt_logprobs`: with the first token of a request, one item per prompt token from the
       second on; only if requested.
