@@ -45,6 +45,7 @@ class Collector:
             len(choices),
             sum(count for live, count in choices if not live),
             sum(count for live, count in choices if live),
+            live_places=sum(count for live, count in choices if live),
         )
 
     def start(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
@@ -64,7 +65,8 @@ class Collector:
         (Load(requests=5, batch=10), (8, 24), (4, 12)),  # of two choices each
         (Load(requests=18, batch=18), (0, 16), (0, 16)),
         (Load(requests=1, batch=40), (-22, 16), (0, 1)),  # too many choices leave the live calls theirs
-        (Load(requests=34, batch=18, live=16), (-16, 0), (0, 0)),
+        (Load(requests=34, batch=18, live=16, live_places=16), (-16, 0), (0, 0)),
+        (Load(requests=1, live=64, live_places=8), (-46, 26), (0, 1)),  # a call of many choices stops no other
     ],
 )
 def test_places_are_shared_and_some_are_for_live_calls(

@@ -166,6 +166,17 @@ class OutputGuide(msgspec.Struct, frozen=True):
     reasoning_begin: str = ""
 
 
+class LiveShare(msgspec.Struct, frozen=True):
+    """The tenant and the call among which live requests share the slots; both names are opaque.
+
+    A tenant of weight 2 gets twice the slots of one of weight 1.
+    """
+
+    tenant: str
+    call: str
+    weight: float = 1.0
+
+
 class EngineRequest(msgspec.Struct):
     """One sequence to generate, or, with `pooling`, one text to pool.
 
@@ -183,6 +194,7 @@ class EngineRequest(msgspec.Struct):
     - `timed`: outputs include the times at which it got a slot.
     - `pooling`: the request has no output, and `sampling` is ignored.
     - `second_text`: index of the first token of a pair's second text, 0 for none.
+    - `share`: of a live request; without one, all requests belong to one tenant.
     """
 
     request_id: int
@@ -198,6 +210,7 @@ class EngineRequest(msgspec.Struct):
     timed: bool = False
     pooling: PoolingParams | None = None
     second_text: int = 0
+    share: LiveShare | None = None
 
 
 class SetVocabulary(msgspec.Struct, tag="vocabulary", array_like=True):

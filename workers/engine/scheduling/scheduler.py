@@ -138,7 +138,7 @@ class Scheduler:
                 self._guided += 1
             if added.sampling.prompt_logprobs >= 0:
                 self._output.fresh_scores[added.id] = []
-            self._queues.wait(added)
+            self._queues.add(added)
 
     def refuse(self, request: EngineRequest, finish: Finish, error: str = "") -> None:
         """End a request that has not been added."""

@@ -4,6 +4,7 @@ A batch request does not start merely because its first tokens fit: the admissio
 (`admission.py`).
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -56,11 +57,15 @@ class StepPlanner:
         """Advance the running requests, and start live ones, in a step with a time limit.
 
         Live requests come first, then batch requests; in each class, decoding requests come first.
+        A prompt of a tenant that has less than its share does not wait for the prompts of others.
         """
         live, batch = self._queues.live, self._queues.batch
+        self._queues.share_live(step.budget)
         self._advance(decoding(live.running), step)
         left = self._time = LiveStepTime(self._cost, self._live_step_seconds, step, batch, self._live_prompts())
         left.keep_for_batch(step)
+        if live.waiting:
+            self._admit(live, step, max((request.place for request in in_prompt(live.running)), default=0.0))
         self._advance_prompts(live.running, step)
         self._admit(live, step)
         left.open_to_batch(step)
@@ -79,6 +84,8 @@ class StepPlanner:
     def _advance_prompts(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Advance the requests that do not decode yet, while time is left."""
         for request in in_prompt(requests):
+            if request.last_step == step.number:
+                continue  # it has just begun
             if not self._room(step):
                 step.outstanding += self._kv_cache.blocks_for(request.known - request.capacity)
             else:
@@ -180,14 +187,16 @@ class StepPlanner:
             if not self._batching.defers(len(self._slots.free), self._pool.num_free, running):
                 self._admit(queues.batch, step)
 
-    def _admit(self, priority_class: PriorityClass, step: StepBuilder) -> None:
-        """Admit waiting requests by priority.
+    def _admit(self, priority_class: PriorityClass, step: StepBuilder, before: float = math.inf) -> None:
+        """Admit waiting requests by priority, of places lower than `before`.
 
         Their known tokens must fit beside the tokens that running requests may soon need.
         """
         queues = self._queues
         while priority_class.waiting and not step.short and (room := self._room(step)):
             request = priority_class.waiting[0]
+            if request.place >= before:
+                return
             if self._whole_prompts and step.slots and not self._fits_whole(request, room):
                 return
             if request.known > len(request.tokens) or not queues.find_slot(request, room):
