@@ -163,7 +163,7 @@ class Intake:
         slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
         room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs, slots))
         room = max(0, min(room, self._room_beside(load)))
-        beyond = 0 if live_room else _OTHERS
+        beyond = _OTHERS if self._woken else 0
         self._woken = False
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         try:

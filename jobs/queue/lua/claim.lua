@@ -314,7 +314,9 @@ if has_tries and limit > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
 end
 if not isolating then
   take_in_turn(models)
-  take_of_others(models, tonumber(ARGV[8]), ARGV[9])
+  if #items >= live_limit then
+    take_of_others(models, tonumber(ARGV[8]), ARGV[9])
+  end
 end
 
 if redis.call('HEXISTS', key.WORKERS, worker) == 1 then

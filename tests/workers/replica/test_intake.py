@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -28,6 +29,7 @@ from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer.load(DEMO_MODEL)
+TENANT = "live_" + 12 * "a"
 BODY = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}).encode()
 
 
@@ -46,6 +48,7 @@ class Collector:
             sum(count for live, count in choices if not live),
             sum(count for live, count in choices if live),
             live_places=sum(count for live, count in choices if live),
+            tenants=Counter(item.claim.key.tenant_mark for item in self.taken if item.claim.live),
         )
 
     def start(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
@@ -227,7 +230,7 @@ def test_a_live_call_that_finds_no_place_gets_the_next_one(queue: Queue, monkeyp
 
     async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
         for count in range(1, 6):  # for four there are places
-            queue.submit(f"live_{count}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+            queue.submit(f"{TENANT}{count}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
             intake.wake()
             await until(lambda taken=min(count, 4): len(collector.taken) == taken, "the live call")
         for _ in range(5):  # turns of the loop, in which it finds no place
@@ -237,6 +240,27 @@ def test_a_live_call_that_finds_no_place_gets_the_next_one(queue: Queue, monkeyp
         await until(lambda: len(collector.taken) == 4, "the last live call")
 
     with_intake(queue, 1, scenario)
+
+
+def test_other_tenants_find_a_place_where_one_has_taken_all(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two each, which is half of their share of 16 slots; the first one gets no more."""
+    monkeypatch.setattr("workers.replica.intake.LOOK_SECONDS", 600.0)
+
+    def submit(tenant: str, count: int) -> None:
+        for number in range(count):
+            queue.submit(f"{tenant}{number}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        submit(TENANT, 60)
+        intake.wake()
+        await until(lambda: len(collector.taken) == 34, "all places to be taken")
+        for letter in "bc":
+            submit("live_" + 12 * letter, 2)
+        intake.wake()
+        await until(lambda: len(collector.taken) == 38, "the calls of the others")
+        assert collector.load().tenants == {12 * "a": 34, 12 * "b": 2, 12 * "c": 2}
+
+    with_intake(queue, 16, scenario)
 
 
 def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:

@@ -57,15 +57,16 @@ class StepPlanner:
         """Advance the running requests, and start live ones, in a step with a time limit.
 
         Live requests come first, then batch requests; in each class, decoding requests come first.
-        A prompt of a tenant that has less than its share does not wait for the prompts of others.
+        A prompt of a tenant that has less than its share does not wait for longer ones of others.
         """
         live, batch = self._queues.live, self._queues.batch
         self._queues.share_live(step.budget)
         self._advance(decoding(live.running), step)
         left = self._time = LiveStepTime(self._cost, self._live_step_seconds, step, batch, self._live_prompts())
         left.keep_for_batch(step)
-        if live.waiting:
-            self._admit(live, step, max((request.place for request in in_prompt(live.running)), default=0.0))
+        if live.waiting and live.waiting[0].place:
+            begun = ((request.place, request.known - request.computed) for request in in_prompt(live.running))
+            self._admit(live, step, max(begun, default=(0.0, 0)))
         self._advance_prompts(live.running, step)
         self._admit(live, step)
         left.open_to_batch(step)
@@ -187,15 +188,17 @@ class StepPlanner:
             if not self._batching.defers(len(self._slots.free), self._pool.num_free, running):
                 self._admit(queues.batch, step)
 
-    def _admit(self, priority_class: PriorityClass, step: StepBuilder, before: float = math.inf) -> None:
-        """Admit waiting requests by priority, of places lower than `before`.
+    def _admit(
+        self, priority_class: PriorityClass, step: StepBuilder, before: tuple[float, int] = (math.inf, 0)
+    ) -> None:
+        """Admit waiting requests by priority, as long as place and length are less than `before`.
 
         Their known tokens must fit beside the tokens that running requests may soon need.
         """
         queues = self._queues
         while priority_class.waiting and not step.short and (room := self._room(step)):
             request = priority_class.waiting[0]
-            if request.place >= before:
+            if (request.place, request.known) >= before:
                 return
             if self._whole_prompts and step.slots and not self._fits_whole(request, room):
                 return
