@@ -3,11 +3,11 @@ when each of its chunks came.
 
     python -m benchmarks.live_load < plan.json
 
-The plan is one JSON object: `host`, `port`, `concurrency` (most calls at once; null: no limit) and
-`calls`, each with `at` (seconds after the start at which it is sent) and `body`. One JSON object is
-printed: `calls` in the order of the plan and `cpu_seconds`, the processor time of this process
-while it sent and read. To leave the processors to the server, it only stores what it reads, and
-parses it after the last call has ended.
+The plan is one JSON object: `host`, `port`, `key` (an API key; "" for none), `concurrency` (most
+calls at once; null: no limit) and `calls`, each with `at` (seconds after the start at which it is
+sent) and `body`. One JSON object is printed: `calls` in the order of the plan and `cpu_seconds`,
+the processor time of this process while it sent and read. To leave the processors to the server, it
+only stores what it reads, and parses it after the last call has ended.
 """
 
 import asyncio
@@ -68,14 +68,15 @@ def main() -> None:
 
 
 def start_load(
-    host: str, port: int, calls: Sequence[dict[str, Any]], concurrency: int | None = None
+    host: str, port: int, calls: Sequence[dict[str, Any]], concurrency: int | None = None, key: str = ""
 ) -> subprocess.Popen:
     """Start the generator's process with its plan; `wait_for_load` returns its result."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.live_load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None
-    json.dump({"host": host, "port": port, "calls": list(calls), "concurrency": concurrency}, process.stdin)
+    plan = {"host": host, "port": port, "key": key, "calls": list(calls), "concurrency": concurrency}
+    json.dump(plan, process.stdin)
     process.stdin.close()
     return process
 
@@ -106,17 +107,17 @@ async def _run(plan: dict[str, Any]) -> dict[str, Any]:
     async def send(call: dict[str, Any]) -> "_Stream":
         await asyncio.sleep(call["at"] - (time.perf_counter() - began))
         async with limit:
-            return await _stream(plan["host"], plan["port"], call["body"])
+            return await _stream(plan["host"], plan["port"], plan["key"], call["body"])
 
     streams = await asyncio.gather(*map(send, plan["calls"]))
     used = time.process_time() - used
     return {"calls": [_events(stream) for stream in streams], "cpu_seconds": round(used, 3)}
 
 
-async def _stream(host: str, port: int, body: dict[str, Any]) -> "_Stream":
+async def _stream(host: str, port: int, key: str, body: dict[str, Any]) -> "_Stream":
     """POST a body and read to the end."""
     content = json.dumps(body).encode()
-    stream = _Stream(_head(host, port, len(content)) + content)
+    stream = _Stream(_head(host, port, key, len(content)) + content)
     connecting = asyncio.get_running_loop().create_connection(lambda: stream, host, port)
     await asyncio.wait_for(connecting, _SECONDS_TO_CONNECT)
     await stream.ended
@@ -158,10 +159,11 @@ def _events(stream: _Stream) -> dict[str, Any]:
     return {"sent": stream.sent, "events": events, "refusal": refusal[-1:]}
 
 
-def _head(host: str, port: int, length: int) -> bytes:
+def _head(host: str, port: int, key: str, length: int) -> bytes:
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     return (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {length}\r\nConnection: close\r\n\r\n"
+        f"{authorization}Content-Length: {length}\r\nConnection: close\r\n\r\n"
     ).encode()
 
 

@@ -7,6 +7,7 @@ A client that leaves cancels its call.
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -92,6 +93,8 @@ async def answer(request: Request, parse: Callable[[bytes], Call | PoolingCall |
         await _for_a_moment(live.close())
         raise
     await live.close()
+    if result.status == HTTPStatus.INTERNAL_SERVER_ERROR:  # a repetition would fail in the same way
+        note_headers(request, {"x-should-retry": "false"})
     return Response(result.body, result.status, media_type="application/json")
 
 

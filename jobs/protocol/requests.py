@@ -9,6 +9,7 @@ import msgspec
 from jobs.protocol.results import PositionLogprobs, Result
 
 LIVE_PREFIX = "live_"
+_MARK_LENGTH = 12
 
 DefaultsMark = Literal["", "max_tokens", "worker"]
 """How a line gets its model's defaults.
@@ -37,7 +38,7 @@ def is_live_id_of(tenant: str, live_id: str) -> bool:
 
 def mark_of(tenant: str) -> str:
     """Return the mark of a tenant in its live ids."""
-    return hashlib.sha256(tenant.encode()).hexdigest()[:12]
+    return hashlib.sha256(tenant.encode()).hexdigest()[:_MARK_LENGTH]
 
 
 class RequestKey(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -48,6 +49,11 @@ class RequestKey(msgspec.Struct, frozen=True, order=True, gc=False):
 
     def __str__(self) -> str:
         return f"{self.batch}/{self.line}"
+
+    @property
+    def tenant_mark(self) -> str:
+        """Return the mark of a live call's tenant."""
+        return self.batch[len(LIVE_PREFIX) :][:_MARK_LENGTH]
 
     @property
     def live(self) -> bool:
@@ -106,6 +112,7 @@ class Claim(msgspec.Struct):
     live: bool
     watched: bool = False
     engine_crashes: int = 0  # engine cores that died with this request in flight
+    weight: float = 1.0  # of a live call's tenant
 
 
 class ToolCallDelta(msgspec.Struct, array_like=True):

@@ -5,7 +5,7 @@ its header has its rules. Batches are in `batch_records.py`, streams in `streams
 models in `registry.py` and `on_demand.py`, limits in `limits.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
@@ -109,12 +109,21 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         return int(answer)
 
     def claim(
-        self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
+        self,
+        worker: str,
+        seq: int,
+        limit: int,
+        *,
+        models: list[str],
+        live_limit: int | None = None,
+        beyond: int = 0,
+        served: Collection[str] = (),
     ) -> list[Claim]:
         """Claim up to `limit` requests for one of `models`, live ones first.
 
-        `live_limit` (default `limit`) allows more live calls. A claim that stops at `CLAIM_BYTES`
-        wakes the worker again.
+        `live_limit` (default `limit`) allows more live calls, and `beyond` further ones, one for
+        each tenant whose mark is not in `served`. A claim that stops at `CLAIM_BYTES` wakes the
+        worker again.
 
         A worker that holds nothing may get quarantined requests (`Claim.engine_crashes` above 0),
         and then no others until it holds none of them.
@@ -122,14 +131,14 @@ class Queue(BatchQueue, Streams, Registry, OnDemand, Gauges, RateLimits):
         `seq` rises with every call of a worker. The same number returns the same requests again,
         without those lost since. A smaller number is a late duplicate and returns none.
         """
-        if limit <= 0 and not live_limit:
+        if limit <= 0 and not live_limit and not beyond:
             return []
         room = min(limit, MAX_ITEMS)
         live_room = room if live_limit is None else min(max(live_limit, room), MAX_ITEMS)
         settings = [self._lease_ms, self.settings.undrained_bytes, CLAIM_BYTES]
-        return [
-            _read_claim(row) for row in self._scripts.call("claim", [worker, seq, room, live_room, *settings, *models])
-        ]
+        others = [beyond, " ".join(served)]
+        rows = self._scripts.call("claim", [worker, seq, room, live_room, *settings, *others, *models])
+        return [_read_claim(row) for row in rows]
 
     def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
         """Append tokens to the requests' streams and to those of the API processes.
@@ -322,7 +331,7 @@ def _finished_arguments(finished: Finished) -> list[Any]:
 
 
 def _read_claim(row: list[Any]) -> Claim:
-    name, fence, attempt, body, watched, engine_crashes, published = row
+    name, fence, attempt, body, watched, engine_crashes, published, weight = row
     key = RequestKey.parse(name)
     return Claim(
         key=key,
@@ -333,6 +342,7 @@ def _read_claim(row: list[Any]) -> Claim:
         live=key.live,
         watched=bool(watched),
         engine_crashes=engine_crashes,
+        weight=float(weight),
     )
 
 

@@ -128,6 +128,15 @@ def test_the_status_of_a_streamed_call_waits_for_the_worker(client: openai.OpenA
     assert caught.value.param == "messages"
 
 
+def test_a_workers_error_of_a_request_is_not_repeated(client: openai.OpenAI, scripted: Scripted) -> None:
+    """OpenAI's clients repeat a call that ends with 500, unless a header forbids it."""
+    worker = scripted(lambda claim: ApiError(500, "The model failed.", "server_error", code="not_finite"))
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.with_options(max_retries=2).chat.completions.create(model=MODEL, messages=MESSAGES)  # type: ignore[arg-type]
+    assert caught.value.code == "not_finite"
+    assert len(worker.claims) == 1
+
+
 def test_a_bad_value_is_refused_without_a_worker(client: openai.OpenAI, scripted: Scripted) -> None:
     worker = scripted(lambda claim: PIECES)
     with pytest.raises(openai.BadRequestError) as caught:

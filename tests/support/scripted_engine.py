@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 
@@ -26,6 +27,8 @@ class ScriptedEngine:
         self.running: dict[int, EngineRequest] = {}
         self.added: list[EngineRequest] = []
         self.failing: dict[int, str] = {}
+        self.failure = Finish.ERROR  # of the failing
+        self.info = SimpleNamespace(dtype="float16")
         self._positions: dict[int, int] = {}
 
     def add(self, requests: list[EngineRequest]) -> None:
@@ -61,7 +64,7 @@ class ScriptedEngine:
         if stop is None and start + len(tokens) >= sampling.max_tokens:
             finish = Finish.LENGTH
         if request.request_id in self.failing:
-            finish, tokens = Finish.ERROR, []
+            finish, tokens = self.failure, []
             output.errors[request.request_id] = self.failing[request.request_id]
         if start == len(request.output_token_ids) and sampling.prompt_logprobs >= 0:
             output.prompt_logprobs[request.request_id] = [

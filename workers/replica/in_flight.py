@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from jobs.protocol.requests import Claim, Delta, Finished
 from jobs.protocol.results import FinishReason
-from workers.engine.messages.core import EngineRequest, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, LiveShare, TokenLogprobs
 from workers.engine.messages.metrics import KINDS
 
 
@@ -65,6 +65,7 @@ class InFlight(ABC, Generic[Part]):
         "next_publish",
         "running",
         "sequences",
+        "share",
         "system_fingerprint",
     )
 
@@ -83,6 +84,8 @@ class InFlight(ABC, Generic[Part]):
         self.claim = claim
         self.arrived = now - max(0.0, time.time() - created) if created else now
         self.kind = KINDS[not claim.live]  # label in metrics
+        key = claim.key
+        self.share = LiveShare(key.tenant_mark, key.batch, claim.weight) if claim.live else None
         self.grammar = ""  # grammar of its outputs, "" for none
         self.system_fingerprint = system_fingerprint
 

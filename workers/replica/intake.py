@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 from jobs.protocol.pooling_parameters import CLASSIFY, EMBEDDINGS, POOLING
 from jobs.protocol.requests import Claim, Finished
@@ -34,6 +35,7 @@ _FEW_QUOTES = 40  # most quotes in these: two for each text
 _OF_SINGLE_TEXTS = {EMBEDDINGS, CLASSIFY, POOLING}
 _FIRST_CLAIM = 16  # requests; at least the size of a quarantine group
 _MOST_BESIDE = 4096  # most requests outside the engine: copies, and results not yet stored in Redis
+_OTHERS = 16  # most live calls of tenants below their share in one claim without room
 _STEPS_AHEAD = 16  # steps that claimed pooling inputs may fill; the rest is left to other workers
 
 
@@ -53,6 +55,8 @@ class Intake:
     """Claim requests and prepare them.
 
     The next claim is made when enough room is free, or when a control message from Redis wakes it.
+    Without room it then claims live calls of tenants that have less than their share here: the
+    engine takes slots back for them.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Intake:
         self._outage = OutageLog(logger, "not claiming requests", "claiming requests")
         self._state = IntakeState.WOKEN
         self.has_backlog = False  # whether the last claim of batch lines was full
+        self._woken = True  # there may be live calls of a tenant below its share
         self._changed = asyncio.Event()
         self._claiming = asyncio.Lock()  # held until claimed requests have been passed on
         # Increases over the life of the worker's id, also after failed claims
@@ -114,6 +119,7 @@ class Intake:
 
     def wake(self) -> None:
         """Note that there may be work."""
+        self._woken = True
         self._change(IntakeState.WOKEN, IntakeState.BACKLOG, IntakeState.EMPTY, IntakeState.CLAIMING)
 
     def room_made(self) -> None:
@@ -150,8 +156,8 @@ class Intake:
         batch, live = free_places(load, self._max_num_seqs, slots)
         batch = min(batch, self._room_beside(load))
         if self._state in (IntakeState.WOKEN, IntakeState.UNAVAILABLE):
-            return live > 0
-        return self._state is IntakeState.BACKLOG and batch >= max(1, slots // 16)
+            return live > 0 or self._woken
+        return self._state is IntakeState.BACKLOG and max(batch, live) >= max(1, slots // 16)
 
     async def _take(self, load: Load, start: Callable[[list[Prepared], list[Finished]], None]) -> None:
         """Claim once and pass the requests on."""
@@ -159,10 +165,13 @@ class Intake:
         slots = batch_slots(load, self._max_num_seqs, self._step_tokens)
         room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs, slots))
         room = max(0, min(room, self._room_beside(load)))
+        beyond = _OTHERS if self._woken else 0
+        self._woken = False
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         try:
-            claims = await in_thread(self._claim, room, live_room)
+            claims = await in_thread(self._claim, room, live_room, beyond, served(load, self._max_num_seqs))
         except QueueUnavailable as error:
+            self._woken = True
             self._outage.failed(error)
             self._change(IntakeState.UNAVAILABLE, IntakeState.CLAIMING, IntakeState.WOKEN)
             return
@@ -176,6 +185,8 @@ class Intake:
             self._change(IntakeState.EMPTY, IntakeState.CLAIMING)
         else:
             self._change(IntakeState.BACKLOG, IntakeState.CLAIMING)
+        if beyond and claims:
+            self.wake()  # there may be more of these tenants
         if claims:
             logger.debug("claimed %d requests", len(claims))
             self._leases.add((claim.key, claim.fence) for claim in claims)
@@ -203,9 +214,10 @@ class Intake:
         """Return how many more requests may wait on this worker outside the engine."""
         return _MOST_BESIDE - (self._leases.count() - load.requests)
 
-    def _claim(self, room: int, live_room: int) -> list[Claim]:
+    def _claim(self, room: int, live_room: int, beyond: int, served: list[str]) -> list[Claim]:
         """Claim from Redis. After an outage the same claim number is repeated."""
-        return self._queue.claim(self._worker, self._seq, room, models=self._models, live_limit=live_room)
+        limits: dict[str, Any] = {"live_limit": live_room, "beyond": beyond, "served": served}
+        return self._queue.claim(self._worker, self._seq, room, models=self._models, **limits)
 
     async def _wait(self) -> None:
         try:
@@ -250,7 +262,13 @@ def free_places(load: Load, max_num_seqs: int, slots: int) -> tuple[int, int]:
     calls.
     """
     room, most = (count + max(2, count // 8) for count in (slots, max_num_seqs))
-    return room - load.batch - load.live, most + max_num_seqs - min(load.batch, most) - load.live
+    return room - load.batch - load.live, most + max_num_seqs - min(load.batch, most) - load.live_places
+
+
+def served(load: Load, max_num_seqs: int) -> list[str]:
+    """Return the marks of the tenants that have their share of the slots, beside one more."""
+    share = max_num_seqs / (len(load.tenants) + 1)
+    return [mark for mark, places in load.tenants.items() if places >= share]
 
 
 def requests_for(places: int, load: Load) -> int:

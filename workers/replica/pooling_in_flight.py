@@ -11,7 +11,7 @@ import msgspec
 from jobs.protocol.pooling_endpoint import PoolingCall, PoolingHead
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import FinishReason, Result, Usage, encode_json, new_request_id
-from workers.engine.messages.core import EngineRequest, PoolingParams, SamplingParams, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, LiveShare, PoolingParams, SamplingParams, TokenLogprobs
 from workers.replica.in_flight import InFlight
 from workers.replica.pooled_vector import PooledVector
 from workers.text.inputs import EncodedInput
@@ -75,7 +75,9 @@ class PoolingSequence:
             raise ValueError("the engine gave no numbers for an input")
         self.ended = True
 
-    def engine_request(self, request_id: int, item: PreparedPooling, arrived: float) -> EngineRequest:
+    def engine_request(
+        self, request_id: int, item: PreparedPooling, arrived: float, share: LiveShare | None
+    ) -> EngineRequest:
         """Return the engine request of this input."""
         live, key, encoded = item.claim.live, item.claim.key, self._encoded
         return EngineRequest(
@@ -89,6 +91,7 @@ class PoolingSequence:
             arrived=arrived,
             pooling=msgspec.structs.replace(item.pooling, unpooled=encoded.unpooled),
             second_text=encoded.second_text,
+            share=share,
         )
 
 
@@ -112,7 +115,8 @@ class PoolingInFlight(InFlight[PoolingSequence]):
         self._item = item
         self._tokens = sum(sequence.prompt_length for sequence in self.sequences)
         self._at_once = [
-            sequence.engine_request(request_id, item, self.arrived) for request_id, sequence in self.running.items()
+            sequence.engine_request(request_id, item, self.arrived, self.share)
+            for request_id, sequence in self.running.items()
         ]
 
     @property

@@ -266,6 +266,7 @@ class RequestInFlight(InFlight[Sequence]):
                     batch_id=batch_id,
                     arrived=self.arrived,
                     guide=self._guide,
+                    share=self.share,
                 )
             )
             self.running[requests[-1].request_id] = sequence

@@ -6,8 +6,8 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from jobs.protocol.requests import Claim, Delta, Finished, RequestKey
@@ -29,6 +29,9 @@ from workers.replica.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
 
+CALL_PLACES = 8
+"""Most places that a live call takes in a worker's intake, so that no call's choices stop it."""
+
 _GROUP = 32
 """Most requests whose tokens are published together: the next group is prepared while Redis and the
 API processes handle one.
@@ -39,12 +42,17 @@ API processes handle one.
 class Load:
     """The engine's load: requests and unfinished choices, of batches and of live calls, and the
     tokens of pooling inputs.
+
+    `tenants` has the places that each tenant's live calls take, by the tenant's mark, divided by
+    its weight. A call takes a place for each choice, but at most `CALL_PLACES`.
     """
 
     requests: int = 0
     batch: int = 0
     live: int = 0
     pooled_tokens: int = 0
+    live_places: int = 0
+    tenants: Mapping[str, float] = field(default_factory=dict)
 
 
 class Running:
@@ -101,9 +109,17 @@ class Running:
 
     @property
     def load(self) -> Load:
-        live = sum(len(request.running) for request in self._requests.values() if request.claim.live)
-        tokens = sum(request.pooled_tokens for request in self._requests.values())
-        return Load(len(self._requests), len(self._sequences) - live, live, tokens)
+        live = places = tokens = 0
+        tenants: dict[str, float] = {}
+        for request in self._requests.values():
+            tokens += request.pooled_tokens
+            if request.share is not None:
+                choices = len(request.running)
+                live += choices
+                places += min(choices, CALL_PLACES)
+                mark, weight = request.share.tenant, request.share.weight
+                tenants[mark] = tenants.get(mark, 0.0) + min(choices, CALL_PLACES) / weight
+        return Load(len(self._requests), len(self._sequences) - live, live, tokens, places, tenants)
 
     def prepared(self, digest: Digest) -> Prepared | None:
         """Return the prepared duplicate; see `Duplicates.prepared`."""
@@ -412,6 +428,8 @@ class Running:
             reason = error or "The engine ended this request without a reason."
             if finish == Finish.INVALID:
                 return self._fail(request, ApiError(400, reason, code="invalid_value"))
+            if finish == Finish.NOT_FINITE:
+                return self._fail(request, _not_finite(request.claim, reason, self._engine.info.dtype))
             return self._fail(request, ApiError(500, reason, "server_error", code="engine_error"))
         if not sequence.ended:
             sequence.end("length" if finish == Finish.LENGTH else "stop", stop_token)
@@ -456,6 +474,13 @@ class Running:
             self._without_grammar.discard(request)
             return []
         return list(request.running)
+
+
+def _not_finite(claim: Claim, numbers: str, dtype: str) -> ApiError:
+    """Return the error of a request for which the model's numbers are not finite."""
+    advice = "its weights may be damaged" if dtype == "float32" else "serve it with --dtype float32"
+    message = f"The model {claim.request.model!r} failed: {numbers} are not finite, computed in {dtype}; {advice}."
+    return ApiError(500, message, "server_error", code="not_finite")
 
 
 def _unforeseen(claim: Claim, error: Exception) -> ApiError:

@@ -13,7 +13,7 @@ import msgspec
 from jobs.protocol.requests import ChoiceCheckpoint, TokenChunk
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, TokenLogprob
 from jobs.protocol.validation import Call
-from workers.engine.messages.core import EngineRequest, OutputGuide, SamplingParams, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, LiveShare, OutputGuide, SamplingParams, TokenLogprobs
 from workers.replica.parsed_text import ParsedText
 from workers.replica.prepared import Prompt
 from workers.text.stop_strings import StopStrings
@@ -144,6 +144,7 @@ class Sequence:
         batch_id: str = "",
         arrived: float = 0.0,
         guide: OutputGuide | None = None,
+        share: LiveShare | None = None,
     ) -> EngineRequest:
         """Return the engine request that continues this sequence.
 
@@ -170,6 +171,7 @@ class Sequence:
             self._stops is not None,
             0.0 if self.resumed else arrived,  # it has waited for its first worker
             None if self.ended else guide,
+            share=share,
         )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:

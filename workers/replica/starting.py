@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
-from workers.engine.messages.core import EngineRequest, PoolingParams, Ready, SamplingParams
+from workers.engine.messages.core import EngineRequest, Finish, PoolingParams, Ready, SamplingParams
 from workers.replica.quarantine import HARMLESS_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,18 @@ def _pooling(info: Ready) -> PoolingParams | None:
 
 
 async def _error_of(engine: AsyncEngine, request: EngineRequest) -> str | None:
-    """Run a request alone, to its end; return its error, if any."""
+    """Run a request alone, to its end; return its error, if any.
+
+    Numbers that are not finite are no error of the core: other prompts may have better ones.
+    """
     engine.add([request])
     async for output in engine.steps():
+        if Finish.NOT_FINITE in output.finish:
+            logger.warning(
+                "the model computes NaN or infinity for a prompt of token 0, in %s: requests may fail",
+                engine.info.dtype,
+            )
+            return None
         if any(output.finish):
             return output.errors.get(request.request_id)
     return None

@@ -4,9 +4,10 @@
 -- that holds quarantined requests gets no others.
 -- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained
 --       result bytes of a batch, most bytes of requests (separately for the share of batches),
---       models...
--- Returns a list of {name, fence, attempt, request, watched, engine_crashes, {chunks...}}; chunks
--- (msgpack) are those of each published entry.
+--       limit for live calls beyond all others, one for each tenant but those whose marks follow,
+--       these marks separated by spaces, models...
+-- Returns a list of {name, fence, attempt, request, watched, engine_crashes, {chunks...}, weight};
+-- chunks (msgpack) are those of each published entry, the weight is that of a live call's tenant.
 -- A repeated number returns the same requests that the worker still holds; a smaller number returns
 -- none.
 
@@ -15,6 +16,7 @@ local limit, live_limit = tonumber(ARGV[3]), tonumber(ARGV[4])
 local lease, most_undrained, enough_bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local QUANTUM = 16 -- lines claimed from one batch in a row: neighbors in the plan share prefixes
 local LIVE_PER_BATCH = 9
+local MOST_TENANTS = 250 -- of those that wait, the least served, that may get a call beyond all limits
 
 local function published_chunks(name)
   local entries = redis.call('XRANGE', key.tokens(name), '-', '+')
@@ -38,7 +40,9 @@ local function describe(items)
     local _, _, engine_crashes = tries_of(item.tries)
     local is_watched = watched[item.name] and 1 or 0
     local chunks = item.tries and published_chunks(item.name) or {}
-    rows[i] = {item.name, tonumber(item.fence), item.attempt, item.request, is_watched, engine_crashes or 0, chunks}
+    local weight = is_live(item.name) and redis.call('HGET', key.LIVE_WEIGHTS, tenant_of(item.name)) or 1
+    rows[i] = {item.name, tonumber(item.fence), item.attempt, item.request, is_watched, engine_crashes or 0, chunks,
+      weight}
   end
   return rows
 end
@@ -225,6 +229,23 @@ local function take_live(models, most)
   return taken
 end
 
+-- Takes a call of each tenant that waits and is not in `served`, a string of marks.
+local function take_of_others(models, most, served)
+  local taken = 0
+  for i = 1, #models do
+    local model = models[(seq + i) % #models + 1]
+    local tenants = redis.call('ZRANGE', key.live_tenants(model), 0, MOST_TENANTS - 1, 'WITHSCORES')
+    for j = 1, #tenants, 2 do
+      local others = not string.find(served, tenants[j], 1, true)
+      local name = others and taken < most and not is_enough() and live_of_tenant(model, tenants[j], tenants[j + 1])
+      if name then
+        take(name, model, request_of(name))
+        taken = taken + 1
+      end
+    end
+  end
+end
+
 -- The number of waiting live calls; counting stops at `most`.
 local function count_waiting(model, most)
   local waiting = redis.call('LLEN', key.live(model))
@@ -286,13 +307,16 @@ local function take_in_turn(models)
   end
 end
 
-local models, isolating = {unpack(ARGV, 8)}, has_tries and is_isolating(worker)
+local models, isolating = {unpack(ARGV, 10)}, has_tries and is_isolating(worker)
 if has_tries and limit > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
   take_quarantined(models, limit)
   isolating = #items > 0
 end
 if not isolating then
   take_in_turn(models)
+  if #items >= live_limit then
+    take_of_others(models, tonumber(ARGV[8]), ARGV[9])
+  end
 end
 
 if redis.call('HEXISTS', key.WORKERS, worker) == 1 then

@@ -335,25 +335,29 @@ local function drop_abandoned(name)
   dropped = dropped + 1
 end
 
+-- Removes and returns the first waiting call of a tenant with this score in the ring; nil if it has
+-- none, or if that had no client.
+local function live_of_tenant(model, tenant, score)
+  local ring = key.live_tenants(model)
+  local name = redis.call('LPOP', key.live_of(model, tenant))
+  local wanted = name and has_client(name)
+  if wanted then
+    local bytes = redis.call('HSTRLEN', key.bodies((split(name))), 0)
+    serve_tenant(ring, tenant, tonumber(score), math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT), key.LIVE_WEIGHTS)
+  elseif name then
+    drop_abandoned(name)
+  end
+  end_turns_if_empty(model, tenant)
+  return wanted and name or nil
+end
+
 -- Removes and returns the first waiting call of the least served tenant; nil if none waits in
 -- turns, or if too many were dropped.
 local function next_live(model)
-  local ring = key.live_tenants(model)
   while dropped < MOST_CALLS do
-    local tenant, score = unpack(redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES'))
-    if not tenant then
-      return nil
-    end
-    local name = redis.call('LPOP', key.live_of(model, tenant))
-    local wanted = name and has_client(name)
-    if wanted then
-      local bytes = redis.call('HSTRLEN', key.bodies((split(name))), 0)
-      serve_tenant(ring, tenant, tonumber(score), math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT), key.LIVE_WEIGHTS)
-    elseif name then
-      drop_abandoned(name)
-    end
-    end_turns_if_empty(model, tenant)
-    if wanted then
+    local tenant, score = unpack(redis.call('ZRANGE', key.live_tenants(model), 0, 0, 'WITHSCORES'))
+    local name = tenant and live_of_tenant(model, tenant, score)
+    if name or not tenant then
       return name
     end
   end

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from jobs.protocol.requests import RequestKey
+from jobs.protocol.requests import RequestKey, mark_of, new_live_id
 from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import CLAIM_BYTES, Queue
@@ -121,6 +121,37 @@ class TestTurns:
         order = claimed(queue, 1, 10, "w2")
         assert {f"{B}0000", f"{C}0000"} <= set(order[:4])
         assert [name for name in order if name.startswith(A)] == [f"{A}{number:04}" for number in range(8)]
+
+
+class TestCallsBeyondTheLimits:
+    def beyond(self, queue: Queue, seq: int, served: list[str], most: int = 9, live_limit: int = 0) -> list[str]:
+        claims = queue.claim("w1", seq, 0, models=[MODEL], live_limit=live_limit, beyond=most, served=served)
+        return [claim.key.batch for claim in claims]
+
+    def test_are_one_of_each_tenant_that_has_less_than_its_share(self, queue: Queue) -> None:
+        for tenant in (A, B, C):
+            submit(queue, tenant, 3)
+        a, b, c = (tenant.removeprefix("live_") for tenant in (A, B, C))
+        assert sorted(self.beyond(queue, 1, [a])) == [f"{B}0000", f"{C}0000"]
+        assert self.beyond(queue, 2, [a, b]) == [f"{C}0001"]
+        assert self.beyond(queue, 3, [a, b, c]) == []
+        assert len(self.beyond(queue, 4, [], most=2)) == 2
+
+    def test_come_once_the_limit_is_reached(self, queue: Queue) -> None:
+        submit(queue, A, 30)
+        claimed(queue, 1, 8)
+        submit(queue, B, 30)
+        claimed(queue, 2, 20)
+        submit(queue, C, 1)
+        a, b = (tenant.removeprefix("live_") for tenant in (A, B))
+        assert f"{C}0000" in self.beyond(queue, 3, [a, b], live_limit=1)
+
+    def test_have_the_weight_of_their_tenant(self, queue: Queue) -> None:
+        queue.set_weights({"x": 2.5})
+        queue.submit(new_live_id("x"), request())
+        queue.submit(new_live_id("y"), request())
+        weights = {claim.key.tenant_mark: claim.weight for claim in queue.claim("w1", 1, 5, models=[MODEL])}
+        assert weights == {mark_of("x"): 2.5, mark_of("y"): 1.0}
 
 
 class TestCallsWithoutAClient:

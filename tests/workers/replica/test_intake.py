@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -28,6 +29,7 @@ from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer.load(DEMO_MODEL)
+TENANT = "live_" + 12 * "a"
 BODY = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}).encode()
 
 
@@ -45,6 +47,8 @@ class Collector:
             len(choices),
             sum(count for live, count in choices if not live),
             sum(count for live, count in choices if live),
+            live_places=sum(count for live, count in choices if live),
+            tenants=Counter(item.claim.key.tenant_mark for item in self.taken if item.claim.live),
         )
 
     def start(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
@@ -64,7 +68,8 @@ class Collector:
         (Load(requests=5, batch=10), (8, 24), (4, 12)),  # of two choices each
         (Load(requests=18, batch=18), (0, 16), (0, 16)),
         (Load(requests=1, batch=40), (-22, 16), (0, 1)),  # too many choices leave the live calls theirs
-        (Load(requests=34, batch=18, live=16), (-16, 0), (0, 0)),
+        (Load(requests=34, batch=18, live=16, live_places=16), (-16, 0), (0, 0)),
+        (Load(requests=1, live=64, live_places=8), (-46, 26), (0, 1)),  # a call of many choices stops no other
     ],
 )
 def test_places_are_shared_and_some_are_for_live_calls(
@@ -225,7 +230,7 @@ def test_a_live_call_that_finds_no_place_gets_the_next_one(queue: Queue, monkeyp
 
     async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
         for count in range(1, 6):  # for four there are places
-            queue.submit(f"live_{count}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+            queue.submit(f"{TENANT}{count}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
             intake.wake()
             await until(lambda taken=min(count, 4): len(collector.taken) == taken, "the live call")
         for _ in range(5):  # turns of the loop, in which it finds no place
@@ -235,6 +240,27 @@ def test_a_live_call_that_finds_no_place_gets_the_next_one(queue: Queue, monkeyp
         await until(lambda: len(collector.taken) == 4, "the last live call")
 
     with_intake(queue, 1, scenario)
+
+
+def test_other_tenants_find_a_place_where_one_has_taken_all(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two each, which is half of their share of 16 slots; the first one gets no more."""
+    monkeypatch.setattr("workers.replica.intake.LOOK_SECONDS", 600.0)
+
+    def submit(tenant: str, count: int) -> None:
+        for number in range(count):
+            queue.submit(f"{tenant}{number}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        submit(TENANT, 60)
+        intake.wake()
+        await until(lambda: len(collector.taken) == 34, "all places to be taken")
+        for letter in "bc":
+            submit("live_" + 12 * letter, 2)
+        intake.wake()
+        await until(lambda: len(collector.taken) == 38, "the calls of the others")
+        assert collector.load().tenants == {12 * "a": 34, 12 * "b": 2, 12 * "c": 2}
+
+    with_intake(queue, 16, scenario)
 
 
 def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:

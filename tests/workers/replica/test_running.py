@@ -20,7 +20,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.streams import ControlMessage
 from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, DEVICE_SECONDS, ScriptedEngine
-from workers.engine.messages.core import OutputGuide, SamplingParams
+from workers.engine.messages.core import Finish, OutputGuide, SamplingParams
 from workers.replica.draining import hopeless
 from workers.replica.grammars import Grammars
 from workers.replica.prepared import PreparedRequest, Prompt
@@ -482,6 +482,24 @@ def test_failures_and_cancels_are_ends_too(queue: Queue) -> None:
     bench.running.cancel(ControlMessage("1-0", "cancel", [key]))
     assert metric(bench, "request_success") == {"error": 4, "abort": 2}
     assert bench.running.metrics.errors.values == {"engine_error": 1}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advice"), [("float16", "serve it with --dtype float32."), ("float32", "its weights may be damaged.")]
+)
+def test_numbers_that_are_not_finite_are_an_error_of_the_model(queue: Queue, dtype: str, advice: str) -> None:
+    bench = begun(queue, n=2)
+    bench.engine.info.dtype, bench.engine.failure = dtype, Finish.NOT_FINITE
+    bench.engine.failing[next(iter(bench.engine.running))] = "the logits for token 3 of the output"
+    bench.step()
+    [finished] = bench.results
+    error = json.loads(finished.result.body)["error"]
+    assert (finished.result.status, error["type"], error["code"]) == (500, "server_error", "not_finite")
+    assert error["message"] == (
+        f"The model 'demo' failed: the logits for token 3 of the output are not finite, computed in {dtype}; {advice}"
+    )
+    assert bench.running.metrics.errors.values == {"not_finite": 1}
+    assert not bench.running.any()
 
 
 WANTED = OutputFormat("regex", "[a-z]+", param="structured_outputs.regex")

@@ -217,10 +217,7 @@ class ModelRunner(StepRunner):
         """
         copied = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
         parts = [part for logprobs in copied for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
-        tokens = self.inputs.result(number)
-        if sampled is not None and sampled.without is not None:
-            tokens = tokens.masked_fill(sampled.without, -1)
-        copies, done = self._copies.start([tokens, *parts])
+        copies, done = self._copies.start([self.inputs.result(number), *parts])
         for index, logprobs in enumerate(copied):
             logprobs.token_ids, logprobs.logprobs, logprobs.ranks = copies[1 + 3 * index : 4 + 3 * index]
         if sampled is None:

@@ -80,7 +80,7 @@ class PoolingRunner(StepRunner):
         for part in launched.pooled:
             rows = np.split(part.values.numpy(), np.cumsum(part.counts)[:-1])
             for place, row in zip(part.places, rows, strict=True):
-                pooled[place] = row.astype("<f4", copy=False).tobytes()
+                pooled[place] = row.astype("<f4", copy=False).tobytes() if np.isfinite(row).all() else b""
         return StepResult(launched.tokens.numpy(), pooled=pooled)
 
     def _token_types(self, plan: StepPlan) -> Tensor | None:

@@ -47,7 +47,10 @@ class Inputs(ABC):
 
     @abstractmethod
     def store(self, sampled: Tensor) -> None:
-        """Store the tokens [R] sampled by the last step, for later steps."""
+        """Store the tokens [R] sampled by the last step, for later steps and for `result`.
+
+        Later steps find token 0 in the place of NO_TOKEN and NOT_FINITE.
+        """
 
     @abstractmethod
     def result(self, number: int) -> Tensor:

@@ -52,7 +52,7 @@ class HostInputs(Inputs):
 
     def store(self, sampled: Tensor) -> None:
         self._sampled = sampled.int()
-        self.tokens[self._where] = self._sampled
+        self.tokens[self._where] = self._sampled.clamp(min=0)
 
     def result(self, number: int) -> Tensor:
         return self._sampled[:number]

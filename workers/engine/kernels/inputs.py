@@ -133,7 +133,7 @@ def _store(staged, sampled, number, tokens, columns, results, ROWS: tl.constexpr
     count = tl.load(query_start + row + 1, mask=real, other=0) - tl.load(query_start + row, mask=real, other=0)
     column = tl.load(starts + row, mask=real, other=0) + count - sample // ROWS
     token = tl.load(sampled + index, mask=real, other=0).to(tl.int32)
-    tl.store(tokens + slot * columns + column, token, mask=real)
+    tl.store(tokens + slot * columns + column, tl.maximum(token, 0), mask=real)
     tl.store(results + tl.load(staged + 3) * ROWS + index, token, mask=real)
 
 
@@ -199,7 +199,10 @@ def build(
 
 
 def store(staged: Tensor, rows: int, sampled: Tensor, tokens: Tensor, results: Tensor) -> None:
-    """Write the sampled tokens [R] to the token table and to the step's row of the results."""
+    """Write the sampled tokens [R] to the token table and to the step's row of the results.
+
+    The table gets token 0 in the place of a negative number.
+    """
     number = sampled.shape[0]
     _store[(triton.cdiv(number, _TOKENS_AT_ONCE),)](
         staged, sampled, number, tokens, tokens.shape[1], results, ROWS=rows, BLOCK=_TOKENS_AT_ONCE

@@ -6,7 +6,8 @@ A row's candidates are ordered by their distance from its largest logit, (larges
 temperature. The distance is a float of at least 0, so its bits have the same order as integers.
 min_p, top-k and top-p each become a largest distance.
 
-1. `_largest` finds the largest logit of each part of each row; a greedy row needs no more.
+1. `_largest` finds the largest logit of each part of each row; a greedy row needs no more. NaN is
+   infinity there, and `_choose` draws from no row whose largest logit is not finite.
 2. `_draw_parts` draws from rows with neither top-k nor top-p, part by part.
 3. `_measure` counts, for all other rows, the candidates or their weight within each of `PIVOTS`.
 4. `_gather` writes the candidates within the first sufficient pivot to adjacent places.
@@ -28,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.engine.messages import step
 from workers.engine.sampling import noise
 
 # Words of a slot's parameters, 32 bits each; floats and 64-bit integers as bits, low half first
@@ -51,6 +53,7 @@ _TEMPERATURE, _FLOOR, _TOP_K, _TOP_P = (
 )
 _SEED, _CHOICE, _WORDS = tl.constexpr(SEED), tl.constexpr(CHOICE), tl.constexpr(WORDS)
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(noise.GOLDEN), tl.constexpr(noise.MIX_1), tl.constexpr(noise.MIX_2)
+_NO_TOKEN, _NOT_FINITE = tl.constexpr(step.NO_TOKEN), tl.constexpr(step.NOT_FINITE)
 _MEASURES = tl.constexpr(16)  # measures of a part: one per pivot, then the total
 _MOST_NOISE = tl.constexpr(23.0)  # -log(-log1p(-2^-33)) is 22.9
 # The weights of gathered candidates are integers, so that their sum does not depend on the order
@@ -82,7 +85,8 @@ def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_l
     - `lengths`: int32 [R], a row's tokens so far; only its output if there are no `prompt_lengths`.
     - `prompt_lengths`: int32, by slot; not read for greedy rows.
 
-    A row of NaN yields an arbitrary token of the vocabulary.
+    A row's token is NO_TOKEN if all its logits are minus infinity, and NOT_FINITE if one is NaN or
+    infinity.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -156,6 +160,7 @@ def _largest(logits, largest, best, counts, stride, vocab, span, parts, BLOCK: t
     for block in range(part * span, _end(part, span, vocab, BLOCK)):
         token = block * BLOCK + lane
         logit = tl.load(logits + row * stride + token, token < vocab, -float("inf")).to(tl.float32)
+        logit = tl.where(logit == logit, logit, float("inf"))  # so that NaN is the largest
         at = tl.where(logit > top, token, at)
         top = tl.where(logit > top, logit, top)
     most = tl.max(top, 0)
@@ -324,7 +329,8 @@ def _choose(
     token = tl.min(
         tl.where((tops == most) & (part < parts), tl.load(greedy + row * parts + part, part < parts, 0), vocab - 1), 0
     )
-    if temperature > 0:
+    finite = tl.abs(most) < float("inf")
+    if (temperature > 0) & finite:
         chosen = -1
         if (top_k >= vocab) & (top_p >= 1):
             score = tl.load(scores + row * parts + part, part < parts, -float("inf"))
@@ -351,7 +357,7 @@ def _choose(
                 _, chosen = _drawn(logits, 0, tl.cdiv(vocab, BLOCK), vocab, most, temperature, limit, key, BLOCK)
         if (chosen >= 0) & (chosen < vocab):
             token = chosen
-    tl.store(out + row, token)
+    tl.store(out + row, tl.where(finite, token, tl.where(most < 0, _NO_TOKEN, _NOT_FINITE)))
 
 
 @triton.jit

@@ -16,11 +16,18 @@ from workers.engine.messages.metrics import KINDS, LATENCY_BUCKETS, Counter, Gau
 MAX_SEED = 2**64 - 1
 
 
+ALL_EXCLUDED = (
+    "no token is left to go on with: allowed_token_ids, bad_words and min_tokens rule out all of them; give up one of"
+    " them"
+)
+"""The error of a request that ends with `Finish.INVALID` and has no grammar."""
+
+
 class Finish(IntEnum):
     """The reason for a request's end.
 
     RUNNING: it has not ended. INVALID: its own parameters allow no next token, or its grammar
-    cannot be followed.
+    cannot be followed. NOT_FINITE: the model computed NaN or infinity for it.
     """
 
     RUNNING = 0
@@ -29,6 +36,7 @@ class Finish(IntEnum):
     ABORT = 3
     ERROR = 4
     INVALID = 5
+    NOT_FINITE = 6
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -66,6 +74,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
     prompt_logprobs: int = -1
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """Return whether some tokens may not be drawn."""
+        return bool(self.allowed_token_ids or self.bad_words or self.min_tokens)
 
     def __post_init__(self) -> None:
         for name, (interval, low, high) in _RANGES.items():
@@ -153,6 +166,17 @@ class OutputGuide(msgspec.Struct, frozen=True):
     reasoning_begin: str = ""
 
 
+class LiveShare(msgspec.Struct, frozen=True):
+    """The tenant and the call among which live requests share the slots; both names are opaque.
+
+    A tenant of weight 2 gets twice the slots of one of weight 1.
+    """
+
+    tenant: str
+    call: str
+    weight: float = 1.0
+
+
 class EngineRequest(msgspec.Struct):
     """One sequence to generate, or, with `pooling`, one text to pool.
 
@@ -170,6 +194,7 @@ class EngineRequest(msgspec.Struct):
     - `timed`: outputs include the times at which it got a slot.
     - `pooling`: the request has no output, and `sampling` is ignored.
     - `second_text`: index of the first token of a pair's second text, 0 for none.
+    - `share`: of a live request; without one, all requests belong to one tenant.
     """
 
     request_id: int
@@ -185,6 +210,7 @@ class EngineRequest(msgspec.Struct):
     timed: bool = False
     pooling: PoolingParams | None = None
     second_text: int = 0
+    share: LiveShare | None = None
 
 
 class SetVocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
@@ -343,7 +369,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     - `stop_token[i]`: the id that ended the request, which is its last token, or -1.
     - `cached_tokens[i]`: number of prompt tokens from the prefix cache in the request's first
       entry, 0 in later ones.
-    - `errors`: a sentence for each request ended by ERROR or INVALID.
+    - `errors`: a sentence for each request ended by ERROR or INVALID; for NOT_FINITE, which numbers
+      are not finite.
     - `logprobs`: by request id, one item per token of the entry; only if requested.
     - `prompt_logprobs`: with the first token of a request, one item per prompt token from the
       second on; only if requested.

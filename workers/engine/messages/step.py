@@ -87,6 +87,12 @@ class TokenMasks:
 MakeMasks = Callable[[], TokenMasks]
 """Function that is called after the model's part of a step is launched, before the draw."""
 
+NO_TOKEN = -1
+"""In the place of a token: the row's parameters and mask leave none."""
+
+NOT_FINITE = -2
+"""In the place of a token: a logit is NaN or infinite."""
+
 NO_MASKS = TokenMasks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
 
 
@@ -94,12 +100,13 @@ NO_MASKS = TokenMasks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
 class StepResult:
     """The result of one step on the host, with log probabilities if requested.
 
-    A token is -1 if the mask and the request's other parameters allow none. A model that pools
-    returns no tokens, but float32 numbers.
+    A model that pools returns no tokens, but float32 numbers. Where numbers are not finite, log
+    probabilities are NaN.
     """
 
-    tokens: NDArray[np.int32]  # `samples[i]` of row i, row after row
+    # `samples[i]` of row i, row after row; may be NO_TOKEN or NOT_FINITE
+    tokens: NDArray[np.int32]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`
     # In the order of the plan's `prompt_scores`
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
-    pooled: list[bytes] = field(default_factory=list)
+    pooled: list[bytes] = field(default_factory=list)  # empty where a number is not finite

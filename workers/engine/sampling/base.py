@@ -35,7 +35,11 @@ class Draw(ABC):
 
     @abstractmethod
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """Return int64 [R] tokens from float32 logits [R, vocab], which may be overwritten."""
+        """Return int64 [R] tokens from float32 logits [R, vocab], which may be overwritten.
+
+        The token is NO_TOKEN if all of a row's logits are minus infinity, and NOT_FINITE if one is
+        NaN or infinity.
+        """
 
     def static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
         """Return int32 [R] tokens; see `Sampler.draw_static`. For backends that record steps."""

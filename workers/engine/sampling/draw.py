@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.step import NO_TOKEN, NOT_FINITE
 from workers.engine.sampling.base import Draw
 from workers.engine.sampling.draw_cpu import draw_rows
 from workers.engine.sampling.limits import SamplingLimits, nucleus_floors
@@ -41,17 +42,18 @@ class TorchDraw(Draw):
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
         drawn = np.nonzero(self._temperature[rows.slots] > 0)[0]
         if drawn.size == 0:
-            return _argmax(logits)
+            return _likeliest(logits)
         slots, device = rows.slots[drawn], logits.device
         on_device = to_device(drawn, device)
         z = logits if drawn.size == logits.shape[0] else logits[on_device]
         # Relative to the largest logit, so that a tiny temperature cannot overflow.
-        z = z.sub_(z.amax(-1, keepdim=True)).div_(to_device(self._temperature[slots], device)[:, None])
+        largest = z.amax(-1, keepdim=True)
+        z = z.sub_(largest).div_(to_device(self._temperature[slots], device)[:, None])
         keys = request_keys(*to_device(np.stack((self._seed[slots], self._choice[slots], rows.indices[drawn])), device))
-        chosen = self._draw(z, keys, slots)
+        chosen = _checked(self._draw(z, keys, slots), largest[:, 0])
         if drawn.size == logits.shape[0]:
             return chosen
-        tokens = _argmax(logits)
+        tokens = _likeliest(logits)
         tokens[on_device] = chosen
         return tokens
 
@@ -80,6 +82,21 @@ def draw_on_device(z: Tensor, floors: Tensor, top_p: Tensor | None, keys: Tensor
     return torch.cat(drawn)
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def _likeliest(logits: Tensor) -> Tensor:
     """Return the argmax of each row; numpy's is ten times as fast as torch's on a CPU."""
-    return logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.numpy().argmax(-1))
+    if logits.is_cuda:
+        largest, tokens = logits.max(-1)
+        return _checked(tokens, largest)
+    values = logits.numpy()
+    found = values.argmax(-1)
+    return _checked(torch.from_numpy(found), torch.from_numpy(values[np.arange(len(found)), found]))
+
+
+def _checked(tokens: Tensor, largest: Tensor) -> Tensor:
+    """Return the tokens of rows with these largest logits, of which NaN is the largest, all [R].
+
+    A row whose largest logit is not finite gets NO_TOKEN or NOT_FINITE.
+    """
+    if not largest.is_cuda and np.isfinite(largest.numpy()).all():
+        return tokens
+    return torch.where(largest.isfinite(), tokens, torch.where(largest == -torch.inf, NO_TOKEN, NOT_FINITE))

@@ -43,7 +43,8 @@ class KeptLogits:
 
     def logprobs(self, tokens: Tensor) -> Logprobs:
         """Return the log probabilities for the step's drawn tokens [R]."""
-        return token_logprobs(self.logits, tokens[to_device(self.rows, tokens.device)], self.counts)
+        drawn = tokens[to_device(self.rows, tokens.device)].clamp(min=0)  # there may be none
+        return token_logprobs(self.logits, drawn, self.counts)
 
 
 class AskedLogprobs:
@@ -68,12 +69,14 @@ class AskedLogprobs:
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: NDArray[np.int64]) -> Logprobs:
     """Return log probabilities for float32 logits [A, vocab] and int64 tokens [A].
 
-    A count is capped at the size of the vocabulary.
+    A count is capped at the size of the vocabulary. All values are NaN where a logit is NaN or
+    infinity.
     """
     own = logits.gather(1, tokens[:, None])
     ranks = (logits > own).sum(-1) + 1
     best, best_ids = logits.topk(min(int(counts.max()), logits.shape[1]), -1)
-    values = torch.cat((own, best), 1) - logits.logsumexp(-1, keepdim=True)
+    total = logits.logsumexp(-1, keepdim=True)
+    values = torch.cat((own, best), 1) - torch.where(total.isfinite(), total, torch.nan)
     return Logprobs(torch.cat((tokens[:, None], best_ids), 1).int(), values, ranks.int(), counts)
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import TokenMasks
 from workers.engine.sampling.base import Draw
@@ -33,8 +32,7 @@ from workers.engine.sampling.rows import SampledRows
 class Sampled:
     """The result of a step's R rows."""
 
-    tokens: Tensor  # int64 [R]
-    without: Tensor | None  # bool [R], masked rows without a token to draw; None without such rows
+    tokens: Tensor  # int64 [R], may be NO_TOKEN or NOT_FINITE
     asking: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # rows with `logprobs`
     logprobs: Logprobs | None = None
 
@@ -68,8 +66,8 @@ class Sampler:
         return not self._staged[slots].any()
 
     def draw_static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """Return int32 [R] tokens for rows that fit a graph, from logits [R, vocab] of any float
-        dtype, which stay unchanged.
+        """Return int32 [R] tokens, as from `Draw.tokens`, for rows that fit a graph, from logits
+        [R, vocab] of any float dtype, which stay unchanged.
 
         slots int32 [R], in which `num_slots` is a padding row; lengths int32 [R], each row's tokens
         so far; prompt_lengths int32 [num_slots]. Reads nothing from the host, so it may be
@@ -80,23 +78,16 @@ class Sampler:
     def sample(self, logits: Tensor, rows: SampledRows, masks: TokenMasks | None = None) -> Sampled:
         """Draw from contiguous float32 logits [R, vocab], which are overwritten."""
         if not self._staged[rows.slots].any():
-            return Sampled(*self._masked_draw(logits, rows, masks))
+            return Sampled(self._masked_draw(logits, rows, masks))
         kept = self._logprobs.keep(logits, rows)
         for stage in self._stages:
             stage.apply(logits, rows)
-        tokens, without = self._masked_draw(logits, rows, masks)
+        tokens = self._masked_draw(logits, rows, masks)
         if kept is None:
-            return Sampled(tokens, without)
-        return Sampled(tokens, without, kept.rows, kept.logprobs(tokens))
+            return Sampled(tokens)
+        return Sampled(tokens, kept.rows, kept.logprobs(tokens))
 
-    def _masked_draw(self, logits: Tensor, rows: SampledRows, masks: TokenMasks | None) -> tuple[Tensor, Tensor | None]:
-        """Return the rows' tokens, and which masked rows had no token to draw."""
-        if masks is None or not masks.rows.size:
-            return self._draw.tokens(logits, rows), None
-        self._draw.apply_masks(logits, masks.rows, masks.masks)
-        tokens = self._draw.tokens(logits, rows)
-        # A drawn token's logit is always finite, unless no token was left.
-        without = ~logits.gather(1, tokens[:, None])[:, 0].isfinite()
-        masked = np.zeros(len(tokens), np.bool_)
-        masked[masks.rows] = True
-        return tokens, without & to_device(masked, logits.device)
+    def _masked_draw(self, logits: Tensor, rows: SampledRows, masks: TokenMasks | None) -> Tensor:
+        if masks is not None and masks.rows.size:
+            self._draw.apply_masks(logits, masks.rows, masks.masks)
+        return self._draw.tokens(logits, rows)

@@ -90,6 +90,12 @@ class KVCache:
             self.pool.cache_block(request.blocks[index], request.block_hashes[index])
         request.hash_at = (max(first, full) + 1) * size
 
+    def forget(self, request: RequestState) -> None:
+        """Remove the request's blocks from the cache, and keep them out of it."""
+        for block in request.blocks:
+            self.pool.evict(block)
+        request.hash_at = sys.maxsize
+
     def truncate(self, request: RequestState, computed: int) -> None:
         """Take a request back to its first `computed` tokens.
 

@@ -3,12 +3,12 @@
 import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import attrgetter
+from itertools import accumulate, islice
 
 from workers.engine.messages.core import Stats
 from workers.engine.scheduling.admission import AdmissionPolicy
 from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.live_shares import PRIORITY, LiveShares
 from workers.engine.scheduling.request import RequestState
 from workers.engine.scheduling.slots import SlotPool
 
@@ -16,8 +16,6 @@ BATCH_SHARE = 0.1
 """The share of slots, blocks and step time that live requests leave to batch requests; claims keep
 as much for batches.
 """
-
-_PRIORITY = attrgetter("priority")
 
 
 @dataclass(slots=True)
@@ -32,9 +30,9 @@ class RequestQueues:
     """Hold live and batch requests; the running ones have a slot and blocks.
 
     If slots or blocks run out, the running request of the lowest priority is preempted: batch
-    before live, then the highest priority number, then the newest. It keeps its tokens and waits
-    for its turn. So the request of the highest priority always continues, and none of equal
-    priority starves.
+    before live, then the live one of the highest place (`live_shares.py`), then the highest
+    priority number, then the newest. It keeps its tokens and waits for its turn. So the request of
+    the highest priority always continues, and none of equal priority starves.
 
     While batch requests run or wait, live ones leave them `BATCH_SHARE` of the slots and blocks: no
     more live requests start, and they preempt no batch request within the share. A live request
@@ -50,6 +48,7 @@ class RequestQueues:
         self._slots = slots
         self._policy = policy
         self._stats = stats
+        self._shares = LiveShares(slots.size)
         self._batch_slots = max(1, int(BATCH_SHARE * slots.size))
         self._batch_blocks = int(BATCH_SHARE * self._pool.num_blocks)
 
@@ -62,9 +61,50 @@ class RequestQueues:
     def running(self) -> list[RequestState]:
         return self.live.running + self.batch.running
 
-    def wait(self, request: RequestState) -> None:
-        """Add a request to the waiting requests."""
-        insort(self._class_of(request).waiting, request, key=_PRIORITY)
+    def add(self, request: RequestState) -> None:
+        """Add a new request to the waiting requests."""
+        self._shares.add(request)
+        self._wait(request)
+
+    def share_live(self, budget: int) -> None:
+        """Take slots and blocks back from live requests beyond the share of their tenant or call.
+
+        They are for waiting requests within theirs, as many as `budget` tokens can start.
+        """
+        live = self.live
+        self._shares.arrange(live.running, live.waiting)
+        if self._shares.matter and live.waiting:
+            for _ in range(self._beyond_share(budget)):
+                self._preempt(live.running[-1])
+            self._take_blocks_back(live.waiting[0])
+
+    def _beyond_share(self, budget: int) -> int:
+        """Return how many slots are to be taken back."""
+        count = tokens = 0
+        without_slot = islice(self.live.waiting, max(0, self._live_room()), None)
+        for request, victim in zip(without_slot, reversed(self.live.running), strict=False):
+            if victim.place <= request.place or tokens >= budget:
+                break
+            count += 1
+            tokens += request.known
+        return count
+
+    def _take_blocks_back(self, request: RequestState) -> None:
+        """Preempt live requests until a waiting one has blocks, if these are within the share of
+        its tenant.
+        """
+        running, need = self.live.running, self._kv_cache.blocks_for(request.known) + len(self.live.running)
+        if need > self._pool.num_blocks * self._shares.part_of(request):
+            return
+        of_batch = sum(len(other.blocks) for other in self.batch.running)
+        while running and running[-1].place > request.place:
+            if self._pool.num_free + self._slots.returning_blocks + of_batch >= need:
+                break
+            self._preempt(running[-1])
+
+    def _wait(self, request: RequestState) -> None:
+        self._shares.changed |= request.live
+        insort(self._class_of(request).waiting, request, key=PRIORITY)
         if request.next_score == sys.maxsize:
             self._kv_cache.retain(request)
 
@@ -72,13 +112,14 @@ class RequestQueues:
         """Assign a slot and `prefix` to a waiting request, and run it."""
         priority_class = self._class_of(request)
         self._remove(request)
+        self._shares.changed |= request.live
         revived = self._pool.count_free(prefix)
         self._kv_cache.admit(request, prefix)
         self._kv_cache.release(request)
         request.slot = self._slots.free.pop()
         self._policy.enter(request, step, revived)
         self._count_hit(request, 1)
-        insort(priority_class.running, request, key=_PRIORITY)
+        insort(priority_class.running, request, key=PRIORITY)
 
     def undo_enter(self, request: RequestState) -> None:
         """Move a request that no launched step contains back to the waiting requests."""
@@ -89,6 +130,8 @@ class RequestQueues:
 
     def end(self, request: RequestState) -> None:
         """Remove a request that has ended."""
+        self._shares.remove(request)
+        self._shares.changed |= request.live
         self._policy.learn(request)
         self._remove(request)
         if request.slot >= 0:
@@ -105,13 +148,17 @@ class RequestQueues:
         if not request.live and self.live.waiting and len(self.batch.running) >= self._batch_slots:
             return False
         if request.live:
-            kept = min(self._batch_slots, len(self.batch.running) + len(self.batch.waiting))
-            room = max(1, self._slots.size - kept) - len(self.live.running)
+            room = self._live_room()
             if room <= 0:
                 return False
             if not self._slots.free:
                 self._preempt_for_slots(min(room, self._startable(budget)) - len(self._slots.returning))
         return bool(self._slots.free)
+
+    def _live_room(self) -> int:
+        """Return how many more live requests may run."""
+        kept = min(self._batch_slots, len(self.batch.running) + len(self.batch.waiting))
+        return max(1, self._slots.size - kept) - len(self.live.running)
 
     def kept_for_batch(self, request: RequestState) -> int:
         """Return how many free blocks a waiting request must leave to batch requests."""
@@ -182,7 +229,7 @@ class RequestQueues:
         self._stats.preemptions += 1
 
     def _wait_again(self, request: RequestState) -> None:
-        self.wait(request)
+        self._wait(request)
         self._give_up(request)
 
     def _give_up(self, request: RequestState) -> None:
@@ -198,7 +245,7 @@ class RequestQueues:
     def _remove(self, request: RequestState) -> None:
         priority_class = self._class_of(request)
         queue = priority_class.running if request.slot >= 0 else priority_class.waiting
-        del queue[bisect_left(queue, request.priority, key=_PRIORITY)]
+        del queue[bisect_left(queue, request.priority, key=PRIORITY)]
 
     def _class_of(self, request: RequestState) -> PriorityClass:
         return self.live if request.live else self.batch

@@ -27,6 +27,7 @@ class RequestState:
         "block_hashes",
         "blocks",
         "cached_tokens",
+        "call",
         "capacity",
         "computed",
         "device_seconds",
@@ -40,10 +41,12 @@ class RequestState:
         "limit",
         "live",
         "next_score",
+        "place",
         "pooling",
         "postponed",
         "priority",
         "prompt_length",
+        "rank",
         "reached",
         "retained",
         "sampling",
@@ -52,9 +55,11 @@ class RequestState:
         "slot",
         "stop_strings",
         "stop_token_ids",
+        "tenant",
         "timed",
         "tokens",
         "waited",
+        "weight",
     )
 
     def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
@@ -69,7 +74,11 @@ class RequestState:
         self.timed = request.timed
         self.waited = 0.0  # seconds from its arrival to its first step
         self.device_seconds = 0.0  # its share of step times, as far as `SlotPool` has added it
-        self.priority = (not request.live, request.priority, arrival)
+        share = request.share
+        self.tenant, self.weight = ("", 1.0) if share is None else (share.tenant, share.weight)
+        self.call: str | int = self.id if share is None else share.call
+        self.rank = (request.priority, arrival)
+        self.set_place(0.0)
         # The first prompt position whose log probability no launched step reports; beyond all
         # positions if none is left.
         self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
@@ -94,6 +103,11 @@ class RequestState:
         self.reached = 0  # most tokens computed before it lost its slot
         self.retained = 0  # number of `block_hashes` retained while it waits
         self.leave()
+
+    def set_place(self, place: float) -> None:
+        """Set the place among live requests (`live_shares.py`), and with it the priority."""
+        self.place = place
+        self.priority = (not self.live, place, *self.rank)
 
     def leave(self) -> None:
         """Clear slot and blocks; keep the tokens.

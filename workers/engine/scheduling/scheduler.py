@@ -38,6 +38,7 @@ from workers.engine.scheduling.slots import SlotPool
 from workers.engine.scheduling.step_builder import OutputBuilder, StepBuilder
 from workers.engine.scheduling.step_cost import StepCost
 from workers.engine.scheduling.step_planner import StepPlanner
+from workers.engine.scheduling.unusable import unusable
 
 
 class Scheduler:
@@ -149,7 +150,7 @@ class Scheduler:
                 self._guided += 1
             if added.sampling.prompt_logprobs >= 0:
                 self._output.fresh_scores[added.id] = []
-            self._queues.wait(added)
+            self._queues.add(added)
 
     def refuse(self, request: EngineRequest, finish: Finish, error: str = "") -> None:
         """End a request that has not been added."""
@@ -322,6 +323,7 @@ class Scheduler:
         output = self._output
         if result.logprobs or launched.scored:
             output.take_logprobs(launched, result)
+        self._fail_unusable(launched, result)
         if plan.guided:
             self._advance_guides(plan, launched, result)
         for request, pooled in zip(launched.sampling, result.pooled, strict=False):
@@ -363,6 +365,18 @@ class Scheduler:
         if self._ending_by_text:
             going_on = [request for request in launched.sampling if request.stop_strings and not request.finish]
             self._output.device_seconds.update(self._slots.seconds_so_far(going_on))
+
+    def _fail_unusable(self, launched: StepBuilder, result: StepResult) -> None:
+        """End the requests that cannot go on.
+
+        If a model's numbers are not finite, neither may be those of its keys and values.
+        """
+        for request, finish, error in unusable(launched, result):
+            if not request.finish:
+                self._output.logprobs.pop(request.id, None)
+                if finish is Finish.NOT_FINITE:
+                    self._kv_cache.forget(request)
+                self._end(request, finish, error=error)
 
     def _advance_guides(self, plan: StepPlan, launched: StepBuilder, result: StepResult) -> None:
         """Pass the tokens of guided samples to their guides.

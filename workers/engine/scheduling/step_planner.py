@@ -4,6 +4,7 @@ A batch request does not start merely because its first tokens fit: the admissio
 (`admission.py`).
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -56,11 +57,16 @@ class StepPlanner:
         """Advance the running requests, and start live ones, in a step with a time limit.
 
         Live requests come first, then batch requests; in each class, decoding requests come first.
+        A prompt of a tenant that has less than its share does not wait for longer ones of others.
         """
         live, batch = self._queues.live, self._queues.batch
+        self._queues.share_live(step.budget)
         self._advance(decoding(live.running), step)
         left = self._time = LiveStepTime(self._cost, self._live_step_seconds, step, batch, self._live_prompts())
         left.keep_for_batch(step)
+        if live.waiting and live.waiting[0].place:
+            begun = ((request.place, request.known - request.computed) for request in in_prompt(live.running))
+            self._admit(live, step, max(begun, default=(0.0, 0)))
         self._advance_prompts(live.running, step)
         self._admit(live, step)
         left.open_to_batch(step)
@@ -79,6 +85,8 @@ class StepPlanner:
     def _advance_prompts(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Advance the requests that do not decode yet, while time is left."""
         for request in in_prompt(requests):
+            if request.last_step == step.number:
+                continue  # it has just begun
             if not self._room(step):
                 step.outstanding += self._kv_cache.blocks_for(request.known - request.capacity)
             else:
@@ -180,15 +188,17 @@ class StepPlanner:
             if not self._batching.defers(len(self._slots.free), self._pool.num_free, running):
                 self._admit(queues.batch, step)
 
-    def _admit(self, priority_class: PriorityClass, step: StepBuilder) -> None:
-        """Admit waiting requests by priority.
+    def _admit(
+        self, priority_class: PriorityClass, step: StepBuilder, before: tuple[float, int] = (math.inf, 0)
+    ) -> None:
+        """Admit waiting requests by priority, as long as place and length are less than `before`.
 
         Their known tokens must fit beside the tokens that running requests may soon need.
         """
         queues = self._queues
         while not step.short and (room := self._room(step)):
             request = next((request for request in priority_class.waiting if not request.held), None)
-            if request is None:
+            if request is None or (request.place, request.known) >= before:
                 return
             if self._whole_prompts and step.slots and not self._fits_whole(request, room):
                 return

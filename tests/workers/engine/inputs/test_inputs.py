@@ -11,12 +11,13 @@ import torch
 
 from tests.workers.engine.kernels.compiling import KernelVariant, compiled
 from tests.workers.engine.places import needs_interpreter
+from workers.engine.inputs.base import Inputs
 from workers.engine.inputs.host import HostInputs, StepInputs
 from workers.engine.kernels import device_inputs
 from workers.engine.kernels.device_inputs import DeviceInputs
 from workers.engine.kernels.fused_draw import FusedDraw
 from workers.engine.messages.core import SamplingParams
-from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
+from workers.engine.messages.step import NO_TOKEN, NOT_FINITE, AddedRequest, NewBlocks, StepPlan
 from workers.engine.sampling.sampler import Sampler
 
 SLOTS, LENGTH, BLOCK = 11, 90, 8
@@ -134,6 +135,18 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
     before[slots, 10] = torch.tensor([100, 101, 102], dtype=torch.int32, device=device)
     assert torch.equal(inputs.tokens, before)
     assert inputs.result(3).tolist() == [100, 101, 102]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [HostInputs, DeviceInputs])
+def test_the_next_step_finds_a_token_where_none_was_drawn(kind: type[Inputs], device: str) -> None:
+    inputs, one = kind(SLOTS, LENGTH, BLOCK, torch.device(device)), np.ones(2, np.int32)  # type: ignore[call-arg]
+    added = [AddedRequest(slot, [5, 6], 1, SamplingParams(1)) for slot in (0, 1)]
+    blocks = [NewBlocks(slot, 0, [slot + 1]) for slot in (0, 1)]
+    inputs.take(StepPlan(0, added, blocks, np.arange(2, dtype=np.int32), 0 * one, 2 * one, one))
+    inputs.store(torch.tensor([NO_TOKEN, NOT_FINITE], dtype=torch.int32, device=device))
+    assert inputs.result(2).tolist() == [NO_TOKEN, NOT_FINITE]
+    assert inputs.tokens[:2, 2].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)

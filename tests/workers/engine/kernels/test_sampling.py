@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
 from tests.workers.engine.sampling.definition import noise, noise_bits
-from tests.workers.engine.sampling.plain import SampledRow, random_row, sampled_rows
+from tests.workers.engine.sampling.plain import NOT_FINITE_ROWS, SampledRow, not_finite_rows, random_row, sampled_rows
 from workers.engine.cuda.staging import to_device
 from workers.engine.kernels import sampling as kernels
 from workers.engine.kernels.fused_draw import FusedDraw
@@ -147,10 +147,12 @@ def test_parts_of_a_row_change_nothing(small: None, monkeypatch: pytest.MonkeyPa
     assert drawn(logits, params) == parted
 
 
-def test_rows_that_are_not_numbers_stay_in_the_vocabulary(small: None) -> None:
-    params = asked([{"temperature": 0.0}, {}, {"top_k": 150, "top_p": 0.5}])
-    for value in (torch.nan, -torch.inf, torch.inf):
-        assert all(0 <= token < 200 for token in drawn(torch.full((3, 200), value), params))
+@pytest.mark.parametrize("limits", [{"temperature": 0.0}, {}, {"top_k": 150, "top_p": 0.5}], ids=str)
+def test_rows_without_finite_logits_say_so_beside_others(limits: dict[str, Any], small: None) -> None:
+    logits = torch.cat((not_finite_rows(VOCAB), rows_of("plain", 1, VOCAB)))
+    params = asked([limits] * len(logits))
+    expected = [*(code for _, code in NOT_FINITE_ROWS), *drawn(logits[-1:], params[-1:], first=len(NOT_FINITE_ROWS))]
+    assert drawn(logits, params) == expected
 
 
 def test_the_draw_leaves_the_logits(small: None) -> None:

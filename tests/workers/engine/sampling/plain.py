@@ -14,9 +14,20 @@ from torch import Tensor
 
 from tests.workers.engine.sampling.definition import noise
 from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.step import NO_TOKEN, NOT_FINITE
 from workers.engine.sampling.draw import TorchDraw
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampler
+
+NOT_FINITE_ROWS = [
+    ([torch.nan], NOT_FINITE),
+    ([torch.inf], NOT_FINITE),
+    ([torch.nan, 1.0], NOT_FINITE),
+    ([torch.inf, 1.0], NOT_FINITE),
+    ([torch.inf, torch.nan, -torch.inf], NOT_FINITE),
+    ([-torch.inf], NO_TOKEN),
+]
+"""The logits of a row, repeated, and what comes in the place of its token."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +140,7 @@ def random_row(draw: random.Random, vocab: int, **asked: object) -> SampledRow:
     }
     params = SamplingParams(seed=draw.getrandbits(64), choice=draw.randint(0, 3), **(some | asked))
     return SampledRow(draw.choices(range(vocab), k=draw.choice([1, 5, 30])), output, params)
+
+
+def not_finite_rows(vocab: int) -> Tensor:
+    return torch.stack([torch.tensor(values).repeat(vocab)[:vocab] for values, _ in NOT_FINITE_ROWS])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.sampling.masks import mask_of
-from tests.workers.engine.sampling.plain import SampledRow, plain_token
+from tests.workers.engine.sampling.plain import NOT_FINITE_ROWS, SampledRow, not_finite_rows, plain_token
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling import draw, draw_cpu, limits
 from workers.engine.sampling.draw import TorchDraw
@@ -209,7 +209,10 @@ def test_ties_at_the_threshold_are_all_kept() -> None:
     assert drawn == {5, 50, 500}
 
 
-def test_rows_that_are_not_numbers_stay_in_the_vocabulary() -> None:
-    logits = torch.full((2, VOCAB), torch.nan)
-    params = [SamplingParams(max_tokens=1, top_k=5), SamplingParams(max_tokens=1, top_p=0.5)]
-    assert all(0 <= token < VOCAB for token in sample(logits, params))
+@pytest.mark.parametrize("limits", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_rows_without_finite_logits_say_so_beside_others(limits: dict[str, float]) -> None:
+    rows = not_finite_rows(VOCAB)
+    params = [SamplingParams(max_tokens=1, **limits)] * len(rows) + [SamplingParams(max_tokens=1, top_k=1)]  # type: ignore[arg-type]
+    others = torch.full((1, VOCAB), -torch.inf)
+    others[0, 8] = -3e38
+    assert sample(torch.cat((rows, others)), params) == [*(expected for _, expected in NOT_FINITE_ROWS), 8]

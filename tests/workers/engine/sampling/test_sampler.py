@@ -17,6 +17,7 @@ from tests.workers.engine.sampling.plain import (
     sampler_for,
 )
 from workers.engine.messages.core import EVERY_FEATURE, SamplingParams
+from workers.engine.messages.step import NO_TOKEN
 from workers.engine.sampling import penalties
 from workers.engine.sampling.limits import nucleus_floors
 from workers.engine.sampling.logit_masks import logit_stages
@@ -141,14 +142,13 @@ def test_more_logprobs_than_tokens_are_all_tokens() -> None:
     assert sorted(sampled.logprobs.to_host()[0].token_ids[1:]) == list(range(VOCAB))
 
 
-def test_a_row_without_a_candidate_stays_in_the_vocabulary() -> None:
-    """Whatever a request rules out, what comes is a token."""
+def test_a_row_without_a_candidate_gets_no_token() -> None:
     everything = tuple((token,) for token in range(VOCAB))
     rows = [
         SampledRow([1], [], SamplingParams(max_tokens=1, bad_words=everything, **limits))
         for limits in ({}, {"temperature": 0.0}, {"top_p": 0.5})
     ]
-    assert all(0 <= token < VOCAB for token in sample(random_logits(3), rows).tokens.tolist())
+    assert sample(random_logits(3), rows).tokens.tolist() == [NO_TOKEN] * 3
 
 
 def test_a_nucleus_that_reaches_top_p_exactly_takes_no_candidate_more() -> None:

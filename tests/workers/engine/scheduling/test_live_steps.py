@@ -301,7 +301,9 @@ def test_endless_live_texts_leave_whole_texts_of_a_batch_their_share(depth: int)
             launched.append(plan)
         if plan is None or len(launched) > depth:
             plan = launched.popleft()
-            output = scheduler.update(plan, StepResult(np.empty(0, np.int32), pooled=[b""] * int(plan.samples.sum())))
+            output = scheduler.update(
+                plan, StepResult(np.empty(0, np.int32), pooled=[b"1234"] * int(plan.samples.sum()))
+            )
             waiting -= {*output.request_ids}
         if not waiting:
             return

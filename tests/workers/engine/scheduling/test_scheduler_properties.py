@@ -20,6 +20,7 @@ from tests.workers.engine.scheduling.integrity import check_idle, check_pool
 from workers.engine.messages.core import (
     EngineRequest,
     Finish,
+    LiveShare,
     PoolingParams,
     SamplingParams,
     Stats,
@@ -34,6 +35,7 @@ from workers.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 11
 EOS = 7
+SHARES = [None, LiveShare("a", "1"), LiveShare("a", "2"), LiveShare("b", "3", 3.0), LiveShare("c", "4", 0.3)]
 
 
 def next_token(context: list[int]) -> int:
@@ -64,6 +66,7 @@ class ScheduledCase:
     logprobs: bool = False
     prompt_logprobs: bool = False
     batch_id: str = ""
+    share: LiveShare | None = None
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
@@ -335,6 +338,7 @@ class ScheduledRun:
                         case.priority,
                         case.batch_id,
                         pooling=PoolingParams("embed") if self.setup.pools else None,
+                        share=case.share,
                     )
                 )
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
@@ -427,6 +431,7 @@ CASES = st.builds(
     logprobs=st.booleans(),
     prompt_logprobs=st.sampled_from([False, False, True]),
     batch_id=st.sampled_from(["", "a", "b"]),
+    share=st.sampled_from(SHARES),
 )
 
 
@@ -497,6 +502,7 @@ def random_case(draw: random.Random) -> ScheduledCase:
         logprobs=draw.random() < 0.5,
         prompt_logprobs=draw.random() < 0.3,
         batch_id=draw.choice(["", "a", "b"]),
+        share=draw.choice(SHARES),
     )
 
 

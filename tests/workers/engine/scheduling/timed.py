@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.workers.engine.scheduling.integrity import check_idle
-from workers.engine.messages.core import EngineRequest, SamplingParams, StepOutput
+from workers.engine.messages.core import EngineRequest, LiveShare, SamplingParams, StepOutput
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.scheduler import Scheduler
@@ -74,11 +74,14 @@ class TimedEngine:
         self._idle_at = 0.0  # when the device has done all that was launched
         self._slots: dict[int, bool] = {}  # whether the request is live
 
-    def add(self, prompt: int, output: int, *, live: bool, at: float | None = None) -> TimedCall:
+    def add(
+        self, prompt: int, output: int, *, live: bool, at: float | None = None, share: LiveShare | None = None
+    ) -> TimedCall:
         number = len(self.calls)
         tokens = [self.draw.randrange(50_000) for _ in range(prompt)]
         self.calls.append(TimedCall(live, self.now if at is None else at))
-        self.scheduler.add(EngineRequest(number, tokens, [], SamplingParams(output, ignore_eos=True), live))
+        sampling = SamplingParams(output, ignore_eos=True)
+        self.scheduler.add(EngineRequest(number, tokens, [], sampling, live, share=share))
         return self.calls[-1]
 
     @property
