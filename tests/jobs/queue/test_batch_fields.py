@@ -23,7 +23,8 @@ def changes() -> dict[str, object]:
     """A value for each field, other than its default."""
     found = {field.name: VALUES.get(field.type, "text") for field in msgspec.structs.fields(BatchFields)}
     times = {"expires_at": 5.5, "appended_at": 6.5}
-    return {**found, **times, "state": "in_progress", "outcome": "expired", "risk": "late", "open_models": []}
+    states = {"state": "in_progress", "outcome": "expired", "risk": "late"}
+    return {**found, **times, **states, "open_models": [], "defaults": {"m": {"temperature": 0.5}}}
 
 
 def test_every_field_is_read_as_it_was_written(queue: Queue) -> None:
