@@ -556,7 +556,7 @@ local unread = {} -- batches without a stream of their own, as found by this cal
 -- Adds an entry to the stream of a batch, if it exists: about a request of it, or, without a name,
 -- that its state changed.
 local function notify_readers(batch, name, entry_id, chunks, succeeded)
-  if not unread[batch] then
+  if not unread[batch] and count_watched() > 0 then
     local share = math.floor(BATCH_ENTRIES * FULL_BATCHES / math.max(FULL_BATCHES, count_watched()))
     local most = math.max(FEWEST_BATCH_ENTRIES, share)
     local added = redis.call('XADD', key.batch_tokens(batch), 'NOMKSTREAM', 'MAXLEN', '~', most, '*',
@@ -604,7 +604,9 @@ local function count_for_key(key_id, prompt_tokens, completion_tokens, device_mi
   if key_id and key_id ~= '' then
     redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' prompt_tokens', prompt_tokens)
     redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' completion_tokens', completion_tokens)
-    redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' device_microseconds', digits(device_microseconds))
+    if device_microseconds > 0 then
+      redis.call('HINCRBY', key.KEY_USAGE, key_id .. ' device_microseconds', digits(device_microseconds))
+    end
   end
 end
 
