@@ -4,8 +4,9 @@ what its calls cost that one.
     python -m benchmarks.tenants
 
 One tenant holds 64 streams, then 300, then one call of n = 64; meanwhile the other sends calls of 4
-tokens one after the other. `alone` is the same without the first tenant. `beside_share` is the
-first tenant's rate of tokens beside the calls, as a share of its rate before them.
+tokens one after the other. `alone` is the same without the first tenant. The cost to the first
+tenant is `beside_share`, its rate of tokens beside the calls as a share of its rate before them,
+and the tokens that its preempted requests computed again.
 """
 
 import sys
@@ -33,6 +34,12 @@ _SLOTS = 64
 _TOKENS = 240  # of a stream of the first tenant
 _FILLING_SECONDS, _BEFORE_SECONDS, _PAUSE_SECONDS = 3.0, 5.0, 0.2
 _START_SECONDS = 120.0
+_REPORT_SECONDS = 6.0  # in which each worker reports
+_COUNTERS = {
+    "preemptions": "vllm:num_preemptions_total{",
+    "recomputed_tokens": "pipeline_recomputed_tokens_total{",
+    "generated_tokens": "vllm:generation_tokens_total{",
+}
 _BODY = {"model": "demo", "prompt": "What is 2 + 3?", "ignore_eos": True, "stream": True}
 
 
@@ -58,6 +65,7 @@ def _behind(
 ) -> dict[str, Any]:
     calls = max(streams, args.rounds * _SLOTS // choices)
     body = _BODY | {"max_tokens": _TOKENS, "n": choices, "stream_options": {"include_usage": True}}
+    counted = _counters(client)
     load = start_load(HOST, port, [{"at": 0.0, "body": body}] * calls, streams, key)
     try:
         time.sleep(_FILLING_SECONDS)
@@ -66,7 +74,8 @@ def _behind(
         begin = time.time()
         found = _calls(client, args.calls)
         end = time.time()
-        return _figures(wait_for_load(load), found, (before, begin, end), alone)
+        figures = _figures(wait_for_load(load), found, (before, begin, end), alone)
+        return figures | {name: round(value - counted[name]) for name, value in _counters(client).items()}
     finally:
         _end(load)
 
@@ -77,7 +86,7 @@ def _figures(load: LiveLoad, found: list[float], times: tuple[float, float, floa
     if arrivals[-1] < end:
         raise RuntimeError("the first tenant's streams ended before the calls of the second: take more --rounds")
     rate, beside = _rate(arrivals, before, begin), _rate(arrivals, begin, end)
-    step = _SLOTS / rate
+    step = _SLOTS / beside
     gaps = [gap for call in load.calls for gap in call.gaps]
     return _summary(found) | {
         "step_ms": round(1e3 * step, 1),
@@ -85,6 +94,16 @@ def _figures(load: LiveLoad, found: list[float], times: tuple[float, float, floa
         "tokens_per_second": round(rate),
         "beside_share": round(beside / rate, 3),
         "longest_gap_ms": round(1e3 * max(gaps), 1),
+    }
+
+
+def _counters(client: httpx.Client) -> dict[str, float]:
+    """Return the counters of the worker, once it has reported again."""
+    time.sleep(_REPORT_SECONDS)
+    lines = client.get("/metrics").text.splitlines()
+    return {
+        name: sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
+        for name, metric in _COUNTERS.items()
     }
 
 
