@@ -13,7 +13,7 @@ from jobs.protocol.parameters import rows
 from jobs.protocol.requests import BY_WORKER, SOFT_MAX_TOKENS, DefaultsMark
 from jobs.protocol.results import ApiError
 
-DefaultParameters = dict[str, float]
+DefaultParameters = dict[str, int | float]
 """Values by the parameter's name."""
 
 _LIMITS = ("max_tokens", "max_completion_tokens")

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import redis
 
+from jobs.protocol.default_parameters import DefaultParameters
 from jobs.protocol.unknown_members import UnknownMember
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields, BatchStatus
@@ -16,6 +17,7 @@ VALUES = {
     list[str]: ["m", "a/b"],
     list[UnknownMember]: [UnknownMember("max_token", 3, "max_tokens")],
     dict[str, float]: {"created": 1.25},
+    dict[str, DefaultParameters]: {"m": {"top_k": 20, "temperature": 0.5}},
 }
 
 
