@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 
@@ -38,6 +38,7 @@ class GuideThreads:
         self.woken: Callable[[], None] = lambda: None
         """Called in another thread when a guide is ready that was late."""
         self._num_threads = min(threads, _MOST_THREADS)
+        self._num_slow_threads = max(1, self._num_threads // 2)
         self._patience = _LEAST_PATIENCE
         self._followed = 0.0  # time of the last `follow`
         self._progress = threading.Event()
@@ -53,12 +54,16 @@ class GuideThreads:
         """
         for guide, _ in drawn:
             guide.advanced = guide.ready = False
-        for item in drawn:
-            if item[0].slow:
-                self._submit(self._slow_threads, [item])
-        quick = [item for item in drawn if not item[0].slow]
-        size = -(-len(quick) // self._num_threads) or 1
-        advanced = [self._submit(self._threads, quick[first : first + size]) for first in range(0, len(quick), size)]
+        for part in _parts([item for item in drawn if item[0].slow], self._num_slow_threads):
+            work = self._slow_threads.submit(self._follow_in_turn, part)
+            for guide, _ in part:
+                guide.work = work
+        advanced: list[threading.Event] = []
+        for part in _parts([item for item in drawn if not item[0].slow], self._num_threads):
+            advanced.append(threading.Event())
+            work = self._threads.submit(self._follow, part, advanced[-1])
+            for guide, _ in part:
+                guide.work = work
         self._followed = time.monotonic()
         until = self._followed + self._patience
         for event in advanced:
@@ -91,13 +96,9 @@ class GuideThreads:
                 mask[:] = guide.mask
         return TokenMasks(np.array([row for row, _ in masked], np.int64), masks), late
 
-    def _submit(self, threads: ThreadPoolExecutor, drawn: Sequence[Drawn]) -> threading.Event:
-        """Start to follow guides; return an event that is set once they have advanced."""
-        advanced = threading.Event()
-        work = threads.submit(self._follow, drawn, advanced)
-        for guide, _ in drawn:
-            guide.work = work
-        return advanced
+    def _follow_in_turn(self, drawn: Sequence[Drawn]) -> None:
+        for item in drawn:
+            self._follow([item], threading.Event())
 
     def _follow(self, drawn: Sequence[Drawn], advanced: threading.Event) -> None:
         for guide, token in drawn:
@@ -118,7 +119,13 @@ class GuideThreads:
 
     @cached_property
     def _slow_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max(1, self._num_threads // 2), "slow-masks", _give_way)
+        return ThreadPoolExecutor(self._num_slow_threads, "slow-masks", _give_way)
+
+
+def _parts(drawn: Sequence[Drawn], most: int) -> Iterator[Sequence[Drawn]]:
+    """Divide guides among at most so many threads."""
+    size = -(-len(drawn) // most) or 1
+    return (drawn[first : first + size] for first in range(0, len(drawn), size))
 
 
 def _give_way() -> None:
