@@ -74,6 +74,21 @@ def test_many_tenants_begin_together() -> None:
     assert all(call.tokens for call in calls)
 
 
+def test_thousands_that_wait_delay_a_call_by_a_few_steps() -> None:
+    """Their places are not counted anew in each step."""
+    engine = TimedEngine(slots=SLOTS)
+    fill(engine, "a", 3000)
+    fill(engine, "c", 100)
+    turns(engine, 20)
+    for _ in range(3):
+        steps = len(engine.steps)
+        call = engine.add(20, 4, live=True, share=LiveShare("b", "b"))
+        while not call.tokens:
+            engine.turn()
+        assert len(engine.steps) - steps <= 2 + 3100 // 512
+        turns(engine, 10)
+
+
 def test_what_another_tenant_leaves_is_used() -> None:
     engine = TimedEngine(slots=SLOTS)
     fill(engine, "a", 100)
