@@ -1,8 +1,9 @@
 """Order live requests so that tenants share the slots by weight, and no call takes most of them.
 
-Each live request has a place: its number among those of its tenant, divided by the tenant's weight.
-The requests of the lowest places have a right to the slots. So a tenant keeps as many as it can
-use, up to its share, and more only while no other tenant waits.
+Each live request has a place: its number among those of its tenant, from 0 on, divided by the
+tenant's weight, plus 1. The requests of the lowest places have a right to the slots. So a tenant
+keeps as many as it can use, up to its share, and more only while no other tenant waits; and no
+tenant has less than one, however small its weight, unless there are more tenants than slots.
 
 Within a tenant, requests that run come first, then the request's priority and its arrival decide.
 But the choices or texts of one call are numbered in groups of an eighth of the slots, and those of
@@ -85,5 +86,5 @@ class LiveShares:
             of_tenant[request.tenant].append((group, request.slot < 0, request.rank, request))
         for members in of_tenant.values():
             members.sort(key=lambda member: member[:3])
-            for number, (*_, request) in enumerate(members, 1):
-                request.set_place(number / request.weight)
+            for number, (*_, request) in enumerate(members):
+                request.set_place(1 + number / request.weight)

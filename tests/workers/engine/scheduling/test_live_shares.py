@@ -65,6 +65,15 @@ def test_tenants_share_the_slots_by_weight_and_then_keep_them(weight: float, sha
     assert running(engine)["b"] == share
 
 
+def test_a_tenant_of_little_weight_has_a_slot() -> None:
+    engine = TimedEngine(slots=SLOTS)
+    fill(engine, "a", 100)
+    turns(engine, 10)
+    fill(engine, "b", 3, weight=0.01)
+    turns(engine, 10)
+    assert running(engine) == {"a": SLOTS - 1, "b": 1}
+
+
 def test_many_tenants_begin_together() -> None:
     engine = TimedEngine(slots=SLOTS)
     fill(engine, "a", 100)
