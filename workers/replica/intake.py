@@ -30,6 +30,7 @@ LOOK_SECONDS = 2.0
 """Seconds between claims of an idle worker without a notification."""
 
 _PAUSE_AFTER_ERROR = 0.5
+_PAUSE_WITHOUT_ROOM = 0.005  # each live call that comes wakes the worker
 _SHORT_BYTES = 2048  # most bytes of request bodies for preparation in the event loop
 _FEW_QUOTES = 40  # most quotes in these: two for each text
 _OF_SINGLE_TEXTS = {EMBEDDINGS, CLASSIFY, POOLING}
@@ -111,6 +112,8 @@ class Intake:
                 await self._take(load, start)
             if self._state is IntakeState.UNAVAILABLE:
                 await asyncio.sleep(_PAUSE_AFTER_ERROR)
+            elif free_places(load, self._max_num_seqs, self._max_num_seqs)[1] <= 0:
+                await asyncio.sleep(_PAUSE_WITHOUT_ROOM)
 
     @property
     def isolated(self) -> bool:
@@ -185,8 +188,8 @@ class Intake:
             self._change(IntakeState.EMPTY, IntakeState.CLAIMING)
         else:
             self._change(IntakeState.BACKLOG, IntakeState.CLAIMING)
-        if beyond and claims:
-            self.wake()  # there may be more of these tenants
+        if beyond and sum(claim.live for claim in claims) > live_room:
+            self.wake()  # these tenants may have more
         if claims:
             logger.debug("claimed %d requests", len(claims))
             self._leases.add((claim.key, claim.fence) for claim in claims)

@@ -72,8 +72,7 @@ class RequestQueues:
         They are for waiting requests within theirs, as many as `budget` tokens can start.
         """
         live = self.live
-        self._shares.arrange(live.running, live.waiting)
-        if self._shares.matter and live.waiting:
+        if self._shares.arrange(live.running, live.waiting) and live.waiting:
             for _ in range(self._beyond_share(budget)):
                 self._preempt(live.running[-1])
             self._take_blocks_back(live.waiting[0])

@@ -65,6 +65,15 @@ def test_tenants_share_the_slots_by_weight_and_then_keep_them(weight: float, sha
     assert running(engine)["b"] == share
 
 
+def test_a_tenant_of_little_weight_has_a_slot() -> None:
+    engine = TimedEngine(slots=SLOTS)
+    fill(engine, "a", 100)
+    turns(engine, 10)
+    fill(engine, "b", 3, weight=0.01)
+    turns(engine, 10)
+    assert running(engine) == {"a": SLOTS - 1, "b": 1}
+
+
 def test_many_tenants_begin_together() -> None:
     engine = TimedEngine(slots=SLOTS)
     fill(engine, "a", 100)
@@ -72,6 +81,21 @@ def test_many_tenants_begin_together() -> None:
     calls = [engine.add(20, 4, live=True, share=LiveShare(f"t{number}", f"t{number}")) for number in range(SLOTS - 1)]
     turns(engine, 2)
     assert all(call.tokens for call in calls)
+
+
+def test_thousands_that_wait_delay_a_call_by_a_few_steps() -> None:
+    """Their places are not counted anew in each step."""
+    engine = TimedEngine(slots=SLOTS)
+    fill(engine, "a", 3000)
+    fill(engine, "c", 100)
+    turns(engine, 20)
+    for _ in range(3):
+        steps = len(engine.steps)
+        call = engine.add(20, 4, live=True, share=LiveShare("b", "b"))
+        while not call.tokens:
+            engine.turn()
+        assert len(engine.steps) - steps <= 2 + 3100 // 512
+        turns(engine, 10)
 
 
 def test_what_another_tenant_leaves_is_used() -> None:

@@ -311,7 +311,7 @@ class ScheduledRun:
         if not live.isdisjoint({*plan.slots.tolist()} - (self.decoding - added)):
             live_steps = ONE_PROMPT if self.has_batch else live_steps_for(self.most_live_prompts)
             limit = max(limit, live_steps * self.setup.live_step)
-        if self.streams.isdisjoint(plan.slots.tolist()):
+        if (self.streams - added).isdisjoint(plan.slots.tolist()):
             limit = max(limit, 3 * cost.empty)
         tolerance = cost.decode(1, longest) + 2 * cost.prompt(longest, 4)
         assert predicted <= limit + tolerance, "a step beside live requests takes too long"
