@@ -45,7 +45,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @DEPTHS
-def test_a_late_guide_holds_up_no_other_request_and_changes_no_token(depth: int, late: LateGuides) -> None:
+def test_a_late_guide_holds_up_no_request_without_one_and_changes_no_token(depth: int, late: LateGuides) -> None:
     late.open.set()
     requests = [request(1, LATE), plain(2), request(3, choice("red", "blue")), request(4, LATE)]
     expected = run(guided_core(), requests).answers
@@ -56,7 +56,7 @@ def test_a_late_guide_holds_up_no_other_request_and_changes_no_token(depth: int,
     def observed() -> StepOutput | None:
         output = step()
         ends.update(finished(output))
-        if ends == {2, 3}:
+        if 2 in ends:
             late.open.set()
         return output
 

@@ -20,6 +20,8 @@ from workers.engine.guides.guide import Guide
 from workers.engine.messages.step import NO_MASKS, TokenMasks
 
 _MOST_THREADS = 8
+_SPARE_THREADS = 4
+"""Further threads for other guides while some are late."""
 _PATIENCE, _LEAST_PATIENCE = 0.1, 0.0005
 """Share of a step's time, and the fewest seconds, that it waits for guides: once for their last
 tokens, and once for their masks. A guide that needs more for a token is slow.
@@ -115,7 +117,7 @@ class GuideThreads:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._num_threads, "masks")
+        return ThreadPoolExecutor(self._num_threads + _SPARE_THREADS, "masks")
 
     @cached_property
     def _slow_threads(self) -> ThreadPoolExecutor:
