@@ -3,7 +3,7 @@
 from collections import Counter
 
 
-class Shares:
+class ClientShares:
     """Amounts that are held by owners: at most `most` together, and `most_of_one` by each.
 
     For the event loop alone.

@@ -14,7 +14,7 @@ from api.fleet import Fleet
 from api.followers import Followers
 from api.reader import Reader
 from api.settings import ApiSettings
-from api.shares import Shares
+from api.shares import ClientShares
 from jobs.protocol.requests import RequestKey, is_live_id_of
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
@@ -44,16 +44,16 @@ class ApiState:
         return Followers(self.stream_client)
 
     @cached_property
-    def bodies(self) -> Shares:
+    def bodies(self) -> ClientShares:
         """Return the memory for bodies on their way."""
         most = max(self.settings.body_memory_bytes, 2 * self.settings.max_body_bytes)
-        return Shares(most, most // 2)
+        return ClientShares(most, most // 2)
 
     @cached_property
-    def calls(self) -> Shares:
+    def calls(self) -> ClientShares:
         """Return the calls of keys; each may have half as many as there are connections."""
         most = self.settings.max_connections
-        return Shares(most, max(1, most // 2))
+        return ClientShares(most, max(1, most // 2))
 
     @cached_property
     def uploads(self) -> UploadStore:

@@ -6,7 +6,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.http.answer_headers import note_headers
-from api.shares import Shares
+from api.shares import ClientShares
 from jobs.protocol.results import ApiError
 
 _AT_END = "at_end"
@@ -16,7 +16,7 @@ _RETRY_SECONDS = "1"
 class BodyMemory:
     """The memory that the body of one request takes, until the request ends at the latest."""
 
-    def __init__(self, request: Request, shares: Shares, owner: str) -> None:
+    def __init__(self, request: Request, shares: ClientShares, owner: str) -> None:
         self.bytes = 0
         self._request = request
         self._shares = shares
@@ -46,7 +46,7 @@ class BodyMemory:
         self._shares.give_back(self._owner, amount)
 
 
-def take_call(request: Request, shares: Shares, owner: str) -> None:
+def take_call(request: Request, shares: ClientShares, owner: str) -> None:
     """Hold a call of a key until it ends. Raise `ApiError` 429."""
     if not shares.take(owner):
         note_headers(request, {"retry-after": _RETRY_SECONDS})
@@ -67,6 +67,9 @@ class ReturnShares:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         actions = scope.setdefault("state", {})[_AT_END] = list[Callable[[], None]]()
         try:
             await self._app(scope, receive, send)
