@@ -116,7 +116,7 @@ docs: $(VENV)/.installed  ## the tables of docs/, and the client's names of the 
 helm: $(VENV)/.installed  ## docker/helm/rendered/, by the `helm` on PATH
 	$(BIN)/python -m tools.helm_chart
 
-lint: $(VENV)/.installed-test
+lint: $(VENV)/.installed-test  ## ruff, mypy and the borders of packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -124,6 +124,8 @@ class Fleet:
         Raise `QueueUnavailable` once Redis has been away for longer than one call retries.
         """
         now = asyncio.get_running_loop().time()
+        if not fresh and self._reading is not None and self._began >= now - _FRESH_SECONDS and self._is_read:
+            return self._reading.result()
         try:
             return await within(
                 self._read_until_it_works(fresh), max(self._away_from(now) + self._timeout - now, _PROBE_SECONDS)
@@ -223,6 +225,10 @@ class Fleet:
         reads = self._reading is not None and not self._reading.done()
         recent = reads or now - self._ended <= _FRESH_SECONDS + _PROBE_SECONDS
         return min(self._away_since, now) if recent else now
+
+    @property
+    def _is_read(self) -> bool:
+        return self._reading is not None and self._reading.done() and self._reading.exception() is None
 
     @property
     def _failed(self) -> bool:

@@ -67,6 +67,9 @@ class ReturnShares:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         actions = scope.setdefault("state", {})[_AT_END] = list[Callable[[], None]]()
         try:
             await self._app(scope, receive, send)

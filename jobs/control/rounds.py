@@ -11,7 +11,7 @@ from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.request_queue import Queue
 
 
-class ActiveBatches(NamedTuple):
+class RoundLook(NamedTuple):
     """The batches of one look."""
 
     records: Mapping[str, BatchStatus]
@@ -28,10 +28,10 @@ class Rounds:
         self._cursor = 0
         self._missing = set[str]()
 
-    def look(self, known: set[str]) -> ActiveBatches:
+    def look(self, known: set[str]) -> RoundLook:
         """Read the next batches; `known` are those of the caller. Raise what redis-py raises."""
         if not self._cursor:
             self._missing = known
         self._cursor, records = self._queue.some_active_batches(self._cursor, self._batches)
         self._missing = self._missing - records.keys()
-        return ActiveBatches(records, set() if self._cursor else self._missing)
+        return RoundLook(records, set() if self._cursor else self._missing)

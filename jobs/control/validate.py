@@ -54,7 +54,8 @@ def validate(held: Slice) -> None:
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
         drain(held, BatchProgress())  # first, since a full Redis accepts no lines
-    feed(held, BatchProgress(), held.record(), time.monotonic())  # the first lines, before a slice gets its turn
+    record = held.record() if has_early_lines else held.fields
+    feed(held, BatchProgress(), record, time.monotonic())  # the first lines, before a slice gets its turn
 
 
 def _check(held: Slice) -> Checked:

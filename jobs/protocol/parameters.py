@@ -158,7 +158,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Parameter(
             Integer(-fields.INT32 - 1),
-            "lower runs first inside a worker, among live calls and among batch lines; vLLM's meaning",
+            "lower runs first, among the live calls of a tenant and among batch lines; vLLM's meaning",
         ),
     ] = 0
     service_tier: Annotated[

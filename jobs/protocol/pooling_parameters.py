@@ -103,7 +103,7 @@ class PoolingParameters(msgspec.Struct, frozen=True, kw_only=True):
         int,
         PoolingParameter(
             Integer(-fields.INT32 - 1),
-            "lower runs first inside a worker, among live calls and among batch lines; vLLM's meaning",
+            "lower runs first, among the live calls of a tenant and among batch lines; vLLM's meaning",
         ),
     ] = 0
     task: Annotated[

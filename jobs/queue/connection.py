@@ -39,6 +39,7 @@ _OPTIONS: dict[str, Any] = {
     "decode_responses": False,
 }
 _ENCRYPTED = (redis.SSLConnection, redis.asyncio.SSLConnection)
+_LOCAL = (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection)
 _CUT = re.compile("reset by peer|broken pipe|closed by server|lost connection|Protocol Error", re.IGNORECASE)
 _MAX_CONNECTIONS = 256
 _OLDEST_VERSION = (7, 0)
@@ -192,7 +193,7 @@ def _wrong_encryption(kind: type) -> Iterator[None]:
         yield
     except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.InvalidResponse) as error:
         said = str(error)
-        if not issubclass(kind, _ENCRYPTED) and _CUT.search(said) and "://" not in said:
+        if not issubclass(kind, _ENCRYPTED + _LOCAL) and _CUT.search(said) and "://" not in said:
             raise redis.ConnectionError(
                 f"{said.rstrip('.')}: if the port wants TLS, use rediss:// in the URL"
             ) from error
