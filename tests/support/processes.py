@@ -32,8 +32,10 @@ def command_line(pid: int) -> str:
 
 
 def environment_of(pid: int) -> list[str]:
-    """The variables a process was started with, as NAME=value."""
-    return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    """Return the variables a process was started with, as NAME=value."""
+    # A program that has just been started has none for a moment.
+    found = wait_until(Path(f"/proc/{pid}/environ").read_bytes, 60, f"the environment of {pid}")
+    return found.decode(errors="replace").split("\0")
 
 
 def wake_ups(pids: Iterable[int]) -> int:
