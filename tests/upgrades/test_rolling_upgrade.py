@@ -150,8 +150,17 @@ class _Caller:
         assert text == self._text if self._ended else text.startswith(self._text)
 
     def _call(self) -> None:
+        while not self._is_answered():
+            pass
+
+    def _is_answered(self) -> bool:
+        """Call; return False for a 503, which the API gives while every worker starts its core
+        anew.
+        """
         try:
             with httpx.stream("POST", f"{self._url}{CHAT}", json=self._body, timeout=60) as answer:
+                if answer.status_code == 503:
+                    return False
                 assert answer.status_code == 200, answer.read()
                 self._stream = answer.headers["x-stream-id"]
                 for line in answer.iter_lines():
@@ -161,3 +170,4 @@ class _Caller:
                         self._ended = self._ended or choice["finish_reason"] is not None
         except httpx.TransportError:
             pass
+        return True
