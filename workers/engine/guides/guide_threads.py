@@ -56,12 +56,14 @@ class GuideThreads:
         """
         for guide, _ in drawn:
             guide.advanced = guide.ready = False
-        for part in _parts([item for item in drawn if item[0].slow], self._num_slow_threads):
+        # A thread changes `slow` as soon as it has a guide.
+        slow, quick = [item for item in drawn if item[0].slow], [item for item in drawn if not item[0].slow]
+        for part in _parts(slow, self._num_slow_threads):
             work = self._slow_threads.submit(self._follow_in_turn, part)
             for guide, _ in part:
                 guide.work = work
         advanced: list[threading.Event] = []
-        for part in _parts([item for item in drawn if not item[0].slow], self._num_threads):
+        for part in _parts(quick, self._num_threads):
             advanced.append(threading.Event())
             work = self._threads.submit(self._follow, part, advanced[-1])
             for guide, _ in part:
