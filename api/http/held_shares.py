@@ -1,4 +1,4 @@
-"""What a request holds until it ends: memory for its body, and one of the calls of its key."""
+"""Shares that a request holds until it ends: memory for its body, and a call of its key."""
 
 from collections.abc import Callable
 
@@ -40,9 +40,9 @@ class BodyMemory:
         message = "The bodies of all requests at once are as large as they may be together; try again."
         raise ApiError(503, message, "server_error", code="server_full")
 
-    def give_back(self, keep: int = 0) -> None:
-        """Release all but `keep` bytes."""
-        amount, self.bytes = self.bytes - keep, keep
+    def give_back(self) -> None:
+        """Release all bytes."""
+        amount, self.bytes = self.bytes, 0
         self._shares.give_back(self._owner, amount)
 
 

@@ -4,22 +4,21 @@ They are in the manifest and in the record. A control plane of a version without
 the manifest alone.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from jobs.batch.manifest import save_manifest
 from jobs.batch.model_defaults import read_defaults
 from jobs.control.slices import Slice
-from jobs.protocol.default_parameters import DefaultParameters
 
 
-def begin_defaults(held: Slice, known: Mapping[str, DefaultParameters]) -> None:
+def begin_defaults(held: Slice) -> None:
     """Set the defaults of all models for a validation.
 
     A repeated one has those that its early lines got.
     """
     manifest = held.manifest
     if manifest.defaults is not None:
-        manifest.defaults = {**(held.fields.defaults or known), **manifest.defaults}
+        manifest.defaults = {**(held.fields.defaults or read_defaults(held.queue)), **manifest.defaults}
 
 
 def keep_defaults(held: Slice, models: Iterable[str]) -> None:

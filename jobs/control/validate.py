@@ -12,7 +12,6 @@ from jobs.batch.appending import take_appended
 from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, InputError, api_bounds, format_of, read_lines, write_spool
 from jobs.batch.invalid_lines import mark_invalid
 from jobs.batch.manifest import MADE, LineProblem
-from jobs.batch.model_defaults import read_defaults
 from jobs.batch.queued_tokens import others_tokens
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
@@ -49,8 +48,8 @@ def validate(held: Slice) -> None:
     keep_defaults(held, manifest.models)
     has_early_lines = discard_stale(held)
     progress = restore_progress(held.queue, held.manifest, held.check_current)
-    fields = {**plan_fields(manifest), "cursor": 0, "low_water": -1, **progress.fields}
-    fields["defaults"] = manifest.defaults or {}
+    begun = {"cursor": 0, "low_water": -1, "defaults": manifest.defaults or {}}
+    fields = {**plan_fields(manifest), **begun, **progress.fields}
     held.move("in_progress", fields, stamp_in(manifest), progress.done)
     if has_early_lines:
         drain(held, BatchProgress())  # first, since a full Redis accepts no lines
@@ -146,7 +145,7 @@ def _outcome(held: Slice, check: SourceCheck, source: str) -> Checked:
 def _served(held: Slice) -> Mapping[str, Collection[str] | None]:
     """Return the models that lines may name, and set the defaults of those that are known."""
     spec = held.manifest.spec
-    begin_defaults(held, read_defaults(held.queue))
+    begin_defaults(held)
     if spec.models is not None:
         return dict.fromkeys(spec.models)
 

@@ -114,7 +114,7 @@ class Result(msgspec.Struct, frozen=True):
 class ApiError(JobsError):
     """An error in OpenAI's shape; clients may branch on every field but the message.
 
-    A `final` one tells them not to try again, whatever its status.
+    Clients do not repeat a call with a `final` one, whatever its status.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def worker(
 
 
 def _check_folder(ctx: click.Context, model: str | None, redis_url: str) -> None:
-    """Raise `Refused` for a folder that holds no model; its clients are told why."""
+    """Raise `Refused` for a folder that holds no model; clients get the reason."""
     from pipeline.worker_settings import check_model_folder, unchecked_settings
 
     try:

@@ -1,4 +1,4 @@
-"""What one client may take of an API process: memory for bodies, calls, connections, time."""
+"""Limits of one client in an API process: memory for bodies, calls, connections, time."""
 
 import os
 import socket

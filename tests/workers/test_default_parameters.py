@@ -1,4 +1,4 @@
-"""Which defaults a worker's flags and its model's folder give."""
+"""Defaults that follow from a worker's flags and its model's folder."""
 
 import json
 from pathlib import Path

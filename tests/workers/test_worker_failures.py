@@ -358,7 +358,7 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(
 def test_an_unexpected_error_of_loading_is_one_sentence_and_a_traceback_for_debugging(
     queue: Queue, redis_url: str, tmp_path: Path, name: str, changes: dict[str, object], words: str
 ) -> None:
-    """Clients are told the sentence, without the folder."""
+    """Clients get the sentence, without the folder."""
     folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "odd"))
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -14,8 +14,8 @@ from workers.text.parsers.json_value import JsonValue
 class RequiredCallsParser(CallListReader):
     """Parse `[{"name": "f", "parameters": {}}]`, the form that vLLM enforces.
 
-    A text that ends early is a call whose arguments are cut, if it tells the function, and no
-    content.
+    A text that ends early has no content: it is a call with cut arguments, if its function is
+    clear.
     """
 
     name = "required"

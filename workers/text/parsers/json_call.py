@@ -52,7 +52,7 @@ class JsonCall:
     def cut(self, names: Collection[str]) -> None:
         """End a call that has no more text and certainly is one of these functions'.
 
-        It is announced if its text tells which, else dropped.
+        It is announced if its function is clear, else dropped.
         """
         if not (self.complete or self.broken or self.announced):
             self._name = self._name or self._only_name(names)

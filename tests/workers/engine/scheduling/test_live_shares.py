@@ -1,4 +1,4 @@
-"""Which live requests run when not all can: tenants share by weight, and calls share too."""
+"""Slots of live requests when not all can run: tenants share by weight, and calls share too."""
 
 from collections import Counter
 
