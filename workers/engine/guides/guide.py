@@ -37,10 +37,12 @@ def error_of(matcher: LLMatcher) -> str:
     return next(filter(None, lines), "unknown error")[:_LONGEST].rstrip(":")
 
 
-NO_TOKEN = (
+ALL_EXCLUDED_BY_GRAMMAR = (
     "no token is left to go on with: the output's grammar allows none that allowed_token_ids, bad_words and min_tokens"
     " leave; give up one of them"
 )
+"""The error of a request whose grammar and parameters together allow no token."""
+
 _CANNOT_FOLLOW = "the output's grammar cannot be followed: "
 
 
@@ -169,9 +171,7 @@ class Guide:
         self.ready = True
 
     def advance(self, token: int) -> str:
-        """Advance by the next token, -1 if none could be drawn; return an error text, or ""."""
-        if token < 0:
-            return NO_TOKEN
+        """Advance by the next token; return an error text, or ""."""
         if self._opening:
             return self._open(token)
         if self._reasoning:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 
-from workers.engine.guides.guide import NO_TOKEN, Guide
+from workers.engine.guides.guide import ALL_EXCLUDED_BY_GRAMMAR, Guide
 from workers.engine.guides.guide_threads import GuideThreads
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.metrics import KINDS
@@ -390,7 +390,7 @@ class Scheduler:
             if request.finish or request.guide is None or request.id in launched.left_out:
                 continue
             if token < 0:
-                self._fail_guided(request, NO_TOKEN)
+                self._fail_guided(request, ALL_EXCLUDED_BY_GRAMMAR)
             else:
                 drawn.append((request, request.guide, token))
         self._guide_threads.follow([(guide, token) for _, guide, token in drawn])
@@ -412,7 +412,7 @@ class Scheduler:
             self._drop_guide(request)
 
     def _fail_guided(self, request: RequestState, error: str) -> None:
-        if request.guide is not None and error != NO_TOKEN:
+        if request.guide is not None and error != ALL_EXCLUDED_BY_GRAMMAR:
             self.forget_grammar(request.guide.grammar)
         self._output.logprobs.pop(request.id, None)
         self._end(request, Finish.INVALID, error=error)
