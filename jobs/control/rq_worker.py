@@ -153,6 +153,15 @@ class ControlWorker(SimpleWorker):
     def procline(self, message: str) -> None:
         """Do nothing: the process keeps its title."""
 
+    def _install_signal_handlers(self) -> None:
+        """Handle signals as RQ does, unless the process stops already.
+
+        A destructor of redis-py may have swallowed the exception of the first signal, and a second
+        one would interrupt `Driver.stop`.
+        """
+        if not self._driver.stopping.is_set():
+            super()._install_signal_handlers()
+
     def handle_warm_shutdown_request(self) -> None:
         """Set the stop flag; slices end at their next check."""
         ignore_stop_signals()

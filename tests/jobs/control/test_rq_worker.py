@@ -27,6 +27,7 @@ from jobs.batch.manifest import load_manifest
 from jobs.control.driver import Driver
 from jobs.control.health import control_plane_fault
 from jobs.control.rq_worker import ControlJob, ControlWorker
+from jobs.process import STOP_SIGNALS, ignore_stop_signals
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
@@ -331,10 +332,26 @@ def test_sigterm_at_an_unlucky_moment_of_an_outage_writes_no_traceback(
 def test_a_stop_whose_exception_was_lost_ends_the_loop(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal may come while a destructor runs, which drops what its handler raises."""
+    """A signal may come while a destructor runs, which drops what its handler raises.
+
+    The next signal must not interrupt the end of the process.
+    """
     driver = Driver(Queue(redis_client))
-    monkeypatch.setattr(ControlWorker, "_install_signal_handlers", lambda worker: driver.stopping.set())
-    assert not ControlWorker(redis_client, driver).work(logging_level="WARNING")
+    register = ControlWorker.register_birth
+
+    def register_and_stop(worker: ControlWorker) -> None:
+        register(worker)
+        ignore_stop_signals()
+        driver.stopping.set()
+
+    monkeypatch.setattr(ControlWorker, "register_birth", register_and_stop)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        assert not ControlWorker(redis_client, driver).work(logging_level="WARNING")
+        assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("name", ["driver", "ticker"])
