@@ -160,7 +160,7 @@ class ControlWorker(SimpleWorker):
         one would interrupt `Driver.stop`.
         """
         if not self._driver.stopping.is_set():
-            super()._install_signal_handlers()
+            super()._install_signal_handlers()  # type: ignore[no-untyped-call]
 
     def handle_warm_shutdown_request(self) -> None:
         """Set the stop flag; slices end at their next check."""
