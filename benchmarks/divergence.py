@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.models import INT4, model_folder, settings_of
 from workers.engine.attention.base import AttentionMetadata, CacheShape
-from workers.engine.attention.context import StepAttention
+from workers.engine.attention.context import StepAttention, cached_layers
 from workers.engine.backends.registry import default_backend
 from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.layers.base import Ops
@@ -52,15 +52,16 @@ def _log_probabilities(model: DecoderModel, prompt: Tensor) -> Tensor:
     """Return the log-probabilities of the next token at each token of a prompt, [T, vocab]."""
     config, backend, length = model.config, default_backend(_CPU, torch.float32), len(prompt)
     blocks = length // _BLOCK
-    shape = CacheShape(1 + blocks, _BLOCK, config.num_kv_heads, config.head_dim)
-    attention = backend.attention(shape, config.num_heads, torch.float32, _CPU)
+    first = config.layers[0]
+    shape = CacheShape(1 + blocks, _BLOCK, first.kv_heads, first.head_dim)
+    layers = cached_layers(backend.attention(shape, first.heads, torch.float32, _CPU), config.layers)
     metadata = AttentionMetadata(
         _BLOCK + torch.arange(length),
         np.array([0, length], np.int32),
         np.array([length], np.int32),
         1 + np.arange(blocks, dtype=np.int32)[None],
     )
-    caches, positions = attention.new_cache(config.num_layers), torch.arange(length)
-    attend = StepAttention(attention, caches, metadata, config.attention_scales, config.attention_patterns)
+    positions = torch.arange(length)
+    attend = StepAttention(layers, [metadata])
     hidden = model.forward(prompt, positions, torch.full_like(positions, length), attend)
     return model.logits(hidden).log_softmax(-1)

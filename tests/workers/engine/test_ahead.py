@@ -143,7 +143,7 @@ def one_layer(core: EngineCore) -> EngineCore:
     assert isinstance(model, RotaryDecoder)
     stack = model.stack
     assert isinstance(stack, LayerStack)
-    model.stack = LayerStack(stack.layers[:1], stack.norm, stack.heads, stack.kv_heads, stack.head_dim)
+    model.stack = LayerStack(stack.layers[:1], stack.norm)
     return core
 
 

@@ -66,7 +66,11 @@ def test_the_cpu_kernels_are_nearer_to_torch_than_int8_is_to_float32(name: str) 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_every_projection_of_a_decoder_is_in_int8(name: str) -> None:
     model: Any = load(name, Int8Ops(NativeOps()))
-    parts = [part for layer in model.stack.layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
+    parts = [
+        part
+        for layer in model.stack.layers
+        for part in (layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down)
+    ]
     assert {part.stored for part in parts} == {torch.int8}
 
 
@@ -75,7 +79,11 @@ def test_every_projection_of_a_decoder_is_in_int8(name: str) -> None:
 def test_every_projection_of_an_encoder_is_in_int8(name: str) -> None:
     checkpoint = open_checkpoint(str(pooling_folder(name)), task="embed")
     model: Any = load_pooling_model(checkpoint, torch.float32, CPU_DEVICE, 64, Int8Ops(NativeOps()))
-    parts = [part for layer in model._trunk.stack.layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
+    parts = [
+        part
+        for layer in model._trunk.stack.layers
+        for part in (layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down)
+    ]
     assert {part.stored for part in parts} == {torch.int8}
 
 
@@ -128,8 +136,8 @@ def test_ranks_have_their_part_of_the_whole_model() -> None:
     heads = torch.cat([weight_of(model, model.lm_head.logits) for model in ranks])
     assert heads[:VOCAB].equal(weight_of(whole, whole.lm_head.logits))
     for layer in range(3):
-        parts = [model.stack.layers[layer].output._own(torch.eye(32)).T for model in ranks]
-        plain = weight_of(exact, cast("Any", exact).stack.layers[layer].output)
+        parts = [model.stack.layers[layer].attention.output._own(torch.eye(32)).T for model in ranks]
+        plain = weight_of(exact, cast("Any", exact).stack.layers[layer].attention.output)
         for part, columns in zip(parts, plain.chunk(2, 1), strict=True):
             assert 0 < (part - columns).abs().max() <= 0.501 / 127 * columns.abs().max()
 

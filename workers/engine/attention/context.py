@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from workers.engine.attention.base import Attention, Metadata
-from workers.engine.layers.base import AttentionPattern, RotaryHeads
+from workers.engine.layers.base import AttentionShape, RotaryHeads
 from workers.engine.messages.errors import StepAbandoned
 
 
@@ -36,19 +36,31 @@ class Interruption:
             raise StepAbandoned("a live request has arrived")
 
 
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """One layer's attention, its cache, and the index of its block table among a step's."""
+
+    attention: Attention
+    cache: Tensor
+    shape: AttentionShape
+    table: int = 0
+
+
+def cached_layers(attention: Attention, shapes: Sequence[AttentionShape]) -> list[CachedLayer]:
+    """Return layers with new caches and one attention for all."""
+    return [CachedLayer(attention, *each) for each in zip(attention.new_cache(len(shapes)), shapes, strict=True)]
+
+
 @dataclass(slots=True)
 class StepAttention:
-    """The attention of one step: a backend, each layer's cache, scale and pattern, and the rows.
+    """The attention of one step: the layers, and the rows by each block table.
 
     `interruption` can end the step. All layers add `bias` to the scores of queries and keys that
     are not rotated.
     """
 
-    attention: Attention
-    caches: list[Tensor]
-    metadata: Metadata
-    scales: Sequence[float]
-    patterns: Sequence[AttentionPattern]
+    layers: Sequence[CachedLayer]
+    metadata: Sequence[Metadata]
     interruption: Interruption | None = None
     bias: Tensor | None = None  # see `Attention.forward`
     # The tokens whose hidden states are read, int64 in rising order; None for all. The hidden
@@ -57,14 +69,15 @@ class StepAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.check_interruption()
-        return self.attention.forward(
-            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer], self.bias
-        )
+        its, shape = self.layers[layer], self.layers[layer].shape
+        metadata = self.metadata[its.table]
+        return its.attention.forward(q, k, v, its.cache, metadata, shape.scale, shape.pattern, self.bias)
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
         self.check_interruption()
-        return self.attention.forward_rotary(
-            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
+        its, shape = self.layers[layer], self.layers[layer].shape
+        return its.attention.forward_rotary(
+            qkv, rotary, its.cache, self.metadata[its.table], shape.scale, shape.pattern
         )
 
     def check_interruption(self) -> None:

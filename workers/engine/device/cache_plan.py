@@ -66,7 +66,8 @@ def _does_not_fit(config: ResolvedConfig, length: int, per_block: int, budget: i
 
 def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     """Return the bytes of one block in all layers."""
-    return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
+    shapes = (CacheShape(1, block_size, layer.kv_heads, layer.head_dim) for layer in model.layers)
+    return sum(shape.block_bytes(dtype) for shape in shapes)
 
 
 def cpu_cache_bytes(

@@ -88,7 +88,7 @@ class Executor:
         lazy = self.runner.attention.lazy_cache
         if not (lazy and self.config.enable_prefix_caching and self.config.tensor_parallel_size == 1):
             return None
-        return CacheMemory(self.runner.caches, available_memory)
+        return CacheMemory([layer.cache for layer in self.runner.layers], available_memory)
 
     def launch(self, plan: StepPlan, masks: MakeMasks | None = None) -> LaunchedStep:
         """Launch a step; one with guided samples calls `masks` between the model and the draw.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention.base import CacheShape
-from workers.engine.attention.context import Interruption, StepAttention
+from workers.engine.attention.context import Interruption, StepAttention, cached_layers
 from workers.engine.backends.base import Backend
 from workers.engine.cuda.staging import ResultCopies
 from workers.engine.inputs.base import StepInputs
@@ -24,17 +24,15 @@ class StepRunner:
         self, config: ResolvedConfig, backend: Backend, model: DecoderModel | PoolingModel, num_blocks: int
     ) -> None:
         self.device = model.device
-        self._shape = model.config
         cache_dtype: torch.dtype = getattr(torch, config.cache_dtype)
-        shape = CacheShape(num_blocks, config.block_size, self._shape.num_kv_heads, self._shape.head_dim, cache_dtype)
-        self.attention = backend.attention(shape, self._shape.num_heads, model.dtype, self.device)
-        self.caches = self.attention.new_cache(self._shape.num_layers)
+        first = model.config.layers[0]
+        shape = CacheShape(num_blocks, config.block_size, first.kv_heads, first.head_dim, cache_dtype)
+        self.attention = backend.attention(shape, first.heads, model.dtype, self.device)
+        self.layers = cached_layers(self.attention, model.config.layers)
         self.inputs = backend.inputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
         self.interruption = Interruption() if self.device.type == "cpu" else None
         self._copies = ResultCopies(self.device)
 
     def _attend(self, inputs: StepInputs, bias: Tensor | None = None, needed: Tensor | None = None) -> StepAttention:
         """Return a step's attention; `bias` and `needed` are those of `StepAttention`."""
-        scales, patterns = self._shape.attention_scales, self._shape.attention_patterns
-        rest = self.interruption, bias, needed
-        return StepAttention(self.attention, self.caches, inputs.metadata, scales, patterns, *rest)
+        return StepAttention(self.layers, [inputs.metadata], self.interruption, bias, needed)

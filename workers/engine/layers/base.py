@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -67,6 +67,28 @@ class AttentionPattern:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The attention of one layer, on one rank if several share the model."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # factor of query-key products
+    pattern: AttentionPattern = AttentionPattern()
+    kv_copies: int = 1  # ranks that have the same key-value heads
+
+    @property
+    def queries(self) -> int:
+        """Return the numbers of a token's queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Return the numbers of a token's keys, as many as those of its values."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryHeads:
     """The preparation of queries and keys for attention: a norm over each head, if the model has
     one, then a rotation.
@@ -100,20 +122,42 @@ class AttentionContext(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """The parts of one layer. `query_norm` and `key_norm` apply to each head before the
-    rotation.
+class AttentionPart:
+    """The projections of a layer's attention. `query_norm` and `key_norm` apply to each head before
+    the rotation.
     """
 
-    attention_norm: Norm | None  # None for no norm
+    shape: AttentionShape
     qkv: Projection
     output: Projection
-    mlp_norm: Norm
-    up: Projection  # includes its activation, and the gate if the family's MLP has one
-    down: Projection
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    rotation: int = field(default=0, kw_only=True)  # index of its rotation among the step's rotations
+    rotation: int = 0  # index of its rotation among the step's rotations
+
+
+@dataclass(frozen=True, slots=True)
+class MlpPart:
+    up: Projection  # includes its activation, and the gate if the family's MLP has one
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: x + attention, then x + mlp, each of its normed input, and each result normed in
+    turn where the family does so.
+
+    With `parallel`, both parts read the layer's input. In a `post_norm` stack, `attention_norm` and
+    `mlp_norm` apply to the sums.
+    """
+
+    attention: AttentionPart
+    mlp: MlpPart
+    attention_norm: Norm | None = None  # None for no norm
+    mlp_norm: Norm | None = None  # if `parallel`, None for the result of `attention_norm`
+    attention_result_norm: Norm | None = None
+    mlp_result_norm: Norm | None = None
+    parallel: bool = False
+    factor: float = 1.0  # of the parts' results as they are added
 
 
 Stack = Callable[[Tensor, Sequence[Rotation], AttentionContext], Tensor]
@@ -159,15 +203,7 @@ class Ops(Protocol):
         """Return the same for a QuantizedWeight in float8."""
         ...
 
-    def stack(
-        self,
-        layers: Sequence[DecoderLayer],
-        norm: Norm | None,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        post_norm: bool = False,
-    ) -> Stack:
+    def stack(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> Stack:
         """Return a stack of layers built with these operations; see `LayerStack`."""
         ...
 

@@ -44,16 +44,8 @@ class TorchOps:
     def multiplies_float8(self, device: torch.device) -> bool:
         return False
 
-    def stack(
-        self,
-        layers: Sequence[DecoderLayer],
-        norm: Norm | None,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        post_norm: bool = False,
-    ) -> Stack:
-        return LayerStack(layers, norm, heads, kv_heads, head_dim, post_norm)
+    def stack(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> Stack:
+        return LayerStack(layers, norm, post_norm)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if bias is None:

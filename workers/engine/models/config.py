@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.engine.layers.base import AttentionPattern
+from workers.engine.layers.base import AttentionShape
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.pooling_config import PoolingConfig
@@ -24,35 +24,26 @@ _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder.
-
-    `attention_patterns` and `attention_scales` have one entry per layer.
-    """
+    """The shape of a model: a list of layers, and what they share."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int  # of one rank if several share the model; likewise num_kv_heads
-    num_kv_heads: int
-    head_dim: int
     max_position_embeddings: int
     norm_eps: float
     activation: str
     tie_word_embeddings: bool
-    attention_patterns: tuple[AttentionPattern, ...]
-    attention_scales: tuple[float, ...]  # factor of query-key products
+    layers: tuple[AttentionShape, ...]
     rope: RopeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # its name in the checkpoint
-    kv_copies: int = 1  # ranks that have the same key-value heads
     pooling: PoolingConfig | None = None  # for a model that does not generate
 
     @property
     def whole_prompts(self) -> bool:
         """Return whether a prompt must be computed in one step, without any cached part."""
-        bidirectional = not all(pattern.causal for pattern in self.attention_patterns)
+        bidirectional = not all(layer.pattern.causal for layer in self.layers)
         return bidirectional or (self.pooling is not None and self.pooling.modes != ("last",))
 
     @property
@@ -106,19 +97,21 @@ def shard_model(model: ModelConfig, size: int) -> ModelConfig:
 
     Raises ModelLoadError if the heads cannot be divided into `size` equal parts.
     """
-    fits = [ranks for ranks in range(1, model.num_heads + 1) if _divides(ranks, model)]
+    kinds = dict.fromkeys((layer.heads, layer.kv_heads) for layer in model.layers)
+    most = max(heads for heads, _ in kinds)
+    fits = [ranks for ranks in range(1, most + 1) if all(_divides(ranks, *kind) for kind in kinds)]
     if size not in fits:
+        heads = " or ".join(f"{heads} attention heads and {kv_heads} key-value heads" for heads, kv_heads in kinds)
         raise ModelLoadError(
-            f"{size} ranks cannot share the model's {model.num_heads} attention heads and {model.num_kv_heads}"
-            f" key-value heads equally; tensor parallel sizes that fit: {', '.join(map(str, fits))}"
+            f"{size} ranks cannot share the model's {heads} equally; tensor parallel sizes that fit:"
+            f" {', '.join(map(str, fits))}"
         )
-    copies = max(1, size // model.num_kv_heads)
-    return replace(
-        model,
-        num_heads=model.num_heads // size,
-        num_kv_heads=model.num_kv_heads * copies // size,
-        kv_copies=copies,
-    )
+    return replace(model, layers=tuple(_shard_layer(layer, size) for layer in model.layers))
+
+
+def _shard_layer(layer: AttentionShape, size: int) -> AttentionShape:
+    copies = max(1, size // layer.kv_heads)
+    return replace(layer, heads=layer.heads // size, kv_heads=layer.kv_heads * copies // size, kv_copies=copies)
 
 
 def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
@@ -193,6 +186,5 @@ def require(raw: Json, name: str, default: int | None = None) -> int:
     return value
 
 
-def _divides(ranks: int, model: ModelConfig) -> bool:
-    kv_fits = model.num_kv_heads % ranks == 0 or ranks % model.num_kv_heads == 0
-    return model.num_heads % ranks == 0 and kv_fits
+def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)

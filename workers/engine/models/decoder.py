@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer
+from workers.engine.layers.base import (
+    AttentionContext,
+    AttentionPart,
+    AttentionPattern,
+    AttentionShape,
+    DecoderLayer,
+    MlpPart,
+)
 from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import Rotary
@@ -35,33 +42,41 @@ class RotaryDecoder(DecoderModel):
         super().__init__(config, weights)
         assert config.rope is not None
         self.embedding, self.lm_head = load_tables(weights, config, "*.embed_tokens.weight")
-        self.rotary = Rotary(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
-        layers = [_layer(config, variant, weights, layer) for layer in range(config.num_layers)]
+        self.rotary = Rotary(config.rope, config.layers[0].head_dim, max_model_len, weights.dtype, weights.device)
+        layers = [_layer(config, variant, weights, layer) for layer in range(len(config.layers))]
         norm = RMSNorm(weights, "*.norm", config.hidden_size, config.norm_eps)
-        self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.stack = weights.ops.stack(layers, norm)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
         return self.stack(self.embedding.rows(input_ids), [self.rotary.cos_sin(positions, lengths)], attend)
 
 
 def _layer(config: ModelConfig, variant: DecoderVariant, weights: Weights, layer: int) -> DecoderLayer:
-    name, hidden, eps = f"*.layers.{layer}", config.hidden_size, config.norm_eps
-    queries = weights.parallel.shard(config.num_heads * config.head_dim)
-    keys = weights.parallel.shard(config.num_kv_heads * config.head_dim, config.kv_copies)
+    name, hidden, eps, shape = f"*.layers.{layer}", config.hidden_size, config.norm_eps, config.layers[layer]
+    queries, keys = weights.parallel.shard(shape.queries), weights.parallel.shard(shape.keys, shape.kv_copies)
     width = weights.parallel.part(config.intermediate_size)
     projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-    head_norms = [
-        RMSNorm(weights, f"{name}.self_attn.{part}_norm", config.head_dim, eps) for part in "qk" if variant.head_norm
-    ]
+    query_norm, key_norm = (
+        RMSNorm(weights, f"{name}.self_attn.{part}_norm", shape.head_dim, eps) if variant.head_norm else None
+        for part in "qk"
+    )
     gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
-    return DecoderLayer(
-        RMSNorm(weights, f"{name}.input_layernorm", hidden, eps),
+    attention = AttentionPart(
+        shape,
         load_fused(weights, projections, hidden, [queries, keys, keys], variant.qkv_bias),
         load_row_parallel(weights, f"{name}.self_attn.o_proj", queries, hidden, variant.output_bias),
-        RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, eps),
+        query_norm,
+        key_norm,
+    )
+    mlp = MlpPart(
         load_gated(weights, gate, up, hidden, width, variant.mlp_bias, config.activation),
         load_row_parallel(weights, f"{name}.mlp.down_proj", width, hidden, variant.mlp_bias),
-        *head_norms,
+    )
+    return DecoderLayer(
+        attention,
+        mlp,
+        RMSNorm(weights, f"{name}.input_layernorm", hidden, eps),
+        RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, eps),
     )
 
 
@@ -89,15 +104,13 @@ def decoder_config(
         vocab_size=require(raw, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=require(raw, "intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
         max_position_embeddings=positions,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         activation=str(raw.get("hidden_act", "silu")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_patterns=tuple(AttentionPattern(window=window) for window in windows or (None,) * layers),
-        attention_scales=(dim**-0.5,) * layers,
+        layers=tuple(
+            AttentionShape(heads, kv_heads, dim, dim**-0.5, AttentionPattern(window=window))
+            for window in windows or (None,) * layers
+        ),
         rope=rope_config(raw, positions),
     )

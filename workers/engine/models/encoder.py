@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer
+from workers.engine.layers.base import (
+    AttentionContext,
+    AttentionPart,
+    AttentionPattern,
+    AttentionShape,
+    DecoderLayer,
+    MlpPart,
+)
 from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
 from workers.engine.layers.weights import Weights
@@ -65,8 +72,8 @@ class PostNormEncoder(EncoderModel):
         if types:
             self.type_embedding = weights.take("*.embeddings.token_type_embeddings.weight", (types, hidden))
         self.norm = LayerNorm(weights, "*.embeddings.LayerNorm", hidden, config.norm_eps)
-        layers = [_layer(config, names, weights, layer) for layer in range(config.num_layers)]
-        self.stack = weights.ops.stack(layers, None, config.num_heads, config.num_kv_heads, config.head_dim, True)
+        layers = [_layer(config, names, weights, layer) for layer in range(len(config.layers))]
+        self.stack = weights.ops.stack(layers, None, post_norm=True)
 
     def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None, attend: AttentionContext) -> Tensor:
         embedded = self.embedding.rows(input_ids).add_(self.position_embedding[positions])
@@ -79,13 +86,20 @@ def _layer(config: ModelConfig, names: EncoderNames, weights: Weights, layer: in
     name, hidden, eps = f"{names.layers}.{layer}", config.hidden_size, config.norm_eps
     heads, width = weights.parallel.shard(hidden), weights.parallel.part(config.intermediate_size)
     projections = [f"{name}.{part}" for part in (names.queries, names.keys, names.values)]
-    return DecoderLayer(
-        LayerNorm(weights, f"{name}.{names.attention_norm}", hidden, eps),
+    attention = AttentionPart(
+        config.layers[layer],
         load_fused(weights, projections, hidden, [heads] * 3, bias=True),
         load_row_parallel(weights, f"{name}.{names.output}", heads, hidden, bias=True),
-        LayerNorm(weights, f"{name}.{names.mlp_norm}", hidden, eps),
+    )
+    mlp = MlpPart(
         load_fused(weights, [f"{name}.{names.up}"], hidden, [width], bias=True, activation=config.activation),
         load_row_parallel(weights, f"{name}.{names.down}", width, hidden, bias=True),
+    )
+    return DecoderLayer(
+        attention,
+        mlp,
+        LayerNorm(weights, f"{name}.{names.attention_norm}", hidden, eps),
+        LayerNorm(weights, f"{name}.{names.mlp_norm}", hidden, eps),
     )
 
 
@@ -119,19 +133,15 @@ def bidirectional_config(
     entry per layer.
     """
     hidden, heads = require(raw, "hidden_size", 768), require(raw, "num_attention_heads", 12)
+    dim = hidden // heads
     return ModelConfig(
         architecture=str(raw["architectures"][0]),
         vocab_size=require(raw, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=require(raw, "intermediate_size"),
-        num_layers=len(patterns),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
         max_position_embeddings=max_position_embeddings,
         norm_eps=norm_eps,
         activation=activation,
         tie_word_embeddings=True,
-        attention_patterns=patterns,
-        attention_scales=((hidden // heads) ** -0.5,) * len(patterns),
+        layers=tuple(AttentionShape(heads, heads, dim, dim**-0.5, pattern) for pattern in patterns),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer
+from workers.engine.layers.base import AttentionContext, AttentionPart, AttentionShape, DecoderLayer, MlpPart
 from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
 from workers.engine.layers.weights import Weights
@@ -24,16 +24,14 @@ def config(raw: Json) -> ModelConfig:
         vocab_size=require(raw, "vocab_size", 50257),
         hidden_size=hidden,
         intermediate_size=raw.get("n_inner") or 4 * hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
         max_position_embeddings=require(raw, "n_positions", 1024),
         norm_eps=float(raw.get("layer_norm_epsilon", 1e-5)),
         activation=str(raw.get("activation_function", "gelu_new")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        attention_patterns=(AttentionPattern(),) * layers,
-        attention_scales=tuple(scale / (layer + 1) if by_layer else scale for layer in range(layers)),
+        layers=tuple(
+            AttentionShape(heads, heads, hidden // heads, scale / (layer + 1) if by_layer else scale)
+            for layer in range(layers)
+        ),
     )
 
 
@@ -48,28 +46,30 @@ class GPT2(DecoderModel):
         super().__init__(config, weights)
         self.embedding, self.lm_head = load_tables(weights, config, "*.wte.weight")
         self.position_embedding = weights.take("*.wpe.weight", (config.max_position_embeddings, config.hidden_size))
-        layers = [_layer(config, weights, layer) for layer in range(config.num_layers)]
+        layers = [_layer(config, weights, layer) for layer in range(len(config.layers))]
         norm = LayerNorm(weights, "*.ln_f", config.hidden_size, config.norm_eps)
-        self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.stack = weights.ops.stack(layers, norm)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
         return self.stack(self.embedding.rows(input_ids).add_(self.position_embedding[positions]), [], attend)
 
 
 def _layer(config: ModelConfig, weights: Weights, layer: int) -> DecoderLayer:
-    name, hidden = f"*.h.{layer}", config.hidden_size
-    heads, width = (
-        weights.parallel.shard(config.num_heads * config.head_dim),
-        weights.parallel.part(config.intermediate_size),
-    )
+    name, hidden, shape = f"*.h.{layer}", config.hidden_size, config.layers[layer]
+    heads, width = weights.parallel.shard(shape.queries), weights.parallel.part(config.intermediate_size)
     qkv = [heads.within(part, 3) for part in range(3)]
+    attention = AttentionPart(
+        shape,
+        load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True),
+        load_row_parallel(weights, f"{name}.attn.c_proj", heads, hidden, bias=True, transposed=True),
+    )
+    mlp = MlpPart(
+        load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], True, transposed=True, activation=config.activation),
+        load_row_parallel(weights, f"{name}.mlp.c_proj", width, hidden, bias=True, transposed=True),
+    )
     return DecoderLayer(
-        attention_norm=LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps),
-        qkv=load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True),
-        output=load_row_parallel(weights, f"{name}.attn.c_proj", heads, hidden, bias=True, transposed=True),
-        mlp_norm=LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps),
-        up=load_fused(
-            weights, [f"{name}.mlp.c_fc"], hidden, [width], True, transposed=True, activation=config.activation
-        ),
-        down=load_row_parallel(weights, f"{name}.mlp.c_proj", width, hidden, bias=True, transposed=True),
+        attention,
+        mlp,
+        LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps),
+        LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps),
     )

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer, Projection
+from workers.engine.layers.base import (
+    AttentionContext,
+    AttentionPart,
+    AttentionPattern,
+    DecoderLayer,
+    MlpPart,
+    Projection,
+)
 from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
 from workers.engine.layers.rotary import Rotary
@@ -58,16 +65,17 @@ def head_modes(raw: Json) -> tuple[str, ...]:
 class ModernBert(EncoderModel):
     def __init__(self, raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         super().__init__(weights)
-        kinds = _layer_kinds(raw, config.num_layers)
+        kinds = _layer_kinds(raw, len(config.layers))
         self.embedding = weights.ops.table(
             weights.take("*.embeddings.tok_embeddings.weight", (config.vocab_size, config.hidden_size))
         )
         self.norm = _norm(raw, config, weights, "*.embeddings.norm")
         ropes = [rope_config(_rope(raw, kind), config.max_position_embeddings) for kind in _THETAS]
-        self.rotaries = [Rotary(rope, config.head_dim, max_model_len, weights.dtype, weights.device) for rope in ropes]
+        dim = config.layers[0].head_dim
+        self.rotaries = [Rotary(rope, dim, max_model_len, weights.dtype, weights.device) for rope in ropes]
         layers = [_layer(raw, config, weights, layer, list(_THETAS).index(kind)) for layer, kind in enumerate(kinds)]
         last = _norm(raw, config, weights, "*.final_norm")
-        self.stack = weights.ops.stack(layers, last, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.stack = weights.ops.stack(layers, last)
 
     def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None, attend: AttentionContext) -> Tensor:
         rotations = [rotary.cos_sin(positions, positions) for rotary in self.rotaries]
@@ -81,15 +89,18 @@ def _layer(raw: Json, config: ModelConfig, weights: Weights, layer: int, rotatio
     halves = [width.within(part, 2) for part in range(2)]
     gated = [f"{name}.mlp.Wi.weight"] * 2, [f"{name}.mlp.Wi.bias"] * 2
     biases = weights.take_rows(gated[1], halves, None) if mlp_bias else None
-    return DecoderLayer(
-        _norm(raw, config, weights, f"{name}.attn_norm") if layer else None,
+    attention = AttentionPart(
+        config.layers[layer],
         load_fused(weights, [f"{name}.attn.Wqkv"] * 3, hidden, [heads.within(part, 3) for part in range(3)], bias),
         load_row_parallel(weights, f"{name}.attn.Wo", heads, hidden, bias),
-        _norm(raw, config, weights, f"{name}.mlp_norm"),
-        weights.ops.gated_linear(weights.take_matrix(gated[0], halves, hidden), biases, config.activation),
-        load_row_parallel(weights, f"{name}.mlp.Wo", width, hidden, mlp_bias),
         rotation=rotation,
     )
+    mlp = MlpPart(
+        weights.ops.gated_linear(weights.take_matrix(gated[0], halves, hidden), biases, config.activation),
+        load_row_parallel(weights, f"{name}.mlp.Wo", width, hidden, mlp_bias),
+    )
+    attention_norm = _norm(raw, config, weights, f"{name}.attn_norm") if layer else None
+    return DecoderLayer(attention, mlp, attention_norm, _norm(raw, config, weights, f"{name}.mlp_norm"))
 
 
 def _norm(raw: Json, config: ModelConfig, weights: Weights, name: str) -> LayerNorm:

@@ -34,7 +34,7 @@ def config(raw: Json) -> ModelConfig:
 def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> PostNormEncoder:
     encoder = PostNormEncoder(config, _NAMES, weights, _FIRST_POSITION)
     buckets = require(raw, "relative_attention_num_buckets", 32)
-    table = weights.take("*.encoder.relative_attention_bias.weight", (buckets, config.num_heads))
+    table = weights.take("*.encoder.relative_attention_bias.weight", (buckets, config.layers[0].heads))
     distances = torch.arange(-_REACH, _REACH + 1, device=weights.device)
     encoder.position_bias = table[_bucket(distances, buckets)].t().float().contiguous()
     return encoder

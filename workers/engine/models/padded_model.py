@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from workers.engine.layers.base import AttentionContext, AttentionPattern
+from workers.engine.layers.base import AttentionContext, AttentionPattern, AttentionShape
 from workers.engine.layers.weights import Weights
 from workers.engine.models.base import EncoderModel
 from workers.engine.models.config import Json, ModelConfig
@@ -168,16 +168,11 @@ def _model_config(name: str, model_class: Pretrained, settings: Settings) -> Mod
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["hidden_size"],
         intermediate_size=0,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=_CACHED_NUMBERS,
         max_position_embeddings=sizes["max_position_embeddings"],
         norm_eps=0.0,
         activation="",
         tie_word_embeddings=True,
-        attention_patterns=(AttentionPattern(causal=False),),
-        attention_scales=(1.0,),
+        layers=(AttentionShape(1, 1, _CACHED_NUMBERS, 1.0, AttentionPattern(causal=False)),),
     )
 
 

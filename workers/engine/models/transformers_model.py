@@ -29,7 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
-from workers.engine.layers.base import AttentionContext, AttentionPattern
+from workers.engine.layers.base import AttentionContext, AttentionPattern, AttentionShape
 from workers.engine.layers.int8_ops import Int8Ops
 from workers.engine.layers.rotary import RopeConfig
 from workers.engine.layers.weights import Weights
@@ -197,28 +197,26 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
     positions = getattr(settings, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise refusal(name, "its config.json has no max_position_embeddings")
-    first, head = calls[0], skeleton.get_output_embeddings()
+    head = skeleton.get_output_embeddings()
     by_layer = sorted(calls, key=lambda call: call.layer or 0)
     return ModelConfig(
         architecture=name,
         vocab_size=int(head.weight.shape[0]),
         hidden_size=int(head.weight.shape[1]),
         intermediate_size=0,
-        num_layers=len(calls),
-        num_heads=first.heads,
-        num_kv_heads=first.kv_heads,
-        head_dim=first.head_dim,
         max_position_embeddings=positions,
         norm_eps=0.0,
         activation="",
         tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
-        attention_patterns=tuple(
-            AttentionPattern(window=call.window if call.window and call.window < positions else None)
-            for call in by_layer
-        ),
-        attention_scales=tuple(call.scale if call.scale is not None else call.head_dim**-0.5 for call in by_layer),
+        layers=tuple(_layer_shape(call, positions) for call in by_layer),
         rope=_rope(name, settings, positions),
     )
+
+
+def _layer_shape(call: LayerCall, positions: int) -> AttentionShape:
+    scale = call.scale if call.scale is not None else call.head_dim**-0.5
+    window = call.window if call.window and call.window < positions else None
+    return AttentionShape(call.heads, call.kv_heads, call.head_dim, scale, AttentionPattern(window=window))
 
 
 def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention.base import AttentionMetadata, CacheShape
-from workers.engine.attention.context import StepAttention
+from workers.engine.attention.context import StepAttention, cached_layers
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.cuda.graphs import CudaRecorder, Work
 from workers.engine.cuda.out_of_memory import one_line
@@ -59,7 +59,8 @@ def load_checked(
             config.architecture, len(unused), folder, unused[0],
         )  # fmt: skip
     model = TransformersModel(module, found.body, config, weights, max_model_len)
-    model.config = replace(config, attention_patterns=patterns_by_masks(model))
+    layers = zip(config.layers, patterns_by_masks(model), strict=True)
+    model.config = replace(config, layers=tuple(replace(layer, pattern=pattern) for layer, pattern in layers))
     # Products with int8 may also round their inputs to 8 bits, the precision of bfloat16
     check_parity(model, torch.bfloat16 if isinstance(weights.ops, Int8Ops) else model.dtype)
     if weights.device.type == "cuda":
@@ -85,7 +86,7 @@ def patterns_by_masks(model: TransformersModel) -> tuple[AttentionPattern, ...]:
         AttentionPattern(
             window=seen[layer] if ALL_BEFORE < (seen[layer] or 0) < model.config.max_position_embeddings else None
         )
-        for layer in range(model.config.num_layers)
+        for layer in range(len(model.config.layers))
     )
 
 
@@ -120,9 +121,10 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 
 def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
     config, device = model.config, model.device
-    shape = CacheShape(1 + max(_TABLE), _BLOCK, config.num_kv_heads, config.head_dim)
-    attention = TorchAttention(shape, config.num_heads, model.dtype, device)
-    caches = attention.new_cache(config.num_layers)
+    first = config.layers[0]
+    shape = CacheShape(1 + max(_TABLE), _BLOCK, first.kv_heads, first.head_dim)
+    attention = TorchAttention(shape, first.heads, model.dtype, device)
+    layers = cached_layers(attention, config.layers)
     parts = []
     for first, last in zip(np.cumsum([0, *_STEPS[:-1]]), np.cumsum(_STEPS), strict=True):
         positions = np.arange(first, last)
@@ -134,7 +136,7 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
             np.array([_TABLE], np.int32),
         )
         at = torch.from_numpy(positions).to(device)
-        attend = StepAttention(attention, caches, metadata, config.attention_scales, config.attention_patterns)
+        attend = StepAttention(layers, [metadata])
         hidden = model.forward(prompt[first:last], at, at + 1, attend)
         parts.append(model.logits(hidden))
     return torch.cat(parts)

@@ -39,17 +39,9 @@ class NativeOps(TorchOps):
     def table(self, weight: Weight) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)
 
-    def stack(
-        self,
-        layers: Sequence[DecoderLayer],
-        norm: Norm | None,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        post_norm: bool = False,
-    ) -> Stack:
+    def stack(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> Stack:
         kind = NativeStack if can_stack(layers, norm, post_norm) else LayerStack
-        return kind(layers, norm, heads, kv_heads, head_dim, post_norm)
+        return kind(layers, norm, post_norm)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if not norms_match_torch(x.dtype):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.engine.attention.context import StepAttention
+from workers.engine.attention.context import CachedLayer, StepAttention
 from workers.engine.layers.base import AttentionContext, AttentionPattern, DecoderLayer, Norm, Rotation
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.attention import CpuAttention, HeadRotation, head_rotation
@@ -59,26 +59,19 @@ class _Stack(ctypes.Structure):
 class NativeStack(LayerStack):
     """Layers with buffers that are reused by steps; attention of other backends runs per layer."""
 
-    def __init__(
-        self,
-        layers: Sequence[DecoderLayer],
-        norm: Norm | None,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        post_norm: bool = False,
-    ) -> None:
-        super().__init__(layers, norm, heads, kv_heads, head_dim, post_norm)
-        queries, keys, self._hidden = heads * head_dim, kv_heads * head_dim, len(layers[0].mlp_norm.weight)
+    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool = False) -> None:
+        super().__init__(layers, norm, post_norm)
+        shape, weight = layers[0].attention.shape, _weight(layers[0])
+        queries, keys, self._hidden = shape.queries, shape.keys, len(weight)
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
-        self._mlp = max(_packed(layer.up).columns for layer in layers)
+        self._mlp = max(_packed(layer.mlp.up).columns for layer in layers)
         self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
-        self._dtype = layers[0].mlp_norm.weight.dtype
+        self._dtype = weight.dtype
         sizes = len(layers), self._hidden, queries, keys, _MLP_ROWS, self._dtype == torch.float32
         self._c_stack = _Stack(self._c_layers, _c_norm(norm), post_norm, *sizes)
         self._pointer = ctypes.addressof(self._c_stack)
         self._patterns: list[AttentionPattern] = []
-        self._caches: list[Tensor] = []
+        self._cached: Sequence[CachedLayer] = []
         self._room = 0  # capacity of the buffers in tokens
         self._run = _run_stack()
 
@@ -88,17 +81,15 @@ class NativeStack(LayerStack):
         return dict(zip(PARTS, self._c_stack.seconds, strict=True))
 
     def __call__(self, hidden: Tensor, rotations: Sequence[Rotation], attend: AttentionContext) -> Tensor:
-        if not isinstance(attend, StepAttention) or not isinstance(attend.attention, CpuAttention):
+        if not isinstance(attend, StepAttention) or not isinstance(attend.layers[0].attention, CpuAttention):
             return super().__call__(hidden, rotations, attend)
-        if attend.caches is not self._caches:
-            self._take_caches(attend)
+        if attend.layers is not self._cached:
+            self._take_caches(attend.layers)
         tokens, hidden = len(hidden), hidden.contiguous()
         if tokens > self._room:
             self._make_room(tokens)
-        steps = [
-            attend.attention.prepared(attend.metadata, pattern, attend.bias, self._qkv).pointer
-            for pattern in self._patterns
-        ]
+        attention, metadata = attend.layers[0].attention, attend.metadata[0]
+        steps = [attention.prepared(metadata, pattern, attend.bias, self._qkv).pointer for pattern in self._patterns]
         turns = (HeadRotation * len(rotations))(*(head_rotation(*rotation) for rotation in rotations))
         needed = None if attend.needed is None else attend.needed.contiguous()
         assert needed is None or needed.dtype == torch.int64
@@ -120,12 +111,11 @@ class NativeStack(LayerStack):
             attend.interruption.check()
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
 
-    def _take_caches(self, attend: StepAttention) -> None:
-        self._caches, self._patterns = attend.caches, list(dict.fromkeys(attend.patterns))
-        for layer, cache, scale, pattern in zip(
-            self._c_layers, attend.caches, attend.scales, attend.patterns, strict=True
-        ):
-            layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._patterns.index(pattern)
+    def _take_caches(self, cached: Sequence[CachedLayer]) -> None:
+        self._cached, self._patterns = cached, list(dict.fromkeys(layer.shape.pattern for layer in cached))
+        for layer, its in zip(self._c_layers, cached, strict=True):
+            layer.cache, layer.scale = its.cache.data_ptr(), its.shape.scale
+            layer.step = self._patterns.index(its.shape.pattern)
 
     def _make_room(self, tokens: int) -> None:
         """Allocate buffers for more than `tokens`, so that slow growth rarely reallocates them."""
@@ -145,10 +135,30 @@ def can_stack(layers: Sequence[DecoderLayer], norm: Norm | None, post_norm: bool
     """Return whether products use packed matrices, and norms are where stack.c has them and equal
     torch's.
     """
-    parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
+    packed = bool(layers) and all(isinstance(matrix, PackedMatrix) for layer in layers for matrix in _matrices(layer))
     normed = all(layer.attention_norm is not None for layer in layers[0 if post_norm else 1 :])
-    packed = bool(parts) and all(isinstance(part, PackedMatrix) for part in parts)
-    return packed and normed and (norm is None) is post_norm and norms_match_torch(layers[0].mlp_norm.weight.dtype)
+    alike = len({_heads(layer) for layer in layers}) == 1 and all(map(_is_plain, layers))
+    return packed and normed and alike and (norm is None) is post_norm and norms_match_torch(_weight(layers[0]).dtype)
+
+
+def _is_plain(layer: DecoderLayer) -> bool:
+    """Return whether a layer has its parts one after the other, and no norms of their results."""
+    results = layer.attention_result_norm, layer.mlp_result_norm
+    return layer.mlp_norm is not None and results == (None, None) and not layer.parallel and layer.factor == 1.0
+
+
+def _heads(layer: DecoderLayer) -> tuple[int, int, int]:
+    shape = layer.attention.shape
+    return shape.heads, shape.kv_heads, shape.head_dim
+
+
+def _matrices(layer: DecoderLayer) -> tuple[object, ...]:
+    return layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down
+
+
+def _weight(layer: DecoderLayer) -> Tensor:
+    assert layer.mlp_norm is not None
+    return layer.mlp_norm.weight
 
 
 def _packed(projection: object) -> PackedMatrix:
@@ -163,9 +173,9 @@ def _c_norm(norm: Norm | None) -> _Norm:
 
 
 def _c_layer(layer: DecoderLayer) -> _Layer:
-    matrices = [_packed(part).pointer for part in (layer.qkv, layer.output, layer.up, layer.down)]
-    head_norms = [None if norm is None else norm.weight.data_ptr() for norm in (layer.query_norm, layer.key_norm)]
-    head_eps = 0.0 if layer.query_norm is None else layer.query_norm.eps
+    matrices, part = [_packed(matrix).pointer for matrix in _matrices(layer)], layer.attention
+    head_norms = [None if norm is None else norm.weight.data_ptr() for norm in (part.query_norm, part.key_norm)]
+    head_eps = 0.0 if part.query_norm is None else part.query_norm.eps
     return _Layer(
         _c_norm(layer.attention_norm),
         _c_norm(layer.mlp_norm),
@@ -173,7 +183,7 @@ def _c_layer(layer: DecoderLayer) -> _Layer:
         *head_norms,
         None,
         head_eps,
-        rotation=layer.rotation,
+        rotation=part.rotation,
     )
 
 

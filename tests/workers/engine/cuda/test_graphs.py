@@ -230,7 +230,7 @@ def make_runner(place: Place) -> ModelRunner:
     assert isinstance(model, RotaryDecoder)
     model.stack.layers = model.stack.layers[:1]
     runner = ModelRunner(config, backend, model, BLOCKS)
-    for cache in runner.caches:
+    for cache in (layer.cache for layer in runner.layers):
         cache.fill_(torch.nan)
     return runner
 
@@ -275,7 +275,7 @@ def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(pl
     plain, padded = make_runner(place), make_runner(place)
     padded.use_graphs(CudaRecorder() if place.device == "cuda" else recorded)
     assert drive(padded) == drive(plain)
-    cache, expected = padded.caches[0], plain.caches[0]
+    cache, expected = padded.layers[0].cache, plain.layers[0].cache
     torch.testing.assert_close(cache[:, 1:], expected[:, 1:], rtol=0, atol=1e-5, equal_nan=True)
     assert cache[:, 13:].isnan().all()  # free blocks
     assert torch.equal(padded.inputs.tokens, plain.inputs.tokens)

@@ -17,12 +17,12 @@ from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import MODELS, folder, make
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
+from workers.engine.attention.context import StepAttention, cached_layers
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.device.loader import open_checkpoint, weight_bytes
 from workers.engine.device.resolve import resolve
-from workers.engine.layers.base import RotaryHeads
 from workers.engine.messages.config import EngineConfig, available_cpus
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
@@ -47,33 +47,14 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-class OnePrompt:
-    """Attention of a prompt of nine tokens."""
-
-    def __init__(self, model: DecoderModel) -> None:
-        config = model.config
-        self.scales, self.patterns = config.attention_scales, config.attention_patterns
-        self.attention = TorchAttention(
-            CacheShape(2, 16, config.num_kv_heads, config.head_dim), config.num_heads, model.dtype, CPU
-        )
-        self.caches = self.attention.new_cache(config.num_layers)
-        self.metadata = AttentionMetadata(16 + torch.arange(9), np.array([0, 9]), np.array([9]), np.array([[1]]))
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attention.forward(
-            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
-        )
-
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        return self.attention.forward_rotary(
-            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.patterns[layer]
-        )
-
-
 def logits(model: DecoderModel) -> Tensor:
-    ids, positions = torch.arange(9), torch.arange(9)
+    """Return the logits of a prompt of nine tokens."""
+    ids, positions, first = torch.arange(9), torch.arange(9), model.config.layers[0]
+    attention = TorchAttention(CacheShape(2, 16, first.kv_heads, first.head_dim), first.heads, model.dtype, CPU)
+    metadata = AttentionMetadata(16 + ids, np.array([0, 9]), np.array([9]), np.array([[1]]))
+    attend = StepAttention(cached_layers(attention, model.config.layers), [metadata])
     with torch.inference_mode():
-        return model.logits(model.forward(ids, positions, positions + 1, OnePrompt(model)))
+        return model.logits(model.forward(ids, positions, positions + 1, attend))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -341,9 +322,9 @@ def test_a_cache_fills_what_it_was_given(dtype: str, copy_of: Callable[[str], Pa
     path = copy_of("llama")
     edit(path / "config.json", dtype="bfloat16")
     executor = Executor(EngineConfig(model=str(path), device="cpu", dtype=dtype, kv_cache_memory_bytes=100_000))  # type: ignore[arg-type]
-    size = sum(cache.nbytes for cache in executor.runner.caches)
+    size = sum(layer.cache.nbytes for layer in executor.runner.layers)
     assert 100_000 - size < size / executor.num_blocks
-    assert executor.runner.caches[0].dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
+    assert executor.runner.layers[0].cache.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
 
 
 def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> None:
@@ -385,7 +366,8 @@ def test_replicas_that_divide_the_cpus_divide_the_memory() -> None:
 
 
 def test_a_cache_holds_one_request_of_the_length_that_was_asked_for() -> None:
-    model = replace(open_checkpoint(config().model).config, num_layers=300_000)
+    model = open_checkpoint(config().model).config
+    model = replace(model, layers=model.layers[:1] * 300_000)
     settings = resolve(config(max_model_len=64, max_num_seqs=8), "cpu", model)
     request = (64 // 16 + 1) * block_bytes(model, torch.float32, 16)
     assert cpu_cache_bytes(settings, model, torch.float32, 0, request + 1) == request

@@ -204,10 +204,11 @@ def llama_config(heads: int, kv_heads: int) -> ModelConfig:
 )
 def test_query_heads_and_their_keys_are_on_the_same_rank(heads: int, kv_heads: int, size: int, kept: int) -> None:
     model = shard_model(llama_config(heads, kv_heads), size)
-    assert (model.num_heads, model.num_kv_heads) == (heads // size, kept)
+    layer = model.layers[0]
+    assert (layer.heads, layer.kv_heads) == (heads // size, kept)
     for rank in range(size):
-        queries = Parallel(rank, size).shard(model.num_heads)
-        keys = Parallel(rank, size).shard(model.num_kv_heads, model.kv_copies)
+        queries = Parallel(rank, size).shard(layer.heads)
+        keys = Parallel(rank, size).shard(layer.kv_heads, layer.kv_copies)
         assert (queries.total, keys.total) == (heads, kv_heads)
         needed = {query * kv_heads // heads for query in range(heads)[queries.where]}
         assert needed == set(range(kv_heads)[keys.where])
@@ -260,10 +261,10 @@ def test_ranks_that_share_a_key_value_head_both_have_it(tmp_path: Path) -> None:
     shared = shard_checkpoint(whole, 4)
     ranks = [load_weights(shared, torch.float32, device, parallel=Parallel(rank, 4)) for rank in range(4)]
     assert isinstance(full, RotaryDecoder)
-    queries, keys, values = weight_of(full, full.stack.layers[1].qkv).split([64, 32, 32])
+    queries, keys, values = weight_of(full, full.stack.layers[1].attention.qkv).split([64, 32, 32])
     for rank, model in enumerate(ranks):
         assert isinstance(model, RotaryDecoder)
-        q, k, v = weight_of(model, model.stack.layers[1].qkv).split([16, 16, 16])
+        q, k, v = weight_of(model, model.stack.layers[1].attention.qkv).split([16, 16, 16])
         assert q.equal(queries[16 * rank : 16 * rank + 16])
         assert k.equal(keys[rank // 2 * 16 : rank // 2 * 16 + 16])
         assert v.equal(values[rank // 2 * 16 : rank // 2 * 16 + 16])

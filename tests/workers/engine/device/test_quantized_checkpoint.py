@@ -199,7 +199,11 @@ def check_near(model: DecoderModel, exact: DecoderModel) -> None:
 def test_the_cpu_multiplies_integers_as_they_are_stored(name: str, tmp_path: Path) -> None:
     quantized, _ = checkpoints(CASES[name], tmp_path)
     model: Any = load_model(str(quantized), "float32", CPU, ops=NativeOps())
-    stored = {part.stored for layer in model.stack.layers for part in (layer.qkv, layer.output, layer.up, layer.down)}
+    stored = {
+        part.stored
+        for layer in model.stack.layers
+        for part in (layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down)
+    }
     expected = {4: {torch.uint8}, 8: {torch.int8}, None: {torch.float16, torch.bfloat16}}[INTEGERS.get(name)]
     assert stored <= expected
     exact = load_model(str(quantized), "float32", CPU, ops=RoundingOps())
@@ -225,7 +229,7 @@ def test_projections_of_two_kinds_are_dequantized(tmp_path: Path) -> None:
     quantized, _ = write(Case(settings, case.pack, case.dtype), tmp_path, (Q_PROJ,))
     model, exact = (load_model(str(quantized), "float32", CPU, ops=ops) for ops in (NativeOps(), RoundingOps()))
     layers: Any = model.stack.layers
-    assert [layer.qkv.stored for layer in layers] == [torch.uint8, torch.bfloat16, torch.uint8]
+    assert [layer.attention.qkv.stored for layer in layers] == [torch.uint8, torch.bfloat16, torch.uint8]
     check_near(model, exact)
 
 
@@ -249,9 +253,9 @@ def weights_of(model: Any) -> list[Tensor]:
     """Return what a rank's projections give for each input alone, before the ranks' are summed."""
     found = []
     for layer in model.stack.layers:
-        for projection in (layer.qkv, layer.up):
+        for projection in (layer.attention.qkv, layer.mlp.up):
             found.append(projection(torch.eye(64)))
-        for projection, width in ((layer.output, 32), (layer.down, 48)):
+        for projection, width in ((layer.attention.output, 32), (layer.mlp.down, 48)):
             found.append(projection._own(torch.eye(width)))
     return found
 
@@ -261,7 +265,7 @@ def test_models_that_pool_are_read(tmp_path: Path) -> None:
     for path in checkpoints(CASES["packed-4-32-asymmetric"], tmp_path):
         checkpoint = open_checkpoint(str(path), task="embed")
         trunk: Any = load_pooling_model(checkpoint, torch.float32, CPU, 64, TorchOps())._trunk
-        hidden.append(torch.cat([layer.qkv(torch.eye(64)) for layer in trunk.stack.layers]))
+        hidden.append(torch.cat([layer.attention.qkv(torch.eye(64)) for layer in trunk.stack.layers]))
     assert torch.equal(*hidden)
 
 

@@ -70,7 +70,11 @@ class RowsInFloat8(TorchOps):
 
 def kinds(model: Any) -> set[type]:
     """Return what multiplies: products with an activation behind them are functions."""
-    return {type(part) for layer in model.stack.layers for part in (layer.qkv, layer.output, layer.down)}
+    return {
+        type(part)
+        for layer in model.stack.layers
+        for part in (layer.attention.qkv, layer.attention.output, layer.mlp.down)
+    }
 
 
 @pytest.mark.proof
@@ -137,7 +141,7 @@ def test_projections_of_two_kinds_are_dequantized(tmp_path: Path) -> None:
     settings = case.settings | {"ignore": ["lm_head", Q_PROJ]}
     quantized, _ = write(Case(settings, case.pack, case.dtype), tmp_path, (Q_PROJ,))
     model: Any = load_model(str(quantized), "float32", CPU, ops=TritonOps())
-    assert [isinstance(layer.qkv, QuantizedMatmul) for layer in model.stack.layers] == [True, False, True]
+    assert [isinstance(layer.attention.qkv, QuantizedMatmul) for layer in model.stack.layers] == [True, False, True]
 
 
 @pytest.mark.parametrize("name", ["gptq-4-32", "int-channel", "fp8-matrix", "float-channel", "fp8-large-blocks"])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engine.layers.base import DecoderLayer, RotaryHeads, Rotation
+from workers.engine.layers.base import AttentionPart, AttentionShape, DecoderLayer, MlpPart, RotaryHeads, Rotation
 from workers.engine.layers.norm import LayerNorm
 from workers.engine.layers.ops import TorchOps
 from workers.engine.layers.rotary import RopeConfig, Rotary, rotate
@@ -40,13 +40,18 @@ class Parts:
         ops, self.numbers = TorchOps(), count()
         self.layers = [
             DecoderLayer(
+                AttentionPart(
+                    AttentionShape(HEADS, HEADS, DIM, DIM**-0.5),
+                    ops.linear(torch.randn(3 * HEADS * DIM, HIDDEN), torch.randn(3 * HEADS * DIM)),
+                    ops.linear(torch.randn(HIDDEN, HEADS * DIM), torch.randn(HIDDEN)),
+                    rotation=index % 2,
+                ),
+                MlpPart(
+                    ops.linear(torch.randn(WIDTH, HIDDEN), torch.randn(WIDTH), "gelu"),
+                    ops.linear(torch.randn(HIDDEN, WIDTH), torch.randn(HIDDEN)),
+                ),
                 self.norm() if first_norm or index else None,
-                ops.linear(torch.randn(3 * HEADS * DIM, HIDDEN), torch.randn(3 * HEADS * DIM)),
-                ops.linear(torch.randn(HIDDEN, HEADS * DIM), torch.randn(HIDDEN)),
                 self.norm(),
-                ops.linear(torch.randn(WIDTH, HIDDEN), torch.randn(WIDTH), "gelu"),
-                ops.linear(torch.randn(HIDDEN, WIDTH), torch.randn(HIDDEN)),
-                rotation=index % 2,
             )
             for index in range(3)
         ]
@@ -60,24 +65,26 @@ class Parts:
         return LayerNorm(weights, name, HIDDEN, 1e-5)
 
     def attended(self, layer: DecoderLayer, x: Tensor, rotations: list[Rotation]) -> Tensor:
-        q, k, v = layer.qkv(x).view(TOKENS, 3 * HEADS, DIM).split(HEADS, 1)
+        q, k, v = layer.attention.qkv(x).view(TOKENS, 3 * HEADS, DIM).split(HEADS, 1)
         if rotations:
-            q, k = (rotate(of, *rotations[layer.rotation]) for of in (q, k))
-        return layer.output(AllSeeAll()(0, q, k, v).reshape(TOKENS, -1))
+            q, k = (rotate(of, *rotations[layer.attention.rotation]) for of in (q, k))
+        return layer.attention.output(AllSeeAll()(0, q, k, v).reshape(TOKENS, -1))
 
     def pre_norm(self, rotations: list[Rotation]) -> Tensor:
         x = self.embeddings.clone()
         for layer in self.layers:
             x = x + self.attended(layer, x if layer.attention_norm is None else layer.attention_norm(x), rotations)
-            x = x + layer.down(layer.up(layer.mlp_norm(x)))
+            assert layer.mlp_norm is not None
+            x = x + layer.mlp.down(layer.mlp.up(layer.mlp_norm(x)))
         return self.last_norm(x)
 
     def post_norm(self, rotations: list[Rotation]) -> Tensor:
         x = self.embeddings.clone()
         for layer in self.layers:
             assert layer.attention_norm is not None
+            assert layer.mlp_norm is not None
             x = layer.attention_norm(x + self.attended(layer, x, rotations))
-            x = layer.mlp_norm(x + layer.down(layer.up(x)))
+            x = layer.mlp_norm(x + layer.mlp.down(layer.mlp.up(x)))
         return x
 
 
@@ -88,7 +95,7 @@ def rotations_of(number: int) -> list[Rotation]:
 @pytest.mark.parametrize("rotations", [0, 2])
 def test_norms_behind_the_parts(rotations: int) -> None:
     parts = Parts()
-    stack = LayerStack(parts.layers, None, HEADS, HEADS, DIM, post_norm=True)
+    stack = LayerStack(parts.layers, None, post_norm=True)
     expected = parts.post_norm(rotations_of(rotations))
     torch.testing.assert_close(stack(parts.embeddings, rotations_of(rotations), AllSeeAll()), expected)
 
@@ -97,6 +104,6 @@ def test_norms_behind_the_parts(rotations: int) -> None:
 @pytest.mark.parametrize("rotations", [0, 2])
 def test_norms_before_the_parts(rotations: int, first_norm: bool) -> None:
     parts = Parts(first_norm)
-    stack = LayerStack(parts.layers, parts.last_norm, HEADS, HEADS, DIM)
+    stack = LayerStack(parts.layers, parts.last_norm)
     expected = parts.pre_norm(rotations_of(rotations))
     torch.testing.assert_close(stack(parts.embeddings, rotations_of(rotations), AllSeeAll()), expected)

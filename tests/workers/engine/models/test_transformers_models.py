@@ -39,7 +39,7 @@ _SHAPE: dict[str, Any] = OTHERS["olmoe"].settings
 
 
 def windows_of(config: ModelConfig) -> list[int | None]:
-    return [pattern.window for pattern in config.attention_patterns]
+    return [layer.pattern.window for layer in config.layers]
 
 
 def requests(name: str, first_id: int = 0) -> list[EngineRequest]:
@@ -104,11 +104,10 @@ def test_an_architecture_with_code_of_our_own_runs_by_transformers_where_asked(n
 
 def test_what_the_class_says_of_itself() -> None:
     config = open_checkpoint(str(folder("gemma3"))).config
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 32)
+    assert [(each.heads, each.kv_heads, each.head_dim, each.scale) for each in config.layers] == [(4, 2, 32, 0.25)] * 3
     assert windows_of(config) == [24, None, 24]
-    assert config.attention_scales == (0.25,) * 3
     assert (config.vocab_size, config.max_model_len) == (160, 256)
-    assert open_checkpoint(str(folder("granite"))).config.attention_scales == (0.1,) * 3
+    assert [each.scale for each in open_checkpoint(str(folder("granite"))).config.layers] == [0.1] * 3
     longrope = open_checkpoint(str(folder("granite-longrope"))).config
     assert longrope.prefix_cacheable(64)
     assert not longrope.prefix_cacheable(65)
@@ -233,7 +232,7 @@ def test_sizes_by_layer_are_no_fault(tmp_path: Path) -> None:
         activation_sparsity_pattern=[0.0] * 5,
         max_position_embeddings=64,
     ).save_pretrained(tmp_path)
-    assert open_checkpoint(str(tmp_path)).config.num_layers == 5
+    assert len(open_checkpoint(str(tmp_path)).config.layers) == 5
 
 
 def test_code_in_the_checkpoint_is_never_run(granite: Path) -> None:
@@ -311,7 +310,8 @@ def test_other_logits_than_the_class_gives_are_refused() -> None:
     model = load_model(str(folder("granite")), "float32", CPU)
     assert isinstance(model, TransformersModel)
     check_parity(model, model.dtype)
-    model.config = replace(model.config, attention_scales=(0.1, 0.1, 0.11))
+    layers = model.config.layers
+    model.config = replace(model.config, layers=(*layers[:2], replace(layers[2], scale=0.11)))
     with pytest.raises(
         ModelLoadError,
         match=r"cannot run on this engine: its logits on a paged cache differ from its own by 0\.\d+ of their size",

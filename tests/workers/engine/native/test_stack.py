@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count, zip_longest
 
 import numpy as np
@@ -11,9 +12,16 @@ from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention.base import AttentionMetadata, CacheShape
-from workers.engine.attention.context import Interruption, StepAttention
+from workers.engine.attention.context import CachedLayer, Interruption, StepAttention
 from workers.engine.backends.registry import find_backend
-from workers.engine.layers.base import AttentionPattern, DecoderLayer, Rotation
+from workers.engine.layers.base import (
+    AttentionPart,
+    AttentionPattern,
+    AttentionShape,
+    DecoderLayer,
+    MlpPart,
+    Rotation,
+)
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.rotary import RopeConfig, Rotary
 from workers.engine.layers.stack import LayerStack
@@ -26,6 +34,7 @@ pytestmark = needs_native
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
+SCALES = (0.25, 0.2, 0.3)
 PATTERNS = (AttentionPattern(), AttentionPattern(window=24), AttentionPattern())
 BOTH_SIDES = tuple(AttentionPattern(False, pattern.window) for pattern in PATTERNS)
 STEPS = [
@@ -55,29 +64,41 @@ class Model:
         self.encodes, first_norm = family in ("bert", "modernbert", "mpnet"), family != "modernbert"
         self.post_norm = self.encodes and first_norm
         self.bias = torch.randn(heads, 61) if family == "mpnet" else None
-        self.patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
+        patterns, self.steps = (BOTH_SIDES, TEXTS) if self.encodes else (PATTERNS, STEPS)
         if family == "gpt2":
             kv_heads = heads
+        shapes = [AttentionShape(heads, kv_heads, dim, *each) for each in zip(SCALES, patterns, strict=True)]
         ops, queries, keys = NativeOps(), heads * dim, kv_heads * dim
         self.layers = [
             DecoderLayer(
+                AttentionPart(
+                    shape,
+                    ops.linear(random(queries + 2 * keys, HIDDEN, width=0.2), random(queries + 2 * keys)),
+                    ops.linear(random(HIDDEN, queries, width=0.2), None),
+                    *(RMSNorm(*self.named(dim)) for _ in range(2 * self.head_norms)),
+                    rotation=self.encodes * layer % 2,
+                ),
+                MlpPart(
+                    ops.gated_linear(random(2 * WIDTH, HIDDEN, width=0.2), None, "silu")
+                    if self.rotary
+                    else ops.linear(random(WIDTH, HIDDEN, width=0.2), random(WIDTH), "gelu_new"),
+                    ops.linear(random(HIDDEN, WIDTH, width=0.2), random(HIDDEN)),
+                ),
                 self.norm(HIDDEN) if first_norm or layer else None,
-                ops.linear(random(queries + 2 * keys, HIDDEN, width=0.2), random(queries + 2 * keys)),
-                ops.linear(random(HIDDEN, queries, width=0.2), None),
                 self.norm(HIDDEN),
-                ops.gated_linear(random(2 * WIDTH, HIDDEN, width=0.2), None, "silu")
-                if self.rotary
-                else ops.linear(random(WIDTH, HIDDEN, width=0.2), random(WIDTH), "gelu_new"),
-                ops.linear(random(HIDDEN, WIDTH, width=0.2), random(HIDDEN)),
-                *(RMSNorm(*self.named(dim)) for _ in range(2 * self.head_norms)),
-                rotation=self.encodes * layer % 2,
             )
-            for layer in range(LAYERS)
+            for layer, shape in enumerate(shapes)
         ]
         self.shape, self.heads = CacheShape(BLOCKS, BLOCK, kv_heads, dim), heads
         last_norm = None if self.post_norm else self.norm(HIDDEN)
-        self.stack = ops.stack(self.layers, last_norm, heads, kv_heads, dim, self.post_norm)
+        self.stack = ops.stack(self.layers, last_norm, self.post_norm)
         self.attention = find_backend("cpu").attention(self.shape, heads, dtype, CPU)
+
+    def cached(self, caches: Sequence[Tensor] | None = None) -> list[CachedLayer]:
+        """Return the layers with these caches, or with new ones."""
+        caches = self.attention.new_cache(LAYERS) if caches is None else caches
+        shapes = (layer.attention.shape for layer in self.layers)
+        return [CachedLayer(self.attention, *each) for each in zip(caches, shapes, strict=True)]
 
     def random(self, *shape: int, width: float = 1.0) -> Tensor:
         return torch.randn(shape).mul(width).to(self.dtype)
@@ -114,9 +135,7 @@ class Model:
             metadata, positions = step_of(rows)
             count = self.rotary + self.encodes if self.rotary else 0
             rotations: list[Rotation] = [rope.cos_sin(positions, positions + 1) for rope in self.ropes[:count]]
-            attend = StepAttention(
-                self.attention, caches, metadata, (0.25, 0.2, 0.3), self.patterns, bias=self.bias, needed=tokens
-            )
+            attend = StepAttention(self.cached(caches), [metadata], bias=self.bias, needed=tokens)
             run = self.stack if one_call else super(NativeStack, self.stack).__call__
             results.append(run(self.random(len(positions), HIDDEN), rotations, attend).clone())
         return results
@@ -170,11 +189,11 @@ def needed_of(rows: list[tuple[int, int]], which: str) -> Tensor:
 
 def test_buffers_grow_seldom(dtype: torch.dtype) -> None:
     model = Model("llama", dtype)
-    caches = model.attention.new_cache(LAYERS)
+    cached = model.cached()
     places = set()
     for tokens in range(1, 260):
         metadata, positions = step_of([(0, tokens)])
-        attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS)
+        attend = StepAttention(cached, [metadata])
         places.add(
             model.stack(
                 model.random(tokens, HIDDEN), [model.ropes[0].cos_sin(positions, positions + 1)], attend
@@ -186,11 +205,9 @@ def test_buffers_grow_seldom(dtype: torch.dtype) -> None:
 def test_a_stack_of_no_layers_is_its_norm(dtype: torch.dtype) -> None:
     model = Model("llama", dtype)
     norm, hidden = model.norm(HIDDEN), model.random(5, HIDDEN)
-    stack = NativeOps().stack([], norm, 4, 2, 16)
+    stack = NativeOps().stack([], norm)
     metadata, positions = step_of([(0, 5)])
-    attend = StepAttention(
-        find_backend("cpu").attention(CacheShape(2, BLOCK, 2, 16), 4, dtype, CPU), [], metadata, (), ()
-    )
+    attend = StepAttention([], [metadata])
     assert stack(hidden.clone(), [model.ropes[0].cos_sin(positions, positions + 1)], attend).equal(norm(hidden))
 
 
@@ -202,9 +219,9 @@ def test_caches_that_were_made_anew_are_the_ones_that_are_used(dtype: torch.dtyp
 
 def test_an_interrupted_call_ends_with_an_error_and_the_next_is_right(dtype: torch.dtype) -> None:
     model = Model("llama", dtype)
-    caches, interruption = model.attention.new_cache(LAYERS), Interruption()
+    interruption = Interruption()
     metadata, positions = step_of([(0, 40)])
-    attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), PATTERNS, interruption)
+    attend = StepAttention(model.cached(), [metadata], interruption)
     hidden, rotations = model.random(40, HIDDEN), [model.ropes[0].cos_sin(positions, positions + 1)]
     expected = model.stack(hidden.clone(), rotations, attend).clone()
     interruption.set()
@@ -225,12 +242,8 @@ def test_it_reports_where_the_time_goes(dtype: torch.dtype) -> None:
 
 def test_layers_without_packed_matrices_are_called_one_by_one(dtype: torch.dtype) -> None:
     model = Model("llama", dtype)
-    plain = DecoderLayer(
-        *(getattr(model.layers[0], name) for name in ("attention_norm", "qkv", "output", "mlp_norm")),
-        lambda x: x,
-        lambda x: x,
-    )
-    assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN), 4, 2, 16)) is LayerStack
+    plain = replace(model.layers[0], mlp=MlpPart(lambda x: x, lambda x: x))
+    assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN))) is LayerStack
 
 
 def test_another_backend_attends_layer_by_layer(dtype: torch.dtype) -> None:
